@@ -1,0 +1,62 @@
+"""Penstock: profile, plan, check, simulate, run and draw pipeline-parallel training.
+
+Planning and simulating never import torch; the names that need it (``Pipeline``, ``profile``) are
+loaded when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from penstock import errors
+from penstock.cluster import Cluster, Device, Link
+from penstock.cost import Costs
+from penstock.drawing import draw
+from penstock.graph import Layer, LayerGraph
+from penstock.planner import Plan, plan
+from penstock.schedule import Kind, Op, Schedule
+from penstock.schedule import families as schedules
+from penstock.schedule.check import check
+from penstock.simulator import simulate
+from penstock.timeline import Span, Timeline
+
+if TYPE_CHECKING:
+    from penstock.pipeline import Pipeline
+    from penstock.profiler import profile
+
+__version__ = "0.1.0"
+__all__ = [
+    "Cluster",
+    "Costs",
+    "Device",
+    "Kind",
+    "Layer",
+    "LayerGraph",
+    "Link",
+    "Op",
+    "Pipeline",
+    "Plan",
+    "Schedule",
+    "Span",
+    "Timeline",
+    "check",
+    "draw",
+    "errors",
+    "plan",
+    "profile",
+    "schedules",
+    "simulate",
+]
+
+_NEEDS_TORCH = {"Pipeline": "penstock.pipeline", "profile": "penstock.profiler"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NEEDS_TORCH:
+        return getattr(importlib.import_module(_NEEDS_TORCH[name]), name)
+    raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,62 @@
+"""What can go wrong, as a tree.
+
+::
+
+    PenstockError
+    ├── InputError          a value the caller gave cannot be used (also a ValueError)
+    │   ├── ScheduleError   a schedule is incomplete, contradictory or deadlocks
+    │   ├── FileError       a file has an unknown key, a wrong type or is not there
+    │   ├── ModelError      a model has no spine, or is not the one a plan was made for
+    │   └── PlanError       no plan satisfies what was asked
+    └── RunError            a step failed while running
+        ├── StageError      the user's layers or loss raised; names stage, microbatch and op
+        ├── PeerError       another rank died or failed; names the rank and the awaited op
+        └── DeadlineError   nothing arrived in time; names the op that waited and for what
+
+Every message says what is wrong, where, and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    """Root of everything Penstock raises on purpose."""
+
+
+class InputError(PenstockError, ValueError):
+    """A value the caller gave cannot be used."""
+
+
+class ScheduleError(InputError):
+    """A schedule is incomplete, contradictory or deadlocks."""
+
+
+class FileError(InputError):
+    """A file could not be read as what it should hold."""
+
+
+class ModelError(InputError):
+    """A model cannot be cut, or is not the one the plan was made for."""
+
+
+class PlanError(InputError):
+    """No plan satisfies what was asked."""
+
+
+class RunError(PenstockError, RuntimeError):
+    """A step failed while running."""
+
+
+class StageError(RunError):
+    """The user's layers, loss or optimizer raised inside a stage.
+
+    The original exception is the ``__cause__``.
+    """
+
+
+class PeerError(RunError):
+    """Another rank died or failed while this one needed it."""
+
+
+class DeadlineError(RunError):
+    """What an op waits for did not come before the deadline."""

@@ -1,0 +1,160 @@
+"""``Plan``: how a model is spread, and what that is predicted to give. A file people edit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.cost import Costs
+from penstock.errors import InputError, ModelError
+from penstock.graph import LayerGraph
+from penstock.schedule import Schedule, families
+from penstock.schedule.check import check
+from penstock.simulator import simulate
+from penstock.timeline import Timeline
+from penstock.values import Value
+
+
+class StagePlan(Value, frozen=True, kw_only=True):
+    """One stage: which layers, on which rank, and what they are predicted to cost.
+
+    Attributes:
+        layers: qualified names, consecutive in the model's order, at least one.
+        rank: the rank that runs the stage.
+        forward_seconds: one microbatch; likewise the other times.
+        update_seconds: once per minibatch.
+        hop_seconds: from this stage's output until the next stage can use it.
+        parameter_bytes: weights; gradients take as much again.
+        optimizer_bytes: optimizer state.
+        activation_bytes: kept from forward to backward, per microbatch in flight.
+        peak_activations: microbatches in flight at the worst moment.
+    """
+
+    layers: tuple[str, ...]
+    rank: int
+    forward_seconds: float = 0.0
+    backward_input_seconds: float = 0.0
+    backward_weight_seconds: float = 0.0
+    update_seconds: float = 0.0
+    hop_seconds: float = 0.0
+    parameter_bytes: int = 0
+    optimizer_bytes: int = 0
+    activation_bytes: int = 0
+    peak_activations: float = 0.0
+
+    @property
+    def compute_seconds(self) -> float:
+        """Forward and full backward of one microbatch."""
+        return self.forward_seconds + self.backward_input_seconds + self.backward_weight_seconds
+
+    @property
+    def memory_bytes(self) -> int:
+        """Weights, gradients, optimizer state and the activations in flight."""
+        in_flight = round(self.peak_activations * self.activation_bytes)
+        return 2 * self.parameter_bytes + self.optimizer_bytes + in_flight
+
+
+class Plan(Value, frozen=True, kw_only=True):
+    """How to spread one model.
+
+    Attributes:
+        model: fingerprint of the model it was made for (``LayerGraph.fingerprint``).
+        schedule: name of a schedule family.
+        options: the family's options.
+        num_microbatches: per minibatch, at least 1.
+        stages: in execution order, at least one.
+        reason: one sentence on why this plan was chosen.
+        version: of this file format.
+
+    Raises:
+        InputError: the parts contradict each other: no stage, a stage without layers, a layer twice,
+            or a placement that the schedule does not have.
+    """
+
+    model: str
+    schedule: str
+    num_microbatches: int
+    stages: tuple[StagePlan, ...]
+    options: dict[str, Any] = {}
+    reason: str = ""
+    version: int = 1
+
+    def __post_init__(self) -> None:
+        if self.version != 1:
+            raise InputError(f"the plan has version {self.version}; this Penstock reads version 1")
+        if not self.stages:
+            raise InputError("the plan has no stages")
+        for index, stage in enumerate(self.stages):
+            if not stage.layers:
+                raise InputError(f"stage {index} has no layers; give it one or drop the stage")
+        names = [name for stage in self.stages for name in stage.layers]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise InputError(f"layers {', '.join(repeated)} stand in more than one place")
+        self._check_placement(self.build_schedule())
+
+    def _check_placement(self, schedule: Schedule) -> None:
+        if schedule.num_stages != len(self.stages):
+            raise InputError(
+                f"{self.schedule} on {self.num_ranks} ranks has {schedule.num_stages} stages, but "
+                f"the plan has {len(self.stages)}"
+            )
+        for index, stage in enumerate(self.stages):
+            ranks = [rank for rank, stages in enumerate(schedule.stages_of) if index in stages]
+            if stage.rank not in ranks:
+                raise InputError(
+                    f"stage {index} is on rank {stage.rank}, but {self.schedule} runs it on rank "
+                    f"{', '.join(map(str, ranks))}"
+                )
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks it runs on."""
+        return 1 + max(stage.rank for stage in self.stages)
+
+    @property
+    def costs(self) -> Costs:
+        """The predicted costs, stage by stage."""
+        return Costs(
+            forward=[stage.forward_seconds for stage in self.stages],
+            backward_input=[stage.backward_input_seconds for stage in self.stages],
+            backward_weight=[stage.backward_weight_seconds for stage in self.stages],
+            update=[stage.update_seconds for stage in self.stages],
+            hop=[stage.hop_seconds for stage in self.stages],
+        )
+
+    def build_schedule(self, num_microbatches: int | None = None) -> Schedule:
+        """The checked schedule, for this or another number of microbatches."""
+        count = self.num_microbatches if num_microbatches is None else num_microbatches
+        schedule = families.build(
+            self.schedule, num_ranks=self.num_ranks, num_microbatches=count, **self.options
+        )
+        check(schedule)
+        return schedule
+
+    def simulate(self) -> Timeline:
+        """The predicted timeline of one step, weight update included."""
+        from penstock.schedule.lower import add_update
+
+        return simulate(add_update(self.build_schedule()), self.costs)
+
+    def check_model(self, names: Sequence[str], model_fingerprint: str) -> None:
+        """Raise ``ModelError`` unless this plan was made for a model with these layers."""
+        planned = [name for stage in self.stages for name in stage.layers]
+        if planned != list(names):
+            missing = [name for name in names if name not in planned]
+            unknown = [name for name in planned if name not in names]
+            detail = (
+                f"not in the plan: {', '.join(missing) or 'none'}; "
+                f"not in the model: {', '.join(unknown) or 'none'}"
+                if missing or unknown
+                else "the order of the layers differs"
+            )
+            raise ModelError(
+                f"the plan was made for another model ({detail}); profile and plan this one"
+            )
+        if model_fingerprint != self.model:
+            raise ModelError(
+                "the plan was made for another model: the layers have the same names but other "
+                "parameter shapes or dtypes; profile and plan this one"
+            )

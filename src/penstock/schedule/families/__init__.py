@@ -1,0 +1,64 @@
+"""Every schedule family, by name. To add one: a file here, and a line in ``FAMILIES``.
+
+A family is a pure function ``(num_ranks, num_microbatches, **options) -> Schedule`` that emits
+compute only.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from penstock.errors import InputError
+from penstock.schedule.families.gpipe import gpipe
+from penstock.schedule.families.one_f_one_b import one_f_one_b
+from penstock.schedule.schedule import Schedule
+
+FAMILIES: dict[str, Callable[..., Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+}
+
+
+def names() -> tuple[str, ...]:
+    """The names that ``build`` takes."""
+    return tuple(FAMILIES)
+
+
+def family(name: str) -> Callable[..., Schedule]:
+    """The function behind a name; its docstring says what it does and who published it.
+
+    Raises:
+        InputError: no family has this name.
+    """
+    if name not in FAMILIES:
+        close = difflib.get_close_matches(name, FAMILIES, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(FAMILIES)}"
+        raise InputError(f"no schedule is called {name!r}{hint}")
+    return FAMILIES[name]
+
+
+def build(name: str, *, num_ranks: int, num_microbatches: int, **options: Any) -> Schedule:
+    """Build the schedule called ``name``.
+
+    Args:
+        name: one of ``names()``.
+        num_ranks: devices, at least 1.
+        num_microbatches: microbatches per minibatch, at least 1.
+        options: what the family takes besides.
+
+    Raises:
+        InputError: an unknown name or option, or a count below 1.
+    """
+    function = family(name)
+    for label, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
+        if count < 1:
+            raise InputError(f"{name}: {label} is {count}, but must be ≥ 1")
+    known = tuple(inspect.signature(function).parameters)[2:]
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        takes = f"it takes {', '.join(known)}" if known else "it takes no options"
+        raise InputError(f"{name} has no option {', '.join(unknown)}; {takes}")
+    return function(num_ranks, num_microbatches, **options)

@@ -1,0 +1,31 @@
+"""GPipe: all forwards, then all backwards.
+
+Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism",
+NeurIPS 2019, arXiv 1811.06965, section 2.
+"""
+
+from __future__ import annotations
+
+from penstock.schedule.op import Kind, Op
+from penstock.schedule.schedule import Schedule
+
+
+def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
+    """All forwards, then all backwards: the simplest, and the hungriest for memory.
+
+    Bubble (p−1)/(m+p−1); every rank holds the activations of all m microbatches. Backwards run in
+    the order of the forwards, so that gradients accumulate in the same order as on one device.
+
+    >>> from penstock import Costs, draw, simulate
+    >>> print(draw(simulate(gpipe(3, 4), Costs())))
+    gpipe, predicted: makespan 18, bubble 33.3%, stage bubble 33.3%
+    rank 0 │F0F1F2F3············B0──B1──B2──B3──│ peak 4
+    rank 1 │··F0F1F2F3······B0──B1──B2──B3──····│ peak 4
+    rank 2 │····F0F1F2F3B0──B1──B2──B3──········│ peak 4
+    """
+    ranks = [
+        [Op(rank, kind, k) for kind in (Kind.FORWARD, Kind.BACKWARD)
+         for k in range(num_microbatches)]
+        for rank in range(num_ranks)
+    ]  # fmt: skip
+    return Schedule.of(ranks, "gpipe")

@@ -1,0 +1,35 @@
+"""1F1B: one forward, one backward, with as few activations in flight as keep the pipe full.
+
+Published as PipeDream-Flush (Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training",
+ICML 2021, arXiv 2006.09503, section 3.3) and as DAPPLE's early backward scheduling (Fan et al.,
+PPoPP 2021, arXiv 2007.01045, section 3.2).
+"""
+
+from __future__ import annotations
+
+from penstock.schedule.op import Kind, Op
+from penstock.schedule.schedule import Schedule
+
+
+def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
+    """One forward, one backward: GPipe's bubble with the memory of min(p−s, m) microbatches.
+
+    Rank s first runs p−1−s forwards (warm-up), then alternates (steady), then drains (cool-down).
+
+    >>> from penstock import Costs, draw, simulate
+    >>> print(draw(simulate(one_f_one_b(3, 4), Costs())))
+    1f1b, predicted: makespan 18, bubble 33.3%, stage bubble 33.3%
+    rank 0 │F0F1F2········B0──F3B1──··B2──··B3──│ peak 3
+    rank 1 │··F0F1····B0──F2B1──F3B2──··B3──····│ peak 2
+    rank 2 │····F0B0──F1B1──F2B2──F3B3──········│ peak 1
+    """
+    ranks = []
+    for rank in range(num_ranks):
+        warm_up = min(num_ranks - 1 - rank, num_microbatches)
+        ops = [Op(rank, Kind.FORWARD, k) for k in range(warm_up)]
+        for k in range(num_microbatches):
+            if warm_up + k < num_microbatches:
+                ops.append(Op(rank, Kind.FORWARD, warm_up + k))
+            ops.append(Op(rank, Kind.BACKWARD, k))
+        ranks.append(ops)
+    return Schedule.of(ranks, "1f1b")

@@ -1,0 +1,89 @@
+"""``Schedule``: for every rank, the ops it performs, in order.
+
+The same value is checked, simulated, run, drawn and exchanged with torch as CSV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from penstock.errors import ScheduleError
+from penstock.schedule.op import COMPUTE, Op, dependencies
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """An order of ops for every rank.
+
+    Attributes:
+        ranks: the ops of each rank, in the order in which it performs them.
+        name: the family it came from, for people; two schedules with the same ops are equal.
+    """
+
+    ranks: tuple[tuple[Op, ...], ...]
+    name: str = field(default="", compare=False)
+
+    @classmethod
+    def of(cls, ranks: Iterable[Iterable[Op]], name: str = "") -> Schedule:
+        """Build a schedule from any iterables of ops."""
+        return cls(tuple(tuple(ops) for ops in ranks), name)
+
+    @classmethod
+    def parse(cls, text: str, name: str = "") -> Schedule:
+        """Read torch's CSV: one line per rank, ops separated by commas, empty cells are idle.
+
+        >>> str(Schedule.parse("0F0,,0B0\\n1F0,1B0\\n"))
+        '0F0,0B0\\n1F0,1B0\\n'
+
+        Raises:
+            ScheduleError: a cell is not an op; its line and column are named.
+        """
+        ranks = []
+        for number, line in enumerate(text.splitlines(), start=1):
+            ops = []
+            for column, cell in enumerate(line.split(","), start=1):
+                if cell.strip():
+                    try:
+                        ops.append(Op.parse(cell.strip()))
+                    except ScheduleError as error:
+                        raise ScheduleError(f"line {number}, cell {column}: {error}") from None
+            ranks.append(tuple(ops))
+        if not any(ranks):
+            raise ScheduleError("the schedule is empty; write one line of ops per rank")
+        return cls(tuple(ranks), name)
+
+    def __str__(self) -> str:
+        return "".join(",".join(map(str, ops)) + "\n" for ops in self.ranks)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks (devices) it is for."""
+        return len(self.ranks)
+
+    @cached_property
+    def num_stages(self) -> int:
+        """How many stages the model is cut into."""
+        return 1 + max((op.stage for op in self.where), default=-1)
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        """How many microbatches one minibatch is cut into."""
+        return 1 + max((op.microbatch for op in self.where), default=-1)
+
+    @cached_property
+    def where(self) -> dict[Op, int]:
+        """The rank of every op; of an op that stands twice, the last one."""
+        return {op: rank for rank, ops in enumerate(self.ranks) for op in ops}
+
+    @cached_property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """The stages that each rank computes, ascending."""
+        return tuple(
+            tuple(sorted({op.stage for op in ops if op.kind in COMPUTE})) for ops in self.ranks
+        )
+
+    def dependencies(self, op: Op) -> tuple[Op, ...]:
+        """The ops in this schedule whose results ``op`` needs."""
+        return dependencies(op, self.num_stages - 1, self.where)
