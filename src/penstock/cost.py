@@ -1,4 +1,4 @@
-"""The one cost function: how long an op takes, and how long a result takes to reach another rank."""
+"""The one cost function: how long an op takes, and how long its result takes to another rank."""
 
 from __future__ import annotations
 

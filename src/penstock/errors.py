@@ -55,7 +55,15 @@ class StageError(RunError):
 
 
 class PeerError(RunError):
-    """Another rank died or failed while this one needed it."""
+    """Another rank died or failed while this one needed it.
+
+    Attributes:
+        reason: what happened first, without the ranks through which the news came.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason or message
 
 
 class DeadlineError(RunError):

@@ -68,6 +68,7 @@ class LayerGraph(Value, frozen=True, kw_only=True):
             microbatch.
         input_bytes: size of the model's own input for one microbatch.
         hop_seconds: measured overhead of handing one message to a neighbouring worker, or 0.
+        num_threads: intra-op threads it was measured with; a worker gets as many.
         device: what it was measured on, for people.
     """
 
@@ -75,6 +76,7 @@ class LayerGraph(Value, frozen=True, kw_only=True):
     microbatch_size: int = 1
     input_bytes: int = 0
     hop_seconds: float = 0.0
+    num_threads: int = 1
     device: str = ""
 
     def __post_init__(self) -> None:
@@ -86,6 +88,8 @@ class LayerGraph(Value, frozen=True, kw_only=True):
             raise InputError(f"layer names must be unique, but {', '.join(repeated)} repeat")
         if self.microbatch_size < 1:
             raise InputError(f"microbatch_size is {self.microbatch_size}, but must be ≥ 1")
+        if self.num_threads < 1:
+            raise InputError(f"num_threads is {self.num_threads}, but must be ≥ 1")
 
     @property
     def fingerprint(self) -> str:

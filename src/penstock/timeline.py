@@ -140,7 +140,7 @@ class Timeline:
         """
         try:
             file = msgspec.json.decode(text, type=_File)
-            spans = [Span(Op.parse(op), *rest) for op, *rest in file.spans]
+            spans = [Span(Op.parse(op), rank, start, end) for op, rank, start, end in file.spans]
         except (msgspec.DecodeError, ScheduleError) as error:
             raise FileError(f"{where} is not a timeline: {error}") from None
         outside = [span for span in spans if not 0 <= span.rank < file.num_ranks]
@@ -159,6 +159,4 @@ def _idle_share(busy: tuple[float, ...], length: float) -> float:
 
 def _extent(spans: tuple[Span, ...]) -> float:
     working = [span for span in spans if span.op.kind in BUSY]
-    return max((s.end for s in working), default=0.0) - min(
-        (s.start for s in working), default=0.0
-    )
+    return max((s.end for s in working), default=0.0) - min((s.start for s in working), default=0.0)

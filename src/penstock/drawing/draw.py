@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+from penstock.drawing.chrome import chrome
+from penstock.drawing.html import page
+from penstock.drawing.svg import svg
 from penstock.drawing.text import text
 from penstock.errors import InputError
 from penstock.timeline import Timeline
 from penstock.values import write_atomically
 
-RENDERERS = {".txt": text}
+RENDERERS: dict[str, Callable[[Timeline], str]] = {
+    ".txt": text,
+    ".svg": svg,
+    ".html": page,
+    ".json": chrome,
+}
 
 
 def draw(timeline: Timeline, path: str | os.PathLike[str] | None = None) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import field
+
 from penstock.cost import Costs
 from penstock.errors import InputError, ModelError
-from penstock.graph import LayerGraph
 from penstock.schedule import Schedule, families
 from penstock.schedule.check import check
+from penstock.schedule.lower import add_update
 from penstock.simulator import simulate
 from penstock.timeline import Timeline
 from penstock.values import Value
@@ -42,6 +45,12 @@ class StagePlan(Value, frozen=True, kw_only=True):
     activation_bytes: int = 0
     peak_activations: float = 0.0
 
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__[1:]:
+            value = getattr(self, name)
+            if not value >= 0:
+                raise InputError(f"{name} is {value}, but must be ≥ 0")
+
     @property
     def compute_seconds(self) -> float:
         """Forward and full backward of one microbatch."""
@@ -50,8 +59,33 @@ class StagePlan(Value, frozen=True, kw_only=True):
     @property
     def memory_bytes(self) -> int:
         """Weights, gradients, optimizer state and the activations in flight."""
-        in_flight = round(self.peak_activations * self.activation_bytes)
-        return 2 * self.parameter_bytes + self.optimizer_bytes + in_flight
+        return stage_bytes(
+            self.parameter_bytes, self.optimizer_bytes, self.activation_bytes, self.peak_activations
+        )
+
+
+def stage_bytes(parameters: int, optimizer: int, activations: int, in_flight: float) -> int:
+    """Memory of a stage: weights, as many gradients, optimizer state, activations in flight."""
+    return 2 * parameters + optimizer + round(in_flight * activations)
+
+
+def costs_of(stages: Sequence[StagePlan]) -> Costs:
+    """What the simulator needs to know of ``stages``."""
+    return Costs(
+        forward=[stage.forward_seconds for stage in stages],
+        backward_input=[stage.backward_input_seconds for stage in stages],
+        backward_weight=[stage.backward_weight_seconds for stage in stages],
+        update=[stage.update_seconds for stage in stages],
+        hop=[stage.hop_seconds for stage in stages],
+    )
+
+
+def bytes_of_ranks(stages: Sequence[StagePlan]) -> tuple[int, ...]:
+    """Predicted memory of each rank: ``StagePlan.memory_bytes`` of its stages."""
+    held = [0] * (1 + max(stage.rank for stage in stages))
+    for stage in stages:
+        held[stage.rank] += stage.memory_bytes
+    return tuple(held)
 
 
 class Plan(Value, frozen=True, kw_only=True):
@@ -63,32 +97,36 @@ class Plan(Value, frozen=True, kw_only=True):
         options: the family's options.
         num_microbatches: per minibatch, at least 1.
         stages: in execution order, at least one.
+        num_threads: intra-op threads of each worker, as in the profile.
         reason: one sentence on why this plan was chosen.
         version: of this file format.
 
     Raises:
-        InputError: the parts contradict each other: no stage, a stage without layers, a layer twice,
-            or a placement that the schedule does not have.
+        InputError: the parts contradict each other: no stage, a stage without layers, a layer
+            twice, or a placement that the schedule does not have.
     """
 
     model: str
     schedule: str
     num_microbatches: int
     stages: tuple[StagePlan, ...]
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = field(default_factory=dict)
+    num_threads: int = 1
     reason: str = ""
     version: int = 1
 
     def __post_init__(self) -> None:
         if self.version != 1:
             raise InputError(f"the plan has version {self.version}; this Penstock reads version 1")
+        if self.num_threads < 1:
+            raise InputError(f"num_threads is {self.num_threads}, but must be ≥ 1")
         if not self.stages:
             raise InputError("the plan has no stages")
         for index, stage in enumerate(self.stages):
             if not stage.layers:
                 raise InputError(f"stage {index} has no layers; give it one or drop the stage")
-        names = [name for stage in self.stages for name in stage.layers]
-        repeated = sorted({name for name in names if names.count(name) > 1})
+        counts = Counter(name for stage in self.stages for name in stage.layers)
+        repeated = sorted(name for name, count in counts.items() if count > 1)
         if repeated:
             raise InputError(f"layers {', '.join(repeated)} stand in more than one place")
         self._check_placement(self.build_schedule())
@@ -113,15 +151,21 @@ class Plan(Value, frozen=True, kw_only=True):
         return 1 + max(stage.rank for stage in self.stages)
 
     @property
+    def rank_bytes(self) -> tuple[int, ...]:
+        """Predicted memory of each rank: ``StagePlan.memory_bytes`` of its stages."""
+        return bytes_of_ranks(self.stages)
+
+    @property
+    def one_device_seconds(self) -> float:
+        """A step without a pipeline: every op of every stage and microbatch, one after another."""
+        compute = sum(stage.compute_seconds for stage in self.stages)
+        updates = sum(stage.update_seconds for stage in self.stages)
+        return self.num_microbatches * compute + updates
+
+    @property
     def costs(self) -> Costs:
         """The predicted costs, stage by stage."""
-        return Costs(
-            forward=[stage.forward_seconds for stage in self.stages],
-            backward_input=[stage.backward_input_seconds for stage in self.stages],
-            backward_weight=[stage.backward_weight_seconds for stage in self.stages],
-            update=[stage.update_seconds for stage in self.stages],
-            hop=[stage.hop_seconds for stage in self.stages],
-        )
+        return costs_of(self.stages)
 
     def build_schedule(self, num_microbatches: int | None = None) -> Schedule:
         """The checked schedule, for this or another number of microbatches."""
@@ -134,9 +178,12 @@ class Plan(Value, frozen=True, kw_only=True):
 
     def simulate(self) -> Timeline:
         """The predicted timeline of one step, weight update included."""
-        from penstock.schedule.lower import add_update
-
         return simulate(add_update(self.build_schedule()), self.costs)
+
+    def __str__(self) -> str:
+        from penstock.planner.table import render
+
+        return render(self)
 
     def check_model(self, names: Sequence[str], model_fingerprint: str) -> None:
         """Raise ``ModelError`` unless this plan was made for a model with these layers."""

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from itertools import islice
 
 from penstock.errors import InputError, ScheduleError
 from penstock.schedule.op import COMMUNICATION, COMPUTE, Kind, Op
 from penstock.schedule.schedule import Schedule
+
+_MOST_LISTED = 5
 
 
 def check(schedule: Schedule, capacity: int | None = None) -> None:
@@ -48,32 +51,37 @@ def _check_once(schedule: Schedule) -> None:
 def _check_complete(schedule: Schedule) -> None:
     if not schedule.where:
         raise ScheduleError("the schedule has no ops")
-    missing, doubled = [], []
-    for stage in range(schedule.num_stages):
-        for microbatch in range(schedule.num_microbatches):
-            has = {kind for kind in COMPUTE if Op(stage, kind, microbatch) in schedule.where}
-            full = Kind.BACKWARD in has
-            halves = has & {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
-            missing += [] if Kind.FORWARD in has else [Op(stage, Kind.FORWARD, microbatch)]
-            if full and halves:
-                doubled.append(Op(stage, Kind.BACKWARD, microbatch))
-            elif not full and not halves:
-                missing.append(Op(stage, Kind.BACKWARD, microbatch))
-            elif not full:
-                missing += [
-                    Op(stage, kind, microbatch)
-                    for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-                    if kind not in halves
-                ]
+    # A mistyped number (0F99999999) makes for endless missing ops: look for no more than are shown.
+    missing = list(islice(_missing(schedule), _MOST_LISTED + 1))
     if missing:
         raise ScheduleError(
             f"{_listed(missing)} missing: every stage runs F and then B (or I and W) of each of "
             f"the {schedule.num_microbatches} microbatches"
         )
+    halves = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    doubled = [
+        op
+        for op in schedule.where
+        if op.kind is Kind.BACKWARD and any(op._replace(kind=k) in schedule.where for k in halves)
+    ]
     if doubled:
         raise ScheduleError(
             f"{_listed(doubled)} also split into I or W; use either B or the pair I, W"
         )
+
+
+def _missing(schedule: Schedule) -> Iterator[Op]:
+    for stage in range(schedule.num_stages):
+        for microbatch in range(schedule.num_microbatches):
+            has = {kind for kind in COMPUTE if Op(stage, kind, microbatch) in schedule.where}
+            halves = {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT} & has
+            if Kind.FORWARD not in has:
+                yield Op(stage, Kind.FORWARD, microbatch)
+            if Kind.BACKWARD not in has and not halves:
+                yield Op(stage, Kind.BACKWARD, microbatch)
+            elif Kind.BACKWARD not in has and len(halves) == 1:
+                other = {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT} - halves
+                yield Op(stage, other.pop(), microbatch)
 
 
 def _check_one_rank(schedule: Schedule) -> None:
@@ -188,6 +196,6 @@ def _room_needed(schedule: Schedule, capacity: int) -> Iterator[tuple[Op, Op]]:
             yield sends[index], Op(target, received, sends[index - capacity].microbatch)
 
 
-def _listed(ops: list[Op], most: int = 5) -> str:
-    names = ", ".join(map(str, sorted(ops)[:most]))
-    return names + (f" and {len(ops) - most} more" if len(ops) > most else "")
+def _listed(ops: list[Op]) -> str:
+    names = ", ".join(map(str, sorted(ops)[:_MOST_LISTED]))
+    return names + (" and more" if len(ops) > _MOST_LISTED else "")

@@ -78,48 +78,42 @@ class Op(NamedTuple):
         return cls(int(match["stage"]), Kind(match["kind"]), int(match["microbatch"]))
 
 
+_F, _B, _I, _W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+_INPUT = ((0, Kind.RECV_FORWARD), (-1, _F))
+_OUTPUT_GRADIENT = ((0, Kind.RECV_BACKWARD), (1, _I), (1, _B))
+
+_NEEDS: dict[Kind, tuple[tuple[tuple[int, Kind], ...], ...]] = {
+    _F: (_INPUT,),
+    _B: (((0, _F),), _OUTPUT_GRADIENT),
+    _I: (((0, _F),), _OUTPUT_GRADIENT),
+    _W: (((0, _I),),),
+    Kind.SEND_FORWARD: (((0, _F),),),
+    Kind.RECV_FORWARD: (((-1, Kind.SEND_FORWARD),),),
+    Kind.SEND_BACKWARD: (((0, _I), (0, _B)),),
+    Kind.RECV_BACKWARD: (((1, Kind.SEND_BACKWARD),),),
+    Kind.UPDATE: (((0, _W), (0, _B)),),
+}
+"""What each kind needs. Every need lists (stages further, kind) of the ops that can meet it."""
+
+
 def dependencies(op: Op, last_stage: int, present: Container[Op]) -> tuple[Op, ...]:
     """The ops whose results ``op`` needs: the one rule that check, passes, simulator and
     interpreter ask.
 
     Where a result can come from several kinds (a gradient from a full backward ``B`` or from an
     input backward ``I``; a tensor from a neighbour directly or through a receive), the op that is
-    ``present`` is named; if none is, the first choice is named, so that a check can say what is
+    ``present`` is named; if none is, the last choice is named, so that a check can say what is
     missing.
 
     >>> dependencies(Op(0, Kind.BACKWARD, 3), last_stage=1, present=())
     (Op(stage=0, kind=<Kind.FORWARD: 'F'>, microbatch=3), \
 Op(stage=1, kind=<Kind.BACKWARD: 'B'>, microbatch=3))
     """
-    stage, kind, microbatch = op
-
-    def at(other: int, *kinds: Kind) -> Op:
-        candidates = [Op(other, kind, microbatch) for kind in kinds]
-        return next((one for one in candidates if one in present), candidates[-1])
-
-    match kind:
-        case Kind.FORWARD if stage == 0:
-            return ()
-        case Kind.FORWARD:
-            received = Op(stage, Kind.RECV_FORWARD, microbatch)
-            return (received if received in present else at(stage - 1, Kind.FORWARD),)
-        case Kind.BACKWARD | Kind.BACKWARD_INPUT:
-            own = Op(stage, Kind.FORWARD, microbatch)
-            if stage == last_stage:
-                return (own,)
-            received = Op(stage, Kind.RECV_BACKWARD, microbatch)
-            if received in present:
-                return (own, received)
-            return (own, at(stage + 1, Kind.BACKWARD_INPUT, Kind.BACKWARD))
-        case Kind.BACKWARD_WEIGHT:
-            return (Op(stage, Kind.BACKWARD_INPUT, microbatch),)
-        case Kind.SEND_FORWARD:
-            return (Op(stage, Kind.FORWARD, microbatch),)
-        case Kind.RECV_FORWARD:
-            return (Op(stage - 1, Kind.SEND_FORWARD, microbatch),)
-        case Kind.SEND_BACKWARD:
-            return (at(stage, Kind.BACKWARD_INPUT, Kind.BACKWARD),)
-        case Kind.RECV_BACKWARD:
-            return (Op(stage + 1, Kind.SEND_BACKWARD, microbatch),)
-        case Kind.UPDATE:
-            return (at(stage, Kind.BACKWARD_WEIGHT, Kind.BACKWARD),)
+    found = []
+    for choices in _NEEDS[op.kind]:
+        ops = [Op(op.stage + offset, kind, op.microbatch) for offset, kind in choices]
+        # The chain ends here: the first stage reads the batch, the last one makes its gradient.
+        if op.kind in COMPUTE and not 0 <= ops[-1].stage <= last_stage:
+            continue
+        found.append(next((one for one in ops if one in present), ops[-1]))
+    return tuple(found)

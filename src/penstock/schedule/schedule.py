@@ -86,4 +86,11 @@ class Schedule:
 
     def dependencies(self, op: Op) -> tuple[Op, ...]:
         """The ops in this schedule whose results ``op`` needs."""
-        return dependencies(op, self.num_stages - 1, self.where)
+        if op not in self._needs:
+            self._needs[op] = dependencies(op, self.num_stages - 1, self.where)
+        return self._needs[op]
+
+    @cached_property
+    def _needs(self) -> dict[Op, tuple[Op, ...]]:
+        # Each op is asked about many times: by the check, the simulator, and whenever it waits.
+        return {}

@@ -1,0 +1,66 @@
+# Needs make, Python 3.11 or newer, and pip's usual way to packages. Everything lands in .venv.
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+TORCH_INDEX ?=
+
+INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	-c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format clean
+
+help:
+	@echo 'make demo     plan, train and draw a small pipeline (installs into $(VENV) on first use)'
+	@echo 'make test     all checks: lint, types, import rules, tests'
+	@echo 'make lint     the same without the tests'
+	@echo 'make format   rewrite the sources in the house style'
+	@echo 'make clean    remove $(VENV), caches and build leftovers'
+	@echo
+	@echo 'PYTHON=python3.12    another interpreter to build $(VENV) with (3.11 or newer)'
+	@echo 'PYTEST_ARGS="-k gpt" passed to pytest; DEMO_ARGS passed to penstock demo'
+	@echo 'TORCH_INDEX=https://download.pytorch.org/whl/cpu'
+	@echo '                     take torch from there too: on Linux, PyPI has the CUDA build (gigabytes),'
+	@echo '                     this index has the CPU build (200 MB)'
+
+demo: $(VENV)/.installed
+	$(VENV)/bin/penstock demo $(DEMO_ARGS)
+
+test: lint
+	$(VENV)/bin/pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+format: $(VENV)/.installed-dev
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps make an install happen once, and again when a file that decides it has changed.
+$(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
+	@echo 'Installing Penstock into $(VENV) (minutes the first time, torch is large) …'
+	@$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.created pyproject.toml constraints.txt
+	@echo 'Installing Penstock and its development tools into $(VENV) …'
+	@$(INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "Penstock needs Python 3.11 or newer; '$(PYTHON)' is older or missing." \
+			"Name another one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -m venv --clear $(VENV) || { \
+		echo "$(PYTHON) cannot make a virtual environment. On Debian or Ubuntu:" \
+			"apt install python3-venv. Or name another one: make PYTHON=python3.12" >&2; exit 1; }
+	@touch $@

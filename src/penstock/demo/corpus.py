@@ -1,0 +1,132 @@
+"""Real text without a download: the source code of Python's own standard library.
+
+Every machine that runs Penstock has it, several megabytes of it. It is read when asked for, in
+sorted order, so the same Python gives the same bytes, batches and losses.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from penstock.errors import InputError
+
+_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+_HELD_OUT_EVERY = 10
+
+
+class Corpus:
+    """Bytes to learn to predict, some files of them held out.
+
+    Every tenth file in sorted order, from the first, is held out; no file is in both parts.
+
+    Args:
+        files: names and contents; at least two.
+
+    Attributes:
+        training_files: names of the files to train on, sorted.
+        held_out_files: names of the others, sorted.
+        training: ``uint8[num_bytes]``, the training files joined by newlines.
+        held_out_text: ``uint8[num_bytes]``, the same of the held-out files.
+
+    Raises:
+        InputError: fewer than two files.
+    """
+
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        if len(files) < 2:
+            raise InputError(
+                f"a corpus needs at least 2 files, one of them held out, but has {len(files)}"
+            )
+        names = sorted(files)
+        self.held_out_files = tuple(names[::_HELD_OUT_EVERY])
+        self.training_files = tuple(name for name in names if name not in self.held_out_files)
+        self.training = _joined(files[name] for name in self.training_files)
+        self.held_out_text = _joined(files[name] for name in self.held_out_files)
+
+    @classmethod
+    def standard_library(cls, folder: str | Path | None = None) -> Self:
+        """The ``.py`` files of this Python's standard library, without its tests.
+
+        Args:
+            folder: another folder of Python sources to read instead.
+
+        Raises:
+            InputError: it holds fewer than two non-empty sources, as where Python lives in a zip.
+        """
+        root = Path(sysconfig.get_paths()["stdlib"] if folder is None else folder)
+        files = {path.relative_to(root).as_posix(): path.read_bytes() for path in _sources(root)}
+        files = {name: content for name, content in files.items() if content.strip()}
+        if len(files) < 2:
+            raise InputError(
+                f"found {len(files)} non-empty Python sources in {root}, but need at least 2; name "
+                "a folder of .py files: Corpus.standard_library(folder)"
+            )
+        return cls(files)
+
+    def batches(self, rows: int, context: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Endless random windows of the training text; the same seed gives the same windows.
+
+        Yields:
+            inputs and targets, each ``int64[rows, context]``; targets are one byte ahead.
+
+        Raises:
+            InputError: a size is below 1, or the text is shorter than one window.
+        """
+        last = _last_start(self.training, rows, context)
+        return self._batches(rows, context, last, torch.Generator().manual_seed(seed))
+
+    def held_out(self, rows: int, context: int) -> tuple[Tensor, Tensor]:
+        """Always the same windows, evenly spread over the held-out text.
+
+        Returns:
+            inputs and targets, each ``int64[rows, context]``; targets are one byte ahead.
+
+        Raises:
+            InputError: a size is below 1, or the text is shorter than one window.
+        """
+        last = _last_start(self.held_out_text, rows, context)
+        starts = torch.arange(rows) * last // max(1, rows - 1)
+        return _windows(self.held_out_text, starts, context)
+
+    def _batches(
+        self, rows: int, context: int, last: int, generator: torch.Generator
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            starts = torch.randint(last + 1, (rows,), generator=generator)
+            yield _windows(self.training, starts, context)
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _SKIPPED]
+        paths = (Path(folder, name) for name in names if name.endswith(".py"))
+        yield from (path for path in paths if path.is_file())
+
+
+def _joined(contents: Iterator[bytes]) -> Tensor:
+    return torch.frombuffer(bytearray(b"\n".join(contents)), dtype=torch.uint8)
+
+
+def _last_start(text: Tensor, rows: int, context: int) -> int:
+    if rows < 1 or context < 1:
+        raise InputError(f"rows and context must be ≥ 1, but are {rows} and {context}")
+    last = len(text) - context - 1
+    if last < 0:
+        raise InputError(
+            f"a window of context {context} needs {context + 1} bytes, but the text has "
+            f"{len(text)}; choose a smaller context"
+        )
+    return last
+
+
+def _windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    offsets = torch.arange(context)
+    places = starts[:, None] + offsets
+    return text[places].long(), text[places + 1].long()

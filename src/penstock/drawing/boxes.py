@@ -1,0 +1,184 @@
+"""One op as a box: its fill, its hatching, its label if that fits, its tooltip."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.drawing.labels import label
+from penstock.drawing.markup import lines, tag, text_width, write
+from penstock.drawing.units import Unit, seconds
+from penstock.schedule.op import COMPUTE, Kind
+from penstock.timeline import BUSY, Span, Timeline
+
+LETTERS: Mapping[Kind, str] = {
+    Kind.FORWARD: "F",
+    Kind.BACKWARD: "B",
+    Kind.BACKWARD_INPUT: "I",
+    Kind.BACKWARD_WEIGHT: "W",
+    Kind.UPDATE: "U",
+}
+"""The letter of each kind, and its class in the style sheet."""
+
+WORDS: Mapping[Kind, str] = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "input gradient",
+    Kind.BACKWARD_WEIGHT: "weight gradient",
+    Kind.UPDATE: "update",
+}
+
+PALEST = 3
+"""The last of the shades s0, s1, … that tell a rank's stages apart."""
+
+_HATCHED = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+_PADDING = 4.0
+_NARROWEST_BOX = 0.8
+
+
+@dataclass(frozen=True)
+class LabelStyle:
+    """How the ops of one kind are labelled: ``F0b`` or, where that is too wide, ``0b``."""
+
+    size: float
+    full: bool = True
+
+    def text(self, name: str) -> str:
+        """What is written for the label ``name``."""
+        return name if self.full or len(name) == 1 else name[1:]
+
+    def fits(self, name: str, width: float) -> bool:
+        """Whether it stays inside a box of this width."""
+        return text_width(self.text(name), self.size) + _PADDING <= width
+
+
+_STYLES = (
+    LabelStyle(12),
+    LabelStyle(11),
+    LabelStyle(10),
+    LabelStyle(11, full=False),
+    LabelStyle(10, full=False),
+    LabelStyle(9, full=False),
+    LabelStyle(8, full=False),
+)
+
+
+def widest_label(timeline: Timeline) -> float:
+    """The width of a box in which every label of the compute ops fits comfortably."""
+    spans = [span for span in timeline.spans if span.op.kind in COMPUTE]
+    names = (label(timeline, span.op, span.rank) for span in spans)
+    return max((text_width(name, 11) for name in names), default=0.0) + _PADDING
+
+
+def label_styles(timeline: Timeline, scale: float) -> dict[Kind, LabelStyle]:
+    """For each kind, the largest style in which nearly all of its labels fit: one style per kind
+    looks calmer than one per box. A kind is missing where none fits."""
+    styles = {}
+    for kind in BUSY:
+        spans = [span for span in timeline.spans if span.op.kind is kind]
+        names = {label(timeline, span.op, span.rank) for span in spans}
+        lengths = sorted(span.end - span.start for span in spans)
+        if not lengths:
+            continue
+        width, name = lengths[len(lengths) // 10] * scale, max(names, key=len)
+        for style in _STYLES:
+            if style.fits(name, width):
+                styles[kind] = style
+                break
+    return styles
+
+
+def shade(timeline: Timeline, span: Span) -> int:
+    """Which shade a span's stage has among those of its rank: 0 for the first."""
+    stages = timeline.stages_of[span.rank]
+    if len(stages) < 2 or span.op.stage not in stages:
+        return 0
+    return round(stages.index(span.op.stage) * PALEST / (len(stages) - 1))
+
+
+def paint(kind: Kind, shade: int) -> dict[str, str]:
+    """The attribute that fills a box."""
+    letter = LETTERS[kind]
+    if kind in _HATCHED:
+        return {"fill": f"url(#penstock-{letter}{shade})"}
+    return {"class_": f"{letter} s{shade}"}
+
+
+def hatches(timelines: Sequence[Timeline]) -> str:
+    """Definitions of the patterns that the boxes of these timelines refer to."""
+    used = {
+        (LETTERS[span.op.kind], shade(timeline, span))
+        for timeline in timelines
+        for span in timeline.spans
+        if span.op.kind in _HATCHED
+    }
+    return lines(_hatch(letter, level) for letter, level in sorted(used))
+
+
+def _hatch(letter: str, level: int) -> str:
+    fill = tag("rect", class_=f"{letter} s{level}", width=7, height=7)
+    if letter == LETTERS[Kind.BACKWARD_INPUT]:
+        mark = tag("path", class_="hatch", d="M-1 8L8 -1M-1 1L1 -1M6 8L8 6")
+    else:
+        dots = "M1 2.5a1 1 0 1 0 2 0a1 1 0 1 0 -2 0"
+        mark = tag("path", class_="dots", d=f"{dots}M4.5 6a1 1 0 1 0 2 0a1 1 0 1 0 -2 0")
+    identity = f"penstock-{letter}{level}"
+    return tag(
+        "pattern", fill + mark, id=identity, width=7, height=7, patternUnits="userSpaceOnUse"
+    )
+
+
+def box(
+    timeline: Timeline,
+    span: Span,
+    place: tuple[float, float, float, float],
+    style: LabelStyle | None,
+    unit: Unit,
+) -> str:
+    """The element of one busy span at ``place`` (x, y, width, height)."""
+    kind, level = span.op.kind, shade(timeline, span)
+    parts = [tag("title", tooltip(span, unit)), _rectangle(place, paint(kind, level))]
+    name = label(timeline, span.op, span.rank)
+    if style is not None and style.fits(name, place[2]):
+        x, y, width, height = place
+        middle = y + height / 2 + style.size * 0.36
+        size = f"font-size:{style.size:g}px"
+        class_ = _ink(kind, level)
+        parts.append(write(x + width / 2, middle, style.text(name), class_, style=size))
+    return tag(
+        "g",
+        "".join(parts),
+        class_="span",
+        data_op=str(span.op),
+        data_rank=span.rank,
+        data_start=f"{span.start:.9g}",
+        data_end=f"{span.end:.9g}",
+    )
+
+
+def _rectangle(place: tuple[float, float, float, float], fill: dict[str, str]) -> str:
+    x, y, width, height = place
+    # A hair of background between neighbours, unless it would eat the box.
+    gap = 0.5 if width > 4 else 0.0
+    wide = max(width - 2 * gap, _NARROWEST_BOX)
+    corner = 2 if width > 8 else 0
+    return tag("rect", x=x + gap, y=y + 1, width=wide, height=height - 2, rx=corner, **fill)
+
+
+def _ink(kind: Kind, level: int) -> str:
+    letter = LETTERS[kind]
+    if kind in _HATCHED:
+        return f"on-{letter} s{level}"
+    return "on-dark" if kind is Kind.UPDATE or (kind is Kind.BACKWARD and level == 0) else ""
+
+
+def tooltip(span: Span, unit: Unit) -> str:
+    """What a span is, in words."""
+    op = span.op
+    what = f"{WORDS[op.kind]}, stage {op.stage}"
+    if op.kind in COMPUTE:
+        what += f", microbatch {op.microbatch}"
+    times = f"{unit.show(span.start)} → {unit.show(span.end)}"
+    length = span.end - span.start
+    took = seconds(length) if unit.suffix else unit.show(length)
+    return f"{op}: {what}, rank {span.rank}; {times} ({took})"

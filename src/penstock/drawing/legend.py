@@ -1,0 +1,61 @@
+"""What the marks of a figure mean, in as many lines as its width needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from penstock.drawing.boxes import LETTERS, PALEST, WORDS, paint
+from penstock.drawing.markup import coordinate, lines, tag, text_width, write
+from penstock.schedule.op import COMMUNICATION, Kind
+from penstock.timeline import Timeline
+
+_SWATCH, _LINE_HEIGHT = 20.0, 22.0
+
+
+def legend(
+    timelines: Sequence[Timeline], left: float, top: float, width: float
+) -> tuple[str, float]:
+    """The legend's markup and its height."""
+    x, y, parts = left, top, []
+    for mark, words in _entries(timelines):
+        needed = _SWATCH + 7 + text_width(words, 12) + 14
+        if x > left and x + needed > width - left:
+            x, y = left, y + _LINE_HEIGHT
+        place = f"translate({coordinate(x)} {coordinate(y)})"
+        parts.append(tag("g", mark + write(_SWATCH + 7, 12, words), transform=place))
+        x += needed
+    return tag("g", f"\n{lines(parts)}\n", class_="legend"), y + _LINE_HEIGHT - top
+
+
+def _entries(timelines: Sequence[Timeline]) -> Iterator[tuple[str, str]]:
+    """(swatch, words) of everything that occurs."""
+    present = {span.op.kind for timeline in timelines for span in timeline.spans}
+    for kind, letter in LETTERS.items():
+        if kind in present:
+            swatch = tag("rect", y=1, width=_SWATCH, height=13, rx=2, **paint(kind, 0))
+            yield swatch, f"{letter} {WORDS[kind]}"
+    stages = max((len(s) for timeline in timelines for s in timeline.stages_of), default=0)
+    if stages > 1 and Kind.FORWARD in present:
+        letters = f"a to {chr(ord('a') + min(stages, 26) - 1)}"
+        yield _shades(), f"{letters}, paler: later stages of the rank"
+    if any(_waits(timeline) for timeline in timelines):
+        path = f"M0 7.5h{_SWATCH:g}"
+        yield tag("path", class_="wait", d=path), "waiting for another rank"
+    yield tag("rect", class_="track", x=0.5, y=1, width=_SWATCH - 1, height=13), "idle"
+    if any(timeline.spans for timeline in timelines):
+        path = f"M0 14V9H7V3H13V9H{_SWATCH:g}V14Z"
+        yield tag("path", class_="held", d=path), "microbatches in flight"
+
+
+def _shades() -> str:
+    width = _SWATCH / (PALEST + 1)
+    return "".join(
+        tag("rect", x=k * width, y=1, width=width, height=13, **paint(Kind.FORWARD, k))
+        for k in range(PALEST + 1)
+    )
+
+
+def _waits(timeline: Timeline) -> bool:
+    # What is shorter than this is not drawn either.
+    least = timeline.makespan / 1000
+    return any(s.op.kind in COMMUNICATION and s.end - s.start > least for s in timeline.spans)

@@ -1,0 +1,80 @@
+"""Cutting a minibatch into microbatches, so that the loss stays that of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock import tree
+from penstock.errors import InputError
+
+Weight = Callable[[Any], float]
+"""How many terms of the loss's mean the targets of one microbatch contribute."""
+
+
+def num_rows(value: Any, what: str) -> int:
+    """Rows of a minibatch: the first dimension, which all its tensors share.
+
+    Raises:
+        InputError: no tensor, a tensor without rows, or tensors that disagree.
+    """
+    tensors = tree.tensors(value)
+    if not tensors:
+        raise InputError(f"{what} hold no tensor")
+    counts = {tensor.shape[0] if tensor.dim() else None for tensor in tensors}
+    if None in counts:
+        raise InputError(f"{what} hold a tensor without dimensions; the first one must be the rows")
+    if len(counts) > 1:
+        raise InputError(
+            f"{what} disagree in their number of rows: {sorted(count or 0 for count in counts)}"
+        )
+    rows = counts.pop()
+    if not rows:
+        raise InputError(f"{what} have no rows")
+    return rows
+
+
+def split(value: Any, num_microbatches: int) -> list[Any]:
+    """Cut into microbatches whose sizes differ by at most one row, the larger ones first."""
+    leaves, structure = tree.flatten(value)
+    pieces = [
+        leaf.tensor_split(num_microbatches)
+        if isinstance(leaf, Tensor)
+        else [leaf] * num_microbatches
+        for leaf in leaves
+    ]
+    return [tree.unflatten(list(parts), structure) for parts in zip(*pieces, strict=True)]
+
+
+def join(values: list[Any]) -> Any:
+    """Undo ``split`` on outputs: rows one after the other."""
+    flattened = [tree.flatten(value) for value in values]
+    columns = zip(*(leaves for leaves, _ in flattened), strict=True)
+    joined = [
+        torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns
+    ]
+    return tree.unflatten(joined, flattened[0][1])
+
+
+def loss_weights(targets: list[Any], reduction: str, weight: Weight | None) -> list[float]:
+    """The factor on each microbatch's loss such that their sum is the minibatch's loss.
+
+    A mean over the minibatch is the mean over microbatches weighted by their number of terms: rows,
+    or what ``weight`` counts. A sum needs no weights.
+
+    Raises:
+        InputError: ``weight`` gave a negative count, or only zeros.
+    """
+    if reduction == "sum":
+        return [1.0] * len(targets)
+    if weight is None:
+        counts = [float(num_rows(part, "targets")) for part in targets]
+    else:
+        counts = [float(weight(part)) for part in targets]
+    total = sum(counts)
+    if not total > 0 or min(counts) < 0:
+        raise InputError(f"the weights of the microbatches are {counts}; they must count terms")
+    return [count / total for count in counts]

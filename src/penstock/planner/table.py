@@ -1,0 +1,122 @@
+"""A plan for people: its stages as a table, what it is predicted to give, and why it was chosen."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+from penstock.drawing.text import text
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+    from penstock.planner.plan import Plan, StagePlan
+    from penstock.timeline import Timeline
+
+_WIDTH = 100
+_COLUMNS = (
+    "rank", "layers", "F", "B", "share", "weights", "optimizer", "activations", "memory",
+)  # fmt: skip
+
+
+def render(plan: Plan) -> str:
+    """The plan as text without colour codes, about 100 columns wide: a row per stage (share: its
+    seconds over the slowest stage's), the predicted step, its drawing, and the reason."""
+    timeline = plan.simulate()
+    title = (
+        f"{plan.schedule}: {len(plan.stages)} stage(s) on {plan.num_ranks} rank(s), "
+        f"{plan.num_microbatches} microbatch(es)"
+    )
+    parts = [title, _as_text(_stages(plan)), _prediction(plan, timeline), text(timeline), ""]
+    return "\n".join([*parts, plan.reason] if plan.reason else parts[:-1])
+
+
+def _stages(plan: Plan) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, collapse_padding=True)
+    for name in _COLUMNS:
+        # Where the table is too wide, the names of layers give way, not the numbers.
+        number = name != "layers"
+        table.add_column(name, justify="right" if number else "left", no_wrap=number)
+    slowest = max(stage.compute_seconds for stage in plan.stages)
+    for stage in plan.stages:
+        table.add_row(*_cells(stage, slowest))
+    return table
+
+
+def _cells(stage: StagePlan, slowest: float) -> tuple[str | Text, ...]:
+    from rich.text import Text
+
+    backward = stage.backward_input_seconds + stage.backward_weight_seconds
+    return (
+        str(stage.rank),
+        Text(_layers(stage.layers), no_wrap=True, overflow="ellipsis"),
+        format_seconds(stage.forward_seconds),
+        format_seconds(backward),
+        f"{stage.compute_seconds / slowest:.0%}" if slowest else "–",
+        format_bytes(stage.parameter_bytes),
+        format_bytes(stage.optimizer_bytes),
+        f"{format_bytes(stage.activation_bytes)} × {stage.peak_activations:g}",
+        format_bytes(stage.memory_bytes),
+    )
+
+
+def _layers(names: tuple[str, ...]) -> str:
+    if len(names) == 1:
+        return f"1: {names[0]}"
+    return f"{len(names)}: {names[0]} … {names[-1]}"
+
+
+def _prediction(plan: Plan, timeline: Timeline) -> str:
+    return (
+        f"predicted: {format_seconds(timeline.makespan)} a step, bubble {timeline.bubble:.1%}, "
+        f"stage bubble {timeline.stage_bubble:.1%}, "
+        f"{format_speed_up(plan, timeline.makespan)} one device, "
+        f"{format_bytes(sum(plan.rank_bytes))} in all"
+    )
+
+
+def _as_text(table: Table) -> str:
+    from rich.console import Console
+
+    file = io.StringIO()
+    Console(
+        file=file, width=_WIDTH, color_system=None, force_terminal=False, force_jupyter=False
+    ).print(table)
+    return "\n".join(line.rstrip() for line in file.getvalue().strip("\n").splitlines())
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration with a unit that suits it.
+
+    >>> format_seconds(0.1834), format_seconds(2.5), format_seconds(42e-6)
+    ('183 ms', '2.5 s', '42 µs')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{_three_digits(seconds / size)} {unit}"
+    return f"{_three_digits(seconds * 1e6)} µs" if seconds else "0"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """A size in binary units.
+
+    >>> format_bytes(0), format_bytes(1536), format_bytes(3 * 2**30)
+    ('0', '1.5 KiB', '3 GiB')
+    """
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{_three_digits(num_bytes / size)} {unit}"
+    return f"{num_bytes:.0f} B" if num_bytes else "0"
+
+
+def format_speed_up(plan: Plan, step_seconds: float) -> str:
+    """How many times faster than the same work without a pipeline, as in ``1.78×``."""
+    return f"{plan.one_device_seconds / step_seconds:.2f}×" if step_seconds else "1.00×"
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"

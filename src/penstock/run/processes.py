@@ -1,0 +1,111 @@
+"""Drive one worker per process, under torchrun: this process performs the ops of its own rank."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.errors import InputError, RunError
+from penstock.run import outcome
+from penstock.run.driver import Driver, failure_notice
+from penstock.run.interpreter import Record
+from penstock.run.outcome import Outcome
+from penstock.run.worker import Harvest, Minibatch, Worker
+from penstock.schedule import Schedule
+from penstock.transport import Edge, ProcessGroupTransport
+
+_REPORT_TAG = 1 << 20
+
+
+class Report(NamedTuple):
+    """What a rank tells all others at the end of a step."""
+
+    records: list[Record]
+    losses: dict[int, Tensor]
+    outputs: dict[int, Any]
+
+
+class ProcessDriver(Driver):
+    """Runs this process's worker and exchanges results with the other processes.
+
+    Args:
+        worker: of this process's rank.
+        transport: its transport.
+        num_ranks: how many processes take part.
+        record: exchange records too, so that every rank can draw the whole timeline.
+    """
+
+    def __init__(
+        self, worker: Worker, transport: ProcessGroupTransport, num_ranks: int, record: bool
+    ) -> None:
+        self._worker = worker
+        self._transport = transport
+        self._num_ranks = num_ranks
+        self._record = record
+        self._failure: str | None = None
+
+    def run(self, schedule: Schedule, minibatch: Minibatch) -> Outcome:
+        if self._failure:
+            raise RunError(f"this pipeline has failed ({self._failure}); start the job again")
+        try:
+            harvest = self._worker.run(schedule, minibatch)
+            reports = self._exchange(harvest, minibatch.step)
+        except BaseException as error:
+            self._failure = str(error) or type(error).__name__
+            edges = [*self._worker.outgoing(schedule), *self._report_edges()]
+            self._transport.fail(failure_notice(self._worker.rank, error), edges)
+            raise
+        losses = {k: loss for report in reports for k, loss in report.losses.items()}
+        outputs = {k: value for report in reports for k, value in report.outputs.items()}
+        return Outcome(
+            outcome.weighted_sum(losses, minibatch.weights),
+            outcome.joined(outputs),
+            outcome.timeline([report.records for report in reports], schedule.name)
+            if self._record
+            else None,
+        )
+
+    def _exchange(self, harvest: Harvest, step: int) -> list[Report]:
+        records = harvest.records if self._record else []
+        own = Report(records, harvest.losses, harvest.outputs)
+        for edge in self._report_edges():
+            self._transport.send(edge, step, own)
+        rank = self._worker.rank
+        reports = [
+            own
+            if other == rank
+            else self._transport.recv(
+                Edge(other, rank, _REPORT_TAG),
+                step,
+                f"rank {rank}, waiting at the end of step {step} for rank {other}'s results",
+            )
+            for other in range(self._num_ranks)
+        ]
+        self._transport.flush()
+        return reports
+
+    def _report_edges(self) -> list[Edge]:
+        rank = self._worker.rank
+        return [Edge(rank, other, _REPORT_TAG) for other in range(self._num_ranks) if other != rank]
+
+    def close(self) -> None:
+        """Nothing to end: the process is the user's."""
+
+
+def agree(transport: ProcessGroupTransport, num_ranks: int, plan: str, seed: int) -> int:
+    """Make sure that all processes were given the same plan; return rank 0's seed.
+
+    Raises:
+        InputError: the plans differ.
+    """
+    answers: list[Any] = [None] * num_ranks
+    dist.all_gather_object(answers, (plan, seed), group=transport.group)
+    others = [rank for rank, (other, _) in enumerate(answers) if other != answers[0][0]]
+    if others:
+        raise InputError(
+            f"rank {others[0]} has another plan than rank 0; plan on one rank, save the plan, and "
+            "load that file on every rank"
+        )
+    return int(answers[0][1])

@@ -1,0 +1,62 @@
+"""A rank is killed, raises or stalls in the middle of a step; the others report how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import penstock as pk
+from tests.helpers import make_batch, make_mlp, make_plan
+
+DEADLINE_SECONDS = 4.0
+
+
+def kill(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail(*_):
+    raise ValueError("boom")
+
+
+def stall(*_):
+    time.sleep(3 * DEADLINE_SECONDS)
+
+
+def main() -> None:
+    how, victim, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = make_mlp()
+    plan = make_plan(model, dist.get_world_size(), 6)
+    pipeline = pk.Pipeline(model, plan, loss=F.cross_entropy, deadline_seconds=DEADLINE_SECONDS)
+    pipeline.step(*make_batch(12))
+    if rank == victim:
+        first = next(iter(pipeline.stages.values())).layers[0].module
+        calls = iter(range(100))
+        trouble = {"kill": kill, "raise": fail, "stall": stall}[how]
+        first.register_forward_hook(lambda *_: trouble() if next(calls) == 3 else None)
+    start = time.monotonic()
+    try:
+        pipeline.step(*make_batch(12))
+    except pk.errors.PenstockError as error:
+        report = {
+            "kind": type(error).__name__,
+            "message": str(error),
+            "seconds": time.monotonic() - start,
+        }
+        (folder / f"report-{rank}.json").write_text(json.dumps(report))
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

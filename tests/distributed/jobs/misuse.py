@@ -1,0 +1,37 @@
+"""Two processes are given plans that do not fit: every rank must say so."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+import penstock as pk
+from tests.helpers import make_mlp, make_plan
+
+
+def message(model, plan) -> str:
+    try:
+        pk.Pipeline(model, plan, deadline_seconds=10)
+    except pk.errors.InputError as error:
+        return str(error)
+    return "no error"
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = make_mlp()
+    report = {
+        "too many ranks": message(model, make_plan(model, 3, 4)),
+        "different plans": message(model, make_plan(model, 2, 4 + rank)),
+    }
+    (Path(sys.argv[-1]) / f"report-{rank}.json").write_text(json.dumps(report))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Run a job under torchrun and read what its ranks report."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+
+
+class Finished(NamedTuple):
+    """A job that has ended."""
+
+    returncode: int
+    reports: dict[int, dict]
+    output: str
+    seconds: float
+
+
+def torchrun(
+    script: str | Path, num_ranks: int, *arguments: str, limit_seconds=120, monitor_seconds=0.1
+) -> Finished:
+    """Start ``script`` on ``num_ranks`` processes and wait for it.
+
+    Each rank may write ``report-<rank>.json`` into the folder given as the job's last argument.
+    A large ``monitor_seconds`` lets the surviving ranks of a failed job end by themselves, before
+    torchrun notices and ends them by a signal.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--monitor-interval", str(monitor_seconds), "--nproc-per-node", str(num_ranks)),
+            *(str(script), *arguments, folder),
+        ]
+        start = time.monotonic()
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=limit_seconds,
+            check=False,
+        )
+        reports = {
+            int(path.stem.split("-")[1]): json.loads(path.read_text())
+            for path in Path(folder).glob("report-*.json")
+        }
+        return Finished(
+            done.returncode, reports, done.stdout + done.stderr, time.monotonic() - start
+        )

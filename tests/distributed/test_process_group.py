@@ -1,0 +1,73 @@
+"""Real jobs of several processes under torchrun, with gloo."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.jobs.failure import DEADLINE_SECONDS
+from tests.distributed.launch import torchrun
+
+JOBS = Path(__file__).parent / "jobs"
+
+
+def failing_job(how, victim):
+    return torchrun(JOBS / "failure.py", 3, how, str(victim), monitor_seconds=10)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_training_equals_one_device_to_the_bit(num_ranks):
+    job = torchrun(JOBS / "equality.py", num_ranks)
+    assert job.returncode == 0, job.output
+    assert {rank: report["differences"] for rank, report in job.reports.items()} == {
+        rank: [] for rank in range(num_ranks)
+    }
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_gradients_equal_those_of_torch_pipelining(num_ranks):
+    job = torchrun(JOBS / "oracle.py", num_ranks)
+    assert job.returncode == 0, job.output
+    assert {rank: report["differences"] for rank, report in job.reports.items()} == {
+        rank: [] for rank in range(num_ranks)
+    }
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_killed_rank_ends_all_others_with_its_name(victim):
+    job = failing_job("kill", victim)
+    assert set(job.reports) == {0, 1, 2} - {victim}, job.output
+    for rank, report in job.reports.items():
+        assert report["kind"] == "PeerError"
+        assert report["seconds"] < DEADLINE_SECONDS
+        assert f"rank {victim} is gone" in report["message"]
+        names_the_op = re.match(rf"rank {rank}, (waiting at \d\w+ for|sending)", report["message"])
+        assert names_the_op, report["message"]
+
+
+def test_an_error_in_one_stage_surfaces_on_every_rank():
+    job = failing_job("raise", 1)
+    assert set(job.reports) == {0, 1, 2}, job.output
+    for rank, report in job.reports.items():
+        assert report["kind"] == ("StageError" if rank == 1 else "PeerError")
+        assert "stage 1, microbatch 3, op 1F3: ValueError: boom" in report["message"]
+        assert report["seconds"] < DEADLINE_SECONDS
+
+
+def test_a_stalled_rank_is_given_up_at_the_deadline():
+    job = failing_job("stall", 1)
+    assert {0, 2} <= set(job.reports), job.output
+    for rank in (0, 2):
+        assert job.reports[rank]["kind"] in ("DeadlineError", "PeerError")
+        assert re.search(r"rank 1|stalled", job.reports[rank]["message"])
+        assert job.reports[rank]["seconds"] < 3 * DEADLINE_SECONDS
+
+
+def test_processes_that_do_not_fit_the_plan_are_told():
+    job = torchrun(JOBS / "misuse.py", 2)
+    assert set(job.reports) == {0, 1}, job.output
+    for report in job.reports.values():
+        assert "the plan has 3 ranks, but the job has 2 processes" in report["too many ranks"]
+        assert "rank 1 has another plan than rank 0" in report["different plans"]

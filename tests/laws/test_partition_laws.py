@@ -1,0 +1,81 @@
+"""The partition is exact: no composition of up to ten layers beats it."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import PlanError
+from penstock.partition import balance
+
+costs = st.lists(st.floats(0, 100), min_size=1, max_size=10)
+whole = st.lists(st.integers(0, 5), min_size=1, max_size=10)
+
+
+def compositions(num_layers, num_stages):
+    for inner in combinations(range(1, num_layers), num_stages - 1):
+        yield (0, *inner, num_layers)
+
+
+def stage_seconds(cuts, costs, edges, speeds):
+    edges = (*(edges or [0] * (len(costs) - 1)), 0)
+    speeds = speeds or [1] * (len(cuts) - 1)
+    return [
+        sum(costs[start:stop]) / speed + edges[stop - 1]
+        for (start, stop), speed in zip(pairwise(cuts), speeds, strict=True)
+    ]
+
+
+def allowed(cuts, fits):
+    return all(fits(stage, *bounds) for stage, bounds in enumerate(pairwise(cuts)))
+
+
+def brute_force(costs, num_stages, edges=(), speeds=(), fits=lambda *_: True):
+    """(slowest stage, sum of squares) of the best cuts, or None; looks at all there are."""
+    scores = []
+    for cuts in compositions(len(costs), num_stages):
+        if allowed(cuts, fits):
+            seconds = stage_seconds(cuts, costs, edges, speeds)
+            scores.append((max(seconds), sum(one * one for one in seconds)))
+    return min(scores, default=None)
+
+
+@given(costs=costs, data=st.data())
+def test_equals_brute_force(costs, data):
+    p = data.draw(st.integers(1, len(costs)))
+    cuts = balance(costs, p)
+    assert cuts in set(compositions(len(costs), p))
+    slowest, _ = brute_force(costs, p)
+    assert max(stage_seconds(cuts, costs, (), ())) == pytest.approx(slowest)
+
+
+@given(costs=whole, data=st.data())
+def test_of_equal_beats_the_most_even_cuts_win(costs, data):
+    p = data.draw(st.integers(1, len(costs)))
+    seconds = stage_seconds(balance(costs, p), costs, (), ())
+    assert (max(seconds), sum(one * one for one in seconds)) == brute_force(costs, p)
+
+
+@given(costs=costs, data=st.data())
+def test_equals_brute_force_with_edges_speeds_and_limits(costs, data):
+    n = len(costs)
+    p = data.draw(st.integers(1, n))
+    edges = data.draw(st.lists(st.floats(0, 50), min_size=n - 1, max_size=n - 1))
+    speeds = data.draw(st.lists(st.floats(0.1, 8), min_size=p, max_size=p))
+    weights = data.draw(st.lists(st.integers(0, 9), min_size=n, max_size=n))
+    limits = data.draw(st.lists(st.integers(5, 40), min_size=p, max_size=p))
+
+    def fits(stage, start, stop):
+        return sum(weights[start:stop]) <= limits[stage]
+
+    expected = brute_force(costs, p, edges, speeds, fits)
+    if expected is None:
+        with pytest.raises(PlanError, match="within its limit"):
+            balance(costs, p, edges=edges, speeds=speeds, fits=fits)
+    else:
+        cuts = balance(costs, p, edges=edges, speeds=speeds, fits=fits)
+        assert allowed(cuts, fits)
+        assert max(stage_seconds(cuts, costs, edges, speeds)) == pytest.approx(expected[0])

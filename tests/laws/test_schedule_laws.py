@@ -1,0 +1,141 @@
+"""What holds for every schedule, whichever family made it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from penstock import Costs, Kind, Op, Schedule, check, schedules, simulate
+from penstock.errors import InputError, ScheduleError
+from penstock.schedule.lower import add_communication, add_update, compute_only
+
+ranks = st.integers(1, 8)
+microbatches = st.integers(1, 32)
+every_family = pytest.mark.parametrize("name", schedules.names())
+seconds = st.floats(0.01, 10)
+
+
+def build(name, p, m):
+    """A family may refuse a combination, but only by saying so."""
+    try:
+        return schedules.build(name, num_ranks=p, num_microbatches=m)
+    except InputError:
+        assume(False)
+
+
+@every_family
+@given(p=ranks, m=microbatches)
+def test_each_op_stands_exactly_once(name, p, m):
+    schedule = build(name, p, m)
+    counts = Counter(op for ops in schedule.ranks for op in ops)
+    assert set(counts.values()) == {1}
+    assert schedule.num_ranks == p
+    assert schedule.num_microbatches == m
+    for stage in range(schedule.num_stages):
+        for k in range(m):
+            kinds = {kind for kind in Kind if Op(stage, kind, k) in counts}
+            assert kinds in ({Kind.FORWARD, Kind.BACKWARD}, set(Kind("F")) | set("FIW"))
+
+
+@every_family
+@pytest.mark.parametrize("capacity", [1, 2, 3, None])
+@given(p=ranks, m=microbatches)
+def test_no_deadlock_at_any_capacity(name, capacity, p, m):
+    schedule = build(name, p, m)
+    check(schedule)
+    check(add_communication(add_update(schedule)), capacity=capacity)
+
+
+@every_family
+@given(p=ranks, m=microbatches)
+def test_passes_keep_the_order_of_compute(name, p, m):
+    schedule = build(name, p, m)
+    lowered = add_communication(add_update(schedule))
+    assert lowered != schedule
+    assert compute_only(lowered) == schedule
+
+
+@every_family
+@given(p=ranks, m=microbatches)
+def test_what_is_printed_reads_back(name, p, m):
+    schedule = build(name, p, m)
+    lowered = add_communication(add_update(schedule))
+    assert Schedule.parse(str(schedule)) == schedule
+    assert Schedule.parse(str(lowered)) == lowered
+
+
+@every_family
+@given(p=ranks, m=microbatches, f=seconds, i=seconds, w=seconds, hop=st.floats(0, 3))
+def test_explicit_communication_does_not_change_the_times(name, p, m, f, i, w, hop):
+    schedule = build(name, p, m)
+    costs = Costs(f, i, w, hop)
+    expected = {span.op: span for span in simulate(schedule, costs).spans}
+    lowered = {span.op: span for span in simulate(add_communication(schedule), costs).spans}
+    assert {op: lowered[op] for op in expected} == expected
+
+
+@every_family
+@given(p=ranks, m=microbatches)
+def test_a_rank_runs_one_op_at_a_time_and_after_what_it_needs(name, p, m):
+    schedule = build(name, p, m)
+    timeline = simulate(schedule, Costs(1, 2, 3, hop=0.5))
+    spans = {span.op: span for span in timeline.spans}
+    for own in timeline.by_rank:
+        assert all(before.end <= after.start for before, after in pairwise(own))
+    for op, span in spans.items():
+        for needed in schedule.dependencies(op):
+            hop = 0.5 if spans[needed].rank != span.rank else 0
+            assert spans[needed].end + hop <= span.start
+
+
+@st.composite
+def broken(draw):
+    """A schedule with one op dropped, doubled or renamed, or moved behind what waits for it."""
+    name = draw(st.sampled_from(schedules.names()))
+    schedule = build(name, draw(st.integers(2, 5)), draw(st.integers(1, 8)))
+    if draw(st.booleans()):
+        schedule = add_communication(schedule)
+    rows = [list(ops) for ops in schedule.ranks]
+    row = draw(st.sampled_from(rows))
+    at = draw(st.integers(0, len(row) - 1))
+    how = draw(st.sampled_from(["drop", "double", "rename", "reorder"]))
+    if how == "drop":
+        del row[at]
+    elif how == "double":
+        draw(st.sampled_from(rows)).append(row[at])
+    elif how == "rename":
+        row[at] = row[at]._replace(microbatch=row[at].microbatch + draw(st.integers(1, 10**9)))
+    else:
+        # A backward before its own forward can never run, whatever the other ranks do.
+        backward = next(k for k, op in enumerate(row) if op.kind in "BI")
+        forward = row.index(row[backward]._replace(kind=Kind.FORWARD))
+        row[forward], row[backward] = row[backward], row[forward]
+    return Schedule.of(rows)
+
+
+@given(broken())
+def test_a_broken_schedule_is_refused_and_never_hangs(schedule):
+    with pytest.raises(ScheduleError):
+        check(schedule)
+
+
+@given(p=st.integers(2, 6), m=microbatches, data=st.data())
+def test_two_ops_exchanged_either_run_or_are_refused(p, m, data):
+    schedule = build(data.draw(st.sampled_from(schedules.names())), p, m)
+    rows = [list(ops) for ops in schedule.ranks]
+    row = data.draw(st.sampled_from(rows))
+    first, second = (data.draw(st.integers(0, len(row) - 1)) for _ in range(2))
+    row[first], row[second] = row[second], row[first]
+    exchanged = Schedule.of(rows)
+    try:
+        check(exchanged)
+    except ScheduleError as error:
+        assert "deadlocks" in str(error)
+        with pytest.raises(ScheduleError):
+            simulate(exchanged)
+    else:
+        assert simulate(exchanged).makespan > 0

@@ -1,0 +1,40 @@
+import pytest
+
+from penstock import Costs, Op
+from penstock.errors import InputError
+
+
+def duration(costs, text):
+    return costs.duration(Op.parse(text))
+
+
+def test_a_full_backward_is_both_halves():
+    costs = Costs(forward=1, backward_input=2, backward_weight=4, hop=8, update=16)
+    assert [duration(costs, f"0{kind}0") for kind in "FIWB"] == [1, 2, 4, 6]
+    assert duration(costs, "0UPDATE0") == 16
+    assert duration(costs, "0SEND_F0") == 0
+
+
+def test_a_cost_per_stage():
+    costs = Costs(forward=[1, 2], backward_input=[3, 4], backward_weight=[5, 6], update=[7, 8])
+    assert [duration(costs, f"1{kind}0") for kind in ("F", "B", "UPDATE")] == [2, 10, 8]
+
+
+def test_a_hop_belongs_to_its_edge_in_both_directions():
+    costs = Costs(hop=[1, 2])
+    assert costs.hop_between(0, 1) == costs.hop_between(1, 0) == 1
+    assert costs.hop_between(2, 1) == 2
+    costs.check_stages(3)
+
+
+@pytest.mark.parametrize("bad", [-1, float("nan"), float("inf"), [1, -1]])
+@pytest.mark.parametrize("field", ["forward", "backward_input", "backward_weight", "hop", "update"])
+def test_a_cost_is_finite_and_not_negative(field, bad):
+    with pytest.raises(InputError, match=f"costs: {field} is .*≥ 0"):
+        Costs(**{field: bad})
+
+
+@pytest.mark.parametrize("field", ["forward", "hop"])
+def test_a_number_for_each_stage(field):
+    with pytest.raises(InputError, match=f"costs: {field} has 2 numbers, .* 4 stages"):
+        Costs(**{field: [1, 2]}).check_stages(4)

@@ -1,0 +1,43 @@
+import pytest
+from msgspec.structs import replace
+
+from penstock import Layer, LayerGraph
+from penstock.errors import InputError
+
+LAYER = Layer(
+    name="a",
+    forward_seconds=1,
+    backward_input_seconds=2,
+    backward_weight_seconds=4,
+    signature="weight 2x2 float32",
+)
+
+
+def test_sums_of_a_layer():
+    assert LAYER.backward_seconds == 6
+    assert LAYER.compute_seconds == 7
+
+
+@pytest.mark.parametrize("field", ["forward_seconds", "update_seconds", "activation_bytes"])
+@pytest.mark.parametrize("bad", [-1, float("nan")])
+def test_a_cost_is_not_negative(field, bad):
+    with pytest.raises(InputError, match=f"layer 'a': {field} is .*≥ 0"):
+        replace(LAYER, **{field: bad})
+
+
+def test_a_graph_has_layers_with_names_of_their_own():
+    with pytest.raises(InputError, match="at least one layer"):
+        LayerGraph(layers=())
+    with pytest.raises(InputError, match="a repeat"):
+        LayerGraph(layers=(LAYER, LAYER))
+    with pytest.raises(InputError, match="microbatch_size is 0"):
+        LayerGraph(layers=(LAYER,), microbatch_size=0)
+
+
+def test_the_fingerprint_tells_architectures_apart_and_nothing_else():
+    graph = LayerGraph(layers=(LAYER,))
+    slower = LayerGraph(layers=(replace(LAYER, forward_seconds=9),), device="elsewhere")
+    assert graph.fingerprint == slower.fingerprint
+    assert len(graph.fingerprint) == 16
+    for other in (replace(LAYER, name="b"), replace(LAYER, signature="weight 3x2 float32")):
+        assert LayerGraph(layers=(other,)).fingerprint != graph.fingerprint
