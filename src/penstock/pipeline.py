@@ -38,7 +38,8 @@ class Pipeline:
 
     Under plain ``python`` every stage runs in a thread of this process; under ``torchrun`` each
     process runs one rank, and every process must make the same calls. The model's own parameters
-    are trained in place (under ``torchrun``, those of this rank's stages).
+    are trained in place (under ``torchrun``, those of this rank's stages). Under ``torchrun`` the
+    plan and the seed of rank 0 count, so every process may profile and plan for itself.
 
     Args:
         model: an ``nn.Sequential``, or a module with a ``spine`` (see ``penstock.spine``).
@@ -125,15 +126,15 @@ class Pipeline:
         if not dist.is_initialized():
             dist.init_process_group("gloo")
             self._owns_group = True
-        num_ranks, rank = self.plan.num_ranks, dist.get_rank()
-        if dist.get_world_size() != num_ranks:
-            raise InputError(
-                f"the plan has {num_ranks} ranks, but the job has {dist.get_world_size()} "
-                f"processes; start it with torchrun --nproc-per-node={num_ranks}, or plan with "
-                f"stages={dist.get_world_size()}"
-            )
+        num_ranks, rank = dist.get_world_size(), dist.get_rank()
         transport = ProcessGroupTransport(num_ranks, deadline_seconds)
-        seed = agree(transport, num_ranks, self.plan.to_json(), seed)
+        self.plan, seed = agree(transport, self.plan, spine_fingerprint(layers), seed)
+        if self.plan.num_ranks != num_ranks:
+            raise InputError(
+                f"the plan has {self.plan.num_ranks} ranks, but the job has {num_ranks} processes; "
+                f"start it with torchrun --nproc-per-node={self.plan.num_ranks}, or plan with "
+                f"stages={num_ranks}"
+            )
         self._streams = LayerStreams(seed)
         stages = _of_rank(_build_stages(self.plan, layers, self._streams), self.plan, rank)
         worker = self._worker(rank, stages, transport, optimizer)
@@ -234,6 +235,11 @@ class Pipeline:
         if self._timeline is None:
             raise InputError("no timeline yet: run a step (and leave record=True)")
         return self._timeline
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process should print and write files: rank 0, or the only process."""
+        return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers of this process's stages, under the unsplit model's keys."""

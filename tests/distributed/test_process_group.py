@@ -70,4 +70,5 @@ def test_processes_that_do_not_fit_the_plan_are_told():
     assert set(job.reports) == {0, 1}, job.output
     for report in job.reports.values():
         assert "the plan has 3 ranks, but the job has 2 processes" in report["too many ranks"]
-        assert "rank 1 has another plan than rank 0" in report["different plans"]
+        assert "rank 1 has built another model than rank 0" in report["different models"]
+        assert report["different plans"] == "4"  # rank 0's counts

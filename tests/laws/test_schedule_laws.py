@@ -123,6 +123,17 @@ def test_a_broken_schedule_is_refused_and_never_hangs(schedule):
         check(schedule)
 
 
+@every_family
+def test_no_op_can_be_left_out_or_repeated(name):
+    schedule = add_communication(schedules.build(name, num_ranks=4, num_microbatches=4))
+    for rank, ops in enumerate(schedule.ranks):
+        for at, op in enumerate(ops):
+            for row in ((*ops[:at], *ops[at + 1 :]), (*ops, op)):
+                rows = (*schedule.ranks[:rank], row, *schedule.ranks[rank + 1 :])
+                with pytest.raises(ScheduleError):
+                    check(Schedule.of(rows))
+
+
 @given(p=st.integers(2, 6), m=microbatches, data=st.data())
 def test_two_ops_exchanged_either_run_or_are_refused(p, m, data):
     schedule = build(data.draw(st.sampled_from(schedules.names())), p, m)

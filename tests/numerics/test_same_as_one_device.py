@@ -139,7 +139,9 @@ def test_lengths_may_change_from_step_to_step():
         for length in (3, 7, 2):
             inputs = torch.randn(4, length, 4)
             loss = pipeline.step(inputs, torch.zeros_like(inputs))
-            torch.testing.assert_close(loss, F.mse_loss(twin(inputs), torch.zeros_like(inputs)).detach())
+            torch.testing.assert_close(
+                loss, F.mse_loss(twin(inputs), torch.zeros_like(inputs)).detach()
+            )
 
 
 class Nested(nn.Module):

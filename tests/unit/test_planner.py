@@ -90,6 +90,14 @@ def test_a_link_with_latency_was_measured_as_a_whole():
     assert found.stages[0].hop_seconds == 0.002
 
 
+def test_a_large_output_is_not_cut_where_its_hop_costs_more_than_evenness():
+    layers = list(chain().layers)
+    layers[1] = replace(layers[1], output_bytes=2000 * KIB)
+    cluster = replace(devices(2), link=Link(bytes_per_second=2000 * KIB))
+    found = plan(LayerGraph(layers=tuple(layers)), cluster, microbatches=4, stages=2)
+    assert layers_of(found) in ([1, 3], [3, 1])
+
+
 def test_the_faster_device_gets_more_layers():
     cluster = Cluster(devices=(Device(name="slow"), Device(name="fast", speed=3.0)))
     assert layers_of(plan(chain(), cluster, microbatches=8, stages=2)) == [1, 3]

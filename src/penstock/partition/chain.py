@@ -19,7 +19,7 @@ Fits = Callable[[int, int, int], bool]
 """(stage, first layer, layer behind the last) → may this stage hold these layers?"""
 
 _ROUNDING = 1e-12
-"""Relative: the same seconds summed in another order are still the same beat."""
+"""Relative: the same seconds summed in another order are still the same."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,12 @@ def _best_start(
     for start in range(stop - 1, stage - 1, -1):
         seconds += chain.costs[start]
         cost = seconds / chain.speeds[stage] + chain.edges[stop - 1]
-        if cost > ceiling or combine(0.0, cost) > least:
+        # Of equals the longer one: a late stage holds fewer microbatches at a time.
+        bound = least * (1 + _ROUNDING)
+        if cost > ceiling or combine(0.0, cost) > bound:
             break
         score = combine(best[start], cost)
-        # Of equals the longer one: a late stage holds fewer microbatches at a time.
-        if score <= least and score < inf and chain.fits(stage, start, stop):
+        if score <= bound and score < inf and chain.fits(stage, start, stop):
             least, chosen = score, start
     return least, chosen
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import InputError, RunError
+from penstock.errors import ModelError, RunError
+from penstock.planner import Plan
 from penstock.run import outcome
 from penstock.run.driver import Driver, failure_notice
 from penstock.run.interpreter import Record
@@ -94,18 +95,23 @@ class ProcessDriver(Driver):
         """Nothing to end: the process is the user's."""
 
 
-def agree(transport: ProcessGroupTransport, num_ranks: int, plan: str, seed: int) -> int:
-    """Make sure that all processes were given the same plan; return rank 0's seed.
+def agree(transport: ProcessGroupTransport, plan: Plan, model: str, seed: int) -> tuple[Plan, int]:
+    """Rank 0's plan and seed, on every process: each profiles and plans a little differently.
+
+    Args:
+        transport: of this process.
+        plan: this process's.
+        model: fingerprint of this process's model.
+        seed: this process's.
 
     Raises:
-        InputError: the plans differ.
+        ModelError: the processes have built different models.
     """
-    answers: list[Any] = [None] * num_ranks
-    dist.all_gather_object(answers, (plan, seed), group=transport.group)
-    others = [rank for rank, (other, _) in enumerate(answers) if other != answers[0][0]]
+    answers: list[Any] = [None] * dist.get_world_size(transport.group)
+    dist.all_gather_object(answers, (plan.to_json(), model, seed), group=transport.group)
+    others = [rank for rank, (_, other, _) in enumerate(answers) if other != answers[0][1]]
     if others:
-        raise InputError(
-            f"rank {others[0]} has another plan than rank 0; plan on one rank, save the plan, and "
-            "load that file on every rank"
+        raise ModelError(
+            f"rank {others[0]} has built another model than rank 0; build the same one everywhere"
         )
-    return int(answers[0][1])
+    return Plan.from_json(answers[0][0]), int(answers[0][2])

@@ -43,6 +43,7 @@ class SingleDevice:
         reduction: str = "mean",
         weight: Weight | None = None,
     ) -> None:
+        self._model = model
         self._layers = spine_of(model)
         self._num_microbatches = num_microbatches
         self._loss = loss
@@ -68,6 +69,17 @@ class SingleDevice:
         self._step += 1
         assert total is not None
         return total
+
+    def evaluate(self, inputs: Any) -> Any:
+        """Forward only, on all rows at once, in evaluation mode and without gradients."""
+        training = [module for module in self._model.modules() if module.training]
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                return self._forward(inputs, 0)
+        finally:
+            for module in training:
+                module.training = True
 
     def _forward(self, value: Any, microbatch: int) -> Any:
         for index, layer in enumerate(self._layers):

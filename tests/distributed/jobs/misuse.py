@@ -26,7 +26,10 @@ def main() -> None:
     model = make_mlp()
     report = {
         "too many ranks": message(model, make_plan(model, 3, 4)),
-        "different plans": message(model, make_plan(model, 2, 4 + rank)),
+        "different models": message(other := make_mlp()[: 5 + rank], make_plan(other, 2, 4)),
+        "different plans": str(
+            pk.Pipeline(model, make_plan(model, 2, 4 + rank)).plan.num_microbatches
+        ),
     }
     (Path(sys.argv[-1]) / f"report-{rank}.json").write_text(json.dumps(report))
     dist.barrier()

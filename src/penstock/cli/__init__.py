@@ -1,0 +1,34 @@
+"""The command line: one function per verb, and one place where errors become messages."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from penstock import __version__
+from penstock.cli.model_verbs import MODEL_VERBS
+from penstock.cli.schedule_verbs import SCHEDULE_VERBS
+from penstock.errors import PenstockError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="penstock")
+def penstock() -> None:
+    """Profile, plan, check, simulate, run and draw pipeline-parallel training.
+
+    Try `penstock demo`, or `penstock draw 1f1b -p 4 -m 8`.
+    """
+
+
+for verb in (*MODEL_VERBS, *SCHEDULE_VERBS):
+    penstock.add_command(verb)
+
+
+def main() -> None:
+    """Run the command line; what Penstock refuses becomes one message, not a traceback."""
+    try:
+        penstock()
+    except PenstockError as error:
+        click.echo(f"penstock: {error}", err=True)
+        sys.exit(1)

@@ -1,0 +1,73 @@
+"""Options that several verbs share, and the values behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from penstock.cost import Costs
+from penstock.errors import InputError
+
+Verb = TypeVar("Verb", bound=Callable[..., Any])
+
+_COST_NAMES = ("forward", "backward_input", "backward_weight", "hop")
+
+
+class CostsType(click.ParamType[Costs]):
+    """``F,I,W,hop`` as ``Costs``; the hop may be left out."""
+
+    name = "F,I,W,hop"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Turn the option's text into ``Costs``."""
+        if isinstance(value, Costs):
+            return value
+        parts = str(value).split(",")
+        if len(parts) not in (3, 4):
+            self.fail(f"{value!r} has {len(parts)} numbers; write F,I,W or F,I,W,hop", param, ctx)
+        try:
+            numbers = [float(part) for part in parts]
+            return Costs(**dict(zip(_COST_NAMES, numbers, strict=False)))
+        except InputError as error:
+            self.fail(str(error), param, ctx)
+        except ValueError:
+            self.fail(f"{value!r} is not a list of numbers; write F,I,W or F,I,W,hop", param, ctx)
+
+
+def costs_option(verb: Verb) -> Verb:
+    """``--costs F,I,W,hop``."""
+    return click.option(
+        "--costs",
+        type=CostsType(),
+        default=Costs(),
+        show_default="1,1,1,0",
+        help="Time of a forward, an input gradient, a weight gradient, and a hop between ranks.",
+    )(verb)
+
+
+def ranks_option(default: int | None) -> Callable[[Verb], Verb]:
+    """``-p/--ranks``."""
+    return click.option(
+        "-p", "--ranks", type=int, default=default, show_default=default is not None,
+        help="Number of ranks (devices).",
+    )  # fmt: skip
+
+
+def microbatches_option(default: int | None) -> Callable[[Verb], Verb]:
+    """``-m/--microbatches``."""
+    return click.option(
+        "-m", "--microbatches", type=int, default=default, show_default=default is not None,
+        help="Number of microbatches per minibatch.",
+    )  # fmt: skip
+
+
+def json_option(verb: Verb) -> Verb:
+    """``--json``."""
+    return click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")(verb)
+
+
+def output_option(what: str) -> Callable[[Verb], Verb]:
+    """``-o/--output``."""
+    return click.option("-o", "--output", type=click.Path(), help=what)

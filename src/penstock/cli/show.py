@@ -1,0 +1,124 @@
+"""How results look in a terminal: tables, and bars for whatever takes longer than two seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from penstock.timeline import Timeline
+from penstock.values import encode
+
+if TYPE_CHECKING:
+    from penstock.drawing import Fact
+    from penstock.trial import Contestant
+
+
+def say(text: str) -> None:
+    """A line of progress, on standard error, so that standard output holds only results."""
+    click.echo(text, err=True)
+
+
+def print_json(value: object) -> None:
+    """A result for programs."""
+    click.echo(encode(value))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int = 1) -> None:
+    """A table; the first ``num_texts`` columns are text, to the left, the others numbers."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < num_texts else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=max(100, Console().width)).print(table)
+
+
+def print_facts(facts: Sequence[Fact]) -> None:
+    """The headline numbers of a run, a line each."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column()
+    table.add_column(justify="right", style="bold")
+    table.add_column(style="dim")
+    for fact in facts:
+        table.add_row(fact.label, fact.value, fact.note)
+    Console(width=max(110, Console().width)).print(table)
+
+
+def metrics(timeline: Timeline) -> dict[str, object]:
+    """A timeline's numbers, for ``--json``."""
+    return {
+        "name": timeline.name,
+        "source": timeline.source,
+        "num_ranks": timeline.num_ranks,
+        "makespan": timeline.makespan,
+        "bubble": timeline.bubble,
+        "stage_bubble": timeline.stage_bubble,
+        "peak_activations": timeline.peak_activations,
+    }
+
+
+METRIC_COLUMNS = ("schedule", "makespan", "bubble", "stage bubble", "peak activations")
+
+
+def metric_row(timeline: Timeline) -> tuple[str, ...]:
+    """A timeline's numbers, for a table."""
+    return (
+        timeline.name or "schedule",
+        f"{timeline.makespan:.4g}",
+        f"{timeline.bubble:.2%}",
+        f"{timeline.stage_bubble:.2%}",
+        f"{max(timeline.peak_activations):g}",
+    )
+
+
+@contextmanager
+def profiling() -> Iterator[Callable[[int, int], None]]:
+    """A bar for the passes of a profile."""
+    with _bars() as bars:
+        task = bars.add_task("profile", total=None, facts="")
+        yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+@contextmanager
+def training(num_steps: int, unit: str, num_units: int) -> Iterator[Callable[[Contestant], None]]:
+    """A bar per contestant, with loss, held-out loss and throughput."""
+    with _bars() as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def advance(contestant: Contestant) -> None:
+            if contestant.name not in tasks:
+                tasks[contestant.name] = bars.add_task(contestant.name, total=num_steps, facts="")
+            held_out = f"  held-out {contestant.held_out[-1][1]:.3f}" if contestant.held_out else ""
+            recent = contestant.seconds[-5:]
+            rate = num_units * len(recent) / sum(recent)
+            bars.update(
+                tasks[contestant.name],
+                completed=len(contestant.losses),
+                facts=f"loss {contestant.losses[-1]:.3f}{held_out}  {rate:,.0f} {unit}s/s",
+            )
+
+        yield advance
+
+
+def _bars() -> Progress:
+    return Progress(
+        TextColumn("{task.description:<40}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True),
+        TextColumn("{task.fields[facts]}"),
+        console=Console(stderr=True, width=None if Console(stderr=True).is_terminal else 140),
+    )

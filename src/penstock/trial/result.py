@@ -1,0 +1,236 @@
+"""``Trial``: what came of a training run, and the report about it."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from penstock.drawing import Fact, Report, Series, StageRow, TimelineRecord
+from penstock.planner import Plan
+from penstock.timeline import Timeline
+from penstock.trial.contestants import Contestant
+from penstock.trial.workload import Workload
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A finished training run.
+
+    Attributes:
+        workload: what was trained.
+        plan: how it was spread.
+        pipeline: how the pipeline did.
+        twins: how single devices did on the same steps; the first one has one thread and the
+            pipeline's microbatches. Empty if there was no comparison.
+    """
+
+    workload: Workload
+    plan: Plan
+    pipeline: Contestant
+    twins: tuple[Contestant, ...] = ()
+
+    @cached_property
+    def predicted(self) -> Timeline:
+        """One step, as the simulator sees the plan."""
+        return self.plan.simulate()
+
+    @cached_property
+    def measured(self) -> Timeline:
+        """The recorded step that took the median time."""
+        middle = sorted(self.pipeline.timelines, key=lambda timeline: timeline.makespan)
+        return middle[len(middle) // 2]
+
+    @property
+    def step_seconds(self) -> float:
+        """Median time of a step of the pipeline."""
+        return statistics.median(self.pipeline.seconds)
+
+    def speed_up(self, twin: Contestant) -> float:
+        """How many times as fast as ``twin`` the pipeline is, by median step time."""
+        return statistics.median(twin.seconds) / self.step_seconds
+
+    @property
+    def largest_loss_difference(self) -> float:
+        """Between the pipeline and one device with one thread, over all steps."""
+        pairs = zip(self.pipeline.losses, self.twins[0].losses, strict=True)
+        return max(abs(ours - theirs) for ours, theirs in pairs)
+
+    @property
+    def largest_parameter_difference(self) -> float:
+        """Likewise, over all parameters and buffers after the last step."""
+        theirs = self.twins[0].model.state_dict()
+        return max(
+            float((value.double() - theirs[key].double()).abs().max())
+            for key, value in self.pipeline.model.state_dict().items()
+            if value.numel()
+        )
+
+    @property
+    def units_per_second(self) -> float:
+        """Elements of the targets trained on per second."""
+        return self.workload.num_units() / self.step_seconds
+
+    def numbers(self) -> dict[str, object]:
+        """The headline numbers for programs; seconds and ratios."""
+        compared = {
+            "largest_loss_difference": self.largest_loss_difference,
+            "largest_parameter_difference": self.largest_parameter_difference,
+            "speed_up": {twin.name: self.speed_up(twin) for twin in self.twins},
+        }
+        return {
+            "num_steps": len(self.pipeline.losses),
+            "predicted_step_seconds": self.predicted.makespan,
+            "measured_step_seconds": self.step_seconds,
+            "predicted_bubble": self.predicted.bubble,
+            "measured_bubble": self.measured.bubble,
+            "units_per_second": self.units_per_second,
+            "losses": self.pipeline.losses,
+            "held_out": self.pipeline.held_out,
+            **(compared if self.twins else {}),
+        }
+
+    def facts(self) -> tuple[Fact, ...]:
+        """The headline numbers."""
+        return (*self._sameness(), *self._speed(), *self._prediction(), *self._learning())
+
+    def _sameness(self) -> Sequence[Fact]:
+        if not self.twins:
+            return ()
+        steps = len(self.pipeline.losses)
+        note = f"pipeline against {self.twins[0].name}, {steps} steps"
+        return (
+            Fact(
+                label="largest difference in loss",
+                value=_difference(self.largest_loss_difference),
+                note=note,
+            ),
+            Fact(
+                label="largest difference in final parameters",
+                value=_difference(self.largest_parameter_difference),
+                note=note,
+            ),
+        )
+
+    def _speed(self) -> Sequence[Fact]:
+        ideal = self.plan.num_ranks * (1 - self.predicted.bubble)
+        notes = {0: f"at most {ideal:.2f}× with this bubble"}
+        return (
+            *(
+                Fact(
+                    label=f"speed-up over {twin.name}",
+                    value=f"{self.speed_up(twin):.2f}×",
+                    note=notes.get(index, "on the same two cores"),
+                )
+                for index, twin in enumerate(self.twins)
+            ),
+            Fact(
+                label="throughput",
+                value=f"{self.units_per_second:,.0f} {self.workload.unit}s/s",
+                note="pipeline, median step",
+            ),
+        )
+
+    def _prediction(self) -> Sequence[Fact]:
+        predicted, measured = self.predicted, self.measured
+        error = predicted.makespan / self.step_seconds - 1
+        return (
+            Fact(label="step time, predicted", value=_milliseconds(predicted.makespan)),
+            Fact(
+                label="step time, measured",
+                value=_milliseconds(self.step_seconds),
+                note=f"median; the prediction is {abs(error):.1%} "
+                f"{'longer' if error > 0 else 'shorter'}",
+            ),
+            Fact(
+                label="bubble, predicted",
+                value=f"{predicted.bubble:.1%}",
+                note=f"stage bubble {predicted.stage_bubble:.1%}",
+            ),
+            Fact(
+                label="bubble, measured",
+                value=f"{measured.bubble:.1%}",
+                note=f"stage bubble {measured.stage_bubble:.1%}",
+            ),
+        )
+
+    def _learning(self) -> Sequence[Fact]:
+        facts = [
+            Fact(
+                label="training loss",
+                value=f"{self.pipeline.losses[0]:.3f} → {self.pipeline.losses[-1]:.3f}",
+                note="first and last step",
+            )
+        ]
+        if self.pipeline.held_out:
+            first, last = self.pipeline.held_out[0], self.pipeline.held_out[-1]
+            facts.append(
+                Fact(
+                    label="held-out loss",
+                    value=f"{first[1]:.3f} → {last[1]:.3f}",
+                    note=f"after step {first[0]} and step {last[0]}",
+                )
+            )
+        return facts
+
+    def report(self) -> Report:
+        """Everything, as the value that ``write_report`` turns into a page."""
+        plan = self.plan
+        return Report(
+            title=f"{self.workload.name}: {plan.schedule} on {plan.num_ranks} ranks",
+            subtitle=f"{_machine()} · {datetime.datetime.now():%Y-%m-%d %H:%M} · "
+            f"{self.workload.notes}",
+            facts=self.facts(),
+            plan_text=str(plan),
+            stages=tuple(
+                StageRow(
+                    layers=stage.layers,
+                    rank=stage.rank,
+                    forward_seconds=stage.forward_seconds,
+                    backward_seconds=stage.backward_input_seconds + stage.backward_weight_seconds,
+                    parameter_bytes=stage.parameter_bytes,
+                    gradient_bytes=stage.parameter_bytes,
+                    optimizer_bytes=stage.optimizer_bytes,
+                    activation_bytes=stage.activation_bytes,
+                    peak_activations=stage.peak_activations,
+                )
+                for stage in plan.stages
+            ),
+            predicted=TimelineRecord.of(self.predicted),
+            measured=TimelineRecord.of(self.measured),
+            losses=self._curves(),
+        )
+
+    def _curves(self) -> tuple[Series, ...]:
+        curves = {"training, pipeline": list(enumerate(self.pipeline.losses, start=1))}
+        if self.twins:
+            twin = self.twins[0]
+            curves[f"training, {twin.name}"] = list(enumerate(twin.losses, start=1))
+        if self.pipeline.held_out:
+            curves["held-out, pipeline"] = self.pipeline.held_out
+        return tuple(
+            Series(name=name, points=tuple((step, _finite(loss)) for step, loss in points))
+            for name, points in curves.items()
+        )
+
+
+def _finite(loss: float) -> float | None:
+    return loss if math.isfinite(loss) else None
+
+
+def _difference(value: float) -> str:
+    return "0, equal to the bit" if value == 0 else f"{value:.2g}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
+
+
+def _machine() -> str:
+    return f"{platform.system()} {platform.machine()}, torch {torch.__version__}"

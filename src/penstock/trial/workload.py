@@ -1,0 +1,88 @@
+"""``Workload``: what a training script would hold, as one value that the command line can take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock import microbatches, tree
+from penstock.errors import InputError
+from penstock.graph import LayerGraph
+from penstock.profiler import Progress, profile
+
+Batch = tuple[Any, Any]
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and everything needed to train it.
+
+    Attributes:
+        build_model: makes the model, with the same weights at every call.
+        loss: from (output, targets) of a microbatch to a scalar, a mean over rows.
+        optimizer: makes an optimizer of parameters.
+        batches: makes an iterator of (inputs, targets) minibatches, the same at every call.
+        held_out: (inputs, targets) to evaluate on, or ``None``.
+        name: for people.
+        unit: what one element of the targets is, for throughput (``"token"``, ``"image"``).
+        notes: where the data comes from and so on, for people.
+    """
+
+    build_model: Callable[[], nn.Module]
+    loss: Callable[[Any, Any], Tensor]
+    optimizer: OptimizerFactory
+    batches: Callable[[], Iterator[Batch]]
+    held_out: Batch | None = None
+    name: str = "model"
+    unit: str = "row"
+    notes: str = field(default="")
+
+    def num_units(self) -> int:
+        """Elements of the targets of one minibatch.
+
+        Raises:
+            InputError: there is no minibatch.
+        """
+        _, targets = self.first_batch()
+        return sum(tensor.numel() for tensor in tree.tensors(targets))
+
+    def first_batch(self) -> Batch:
+        """The first minibatch.
+
+        Raises:
+            InputError: there is none.
+        """
+        first = next(self.batches(), None)
+        if first is None:
+            raise InputError(f"the workload {self.name} yields no minibatch")
+        return first
+
+    def profile(
+        self, num_microbatches: int, *, repeats: int = 7, progress: Progress | None = None
+    ) -> LayerGraph:
+        """Profile the model on the first microbatch of the first minibatch.
+
+        Raises:
+            InputError: there is no minibatch, or it has fewer rows than microbatches.
+        """
+        inputs, targets = self.first_batch()
+        rows = microbatches.num_rows(inputs, "inputs")
+        if rows < num_microbatches:
+            raise InputError(
+                f"a minibatch of {rows} rows cannot be cut into {num_microbatches} microbatches; "
+                f"ask for at most {rows}"
+            )
+        return profile(
+            self.build_model(),
+            microbatches.split(inputs, num_microbatches)[0],
+            loss=self.loss,
+            targets=microbatches.split(targets, num_microbatches)[0],
+            optimizer=self.optimizer,
+            repeats=repeats,
+            progress=progress,
+        )
