@@ -20,7 +20,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.errors import InputError
 
 _DEFAULT_GENERATOR_LOCK = threading.Lock()
 
@@ -47,7 +50,7 @@ class RandomStream(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run ``func``, giving it our generator if it draws and was given none."""
         named = dict(kwargs or {})
-        if torch.Tag.nondeterministic_seeded not in func.tags or named.get("generator") is not None:
+        if not _draws(func, args, named):
             return func(*args, **named)
         self.drew = True
         generator = self._generator(_device_of(args, named))
@@ -59,6 +62,18 @@ class RandomStream(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
         return self._generators[device]
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation draws from a default generator."""
+    if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+        return False
+    for position, argument in enumerate(func._schema.arguments):
+        # Fused attention bears the tag with and without dropout.
+        if argument.name == "dropout_p":
+            given = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
+            return bool(given)
+    return True
 
 
 def _device_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
@@ -86,6 +101,44 @@ def _with_default_generator(
         finally:
             generator.set_state(default.get_state())
             default.set_state(before)
+
+
+class _RefusingDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises where an operation would draw."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = kwargs or {}
+        if _draws(func, args, named):
+            raise InputError(
+                f"{func} draws random numbers during backward. Recomputing dropout (activation "
+                "checkpointing) would draw another mask than forward did: keep dropout outside of "
+                "what is checkpointed"
+            )
+        return func(*args, **named)
+
+
+class no_draws(TorchFunctionMode):  # noqa: N801 - a context manager, spelt like torch.no_grad
+    """While active, Python code that autograd calls, such as a recomputation, must not draw.
+
+    Autograd's own operations do not pass through here, so an ordinary backward pays nothing.
+    """
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run ``func`` and refuse draws inside it."""
+        with _RefusingDraws():  # type: ignore[no-untyped-call]
+            return func(*args, **(kwargs or {}))
 
 
 def stream_seed(seed: int, step: int, microbatch: int, layer: int) -> int:

@@ -10,7 +10,9 @@ sent output does not occupy memory until its backward.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +21,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock import tree
 from penstock.errors import InputError
-from penstock.randomness import LayerStreams
+from penstock.randomness import LayerStreams, no_draws
 from penstock.spine import NamedLayer
 
 Criterion = Callable[[Any], Tensor]
 """From a stage's output to the loss of that microbatch."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
+"""What may pass between stages beside tensors: it can hold none."""
 
 
 class Stashed(NamedTuple):
@@ -31,6 +36,7 @@ class Stashed(NamedTuple):
 
     inputs: list[Any]
     outputs: list[GradientEdge | None]
+    drew: bool
 
 
 class Stage:
@@ -53,10 +59,6 @@ class Stage:
         self._first_layer = first_layer
         self._streams = streams
         self._stash: dict[int, Stashed] = {}
-        # An in-place first layer would overwrite the leaf whose gradient is wanted.
-        self._copies_input = first_layer > 0 and any(
-            getattr(module, "inplace", False) for module in self.layers[0].module.modules()
-        )
 
     def forward(
         self, microbatch: int, inputs: Any, step: int = 0, criterion: Criterion | None = None
@@ -74,26 +76,44 @@ class Stage:
         """
         leaves, structure = tree.flatten(inputs)
         training = torch.is_grad_enabled()
-        leaves = [_detached(leaf, training and self._first_layer > 0) for leaf in leaves]
-        value = tree.unflatten(leaves, structure)
-        if self._copies_input:
-            value = tree.replace(Tensor, Tensor.clone, value)
-        value = self._run_layers(value, step, microbatch)
+        pairs = [tree.cut(leaf, training and self._first_layer > 0) for leaf in leaves]
+        value, drew = self._run_layers(
+            tree.unflatten([pair[1] for pair in pairs], structure), step, microbatch, criterion
+        )
         if criterion is not None:
             # A scalar out of a fused loss can be a view that keeps a full-size tensor alive.
-            value = _scalar(criterion(value)).clone()
+            value = _scalar(value, training).clone()
         outputs, structure = tree.flatten(value)
         if training:
-            self._stash[microbatch] = Stashed(leaves, [_edge(output) for output in outputs])
-        return tree.unflatten([_detached(output, False) for output in outputs], structure)
+            edges = [_edge(output) for output in outputs]
+            self._stash[microbatch] = Stashed([pair[0] for pair in pairs], edges, drew)
+        return tree.unflatten([self._detached(output) for output in outputs], structure)
 
-    def _run_layers(self, value: Any, step: int, microbatch: int) -> Any:
-        for index, layer in enumerate(self.layers, start=self._first_layer):
-            mode = layer.module.training
+    def _run_layers(
+        self, value: Any, step: int, microbatch: int, criterion: Criterion | None
+    ) -> tuple[Any, bool]:
+        """The output of the layers, and of the criterion; and whether any drew."""
+        runs = [(layer.module, layer.module.training) for layer in self.layers]
+        if criterion is not None:
+            runs.append((criterion, True))
+        drew = False
+        for index, (run, mode) in enumerate(runs, start=self._first_layer):
             with self._streams.stream(index, mode, step, microbatch) as stream:
-                value = layer.module(value)
+                value = run(value)
             self._streams.learn(index, mode, stream)
-        return value
+            drew = drew or (stream is not None and stream.drew)
+        return value, drew
+
+    def _detached(self, output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return output.detach()
+        if isinstance(output, _PLAIN):
+            return output
+        raise InputError(
+            f"stage {self.index} returned a {type(output).__name__}, whose tensors (if any) cannot "
+            "be seen; return tensors nested in tuples, lists and dicts, or register the class with "
+            "torch.utils._pytree"
+        )
 
     def backward(self, microbatch: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Full backward of one microbatch: accumulates into ``.grad`` of the parameters.
@@ -113,7 +133,8 @@ class Stage:
         ]
         if pairs:
             edges, seeds = zip(*pairs, strict=True)
-            torch.autograd.backward(edges, seeds)
+            with no_draws() if stashed.drew else contextlib.nullcontext():
+                torch.autograd.backward(edges, seeds)
         return [leaf.grad if isinstance(leaf, Tensor) else None for leaf in stashed.inputs]
 
     def forget(self) -> None:
@@ -138,23 +159,19 @@ class Stage:
         }
 
 
-def _detached(leaf: Any, wants_gradient: bool) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    leaf = leaf.detach()
-    if wants_gradient and (leaf.is_floating_point() or leaf.is_complex()):
-        leaf.requires_grad_()
-    return leaf
-
-
 def _edge(output: Any) -> GradientEdge | None:
     return (
         get_gradient_edge(output) if isinstance(output, Tensor) and output.requires_grad else None
     )
 
 
-def _scalar(loss: Any) -> Tensor:
+def _scalar(loss: Any, training: bool) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise InputError(f"the loss must be one number, but it has {what}; reduce it to a scalar")
+    if training and not loss.requires_grad:
+        raise InputError(
+            "the loss has no gradient: it was detached or depends on no trained parameter; compute "
+            "it from the output with differentiable operations"
+        )
     return loss.reshape(())

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -34,6 +35,36 @@ def replace(kind: type[L], function: Callable[[L], Any], value: Any) -> Any:
     if isinstance(value, kind):
         return function(value)
     return pytree.tree_map_only(kind, function, value)
+
+
+def cut(leaf: Any, wants_gradient: bool) -> tuple[Any, Any]:
+    """Cut autograd's graph at one leaf of a value.
+
+    Returns:
+        (where the gradient will be, what to compute with): the same memory, but only the second may
+        be overwritten in place, as layers like ``nn.ReLU(inplace=True)`` do.
+    """
+    if not isinstance(leaf, Tensor):
+        return leaf, leaf
+    leaf = leaf.detach()
+    if not (wants_gradient and (leaf.is_floating_point() or leaf.is_complex())):
+        return leaf, leaf
+    leaf.requires_grad_()
+    return leaf, _Alias.apply(leaf)  # type: ignore[no-untyped-call]
+
+
+class _Alias(torch.autograd.Function):
+    """The same memory as a tensor that is no leaf; a view would forbid overwriting, too."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:  # noqa: ARG004
+        # A detached tensor shares the version counter, so autograd still notices an overwritten
+        # value that another layer needs.
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:  # noqa: ARG004
+        return gradients[0]
 
 
 def tensors(value: Any) -> list[Tensor]:

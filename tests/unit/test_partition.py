@@ -23,8 +23,8 @@ def test_among_equal_beats_the_even_one():
     assert balance([1, 1, 1, 1, 9], 3) == (0, 2, 4, 5)
 
 
-def test_of_equally_even_ones_late_stages_get_more():
-    assert balance([1, 1, 1, 1, 1], 3) == (0, 1, 3, 5)
+def test_of_equally_even_ones_early_stages_get_more():
+    assert balance([1, 1, 1, 1, 1], 3) == (0, 2, 4, 5)
 
 
 def test_equal_layers_in_any_float_stay_even():
@@ -37,7 +37,7 @@ def test_a_faster_device_gets_more():
 
 def test_a_dear_edge_is_not_cut():
     assert balance([1, 1, 1, 1], 2) == (0, 2, 4)
-    assert balance([1, 1, 1, 1], 2, edges=[0, 5, 0]) == (0, 1, 4)
+    assert balance([1, 1, 1, 1], 2, edges=[0, 5, 0]) == (0, 3, 4)
 
 
 def test_a_stage_can_have_a_limit_of_its_own():

@@ -47,7 +47,7 @@ def test_two_devices_halve_the_chain():
 
 def test_a_schedule_and_a_number_of_stages_can_be_asked_for():
     found = plan(chain(), devices(4), microbatches=4, schedule="gpipe", stages=3)
-    assert (found.schedule, layers_of(found)) == ("gpipe", [1, 1, 2])
+    assert (found.schedule, layers_of(found)) == ("gpipe", [2, 1, 1])
     assert "no other plan was allowed or fits" in found.reason
 
 

@@ -41,7 +41,8 @@ def balance(
     """Cut ``costs`` into consecutive, non-empty stages whose slowest is as fast as possible.
 
     Of several such cuts, the most even one is returned (least sum of squared stage costs), and of
-    several of those the one that gives late stages more, which hold fewer microbatches at a time.
+    several of those the one that gives early stages more: a slow stage near the end of the pipeline
+    also delays its filling and draining.
     Takes O(n²) steps per stage at worst and far fewer as a rule, n the number of layers.
 
     >>> balance([1, 1, 1, 1, 2], num_stages=2)
@@ -117,12 +118,12 @@ def _best_start(
     for start in range(stop - 1, stage - 1, -1):
         seconds += chain.costs[start]
         cost = seconds / chain.speeds[stage] + chain.edges[stop - 1]
-        # Of equals the longer one: a late stage holds fewer microbatches at a time.
-        bound = least * (1 + _ROUNDING)
-        if cost > ceiling or combine(0.0, cost) > bound:
+        # Of equals the shorter one is kept, which leaves more to the stages before.
+        bound = least * (1 - _ROUNDING)
+        if cost > ceiling or combine(0.0, cost) >= bound:
             break
         score = combine(best[start], cost)
-        if score <= bound and score < inf and chain.fits(stage, start, stop):
+        if score < bound and chain.fits(stage, start, stop):
             least, chosen = score, start
     return least, chosen
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,15 +16,20 @@ from penstock.run.interpreter import Record
 from penstock.run.outcome import Outcome
 from penstock.run.worker import Harvest, Minibatch, Worker
 from penstock.schedule import Schedule
+from penstock.timeline import Timeline
 from penstock.transport import Edge, ProcessGroupTransport
 
 _REPORT_TAG = 1 << 20
 
 
 class Report(NamedTuple):
-    """What a rank tells all others at the end of a step."""
+    """What a rank tells all others at the end of a step.
 
-    records: list[Record]
+    ``times`` holds (start, end) of every op of its program, which all ranks know: numbers travel
+    ten times as fast as pickled ops.
+    """
+
+    times: Tensor | None
     losses: dict[int, Tensor]
     outputs: dict[int, Any]
 
@@ -63,14 +69,16 @@ class ProcessDriver(Driver):
         return Outcome(
             outcome.weighted_sum(losses, minibatch.weights),
             outcome.joined(outputs),
-            outcome.timeline([report.records for report in reports], schedule.name)
-            if self._record
-            else None,
+            self._timeline(schedule, reports) if self._record else None,
         )
 
     def _exchange(self, harvest: Harvest, step: int) -> list[Report]:
-        records = harvest.records if self._record else []
-        own = Report(records, harvest.losses, harvest.outputs)
+        times = [(start, end) for _, start, end in harvest.records] if self._record else None
+        own = Report(
+            None if times is None else torch.tensor(times, dtype=torch.float64),
+            harvest.losses,
+            harvest.outputs,
+        )
         for edge in self._report_edges():
             self._transport.send(edge, step, own)
         rank = self._worker.rank
@@ -86,6 +94,14 @@ class ProcessDriver(Driver):
         ]
         self._transport.flush()
         return reports
+
+    def _timeline(self, schedule: Schedule, reports: list[Report]) -> Timeline:
+        records = [
+            [Record(op, *times) for op, times in zip(ops, report.times.tolist(), strict=True)]
+            for ops, report in zip(schedule.ranks, reports, strict=True)
+            if report.times is not None
+        ]
+        return outcome.timeline(records, schedule.name)
 
     def _report_edges(self) -> list[Edge]:
         rank = self._worker.rank
