@@ -80,7 +80,9 @@ PROCESSES = {
 }
 
 
-def check_updated_weights(work: Work, build: Callable[[Work], Peer], rank: int, alone: bool) -> None:
+def check_updated_weights(
+    work: Work, build: Callable[[Work], Peer], rank: int, alone: bool
+) -> None:
     """Two steps give the weights of one process, bit for bit."""
     single, peer = one_process(work), build(work)
     for _ in range(2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -50,13 +51,28 @@ def split(value: Any, num_microbatches: int) -> list[Any]:
 
 
 def join(values: list[Any]) -> Any:
-    """Undo ``split`` on outputs: rows one after the other."""
+    """Undo ``split`` on outputs: rows one after the other.
+
+    Raises:
+        InputError: outputs without rows, or that differ in more than their rows.
+    """
     flattened = [tree.flatten(value) for value in values]
+    structure = flattened[0][1]
+    if any(other != structure for _, other in flattened):
+        raise InputError("the outputs of the microbatches are nested in different ways")
     columns = zip(*(leaves for leaves, _ in flattened), strict=True)
-    joined = [
-        torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns
-    ]
-    return tree.unflatten(joined, flattened[0][1])
+    return tree.unflatten([_joined(column) for column in columns], structure)
+
+
+def _joined(column: tuple[Any, ...]) -> Any:
+    first = column[0]
+    if isinstance(first, Tensor):
+        if not first.dim():
+            raise InputError("an output is a tensor without rows; microbatches cannot be joined")
+        return torch.cat(column)
+    if any(other != first for other in column):
+        raise InputError(f"an output that is no tensor differs between microbatches: {column}")
+    return first
 
 
 def loss_weights(targets: list[Any], reduction: str, weight: Weight | None) -> list[float]:
@@ -75,6 +91,6 @@ def loss_weights(targets: list[Any], reduction: str, weight: Weight | None) -> l
     else:
         counts = [float(weight(part)) for part in targets]
     total = sum(counts)
-    if not total > 0 or min(counts) < 0:
+    if not 0 < total < math.inf or min(counts) < 0:
         raise InputError(f"the weights of the microbatches are {counts}; they must count terms")
     return [count / total for count in counts]

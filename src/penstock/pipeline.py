@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
@@ -76,7 +77,7 @@ class Pipeline:
         deadline_seconds: float = 300.0,
         record: bool = True,
     ) -> None:
-        _check_options(transport, reduction, deadline_seconds)
+        _check_options(transport, reduction, weight, deadline_seconds)
         layers = spine_of(model)
         plan.check_model([layer.name for layer in layers], spine_fingerprint(layers))
         self.plan = plan
@@ -176,6 +177,10 @@ class Pipeline:
             InputError: inputs and targets that do not fit together.
             StageError: a layer, the loss or the optimizer raised.
             PeerError, DeadlineError: another rank died or did not answer.
+
+        Gradients are computed even under ``torch.no_grad``, and ``torch.autocast`` around the call
+        holds for the forward and the loss. After an error in threads, the same step may be tried
+        again, unless the next call says otherwise; without an optimizer, clear ``.grad`` first.
         """
         self._check_open()
         if self._loss is None:
@@ -212,7 +217,8 @@ class Pipeline:
         self._check_open()
         count = min(self.plan.num_microbatches, microbatches.num_rows(inputs, "inputs"))
         minibatch = Minibatch(self._step, microbatches.split(inputs, count))
-        with _evaluation_mode(self._model):
+        layers = (layer.module for stage in self.stages.values() for layer in stage.layers)
+        with _evaluation_mode(self._model, *layers):
             return self._run(self._lowered(count, False), minibatch).outputs
 
     def _run(self, schedule: Schedule, minibatch: Minibatch) -> Outcome:
@@ -267,13 +273,20 @@ class Pipeline:
         self.close()
 
 
-def _check_options(transport: str, reduction: str, deadline_seconds: float) -> None:
+def _check_options(
+    transport: str, reduction: str, weight: Weight | None, deadline_seconds: float
+) -> None:
     if transport not in ("auto", "threads", "process-group"):
         raise InputError(f"transport is {transport!r}; use auto, threads or process-group")
     if reduction not in ("mean", "sum"):
         raise InputError(f"reduction is {reduction!r}; use mean or sum")
-    if not deadline_seconds > 0:
-        raise InputError(f"deadline_seconds is {deadline_seconds}, but must be > 0")
+    if weight is not None and reduction == "sum":
+        raise InputError("weight is for reduction='mean'; a sum needs none")
+    if not 0 < deadline_seconds <= threading.TIMEOUT_MAX:
+        raise InputError(
+            f"deadline_seconds is {deadline_seconds}, but must be > 0 and not infinite: without a "
+            "deadline, a rank that hangs would hang all others"
+        )
 
 
 def _several_processes() -> bool:
@@ -312,9 +325,11 @@ def _of_rank(stages: Mapping[int, Stage], plan: Plan, rank: int) -> dict[int, St
 
 
 @contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+def _evaluation_mode(*models: nn.Module) -> Iterator[None]:
+    # A layer without state need not be a submodule of the model.
+    training = {module for model in models for module in model.modules() if module.training}
+    for model in models:
+        model.eval()
     try:
         yield
     finally:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import microbatches, tree
+from penstock.allocator import keep_freed_pages
 from penstock.errors import InputError, ModelError
 from penstock.graph import Layer, LayerGraph
 from penstock.spine import NamedLayer, spine_of
@@ -72,6 +73,7 @@ def profile(
         raise InputError(f"repeats ({repeats}) and num_threads ({num_threads}) must be ≥ 1")
     if (loss is None) != (targets is None):
         raise InputError("give loss and targets together, or neither")
+    keep_freed_pages()
     runs = _runs(layers, loss, targets)
     with _undisturbed(model, num_threads):
         activation_bytes, output_bytes = _measure_bytes(layers, runs, inputs)
@@ -157,10 +159,9 @@ class _Passes:
     def _one_pass(self, full: bool) -> None:
         borders, value = [], self._inputs
         for index, run in enumerate(self._runs):
-            leaves, structure = tree.flatten(value)
-            leaves = [_border(leaf, requires_grad=index > 0) for leaf in leaves]
+            leaves, value = _cut(value, index)
             start = time.perf_counter()
-            value = run(tree.unflatten(leaves, structure))
+            value = run(value)
             self.forward[index].append(time.perf_counter() - start)
             borders.append((leaves, tree.tensors(value)))
         times = self.backward if full else self.backward_input
@@ -169,7 +170,9 @@ class _Passes:
             leaves, outputs = borders.pop()
             start = time.perf_counter()
             gradients = _backward(leaves, outputs, gradients, full)
-            times[index].append(time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            # Where there is nothing to do, finding that out is no cost of the layer.
+            times[index].append(seconds if full or any(g is not None for g in gradients) else 0.0)
 
     def medians(self) -> Iterator[tuple[float, float, float]]:
         """(forward, backward-input, backward-weight) seconds of every layer."""
@@ -182,11 +185,14 @@ class _Passes:
             yield statistics.median(forward), backward_input, backward - backward_input
 
 
-def _border(leaf: Any, requires_grad: bool) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    leaf = leaf.detach()
-    return leaf.requires_grad_(requires_grad and leaf.is_floating_point())
+def _cut(value: Any, index: int) -> tuple[list[Any], Any]:
+    """(the leaves where gradients will be, the input) of a layer; the first wants no gradient."""
+    leaves, structure = tree.flatten(value)
+    pairs = [tree.cut(leaf, wants_gradient=index > 0) for leaf in leaves]
+    inputs = [pair[1] for pair in pairs]
+    if index == 0:  # it may overwrite its input, which the caller still needs
+        inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in inputs]
+    return [pair[0] for pair in pairs], tree.unflatten(inputs, structure)
 
 
 def _backward(
@@ -238,11 +244,11 @@ def _measure_bytes(
                 kept.append(storage.nbytes())
             return tensor
 
-        leaves, structure = tree.flatten(value)
-        bordered = [_border(leaf, requires_grad=index > 0) for leaf in leaves]
+        _, value = _cut(value, index)
+        before = value
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            value = run(tree.unflatten(bordered, structure))
-        alive.append((bordered, value))  # so that no storage address is used twice
+            value = run(value)
+        alive.append((before, value))  # so that no storage address is used twice
         kept_bytes.append(sum(kept))
         output_bytes.append(_num_bytes(tree.tensors(value)))
     return kept_bytes, output_bytes
@@ -294,21 +300,30 @@ def measure_hand_over(repeats: int = 200) -> float:
 def _undisturbed(model: nn.Module, num_threads: int) -> Iterator[None]:
     """Restore gradients, buffers, random state and threads afterwards."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    # By name, since a layer may put a new tensor in the place of its buffer.
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
     threads = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
             yield
     finally:
         torch.set_num_threads(threads)
         for parameter, gradient in gradients:
             parameter.grad = gradient
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for module, name, buffer, before in buffers:
+                setattr(module, name, buffer.copy_(before))
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:

@@ -123,7 +123,7 @@ class _RefusingDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **named)
 
 
-class no_draws(TorchFunctionMode):  # noqa: N801 - a context manager, spelt like torch.no_grad
+class NoDraws(TorchFunctionMode):
     """While active, Python code that autograd calls, such as a recomputation, must not draw.
 
     Autograd's own operations do not pass through here, so an ordinary backward pays nothing.

@@ -11,6 +11,7 @@ method::
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -71,6 +72,11 @@ def _modules(model: nn.Module) -> list[object]:
     spine: object = getattr(model, "spine", None)
     if spine is None:
         if isinstance(model, nn.Sequential):
+            if type(model).forward is not nn.Sequential.forward:
+                raise ModelError(
+                    f"{type(model).__name__} is an nn.Sequential with a forward of its own, so its "
+                    f"children need not be its spine. {_HOW}"
+                )
             return list(model)
         raise ModelError(f"{type(model).__name__} does not name its spine. {_HOW}")
     # A ModuleList is callable too, but it is the list itself.
@@ -81,7 +87,9 @@ def _modules(model: nn.Module) -> list[object]:
 
 
 def _named(model: nn.Module, modules: Iterable[object]) -> Iterator[NamedLayer]:
-    names = {id(module): name for name, module in model.named_modules()}
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, module in model.named_modules(remove_duplicate=False):
+        names[id(module)].append(name)
     seen: dict[str, int] = {}
     for index, module in enumerate(modules):
         if not isinstance(module, nn.Module):
@@ -89,7 +97,9 @@ def _named(model: nn.Module, modules: Iterable[object]) -> Iterator[NamedLayer]:
                 f"entry {index} of the spine is a {type(module).__name__}, not an nn.Module; "
                 "wrap functions in a module"
             )
-        prefix = names.get(id(module))
+        # A module that stands in several places has a name for each.
+        aliases = names.get(id(module), [])
+        prefix = aliases.pop(0) if len(aliases) > 1 else next(iter(aliases), None)
         if prefix is None and any(True for _ in _state(module)):
             raise ModelError(
                 f"entry {index} of the spine ({type(module).__name__}) has parameters or buffers "

@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock import tree
 from penstock.errors import InputError
-from penstock.randomness import LayerStreams, no_draws
+from penstock.randomness import LayerStreams, NoDraws
 from penstock.spine import NamedLayer
 
 Criterion = Callable[[Any], Tensor]
@@ -93,7 +93,9 @@ class Stage:
         self, value: Any, step: int, microbatch: int, criterion: Criterion | None
     ) -> tuple[Any, bool]:
         """The output of the layers, and of the criterion; and whether any drew."""
-        runs = [(layer.module, layer.module.training) for layer in self.layers]
+        runs: list[tuple[Callable[[Any], Any], bool]] = [
+            (layer.module, layer.module.training) for layer in self.layers
+        ]
         if criterion is not None:
             runs.append((criterion, True))
         drew = False
@@ -133,7 +135,7 @@ class Stage:
         ]
         if pairs:
             edges, seeds = zip(*pairs, strict=True)
-            with no_draws() if stashed.drew else contextlib.nullcontext():
+            with NoDraws() if stashed.drew else contextlib.nullcontext():
                 torch.autograd.backward(edges, seeds)
         return [leaf.grad if isinstance(leaf, Tensor) else None for leaf in stashed.inputs]
 

@@ -57,13 +57,13 @@ class _Alias(torch.autograd.Function):
     """The same memory as a tensor that is no leaf; a view would forbid overwriting, too."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:  # noqa: ARG004
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
         # A detached tensor shares the version counter, so autograd still notices an overwritten
         # value that another layer needs.
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:  # noqa: ARG004
+    def backward(ctx: Any, *gradients: Any) -> Any:
         return gradients[0]
 
 

@@ -24,11 +24,17 @@ class Finished(NamedTuple):
 
 
 def torchrun(
-    script: str | Path, num_ranks: int, *arguments: str, limit_seconds=120, monitor_seconds=0.1
+    script: str | Path,
+    num_ranks: int,
+    *arguments: str,
+    reports=True,
+    limit_seconds=120,
+    monitor_seconds=0.1,
 ) -> Finished:
     """Start ``script`` on ``num_ranks`` processes and wait for it.
 
-    Each rank may write ``report-<rank>.json`` into the folder given as the job's last argument.
+    With ``reports``, each rank may write ``report-<rank>.json`` into the folder that the job is given
+    as its last argument.
     A large ``monitor_seconds`` lets the surviving ranks of a failed job end by themselves, before
     torchrun notices and ends them by a signal.
     """
@@ -36,7 +42,7 @@ def torchrun(
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--monitor-interval", str(monitor_seconds), "--nproc-per-node", str(num_ranks)),
-            *(str(script), *arguments, folder),
+            *(str(script), *arguments, *([folder] if reports else [])),
         ]
         start = time.monotonic()
         done = subprocess.run(

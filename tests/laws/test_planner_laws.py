@@ -92,7 +92,10 @@ def test_no_forced_choice_is_faster(graph, cluster, microbatches):
         if forced is not None:
             assert best is not None
             assert (forced.schedule, len(forced.stages)) == (name, stages)
-            assert best.simulate().makespan <= forced.simulate().makespan * (1 + 1e-9)
+            slower_by = best.simulate().makespan / (forced.simulate().makespan or 1)
+            assert slower_by <= 1.01 + 1e-9
+            # Within the one percent that no prediction can tell apart, memory decides.
+            assert slower_by <= 1 + 1e-9 or sum(best.rank_bytes) <= sum(forced.rank_bytes)
 
 
 @given(graphs(), st.integers(1, 4), st.integers(1, 6), st.sampled_from(schedules.names()))

@@ -20,8 +20,8 @@ from penstock.planner.plan import Plan, stage_bytes
 from penstock.planner.table import format_bytes, format_seconds, format_speed_up
 from penstock.schedule import families
 
-_SAME = 1e-9
-"""Relative: predictions this close differ by the order of their sums only."""
+_SAME = 0.01
+"""Relative: no prediction tells plans this close apart, so the one that needs less memory wins."""
 
 
 def plan(
@@ -35,8 +35,8 @@ def plan(
 ) -> Plan:
     """Find the plan with the shortest predicted step that fits in memory.
 
-    Of plans that take equally long, the one that needs fewer bytes is chosen, then the one on
-    fewer ranks. The cuts are PipeDream's for a chain without replicas, solved exactly (Narayanan et
+    Of plans that take equally long within 1 %, the one that needs fewer bytes is chosen, then the
+    one on fewer ranks. The cuts are PipeDream's for a chain without replicas, solved exactly (Narayanan et
     al., SOSP 2019, section 3.1).
 
     Args:
@@ -169,7 +169,9 @@ def _best(fitting: Sequence[Candidate]) -> Candidate:
         least = min(least, one.seconds)
         contenders.append(one)
     ties = (one for one in contenders if one.seconds <= least * (1 + _SAME))
-    return min(ties, key=lambda one: (sum(one.rank_bytes), one.setting.num_ranks, one.peak))
+    return min(
+        ties, key=lambda one: (sum(one.rank_bytes), one.setting.num_ranks, one.peak, one.seconds)
+    )
 
 
 def _reason(chosen: Candidate, fitting: Sequence[Candidate]) -> str:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from penstock.planner.plan import Plan, StagePlan
     from penstock.timeline import Timeline
 
-_WIDTH = 100
+_WIDTH = 108
 _COLUMNS = (
     "rank", "layers", "F", "B", "share", "weights", "optimizer", "activations", "memory",
 )  # fmt: skip
@@ -25,11 +25,15 @@ def render(plan: Plan) -> str:
     seconds over the slowest stage's), the predicted step, its drawing, and the reason."""
     timeline = plan.simulate()
     title = (
-        f"{plan.schedule}: {len(plan.stages)} stage(s) on {plan.num_ranks} rank(s), "
-        f"{plan.num_microbatches} microbatch(es)"
+        f"{plan.schedule}: {_count(len(plan.stages), 'stage')} on "
+        f"{_count(plan.num_ranks, 'rank')}, {_count(plan.num_microbatches, 'microbatch', 'es')}"
     )
     parts = [title, _as_text(_stages(plan)), _prediction(plan, timeline), text(timeline), ""]
     return "\n".join([*parts, plan.reason] if plan.reason else parts[:-1])
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 def _stages(plan: Plan) -> Table:

@@ -30,6 +30,8 @@ def weighted_sum(losses: Mapping[int, Tensor], weights: Sequence[float]) -> Tens
     """The minibatch's loss, summed in the order of the microbatches."""
     total = None
     for microbatch in sorted(losses):
+        if not weights[microbatch]:
+            continue  # the mean of no terms is NaN, and NaN · 0 as well
         term = losses[microbatch] * weights[microbatch]
         total = term if total is None else total + term
     return total

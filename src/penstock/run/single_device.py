@@ -7,12 +7,14 @@ and where dropout draws, so that an equal result says something about everything
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock import microbatches
+from penstock.allocator import keep_freed_pages
 from penstock.microbatches import Weight
 from penstock.randomness import LayerStreams
 from penstock.spine import spine_of
@@ -43,6 +45,7 @@ class SingleDevice:
         reduction: str = "mean",
         weight: Weight | None = None,
     ) -> None:
+        keep_freed_pages()  # as the pipeline does: neither may win by the allocator
         self._model = model
         self._layers = spine_of(model)
         self._num_microbatches = num_microbatches
@@ -60,8 +63,12 @@ class SingleDevice:
         weights = microbatches.loss_weights(parts, self._reduction, self._weight)
         total: Tensor | None = None
         for k, part in enumerate(microbatches.split(inputs, count)):
-            term = self._loss(self._forward(part, k), parts[k]) * weights[k]
-            term.backward()  # type: ignore[no-untyped-call]
+            output = self._forward(part, k)
+            loss = self._run(len(self._layers), partial(self._loss, output), True, parts[k], k)
+            if not weights[k]:
+                continue  # the mean of no terms is NaN, and NaN · 0 as well
+            term = loss * weights[k]
+            term.backward()
             total = term.detach() if total is None else total + term.detach()
         if self._optimizer is not None:
             self._optimizer.step()
@@ -83,8 +90,14 @@ class SingleDevice:
 
     def _forward(self, value: Any, microbatch: int) -> Any:
         for index, layer in enumerate(self._layers):
-            training = layer.module.training
-            with self._streams.stream(index, training, self._step, microbatch) as stream:
-                value = layer.module(value)
-            self._streams.learn(index, training, stream)
+            value = self._run(index, layer.module, layer.module.training, value, microbatch)
         return value
+
+    def _run(
+        self, index: int, run: Callable[[Any], Any], training: bool, value: Any, microbatch: int
+    ) -> Any:
+        """Run a layer, or the loss as if it were one more, where it draws its random numbers."""
+        with self._streams.stream(index, training, self._step, microbatch) as stream:
+            result = run(value)
+        self._streams.learn(index, training, stream)
+        return result

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,6 +19,22 @@ from penstock.transport import Edge, Transport
 Loss = Callable[[Any, Any], Tensor]
 
 
+def _autocast_here() -> dict[str, torch.dtype]:
+    return {
+        device: torch.get_autocast_dtype(device)
+        for device in ("cpu", "cuda")
+        if torch.is_autocast_enabled(device)
+    }
+
+
+@contextmanager
+def _autocast(dtypes: Mapping[str, torch.dtype], enabled: bool) -> Iterator[None]:
+    with ExitStack() as stack:
+        for device, dtype in dtypes.items():
+            stack.enter_context(torch.autocast(device, dtype, enabled))
+        yield
+
+
 @dataclass(frozen=True)
 class Minibatch:
     """One minibatch, cut into microbatches.
@@ -27,12 +44,14 @@ class Minibatch:
         inputs: one value per microbatch.
         targets: one per microbatch, or empty when only outputs are wanted.
         weights: the factor on each microbatch's loss.
+        autocast: device types and dtypes for which the thread that made this had autocast on.
     """
 
     step: int
     inputs: Sequence[Any]
     targets: Sequence[Any] = ()
     weights: Sequence[float] = ()
+    autocast: Mapping[str, torch.dtype] = field(default_factory=_autocast_here)
 
 
 @dataclass
@@ -48,6 +67,15 @@ class Harvest:
     records: list[Record] = field(default_factory=list)
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def _modes(minibatch: Minibatch) -> Iterator[None]:
+    """What holds in any thread: gradients if there are targets; no autocast beside the forward."""
+    training = bool(minibatch.targets)
+    inference = torch.inference_mode(False) if training else nullcontext()
+    with inference, torch.set_grad_enabled(training), _autocast(_autocast_here(), enabled=False):
+        yield
 
 
 _NOTHING = (Schedule(()), Minibatch(0, ()), Harvest())
@@ -113,7 +141,7 @@ class Worker:
         self._schedule, self._minibatch = schedule, minibatch
         self._harvest = harvest = Harvest()
         try:
-            with torch.set_grad_enabled(bool(minibatch.targets)):
+            with _modes(minibatch):
                 harvest.records = perform_all(schedule.ranks[self.rank], self)
             self.transport.flush()
         except BaseException:
@@ -147,9 +175,10 @@ class Worker:
         minibatch = self._minibatch
         key = (stage, microbatch)
         value = minibatch.inputs[microbatch] if stage == 0 else self._values.pop(key)
-        result = self.stages[stage].forward(
-            microbatch, value, minibatch.step, self._criterion(stage, microbatch)
-        )
+        with _autocast(minibatch.autocast, enabled=True):
+            result = self.stages[stage].forward(
+                microbatch, value, minibatch.step, self._criterion(stage, microbatch)
+            )
         if stage < self._last_stage:
             self._values[stage + 1, microbatch] = result
         elif minibatch.targets:
@@ -168,7 +197,7 @@ class Worker:
             # d(sum of weighted losses) / d(this loss) is the weight.
             weight = self._minibatch.weights[microbatch]
             gradients: list[Tensor | None] = [
-                torch.full_like(self._harvest.losses[microbatch], weight)
+                torch.full_like(self._harvest.losses[microbatch], weight) if weight else None
             ]
         else:
             gradients = self._gradients.pop((stage, microbatch))

@@ -72,7 +72,8 @@ def pack(microbatch: int, header: bytes, tensors: list[Tensor]) -> Tensor:
 
 def pack_notice(kind: BlockKind, number: int = 0, text: str = "") -> Tensor:
     """A block without a value."""
-    data = text.encode()[:2048]
+    # Cut between two letters; and a text that cannot be encoded must not hide the failure it tells.
+    data = text.encode(errors="replace")[:2048].decode(errors="ignore").encode()
     block = torch.empty(PREFIX.size + len(data), dtype=torch.uint8)
     _write(block, 0, PREFIX.pack(kind, number, len(data)) + data)
     return block

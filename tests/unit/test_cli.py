@@ -1,0 +1,147 @@
+"""Every verb, as a person would call it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from penstock import errors, schedules
+from penstock.cli import penstock
+
+
+def run(*arguments: str) -> str:
+    """Standard output of a verb that succeeds."""
+    result = CliRunner().invoke(penstock, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refused(*arguments: str) -> str:
+    """The message of a verb that is refused."""
+    result = CliRunner().invoke(penstock, arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        assert isinstance(result.exception, errors.PenstockError), result.exception
+        return str(result.exception)
+    assert result.exit_code == 2
+    return result.output
+
+
+def test_schedules_lists_every_family_with_its_paper():
+    listed = json.loads(run("schedules", "--json"))
+    assert [row["name"] for row in listed] == list(schedules.names())
+    assert all(row["law"] and "arXiv" in row["paper"] for row in listed)
+    assert all(name in run("schedules") for name in schedules.names())
+
+
+def test_simulate_gives_both_bubbles_and_memory():
+    answer = json.loads(run("simulate", "1f1b", "-p", "4", "-m", "8", "--json"))
+    assert answer["makespan"] == 33
+    assert answer["bubble"] == pytest.approx(3 / 11)
+    assert answer["peak_activations"] == [4, 3, 2, 1]
+    hops = json.loads(run("simulate", "1f1b", "--costs", "1,1,1,0.5", "--json"))
+    assert hops["makespan"] > 33
+    assert "27.27%" in run("simulate", "1f1b")
+
+
+def test_draw_prints_or_writes(tmp_path):
+    assert "rank 3 │" in run("draw", "1f1b")
+    for suffix in ("svg", "html", "txt", "json"):
+        path = tmp_path / f"picture.{suffix}"
+        run("draw", "1f1b", "-o", str(path))
+        assert path.stat().st_size > 100
+
+
+def test_compare_puts_schedules_side_by_side(tmp_path):
+    answer = json.loads(run("compare", "gpipe", "1f1b", "-p", "4", "-m", "8", "--json"))
+    assert [max(row["peak_activations"]) for row in answer] == [8, 4]
+    assert run("compare", "gpipe", "1f1b").count("rank 0 │") == 2
+    run("compare", "gpipe", "1f1b", "-o", str(tmp_path / "both.svg"))
+    assert (tmp_path / "both.svg").read_text().count('class="span') > 60
+
+
+def test_check_reads_torchs_csv(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    assert run("check", str(path)).startswith("ok: 8 ops on 2 ranks")
+    assert json.loads(run("check", "gpipe", "--json"))["ok"] is True
+    path.write_text("0F0,0B0\n1B0,1F0\n")
+    assert refused("check", str(path)).startswith("schedule deadlocks: rank 0 waits to run 0B0")
+
+
+def test_profile_plan_train_report_hand_files_on(tmp_path):
+    graph, plan, folder = tmp_path / "graph.json", tmp_path / "plan.json", tmp_path / "report"
+    workload = "tests.small_workload:workload"
+    assert "kept MiB" in run("profile", workload, "-m", "4", "--repeats", "2", "-o", str(graph))
+    found = run(
+        "plan", str(graph), "-m", "4", "-p", "2", "--schedule", "1f1b", "-o", str(plan), "--json"
+    )
+    assert json.loads(found)["schedule"] == "1f1b"
+    assert "rank 1 │" in run("draw", str(plan))
+    answer = json.loads(
+        run("train", workload, "--plan", str(plan), "--steps", "6", "--compare", "-o", str(folder),
+            "--json")
+    )  # fmt: skip
+    assert answer["num_steps"] == 6
+    assert answer["largest_loss_difference"] == 0
+    (folder / "index.html").unlink()
+    assert "step time, measured" in run("report", str(folder))
+    assert "<html" in (folder / "index.html").read_text()
+
+
+def test_demo_does_the_whole_job(tmp_path):
+    answer = json.loads(run("demo", "--steps", "2", "-o", str(tmp_path), "--json"))
+    assert answer["largest_loss_difference"] == 0
+    assert answer["largest_parameter_difference"] == 0
+    assert (tmp_path / "index.html").exists()
+    assert (tmp_path / "timelines.svg").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("simulate", "1f1"), "did you mean '1f1b'?"),
+        (("simulate", "1f1b", "-p", "0"), "num_ranks is 0"),
+        (("simulate", "1f1b", "-m", "-3"), "num_microbatches is -3"),
+        (("simulate", "1f1b", "--costs", "1,2"), "has 2 numbers"),
+        (("simulate", "1f1b", "--costs", "1,x,1"), "not a list of numbers"),
+        (("simulate", "1f1b", "--costs", "1,-1,1"), "must be ≥ 0"),
+        (("draw", "1f1b", "-o", "picture.bmp"), "cannot draw 'picture.bmp'"),
+        (("draw", "missing.json"), "cannot read missing.json"),
+        (("check", "missing.csv"), "cannot read missing.csv"),
+        (("plan", "missing.json"), "cannot read missing.json"),
+        (("profile", "no_colon"), "write module:function"),
+        (("profile", "no_such_module:workload"), "cannot load the workload"),
+        (("profile", "tests.small_workload:nothing"), "returned a str"),
+        (("report", "no-such-folder"), "cannot read"),
+    ],
+)
+def test_wrong_input_gets_one_clear_message(arguments, message):
+    assert message in refused(*arguments)
+
+
+def test_a_plan_for_another_model_or_with_an_unknown_key_is_refused(tmp_path):
+    graph, plan = tmp_path / "graph.json", tmp_path / "plan.json"
+    run("profile", "tests.small_workload:workload", "-m", "4", "--repeats", "1", "-o", str(graph))
+    run("plan", str(graph), "-m", "4", "-o", str(plan))
+    assert "made for another model" in refused("train", "--plan", str(plan))
+    plan.write_text(plan.read_text().replace('"schedule"', '"shedule"'))
+    message = refused("draw", str(plan))
+    assert "shedule" in message
+    assert str(plan) in message
+
+
+def test_errors_are_one_line_on_standard_error_and_torch_stays_out():
+    code = (
+        "import sys; sys.argv = ['penstock', 'simulate', 'nope']\n"
+        "import atexit; atexit.register(lambda: print('torch' in sys.modules))\n"
+        "from penstock.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("penstock: no schedule is called 'nope'")
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout.strip() == "False"

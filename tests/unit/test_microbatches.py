@@ -1,0 +1,108 @@
+"""Cutting minibatches: nothing lost, sizes even, weights that make the loss one device's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock import microbatches, tree
+from penstock.errors import InputError
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
+
+
+@st.composite
+def minibatches(draw):
+    """(nested tensors with the same number of rows, rows)."""
+    rows = draw(st.integers(1, 40))
+    tensors = st.builds(
+        lambda width, dtype: torch.arange(rows * width).reshape(rows, width).to(dtype),
+        st.integers(0, 3),
+        st.sampled_from(DTYPES),
+    )
+    leaves = st.one_of(tensors, tensors.map(lambda t: t.t().contiguous().t()), st.none())
+    nested = st.recursive(
+        leaves,
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3),
+            st.tuples(inner, inner),
+            st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+        ),
+        max_leaves=5,
+    )
+    value = draw(nested)
+    return (value, draw(tensors)), rows
+
+
+@given(minibatch=minibatches(), count=st.integers(1, 12))
+def test_joining_undoes_splitting(minibatch, count):
+    value, rows = minibatch
+    count = min(count, rows)
+    parts = microbatches.split(value, count)
+    sizes = [microbatches.num_rows(part, "parts") for part in parts]
+    assert len(parts) == count
+    assert sum(sizes) == rows
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+    joined = microbatches.join(parts)
+    assert tree.flatten(joined)[1] == tree.flatten(value)[1]
+    for ours, theirs in zip(tree.tensors(joined), tree.tensors(value), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+
+
+@given(
+    rows=st.integers(1, 100),
+    count=st.integers(1, 12),
+    counts=st.lists(st.integers(0, 9), max_size=9),
+)
+def test_the_weights_of_a_mean_sum_to_one(rows, count, counts):
+    parts = microbatches.split(torch.zeros(rows), min(count, rows))
+    weights = microbatches.loss_weights(parts, "mean", None)
+    assert sum(weights) == pytest.approx(1.0)
+    assert weights == [len(part) / rows for part in parts]
+    if sum(counts):
+        weights = microbatches.loss_weights([*counts], "mean", lambda n: torch.tensor(n))
+        assert sum(weights) == pytest.approx(1.0)
+
+
+def test_a_sum_is_not_weighted():
+    assert microbatches.loss_weights([1, 2, 3], "sum", None) == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("counts", [[0, 0], [-1, 2], [1, -1], [float("nan"), 1], [float("inf"), 1]])
+def test_weights_that_count_nothing_are_refused(counts):
+    with pytest.raises(InputError, match="must count terms"):
+        microbatches.loss_weights(counts, "mean", float)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (3, "inputs hold no tensor"),
+        ([], "inputs hold no tensor"),
+        (torch.tensor(1.0), "a tensor without dimensions; the first one must be the rows"),
+        ((torch.ones(2), torch.tensor(1.0)), "a tensor without dimensions"),
+        ((torch.ones(2), torch.ones(3, 2)), r"disagree in their number of rows: \[2, 3\]"),
+        (torch.ones(0, 4), "inputs have no rows"),
+    ],
+)
+def test_what_has_no_rows_is_refused(value, message):
+    with pytest.raises(InputError, match=message):
+        microbatches.num_rows(value, "inputs")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([torch.tensor(1.0)] * 2, "a tensor without rows"),
+        ([(torch.ones(1), 1), (torch.ones(1), 2)], r"differs between microbatches: \(1, 2\)"),
+        ([[torch.ones(1)], (torch.ones(1),)], "nested in different ways"),
+    ],
+)
+def test_outputs_that_cannot_be_joined_are_refused(values, message):
+    # A first microbatch's number for all of them, or a lost row, would be silent.
+    with pytest.raises(InputError, match=message):
+        microbatches.join(values)
