@@ -31,4 +31,4 @@ def keep_freed_pages() -> bool:
     except (OSError, AttributeError):
         return False
     settings = ((_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD), (_M_TRIM_THRESHOLD, _NEVER))
-    return all([mallopt(option, value) for option, value in settings])
+    return sum(mallopt(option, value) for option, value in settings) == len(settings)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock import microbatches
+from penstock.allocator import keep_freed_pages
 from penstock.errors import InputError, PlanError
 from penstock.microbatches import Weight
 from penstock.planner import Plan
@@ -78,6 +79,7 @@ class Pipeline:
         record: bool = True,
     ) -> None:
         _check_options(transport, reduction, weight, deadline_seconds)
+        keep_freed_pages()
         layers = spine_of(model)
         plan.check_model([layer.name for layer in layers], spine_fingerprint(layers))
         self.plan = plan

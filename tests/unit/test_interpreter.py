@@ -36,7 +36,9 @@ def test_ops_are_performed_in_order_and_recorded():
 def test_an_error_names_stage_microbatch_and_op_and_keeps_the_original():
     original = ValueError("boom")
     performer = Performer(original, at="0B1")
-    with pytest.raises(StageError, match="^stage 0, microbatch 1, op 0B1: ValueError: boom$") as caught:
+    with pytest.raises(
+        StageError, match=r"^stage 0, microbatch 1, op 0B1: ValueError: boom$"
+    ) as caught:
         perform_all(OPS, performer)
     assert caught.value.__cause__ is original
     assert performer.done == OPS[:3]

@@ -317,7 +317,10 @@ def test_leaving_ends_the_threads_and_closing_twice_is_harmless():
         pipeline.step(*make_batch(8))
     assert threading.active_count() == before
     pipeline.close()
-    for call in (lambda: pipeline.step(*make_batch(8)), lambda: pipeline.evaluate(make_batch(8)[0])):
+    for call in (
+        lambda: pipeline.step(*make_batch(8)),
+        lambda: pipeline.evaluate(make_batch(8)[0]),
+    ):
         with pytest.raises(InputError, match="this Pipeline is closed; build a new one"):
             call()
     # What has been trained stays readable.

@@ -201,9 +201,7 @@ def test_a_failing_layer_is_named_with_its_input():
 
 def test_a_failing_loss_is_named_with_the_last_layer():
     with pytest.raises(ModelError, match="layer '5'"):
-        quick(
-            make_mlp(), torch.randn(ROWS, 16), loss=F.cross_entropy, targets=torch.ones(3).long()
-        )
+        quick(make_mlp(), torch.randn(ROWS, 16), loss=F.cross_entropy, targets=torch.ones(3).long())
 
 
 class Nested(nn.Module):

@@ -138,7 +138,9 @@ def test_an_update_is_counted_and_clears_the_gradients():
 def test_a_failed_step_leaves_neither_gradients_nor_messages():
     transport = Notebook({(FORWARD, 0): torch.ones(2, 3)})
     worker = worker_of(1, [1], 2, transport, optimizer=sgd)
-    schedule = Schedule.parse("0F0,0SEND_F0,0F1,0SEND_F1,0B0,0B1\n1RECV_F0,1F0,1B0,1RECV_F1,1F1,1B1\n")
+    schedule = Schedule.parse(
+        "0F0,0SEND_F0,0F1,0SEND_F1,0B0,0B1\n1RECV_F0,1F0,1B0,1RECV_F1,1F1,1B1\n"
+    )
     data = Minibatch(0, [torch.ones(2, 3)] * 2, [torch.zeros(2, 3)] * 2, [0.5, 0.5])
     with pytest.raises(DeadlineError, match="rank 1, waiting at 1RECV_F1"):
         worker.run(schedule, data)

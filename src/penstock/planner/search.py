@@ -36,8 +36,8 @@ def plan(
     """Find the plan with the shortest predicted step that fits in memory.
 
     Of plans that take equally long within 1 %, the one that needs fewer bytes is chosen, then the
-    one on fewer ranks. The cuts are PipeDream's for a chain without replicas, solved exactly (Narayanan et
-    al., SOSP 2019, section 3.1).
+    one on fewer ranks. The cuts are PipeDream's for a chain without replicas, solved exactly
+    (Narayanan et al., SOSP 2019, section 3.1).
 
     Args:
         graph: the profiled model.
