@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import nn
 
@@ -22,7 +24,7 @@ def make_plan(model, num_stages, num_microbatches, schedule="1f1b", cuts=None) -
         num_threads=1,
         stages=tuple(
             StagePlan(layers=tuple(layer.name for layer in layers[a:b]), rank=rank)
-            for rank, (a, b) in enumerate(zip(borders, borders[1:], strict=False))
+            for rank, (a, b) in enumerate(itertools.pairwise(borders))
         ),
     )
 

@@ -31,4 +31,5 @@ def keep_freed_pages() -> bool:
     except (OSError, AttributeError):
         return False
     settings = ((_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD), (_M_TRIM_THRESHOLD, _NEVER))
-    return sum(mallopt(option, value) for option, value in settings) == len(settings)
+    accepted = [mallopt(option, value) == 1 for option, value in settings]
+    return all(accepted)

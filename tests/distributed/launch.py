@@ -33,8 +33,8 @@ def torchrun(
 ) -> Finished:
     """Start ``script`` on ``num_ranks`` processes and wait for it.
 
-    With ``reports``, each rank may write ``report-<rank>.json`` into the folder that the job is given
-    as its last argument.
+    With ``reports``, each rank may write ``report-<rank>.json`` into the folder that is
+    the last argument of the job.
     A large ``monitor_seconds`` lets the surviving ranks of a failed job end by themselves, before
     torchrun notices and ends them by a signal.
     """

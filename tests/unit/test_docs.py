@@ -36,7 +36,7 @@ def test_the_script_in_the_readme_runs(tmp_path, monkeypatch, capsys):
     }
     script = python_block("README.md")
     assert len(script.splitlines()) <= 15
-    exec(script, namespace)  # noqa: S102 - our own page
+    exec(script, namespace)
     assert "predicted" in capsys.readouterr().out
     assert float(namespace["loss"]) > 0
     assert (tmp_path / "measured.svg").read_text().startswith("<svg")
@@ -44,7 +44,7 @@ def test_the_script_in_the_readme_runs(tmp_path, monkeypatch, capsys):
 
 def test_the_spine_in_the_docs_can_be_cut():
     namespace = {"nn": nn}
-    exec(python_block("docs/models.md"), namespace)  # noqa: S102 - our own page
+    exec(python_block("docs/models.md"), namespace)
     graph = pk.profile(namespace["Classifier"](), torch.randn(2, 16), repeats=1)
     assert [layer.name for layer in graph.layers] == [
         "embedding", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head",
@@ -53,7 +53,7 @@ def test_the_spine_in_the_docs_can_be_cut():
 
 def test_a_schedule_takes_one_file_and_one_line(monkeypatch):
     module = types.ModuleType("one_at_a_time")
-    exec(python_block("docs/add-a-schedule.md"), module.__dict__)  # noqa: S102 - our own page
+    exec(python_block("docs/add-a-schedule.md"), module.__dict__)
     monkeypatch.setitem(sys.modules, "one_at_a_time", module)
     module.one_at_a_time.__module__ = "one_at_a_time"
     results = doctest.testmod(module)

@@ -9,7 +9,8 @@ from math import inf
 
 from penstock.cluster import Cluster
 from penstock.graph import LayerGraph
-from penstock.planner.plan import Plan, StagePlan, bytes_of_ranks, costs_of
+from penstock.planner.plan import Plan
+from penstock.planner.stage_plan import StagePlan, bytes_of_ranks, costs_of
 from penstock.planner.table import format_bytes
 from penstock.schedule import Schedule
 from penstock.schedule.lower import add_update

@@ -16,7 +16,8 @@ from penstock.errors import InputError, PlanError
 from penstock.graph import LayerGraph
 from penstock.partition import balance
 from penstock.planner.candidate import Candidate, Setting, Task
-from penstock.planner.plan import Plan, stage_bytes
+from penstock.planner.plan import Plan
+from penstock.planner.stage_plan import stage_bytes
 from penstock.planner.table import format_bytes, format_seconds, format_speed_up
 from penstock.schedule import families
 
@@ -176,7 +177,7 @@ def _best(fitting: Sequence[Candidate]) -> Candidate:
 
 def _reason(chosen: Candidate, fitting: Sequence[Candidate]) -> str:
     """One sentence on why ``chosen`` won, with the best plan it beat."""
-    speed_up = format_speed_up(chosen.to_plan(), chosen.seconds)
+    speed_up = format_speed_up(chosen.to_plan().one_device_seconds, chosen.seconds)
     verdict = f"{chosen}: {format_seconds(chosen.seconds)} a step, {speed_up} one device"
     ranks, name = chosen.setting.num_ranks, chosen.setting.schedule.name
     # The nearest alternative says most: another schedule on the same ranks, except on one rank,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.drawing.text import text
+from penstock.planner.stage_plan import StagePlan
+from penstock.timeline import Timeline
 
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from penstock.planner.plan import Plan, StagePlan
-    from penstock.timeline import Timeline
 
 _WIDTH = 108
 _COLUMNS = (
@@ -20,23 +21,31 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def render(plan: Plan) -> str:
-    """The plan as text without colour codes, about 100 columns wide: a row per stage (share: its
-    seconds over the slowest stage's), the predicted step, its drawing, and the reason."""
-    timeline = plan.simulate()
-    title = (
-        f"{plan.schedule}: {_count(len(plan.stages), 'stage')} on "
-        f"{_count(plan.num_ranks, 'rank')}, {_count(plan.num_microbatches, 'microbatch', 'es')}"
+def render(
+    title: str, stages: Sequence[StagePlan], timeline: Timeline, one_device_seconds: float
+) -> str:
+    """A plan as text without colour codes, about 108 columns wide: a row per stage (share: its
+    seconds over the slowest stage's), the predicted step, and its drawing."""
+    return "\n".join(
+        [
+            title,
+            _as_text(_stages(stages)),
+            _prediction(stages, timeline, one_device_seconds),
+            text(timeline),
+        ]
     )
-    parts = [title, _as_text(_stages(plan)), _prediction(plan, timeline), text(timeline), ""]
-    return "\n".join([*parts, plan.reason] if plan.reason else parts[:-1])
 
 
-def _count(number: int, noun: str, plural: str = "s") -> str:
+def count_of(number: int, noun: str, plural: str = "s") -> str:
+    """A count with its noun.
+
+    >>> count_of(1, "stage"), count_of(8, "microbatch", "es")
+    ('1 stage', '8 microbatches')
+    """
     return f"{number} {noun}{'' if number == 1 else plural}"
 
 
-def _stages(plan: Plan) -> Table:
+def _stages(stages: Sequence[StagePlan]) -> Table:
     from rich import box
     from rich.table import Table
 
@@ -45,8 +54,8 @@ def _stages(plan: Plan) -> Table:
         # Where the table is too wide, the names of layers give way, not the numbers.
         number = name != "layers"
         table.add_column(name, justify="right" if number else "left", no_wrap=number)
-    slowest = max(stage.compute_seconds for stage in plan.stages)
-    for stage in plan.stages:
+    slowest = max(stage.compute_seconds for stage in stages)
+    for stage in stages:
         table.add_row(*_cells(stage, slowest))
     return table
 
@@ -74,12 +83,12 @@ def _layers(names: tuple[str, ...]) -> str:
     return f"{len(names)}: {names[0]} … {names[-1]}"
 
 
-def _prediction(plan: Plan, timeline: Timeline) -> str:
+def _prediction(stages: Sequence[StagePlan], timeline: Timeline, one_device_seconds: float) -> str:
     return (
         f"predicted: {format_seconds(timeline.makespan)} a step, bubble {timeline.bubble:.1%}, "
         f"stage bubble {timeline.stage_bubble:.1%}, "
-        f"{format_speed_up(plan, timeline.makespan)} one device, "
-        f"{format_bytes(sum(plan.rank_bytes))} in all"
+        f"{format_speed_up(one_device_seconds, timeline.makespan)} one device, "
+        f"{format_bytes(sum(stage.memory_bytes for stage in stages))} in all"
     )
 
 
@@ -117,9 +126,9 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B" if num_bytes else "0"
 
 
-def format_speed_up(plan: Plan, step_seconds: float) -> str:
+def format_speed_up(one_device_seconds: float, step_seconds: float) -> str:
     """How many times faster than the same work without a pipeline, as in ``1.78×``."""
-    return f"{plan.one_device_seconds / step_seconds:.2f}×" if step_seconds else "1.00×"
+    return f"{one_device_seconds / step_seconds:.2f}×" if step_seconds else "1.00×"
 
 
 def _three_digits(number: float) -> str:

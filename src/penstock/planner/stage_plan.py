@@ -1,0 +1,79 @@
+"""``StagePlan``: one stage of a plan, and the sums that only need stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.cost import Costs
+from penstock.errors import InputError
+from penstock.values import Value
+
+
+class StagePlan(Value, frozen=True, kw_only=True):
+    """One stage: which layers, on which rank, and what they are predicted to cost.
+
+    Attributes:
+        layers: qualified names, consecutive in the model's order, at least one.
+        rank: the rank that runs the stage.
+        forward_seconds: one microbatch; likewise the other times.
+        update_seconds: once per minibatch.
+        hop_seconds: from this stage's output until the next stage can use it.
+        parameter_bytes: weights; gradients take as much again.
+        optimizer_bytes: optimizer state.
+        activation_bytes: kept from forward to backward, per microbatch in flight.
+        peak_activations: microbatches in flight at the worst moment.
+    """
+
+    layers: tuple[str, ...]
+    rank: int
+    forward_seconds: float = 0.0
+    backward_input_seconds: float = 0.0
+    backward_weight_seconds: float = 0.0
+    update_seconds: float = 0.0
+    hop_seconds: float = 0.0
+    parameter_bytes: int = 0
+    optimizer_bytes: int = 0
+    activation_bytes: int = 0
+    peak_activations: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__[1:]:
+            value = getattr(self, name)
+            if not value >= 0:
+                raise InputError(f"{name} is {value}, but must be ≥ 0")
+
+    @property
+    def compute_seconds(self) -> float:
+        """Forward and full backward of one microbatch."""
+        return self.forward_seconds + self.backward_input_seconds + self.backward_weight_seconds
+
+    @property
+    def memory_bytes(self) -> int:
+        """Weights, gradients, optimizer state and the activations in flight."""
+        return stage_bytes(
+            self.parameter_bytes, self.optimizer_bytes, self.activation_bytes, self.peak_activations
+        )
+
+
+def stage_bytes(parameters: int, optimizer: int, activations: int, in_flight: float) -> int:
+    """Memory of a stage: weights, as many gradients, optimizer state, activations in flight."""
+    return 2 * parameters + optimizer + round(in_flight * activations)
+
+
+def costs_of(stages: Sequence[StagePlan]) -> Costs:
+    """What the simulator needs to know of ``stages``."""
+    return Costs(
+        forward=[stage.forward_seconds for stage in stages],
+        backward_input=[stage.backward_input_seconds for stage in stages],
+        backward_weight=[stage.backward_weight_seconds for stage in stages],
+        update=[stage.update_seconds for stage in stages],
+        hop=[stage.hop_seconds for stage in stages],
+    )
+
+
+def bytes_of_ranks(stages: Sequence[StagePlan]) -> tuple[int, ...]:
+    """Predicted memory of each rank: ``StagePlan.memory_bytes`` of its stages."""
+    held = [0] * (1 + max(stage.rank for stage in stages))
+    for stage in stages:
+        held[stage.rank] += stage.memory_bytes
+    return tuple(held)
