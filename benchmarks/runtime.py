@@ -63,6 +63,7 @@ def penstock_peer(schedule: str, transport: str) -> Callable[[Work], Peer]:
             loss=work.loss,
             optimizer=work.build_optimizer,
             transport=transport,
+            record=False,  # torch's runtime exchanges no records either
         )
         layers = [layer for stage in pipeline.stages.values() for layer in stage.layers]
 

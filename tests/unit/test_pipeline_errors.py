@@ -209,18 +209,21 @@ def interrupt_from():
     signal.signal(signal.SIGINT, before)
 
 
-def test_an_interrupt_stops_all_ranks_and_the_next_step_is_right(interrupt_from):
+def test_an_interrupt_stops_all_ranks_and_the_next_step_is_right(interrupt_from, monkeypatch):
     ours = make_mlp()
     theirs = copy.deepcopy(ours)
-    entered = threading.Event()
+    entered, cancelled = threading.Event(), threading.Event()
 
     def act():
         entered.set()
-        time.sleep(0.5)  # so that the interrupt comes in the middle of the step
+        cancelled.wait(30)  # or the step might be through before the interrupt is heard
 
     trouble = Trouble(ours[3], act)
     interrupt_from(entered)
     with pipeline_of(ours) as pipeline:
+        last = pipeline._driver._workers[-1].transport
+        fail = last.fail
+        monkeypatch.setattr(last, "fail", lambda *notice: (fail(*notice), cancelled.set()))
         start = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             pipeline.step(*make_batch(8))
@@ -267,6 +270,18 @@ def test_an_interrupt_before_all_ranks_have_their_work_makes_no_mess(monkeypatch
     with pytest.raises(RunError, match="build a new Pipeline"):
         pipeline.step(*make_batch(8))
     pipeline.close()
+
+
+def test_a_second_interrupt_while_ranks_still_stop_makes_no_mess(monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with pipeline_of(make_mlp()) as pipeline:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(threads, "wait", interrupted)
+            pipeline.step(*make_batch(8))
+        with pytest.raises(RunError, match=r"the last step was broken off; .*build a new Pipeline"):
+            pipeline.step(*make_batch(8))
 
 
 def test_the_cause_is_reported_and_not_the_cancelled_peers():

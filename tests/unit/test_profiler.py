@@ -154,9 +154,11 @@ def test_nothing_of_the_model_is_changed(fails):
 def test_no_callers_mode_hides_the_backward():
     for mode in (torch.no_grad, torch.inference_mode):
         inputs, model = torch.randn(ROWS, 16), make_mlp()
+        expected = [layer.activation_bytes for layer in quick(model, inputs).layers]
         with mode():
             layers = quick(model, inputs).layers
-        assert all(layer.backward_seconds > 0 for layer in layers)
+        assert [layer.activation_bytes for layer in layers] == expected
+        assert all(layer.backward_input_seconds > 0 for layer in layers[1:])
 
 
 def test_the_layers_sum_to_about_a_whole_step():

@@ -58,7 +58,7 @@ class ProcessDriver(Driver):
             raise RunError(f"this pipeline has failed ({self._failure}); start the job again")
         try:
             harvest = self._worker.run(schedule, minibatch)
-            reports = self._exchange(harvest, minibatch.step)
+            reports = self._exchange(schedule, harvest, minibatch.step)
         except BaseException as error:
             self._failure = str(error) or type(error).__name__
             edges = [*self._worker.outgoing(schedule), *self._report_edges()]
@@ -72,16 +72,17 @@ class ProcessDriver(Driver):
             self._timeline(schedule, reports) if self._record else None,
         )
 
-    def _exchange(self, harvest: Harvest, step: int) -> list[Report]:
+    def _exchange(self, schedule: Schedule, harvest: Harvest, step: int) -> list[Report]:
+        """Every rank's report that holds anything; of the others nothing is sent."""
+        rank, telling = self._worker.rank, self._telling(schedule)
         times = [(start, end) for _, start, end in harvest.records] if self._record else None
         own = Report(
             None if times is None else torch.tensor(times, dtype=torch.float64),
             harvest.losses,
             harvest.outputs,
         )
-        for edge in self._report_edges():
+        for edge in self._report_edges() if rank in telling else ():
             self._transport.send(edge, step, own)
-        rank = self._worker.rank
         reports = [
             own
             if other == rank
@@ -90,10 +91,17 @@ class ProcessDriver(Driver):
                 step,
                 f"rank {rank}, waiting at the end of step {step} for rank {other}'s results",
             )
-            for other in range(self._num_ranks)
+            for other in sorted({rank, *telling})
         ]
         self._transport.flush()
         return reports
+
+    def _telling(self, schedule: Schedule) -> set[int]:
+        """The ranks that have something to tell: records, or results of the last stage."""
+        if self._record:
+            return set(range(self._num_ranks))
+        last = schedule.num_stages - 1
+        return {rank for op, rank in schedule.where.items() if op.stage == last}
 
     def _timeline(self, schedule: Schedule, reports: list[Report]) -> Timeline:
         records = [

@@ -1,0 +1,124 @@
+"""Messages between two processes over gloo. One job does it all: starting one takes seconds."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from penstock.errors import DeadlineError, PeerError
+from penstock.transport import Edge, ProcessGroupTransport
+from tests.distributed.launch import torchrun
+
+DEADLINE_SECONDS = 2.0
+FORWARD, BACKWARD = Edge(0, 1, 0), Edge(1, 0, 1)
+MANY = 12  # more than may be under way
+SIZES = (10, 5_000, 10, 200_000, 0, 4_000, 300_000, 1)  # grow, shrink, grow
+
+
+def value_of(microbatch, size):
+    return {
+        "hidden": torch.full((size,), float(microbatch)),
+        "mask": torch.arange(7) % 2 == microbatch % 2,
+        "half": torch.full((3, 1), microbatch, dtype=torch.bfloat16).t(),
+        "rest": (None, True, "text", microbatch),
+    }
+
+
+def same(ours, theirs):
+    return ours["rest"] == theirs["rest"] and all(
+        ours[key].dtype == theirs[key].dtype and torch.equal(ours[key], theirs[key])
+        for key in ("hidden", "mask", "half")
+    )
+
+
+def sizes_change(rank, transport):
+    """One edge, larger and smaller in turn, each answered on the way back with the next size."""
+    found = []
+    for k, size in enumerate(SIZES):
+        there, back = value_of(k, size), value_of(k, SIZES[-k])
+        if rank == 0:
+            transport.send(FORWARD, k, there)
+            found.append(same(transport.recv(BACKWARD, k, "rank 0"), back))
+        else:
+            found.append(same(transport.recv(FORWARD, k, "rank 1"), there))
+            transport.send(BACKWARD, k, back)
+    return found
+
+
+def many_under_way(rank, transport):
+    """Many messages before the first is asked for, taken last first; in both directions."""
+    found = []
+    for sender, edge in enumerate((FORWARD, BACKWARD)):
+        if rank == sender:
+            for k in range(MANY):
+                transport.send(edge, k, value_of(k, 1000 * k))
+        else:
+            for k in reversed(range(MANY)):
+                found.append(same(transport.recv(edge, k, f"rank {rank}"), value_of(k, 1000 * k)))
+    transport.flush()
+    return found
+
+
+def what_was_sent_may_be_overwritten(rank, transport):
+    """A sent tensor is its owner's again at once, though the message may still be under way."""
+    if rank == 0:
+        tensor = torch.ones(100_000)
+        transport.send(FORWARD, 0, tensor)
+        tensor.zero_()
+        transport.flush()
+        return []
+    time.sleep(0.1)
+    return [torch.equal(transport.recv(FORWARD, 0, "rank 1"), torch.ones(100_000))]
+
+
+def failure(rank, transport):
+    """News of a failure, in a text that is hard to send; then silence."""
+    if rank == 0:
+        transport.fail("rank 0 failed: \udc80" + "é" * 5000, [FORWARD])
+        time.sleep(DEADLINE_SECONDS + 1)
+        return []
+    messages = []
+    for _ in range(2):
+        try:
+            transport.recv(FORWARD, 5, "rank 1, waiting at 1RECV_F5")
+        except (PeerError, DeadlineError) as error:
+            messages.append(f"{type(error).__name__}: {str(error)[:90]}")
+    return messages
+
+
+def main():
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    transport = ProcessGroupTransport(2, DEADLINE_SECONDS)
+    parts = (sizes_change, many_under_way, what_was_sent_may_be_overwritten, failure)
+    report = {part.__name__: part(rank, transport) for part in parts}
+    start = time.monotonic()
+    dist.destroy_process_group()
+    report["seconds to leave"] = time.monotonic() - start
+    (Path(sys.argv[-1]) / f"report-{rank}.json").write_text(json.dumps(report))
+
+
+def test_messages_between_two_processes():
+    job = torchrun(__file__, 2, monitor_seconds=0.5)
+    assert set(job.reports) == {0, 1}, job.output
+    zero, one = job.reports[0], job.reports[1]
+    assert zero["sizes_change"] == one["sizes_change"] == [True] * len(SIZES)
+    assert zero["many_under_way"] == one["many_under_way"] == [True] * MANY
+    assert one["what_was_sent_may_be_overwritten"] == [True]
+    told, silence = one["failure"]
+    assert told.startswith(
+        "PeerError: rank 1, waiting at 1RECV_F5: cancelled because rank 0 failed:"
+    )
+    assert silence.startswith("DeadlineError: rank 1, waiting at 1RECV_F5: rank 0 did not answer")
+    for report in (zero, one):
+        assert report["seconds to leave"] < 10
+
+
+if __name__ == "__main__":
+    main()
