@@ -29,19 +29,16 @@ def torchrun(
     *arguments: str,
     reports=True,
     limit_seconds=120,
-    monitor_seconds=0.1,
 ) -> Finished:
     """Start ``script`` on ``num_ranks`` processes and wait for it.
 
     With ``reports``, each rank may write ``report-<rank>.json`` into the folder that is
     the last argument of the job.
-    A large ``monitor_seconds`` lets the surviving ranks of a failed job end by themselves, before
-    torchrun notices and ends them by a signal.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--monitor-interval", str(monitor_seconds), "--nproc-per-node", str(num_ranks)),
+            *("--nproc-per-node", str(num_ranks)),
             *(str(script), *arguments, *([folder] if reports else [])),
         ]
         start = time.monotonic()

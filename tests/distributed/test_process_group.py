@@ -14,7 +14,7 @@ JOBS = Path(__file__).parent / "jobs"
 
 
 def failing_job(how, victim):
-    return torchrun(JOBS / "failure.py", 3, how, str(victim), monitor_seconds=10)
+    return torchrun(JOBS / "failure.py", 3, how, str(victim))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])

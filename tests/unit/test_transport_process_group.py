@@ -105,7 +105,7 @@ def main():
 
 
 def test_messages_between_two_processes():
-    job = torchrun(__file__, 2, monitor_seconds=0.5)
+    job = torchrun(__file__, 2)
     assert set(job.reports) == {0, 1}, job.output
     zero, one = job.reports[0], job.reports[1]
     assert zero["sizes_change"] == one["sizes_change"] == [True] * len(SIZES)
