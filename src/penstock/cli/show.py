@@ -49,12 +49,12 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], num_texts
 def print_facts(facts: Sequence[Fact]) -> None:
     """The headline numbers of a run, a line each."""
     table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column()
-    table.add_column(justify="right", style="bold")
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", style="bold", no_wrap=True)
     table.add_column(style="dim")
     for fact in facts:
         table.add_row(fact.label, fact.value, fact.note)
-    Console(width=max(110, Console().width)).print(table)
+    Console(width=max(140, Console().width)).print(table)
 
 
 def metrics(timeline: Timeline) -> dict[str, object]:
