@@ -39,15 +39,25 @@ def num_rows(value: Any, what: str) -> int:
 
 
 def split(value: Any, num_microbatches: int) -> list[Any]:
-    """Cut into microbatches whose sizes differ by at most one row, the larger ones first."""
+    """Cut into microbatches whose sizes differ by at most one row, the larger ones first.
+
+    Each has memory of its own: a first layer may work in place, which must reach neither the
+    caller's data nor the other microbatches that are in flight.
+    """
     leaves, structure = tree.flatten(value)
     pieces = [
-        leaf.tensor_split(num_microbatches)
+        _owned(leaf.tensor_split(num_microbatches))
         if isinstance(leaf, Tensor)
         else [leaf] * num_microbatches
         for leaf in leaves
     ]
     return [tree.unflatten(list(parts), structure) for parts in zip(*pieces, strict=True)]
+
+
+def _owned(pieces: tuple[Tensor, ...]) -> list[Tensor]:
+    # A clone made in inference mode could not be used for training.
+    with torch.inference_mode(False):
+        return [piece.clone() for piece in pieces]
 
 
 def join(values: list[Any]) -> Any:

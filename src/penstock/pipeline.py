@@ -30,8 +30,14 @@ from penstock.spine import NamedLayer, spine_fingerprint, spine_of
 from penstock.stage import Stage
 from penstock.timeline import Timeline
 from penstock.transport import ProcessGroupTransport, ThreadExchange, Transport
+from penstock.values import expect
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+_EXAMPLES = {
+    "loss": "loss=torch.nn.functional.cross_entropy",
+    "optimizer": "optimizer=lambda parameters: torch.optim.AdamW(parameters)",
+    "weight": "weight=lambda targets: (targets != -100).sum()",
+}
 TransportName = Literal["auto", "threads", "process-group"]
 
 
@@ -79,6 +85,10 @@ class Pipeline:
         record: bool = True,
     ) -> None:
         _check_options(transport, reduction, weight, deadline_seconds)
+        expect(plan, Plan, "the plan", "make one with penstock.plan, or Plan.load a file")
+        for name, function in (("loss", loss), ("optimizer", optimizer), ("weight", weight)):
+            if function is not None:
+                expect(function, Callable, name, f"give a function, as in {_EXAMPLES[name]}")
         keep_freed_pages()
         layers = spine_of(model)
         plan.check_model([layer.name for layer in layers], spine_fingerprint(layers))
@@ -92,6 +102,7 @@ class Pipeline:
         self._closed = False
         self._lowered = lru_cache(maxsize=32)(self._lower)
         self._owns_group = False
+        self._running = threading.Lock()
         seed = torch.initial_seed() if seed is None else seed
         if transport == "process-group" or (transport == "auto" and _several_processes()):
             self._driver, self.stages = self._start_processes(
@@ -127,6 +138,11 @@ class Pipeline:
         record: bool,
     ) -> tuple[Driver, dict[int, Stage]]:
         if not dist.is_initialized():
+            if "RANK" not in os.environ:
+                raise InputError(
+                    "transport='process-group' needs one process per rank: start the script with "
+                    f"torchrun --nproc-per-node={self.plan.num_ranks}, or use transport='threads'"
+                )
             dist.init_process_group("gloo")
             self._owns_group = True
         num_ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -155,6 +171,9 @@ class Pipeline:
         optimizers = {
             index: optimizer(own) for index, own in parameters.items() if optimizer and own
         }
+        for built in optimizers.values():
+            remedy = f"return it from the function, as in {_EXAMPLES['optimizer']}"
+            expect(built, torch.optim.Optimizer, "what the optimizer function made", remedy)
         worker = Worker(rank, stages, len(self.plan.stages), transport, self._loss, optimizers)
         unknown = {op.kind for op in self.plan.build_schedule().where} - worker.kinds
         if unknown:
@@ -183,6 +202,7 @@ class Pipeline:
         Gradients are computed even under ``torch.no_grad``, and ``torch.autocast`` around the call
         holds for the forward and the loss. After an error in threads, the same step may be tried
         again, unless the next call says otherwise; without an optimizer, clear ``.grad`` first.
+        Buffers, such as batch-norm statistics, keep what the failed step did to them.
         """
         self._check_open()
         if self._loss is None:
@@ -224,10 +244,15 @@ class Pipeline:
             return self._run(self._lowered(count, False), minibatch).outputs
 
     def _run(self, schedule: Schedule, minibatch: Minibatch) -> Outcome:
-        random_state = torch.get_rng_state()
-        outcome = self._driver.run(schedule, minibatch)
-        self._streams.audit(random_state)
-        return outcome
+        if not self._running.acquire(blocking=False):
+            raise InputError("this Pipeline is running a step in another thread; wait for it")
+        try:
+            random_state = torch.get_rng_state()
+            outcome = self._driver.run(schedule, minibatch)
+            self._streams.audit(random_state)
+            return outcome
+        finally:
+            self._running.release()
 
     def _lower(self, num_microbatches: int, training: bool) -> Schedule:
         schedule = self.plan.build_schedule(num_microbatches)
@@ -317,8 +342,9 @@ def _check_untied(stages: Mapping[int, Stage]) -> None:
             if other != index:
                 raise InputError(
                     f"stages {other} and {index} share a parameter of shape "
-                    f"{tuple(parameter.shape)}; tied weights must be in one stage for now: cut "
-                    "elsewhere, or untie them"
+                    f"{tuple(parameter.shape)}; tied weights must be in one stage for now: plan "
+                    "with stages=1, or save the plan, move the layers between its stages in the "
+                    "file and load it, or untie them"
                 )
 
 

@@ -7,6 +7,7 @@ from penstock.schedule.check import executable_order
 from penstock.schedule.op import COMMUNICATION, Op
 from penstock.schedule.schedule import Schedule
 from penstock.timeline import Span, Timeline
+from penstock.values import expect
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
@@ -27,6 +28,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         ScheduleError: the schedule deadlocks.
         InputError: per-stage costs do not fit the number of stages.
     """
+    expect(schedule, Schedule, "the schedule", "build one with penstock.schedules.build")
     costs = costs or Costs()
     costs.check_stages(schedule.num_stages)
     end: dict[Op, float] = {}

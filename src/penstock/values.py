@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from penstock.errors import FileError
+from penstock.errors import FileError, InputError
 
 V = TypeVar("V", bound="Value")
 
@@ -94,3 +94,9 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
 def encode(value: Any) -> str:
     """Any tree of plain values as indented JSON, for ``--json`` and saved runs."""
     return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+
+
+def expect(value: object, kind: Any, what: str, remedy: str) -> None:
+    """Raise ``InputError`` unless ``value`` is of a kind: for arguments people often mistake."""
+    if not isinstance(value, kind):
+        raise InputError(f"{what} is of type {type(value).__name__}; {remedy}")

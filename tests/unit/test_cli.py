@@ -90,6 +90,7 @@ def test_profile_plan_train_report_hand_files_on(tmp_path):
     (folder / "index.html").unlink()
     assert "step time, measured" in run("report", str(folder))
     assert "<html" in (folder / "index.html").read_text()
+    assert "1f1b, measured" in run("draw", str(folder / "run.json"))
 
 
 def test_demo_does_the_whole_job(tmp_path):
@@ -117,6 +118,7 @@ def test_demo_does_the_whole_job(tmp_path):
         (("profile", "no_such_module:workload"), "cannot load the workload"),
         (("profile", "tests.small_workload:nothing"), "returned a str"),
         (("report", "no-such-folder"), "cannot read"),
+        (("train", "--steps", "0"), "--steps"),
     ],
 )
 def test_wrong_input_gets_one_clear_message(arguments, message):

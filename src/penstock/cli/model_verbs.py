@@ -125,7 +125,7 @@ def plan(
 @options.ranks_option(None)
 @options.microbatches_option(8)
 @click.option("--schedule", help="Schedule family; default: the best of all.")
-@click.option("--steps", type=int, default=40, show_default=True, help="Minibatches to train.")
+@options.steps_option
 @click.option("--compare/--no-compare", default=False, help="Train on one device beside it.")
 @click.option("-o", "--output", default="penstock-report", show_default=True, help="Report folder.")
 @options.json_option
@@ -153,7 +153,7 @@ def train(
 
 
 @click.command()
-@click.option("--steps", type=int, default=40, show_default=True, help="Minibatches to train.")
+@options.steps_option
 @click.option("-o", "--output", default="penstock-report", show_default=True, help="Report folder.")
 @options.json_option
 def demo(steps: int, output: str, as_json: bool) -> None:

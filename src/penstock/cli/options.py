@@ -71,3 +71,11 @@ def json_option(verb: Verb) -> Verb:
 def output_option(what: str) -> Callable[[Verb], Verb]:
     """``-o/--output``."""
     return click.option("-o", "--output", type=click.Path(), help=what)
+
+
+def steps_option(verb: Verb) -> Verb:
+    """``--steps``."""
+    return click.option(
+        "--steps", type=click.IntRange(min=1), default=40, show_default=True,
+        help="Minibatches to train.",
+    )(verb)  # fmt: skip

@@ -17,7 +17,7 @@ from penstock.schedule.check import check as check_schedule
 from penstock.schedule.lower import add_communication
 from penstock.values import read_text, write_atomically
 
-_SOURCE_HELP = "SOURCE is a schedule's name, a .csv of ops, or a .json plan or timeline."
+_SOURCE_HELP = "SOURCE is a schedule's name, a .csv of ops, or a .json plan, timeline or run."
 
 
 @click.command()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from penstock.cost import Costs
+from penstock.drawing import Report
 from penstock.errors import FileError, InputError, ModelError
 from penstock.planner import Plan
 from penstock.schedule import Schedule, families
@@ -36,7 +37,7 @@ def load(name: str, ranks: int, microbatches: int, costs: Costs) -> Source:
 
     Args:
         name: a schedule family; or a file: ``.csv`` (ops, as torch writes them) or ``.json`` (a
-            plan or a timeline).
+            plan, a timeline or a run's report).
         ranks, microbatches: for a family.
         costs: for a family or a CSV.
 
@@ -62,6 +63,13 @@ def _load_json(path: str) -> Source:
         raise FileError(f"{path} holds neither a plan nor a timeline: {error}") from None
     if "spans" in keys:
         return Source(Timeline.from_json(text, where=path), None)
+    if "measured" in keys:
+        report = Report.from_json(text, where=path)
+        found = report.measured or report.predicted
+        if found is not None:
+            return Source(found.timeline(), None)
+    if not {"stages", "schedule"} & keys:
+        raise FileError(f"{path} holds neither a plan nor a timeline nor a run's report")
     plan = Plan.from_json(text, where=path)
     return Source(plan.simulate(), plan.build_schedule())
 

@@ -12,7 +12,7 @@ from penstock.drawing.svg import svg
 from penstock.drawing.text import text
 from penstock.errors import InputError
 from penstock.timeline import Timeline
-from penstock.values import write_atomically
+from penstock.values import expect, write_atomically
 
 RENDERERS: dict[str, Callable[[Timeline], str]] = {
     ".txt": text,
@@ -38,6 +38,7 @@ def draw(timeline: Timeline, path: str | os.PathLike[str] | None = None) -> str:
         InputError: the suffix is none of these.
         FileError: the file cannot be written.
     """
+    expect(timeline, Timeline, "the timeline", "make one with penstock.simulate")
     suffix = ".txt" if path is None else Path(path).suffix.lower()
     if suffix not in RENDERERS:
         raise InputError(f"cannot draw {str(path)!r}: end the name in {', '.join(RENDERERS)}")

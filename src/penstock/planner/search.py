@@ -20,6 +20,7 @@ from penstock.planner.plan import Plan
 from penstock.planner.stage_plan import stage_bytes
 from penstock.planner.table import format_bytes, format_seconds, format_speed_up
 from penstock.schedule import families
+from penstock.values import expect
 
 _SAME = 0.01
 """Relative: no prediction tells plans this close apart, so the one that needs less memory wins."""
@@ -56,6 +57,9 @@ def plan(
             run, or too little memory; says what is over by how much.
         InputError: a count below 1, or an unknown schedule.
     """
+    expect(graph, LayerGraph, "the graph", "measure the model with penstock.profile")
+    expect(microbatches, int, "microbatches", "give a whole number")
+    expect(memory_bytes, int | None, "memory_bytes", "give a number of bytes, as in 8 * 2**30")
     task = Task(graph, cluster or Cluster.local(), microbatches, memory_bytes)
     _check_counts(task, stages)
     settings = _settings(task, schedule, stages)

@@ -14,6 +14,7 @@ from itertools import islice
 from penstock.errors import InputError, ScheduleError
 from penstock.schedule.op import COMMUNICATION, COMPUTE, Kind, Op
 from penstock.schedule.schedule import Schedule
+from penstock.values import expect
 
 _MOST_LISTED = 5
 
@@ -30,6 +31,7 @@ def check(schedule: Schedule, capacity: int | None = None) -> None:
         ScheduleError: naming the ops concerned.
         InputError: ``capacity`` is below 1.
     """
+    expect(schedule, Schedule, "the schedule", "build one with penstock.schedules.build")
     if capacity is not None and capacity < 1:
         raise InputError(f"capacity is {capacity}, but a channel must hold at least 1 message")
     _check_once(schedule)
@@ -51,6 +53,9 @@ def _check_once(schedule: Schedule) -> None:
 def _check_complete(schedule: Schedule) -> None:
     if not schedule.where:
         raise ScheduleError("the schedule has no ops")
+    idle = [rank for rank, ops in enumerate(schedule.ranks) if not ops]
+    if idle:
+        raise ScheduleError(f"rank {idle[0]} has no ops; leave the rank out, or give it a stage")
     # A mistyped number (0F99999999) makes for endless missing ops: look for no more than are shown.
     missing = list(islice(_missing(schedule), _MOST_LISTED + 1))
     if missing:
