@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, Literal, Self
 
@@ -18,6 +17,7 @@ from penstock.allocator import keep_freed_pages
 from penstock.errors import InputError, PlanError
 from penstock.microbatches import Weight
 from penstock.planner import Plan
+from penstock.profiler import OptimizerFactory
 from penstock.randomness import LayerStreams
 from penstock.run.driver import Driver
 from penstock.run.outcome import Outcome
@@ -26,13 +26,12 @@ from penstock.run.threads import ThreadDriver
 from penstock.run.worker import Loss, Minibatch, Worker
 from penstock.schedule import Schedule
 from penstock.schedule.lower import add_communication, add_update, forward_only
-from penstock.spine import NamedLayer, spine_fingerprint, spine_of
+from penstock.spine import NamedLayer, evaluation_mode, spine_fingerprint, spine_of
 from penstock.stage import Stage
 from penstock.timeline import Timeline
 from penstock.transport import ProcessGroupTransport, ThreadExchange, Transport
 from penstock.values import expect
 
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 _EXAMPLES = {
     "loss": "loss=torch.nn.functional.cross_entropy",
     "optimizer": "optimizer=lambda parameters: torch.optim.AdamW(parameters)",
@@ -240,7 +239,7 @@ class Pipeline:
         count = min(self.plan.num_microbatches, microbatches.num_rows(inputs, "inputs"))
         minibatch = Minibatch(self._step, microbatches.split(inputs, count))
         layers = (layer.module for stage in self.stages.values() for layer in stage.layers)
-        with _evaluation_mode(self._model, *layers):
+        with evaluation_mode(self._model, *layers):
             return self._run(self._lowered(count, False), minibatch).outputs
 
     def _run(self, schedule: Schedule, minibatch: Minibatch) -> Outcome:
@@ -350,16 +349,3 @@ def _check_untied(stages: Mapping[int, Stage]) -> None:
 
 def _of_rank(stages: Mapping[int, Stage], plan: Plan, rank: int) -> dict[int, Stage]:
     return {index: stage for index, stage in stages.items() if plan.stages[index].rank == rank}
-
-
-@contextmanager
-def _evaluation_mode(*models: nn.Module) -> Iterator[None]:
-    # A layer without state need not be a submodule of the model.
-    training = {module for model in models for module in model.modules() if module.training}
-    for model in models:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

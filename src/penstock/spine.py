@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -126,3 +127,17 @@ def _check_covered(model: nn.Module, layers: tuple[NamedLayer, ...]) -> None:
             f"no layer of the spine holds {', '.join(missed[:3])}{more}; it would silently not be "
             "trained. Move it into one of the layers, or add its module to the spine."
         )
+
+
+@contextmanager
+def evaluation_mode(*models: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while; afterwards every module is in the mode it was in."""
+    # A layer without state need not be a submodule of the model.
+    training = {module for model in models for module in model.modules() if module.training}
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

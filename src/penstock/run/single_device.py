@@ -6,7 +6,7 @@ and where dropout draws, so that an equal result says something about everything
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from penstock import microbatches
 from penstock.allocator import keep_freed_pages
 from penstock.microbatches import Weight
+from penstock.profiler import OptimizerFactory
 from penstock.randomness import LayerStreams
-from penstock.spine import spine_of
-
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+from penstock.spine import evaluation_mode, spine_of
 
 
 class SingleDevice:
@@ -79,14 +78,9 @@ class SingleDevice:
 
     def evaluate(self, inputs: Any) -> Any:
         """Forward only, on all rows at once, in evaluation mode and without gradients."""
-        training = [module for module in self._model.modules() if module.training]
-        self._model.eval()
-        try:
-            with torch.no_grad():
-                return self._forward(inputs, 0)
-        finally:
-            for module in training:
-                module.training = True
+        layers = (layer.module for layer in self._layers)
+        with evaluation_mode(self._model, *layers), torch.no_grad():
+            return self._forward(inputs, 0)
 
     def _forward(self, value: Any, microbatch: int) -> Any:
         for index, layer in enumerate(self._layers):

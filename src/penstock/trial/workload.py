@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from penstock import microbatches, tree
 from penstock.errors import InputError
 from penstock.graph import LayerGraph
-from penstock.profiler import Progress, profile
+from penstock.profiler import OptimizerFactory, Progress, profile
 
 Batch = tuple[Any, Any]
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
