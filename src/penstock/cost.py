@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from penstock.errors import InputError
 from penstock.schedule.op import Kind, Op
@@ -23,6 +23,9 @@ class Costs:
         hop: from the end of an op until its result is usable on another rank; entry s is the edge
             between stages s and s+1, in both directions.
         update: the optimizer's step of a stage, once per minibatch.
+        recompute: R; by default as long as the forward that it repeats.
+        reduce: from the moment the last copy of a stage has handed in its gradients until their
+            sum is there; overlaps with compute.
 
     Raises:
         InputError: a cost is negative or not finite.
@@ -33,10 +36,14 @@ class Costs:
     backward_weight: PerStage = 1.0
     hop: PerStage = 0.0
     update: PerStage = 0.0
+    recompute: PerStage | None = None
+    reduce: PerStage = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            if value is None:
+                continue
             numbers = [value] if isinstance(value, int | float) else list(value)
             for number in numbers:
                 if not 0 <= number < float("inf"):
@@ -50,7 +57,7 @@ class Costs:
             value = getattr(self, field.name)
             # The last stage has no edge behind it, so its hop may be left out.
             enough = {num_stages, num_stages - 1} if field.name == "hop" else {num_stages}
-            if not isinstance(value, int | float) and len(value) not in enough:
+            if isinstance(value, tuple) and len(value) not in enough:
                 raise InputError(
                     f"costs: {field.name} has {len(value)} numbers, but the schedule has "
                     f"{num_stages} stages; give one number, or one per stage"
@@ -60,21 +67,44 @@ class Costs:
         """How long ``op`` keeps its rank busy. Communication takes none of the rank's time."""
         match op.kind:
             case Kind.FORWARD:
-                return _at(self.forward, op.stage)
+                taken = self.forward
+            case Kind.RECOMPUTE:
+                taken = self.forward if self.recompute is None else self.recompute
             case Kind.BACKWARD_INPUT:
-                return _at(self.backward_input, op.stage)
+                taken = self.backward_input
             case Kind.BACKWARD_WEIGHT:
-                return _at(self.backward_weight, op.stage)
+                taken = self.backward_weight
             case Kind.BACKWARD:
                 return _at(self.backward_input, op.stage) + _at(self.backward_weight, op.stage)
             case Kind.UPDATE:
-                return _at(self.update, op.stage)
+                taken = self.update
             case _:
-                return 0.0
+                taken = 0.0
+        return _at(taken, op.stage)
 
-    def hop_between(self, stage: int, other: int) -> float:
-        """How long a result of ``stage`` takes to reach ``other``, its neighbour, elsewhere."""
-        return _at(self.hop, min(stage, other))
+    def delay(self, needed: Op, op: Op) -> float:
+        """How long the result of ``needed``, on another rank, takes to reach ``op``."""
+        if op.kind is Kind.UPDATE:
+            return _at(self.reduce, op.stage)
+        return _at(self.hop, min(needed.stage, op.stage))
+
+    def spread(self, stages_per_rank: float) -> Costs:
+        """The costs of each stage where these are the costs of a whole rank: an even share of the
+        compute; a hop takes as long as before."""
+
+        def share(value: PerStage) -> PerStage:
+            if isinstance(value, int | float):
+                return value / stages_per_rank
+            return [number / stages_per_rank for number in value]
+
+        return replace(
+            self,
+            forward=share(self.forward),
+            backward_input=share(self.backward_input),
+            backward_weight=share(self.backward_weight),
+            update=share(self.update),
+            recompute=None if self.recompute is None else share(self.recompute),
+        )
 
 
 def _at(value: PerStage, stage: int) -> float:

@@ -5,17 +5,29 @@ One set of metrics reads both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from penstock.errors import FileError, ScheduleError
-from penstock.schedule.op import COMPUTE, RELEASING, Kind, Op
+from penstock.schedule.memory import (
+    Curve,
+    Sizes,
+    changes,
+    curve,
+    even_sizes,
+    peak_activations,
+    peaks,
+    units,
+)
+from penstock.schedule.op import COMPUTE, Kind, Op
 
-BUSY = COMPUTE | {Kind.UPDATE}
+BUSY = COMPUTE | {Kind.RECOMPUTE, Kind.UPDATE}
 """Kinds that count as work; sends and receives are waiting."""
 
 Source = Literal["predicted", "measured"]
@@ -30,6 +42,9 @@ class Span(NamedTuple):
     end: float
 
 
+_SLICE = itemgetter(3)
+
+
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     source: Source
@@ -37,19 +52,26 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     spans: list[tuple[str, int, float, float]]
 
 
+class Row(NamedTuple):
+    """One rank: its ops, when each starts and when each ends."""
+
+    ops: Sequence[Op]
+    starts: array[float]
+    ends: array[float]
+
+
 @dataclass(frozen=True)
 class Timeline:
     """What happened, or is predicted to happen, on every rank during one minibatch.
 
     Attributes:
-        spans: in order of start on each rank; ranks one after the other.
-        num_ranks: how many ranks, also those without a span.
+        rows: one per rank, each in order of start. Times are kept as columns, so that a schedule
+            of millions of ops stays small.
         name: of the schedule, for people.
         source: ``"predicted"`` or ``"measured"``.
     """
 
-    spans: tuple[Span, ...]
-    num_ranks: int
+    rows: tuple[Row, ...]
     name: str = ""
     source: Source = "predicted"
 
@@ -60,37 +82,62 @@ class Timeline:
         """Build a timeline that starts at 0 from spans in any order."""
         ordered = sorted(spans, key=lambda span: (span.rank, span.start, span.end))
         zero = min((span.start for span in ordered), default=0.0)
-        shifted = (Span(op, rank, start - zero, end - zero) for op, rank, start, end in ordered)
-        return cls(tuple(shifted), num_ranks, name, source)
+        ranks: list[list[Span]] = [[] for _ in range(num_ranks)]
+        for span in ordered:
+            ranks[span.rank].append(span)
+        rows = (
+            Row(
+                tuple(span.op for span in spans),
+                array("d", [span.start - zero for span in spans]),
+                array("d", [span.end - zero for span in spans]),
+            )
+            for spans in ranks
+        )
+        return cls(tuple(rows), name, source)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks, also those without a span."""
+        return len(self.rows)
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """In order of start on each rank; ranks one after the other."""
+        return tuple(span for spans in self.by_rank for span in spans)
 
     @cached_property
     def by_rank(self) -> tuple[tuple[Span, ...], ...]:
         """The spans of each rank."""
-        ranks: list[list[Span]] = [[] for _ in range(self.num_ranks)]
-        for span in self.spans:
-            ranks[span.rank].append(span)
-        return tuple(tuple(spans) for spans in ranks)
+        return tuple(
+            tuple(Span(op, rank, start, end) for op, start, end in zip(*row, strict=True))
+            for rank, row in enumerate(self.rows)
+        )
 
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
         """The stages that each rank computes, ascending."""
         return tuple(
-            tuple(sorted({span.op.stage for span in spans if span.op.kind in COMPUTE}))
-            for spans in self.by_rank
+            tuple(sorted({op.stage for op in row.ops if op.kind in COMPUTE})) for row in self.rows
         )
+
+    @cached_property
+    def num_slices(self) -> int:
+        """How many slices a microbatch's sequence is cut into; 1 where it is not."""
+        return 1 + max((max(map(_SLICE, row.ops), default=0) for row in self.rows), default=0)
 
     @cached_property
     def makespan(self) -> float:
         """From the first start to the last end."""
-        starts = (span.start for span in self.spans)
-        return max((span.end for span in self.spans), default=0.0) - min(starts, default=0.0)
+        starts = (min(row.starts) for row in self.rows if row.ops)
+        ends = (max(row.ends) for row in self.rows if row.ops)
+        return max(ends, default=0.0) - min(starts, default=0.0)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """How long each rank worked."""
         return tuple(
-            sum(span.end - span.start for span in spans if span.op.kind in BUSY)
-            for spans in self.by_rank
+            sum(end - start for op, start, end in zip(*row, strict=True) if op.kind in BUSY)
+            for row in self.rows
         )
 
     @cached_property
@@ -101,30 +148,57 @@ class Timeline:
     @cached_property
     def stage_bubble(self) -> float:
         """Stage bubble: idle share of the longest time any rank needs from its first op to its
-        last. Realised only when the update does not synchronise the ranks (arXiv 2401.10241,
-        section 4)."""
-        return _idle_share(self.busy, max(map(_extent, self.by_rank), default=0.0))
+        last. Realised only when the update does not synchronise the ranks, as with
+        post-validation (arXiv 2401.10241, section 4)."""
+        return _idle_share(self.busy, max(map(_extent, self.rows), default=0.0))
 
     @cached_property
-    def in_flight(self) -> tuple[tuple[tuple[float, float], ...], ...]:
-        """Per rank, (time, activations held from then on), in microbatches of the rank's layers."""
-        curves = []
-        for spans, stages in zip(self.by_rank, self.stages_of, strict=True):
-            held, curve = 0, [(0.0, 0.0)]
-            for span in spans:
-                if span.op.kind is Kind.FORWARD:
-                    held += 1
-                    curve.append((span.start, held / len(stages)))
-                elif span.op.kind in RELEASING:
-                    held -= 1
-                    curve.append((span.end, held / len(stages)))
-            curves.append(tuple(curve))
-        return tuple(curves)
+    def in_flight(self) -> tuple[Curve, ...]:
+        """Per rank, (time, activations held from then on), in microbatches of the rank's layers;
+        a microbatch counts from its forward until its weight gradient is done."""
+        sizes = even_sizes(self._num_stages)
+        shares = units(self._ops, self.num_slices)
+        return tuple(
+            tuple((time, held / unit) for time, held in self._held(row, sizes))
+            for row, unit in zip(self.rows, shares, strict=True)
+        )
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
         """Per rank, the most activations held at once, in microbatches of the rank's layers."""
-        return tuple(max(held for _, held in curve) for curve in self.in_flight)
+        return peak_activations(self._ops, self.num_slices)
+
+    def held(self, sizes: Sizes) -> tuple[Curve, ...]:
+        """Per rank, (time, bytes of activations held from then on).
+
+        Raises:
+            InputError: the sizes are for another number of stages.
+        """
+        sizes.check_stages(self._num_stages)
+        return tuple(self._held(row, sizes) for row in self.rows)
+
+    def peak_bytes(self, sizes: Sizes) -> tuple[float, ...]:
+        """Per rank, the most bytes of activations held at once; what stays from I until W counts
+        at its own size.
+
+        Raises:
+            InputError: the sizes are for another number of stages.
+        """
+        sizes.check_stages(self._num_stages)
+        return peaks(self._ops, sizes, self.num_slices)
+
+    def _held(self, row: Row, sizes: Sizes) -> Curve:
+        steps = changes(row.ops, sizes, self.num_slices)
+        times = zip(row.starts, row.ends, strict=True)
+        return curve((*time, *step) for time, step in zip(times, steps, strict=True))
+
+    @cached_property
+    def _ops(self) -> tuple[Sequence[Op], ...]:
+        return tuple(row.ops for row in self.rows)
+
+    @cached_property
+    def _num_stages(self) -> int:
+        return 1 + max((stage for own in self.stages_of for stage in own), default=-1)
 
     def to_json(self) -> str:
         """This timeline as JSON; ``from_json`` reads it back."""
@@ -149,7 +223,7 @@ class Timeline:
                 f"{where}: {outside[0].op} is on rank {outside[0].rank}, but num_ranks is "
                 f"{file.num_ranks}"
             )
-        return cls(tuple(spans), file.num_ranks, file.name, file.source)
+        return cls.of(spans, file.num_ranks, file.name, file.source)
 
 
 def _idle_share(busy: tuple[float, ...], length: float) -> float:
@@ -157,6 +231,8 @@ def _idle_share(busy: tuple[float, ...], length: float) -> float:
     return 1 - sum(busy) / total if total else 0.0
 
 
-def _extent(spans: tuple[Span, ...]) -> float:
-    working = [span for span in spans if span.op.kind in BUSY]
-    return max((s.end for s in working), default=0.0) - min((s.start for s in working), default=0.0)
+def _extent(row: Row) -> float:
+    working = [at for at, op in enumerate(row.ops) if op.kind in BUSY]
+    if not working:
+        return 0.0
+    return max(row.ends[at] for at in working) - min(row.starts[at] for at in working)

@@ -22,8 +22,9 @@ def test_a_cost_per_stage():
 
 def test_a_hop_belongs_to_its_edge_in_both_directions():
     costs = Costs(hop=[1, 2])
-    assert costs.hop_between(0, 1) == costs.hop_between(1, 0) == 1
-    assert costs.hop_between(2, 1) == 2
+    there, back = (Op.parse("0F0"), Op.parse("1F0")), (Op.parse("1B0"), Op.parse("0B0"))
+    assert costs.delay(*there) == costs.delay(*back) == 1
+    assert costs.delay(Op.parse("2B0"), Op.parse("1B0")) == 2
     costs.check_stages(3)
 
 

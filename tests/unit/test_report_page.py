@@ -30,7 +30,7 @@ def step(source, forward):
     schedule = add_update(schedules.build("1f1b", num_ranks=2, num_microbatches=4))
     costs = Costs(forward, 0.0098, 0.0094, hop=0.0006, update=0.004)
     timeline = simulate(add_communication(schedule), costs)
-    return Timeline(timeline.spans, timeline.num_ranks, timeline.name, source)
+    return Timeline(timeline.rows, timeline.name, source)
 
 
 PREDICTED, MEASURED = step("predicted", 0.0105), step("measured", 0.0123)

@@ -14,8 +14,8 @@ from penstock.planner.stage_plan import StagePlan, bytes_of_ranks, costs_of
 from penstock.planner.table import format_bytes
 from penstock.schedule import Schedule
 from penstock.schedule.lower import add_update
+from penstock.schedule.memory import peak_activations
 from penstock.simulator import simulate
-from penstock.timeline import Span, Timeline
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,7 @@ class Setting:
     @cached_property
     def peaks(self) -> tuple[float, ...]:
         """Per rank, microbatches in flight at the worst moment."""
-        # They follow from the order of each rank's ops alone, so any times in that order will do.
-        spans = (
-            Span(op, rank, time, time + 1)
-            for rank, ops in enumerate(self.schedule.ranks)
-            for time, op in enumerate(ops)
-        )
-        return Timeline.of(spans, self.num_ranks).peak_activations
+        return peak_activations(self.schedule.ranks, self.schedule.num_slices)
 
 
 @dataclass(frozen=True)

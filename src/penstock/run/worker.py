@@ -171,7 +171,7 @@ class Worker:
         self._perform[op.kind](op)
 
     def _forward(self, op: Op) -> None:
-        stage, _, microbatch = op
+        stage, _, microbatch, _ = op
         minibatch = self._minibatch
         key = (stage, microbatch)
         value = minibatch.inputs[microbatch] if stage == 0 else self._values.pop(key)
@@ -192,7 +192,7 @@ class Worker:
         return partial(_loss_of, self._loss, self._minibatch.targets[microbatch])
 
     def _backward(self, op: Op) -> None:
-        stage, _, microbatch = op
+        stage, _, microbatch, _ = op
         if stage == self._last_stage:
             # d(sum of weighted losses) / d(this loss) is the weight.
             weight = self._minibatch.weights[microbatch]

@@ -12,11 +12,15 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 
 from penstock.errors import InputError, ScheduleError
-from penstock.schedule.op import COMMUNICATION, COMPUTE, Kind, Op
+from penstock.schedule.op import COMMUNICATION, COMPUTE, RELEASING, Kind, Op
 from penstock.schedule.schedule import Schedule
 from penstock.values import expect
 
 _MOST_LISTED = 5
+_OTHER_END = {
+    Kind.SEND_FORWARD: (Kind.RECV_FORWARD, 1), Kind.RECV_FORWARD: (Kind.SEND_FORWARD, -1),
+    Kind.SEND_BACKWARD: (Kind.RECV_BACKWARD, -1), Kind.RECV_BACKWARD: (Kind.SEND_BACKWARD, 1),
+}  # fmt: skip
 
 
 def check(schedule: Schedule, capacity: int | None = None) -> None:
@@ -37,6 +41,8 @@ def check(schedule: Schedule, capacity: int | None = None) -> None:
     _check_once(schedule)
     _check_complete(schedule)
     _check_one_rank(schedule)
+    _check_memory(schedule)
+    _check_updates(schedule)
     _check_communication(schedule)
     _check_progress(schedule, capacity)
 
@@ -78,15 +84,20 @@ def _check_complete(schedule: Schedule) -> None:
 def _missing(schedule: Schedule) -> Iterator[Op]:
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
-            has = {kind for kind in COMPUTE if Op(stage, kind, microbatch) in schedule.where}
-            halves = {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT} & has
-            if Kind.FORWARD not in has:
-                yield Op(stage, Kind.FORWARD, microbatch)
-            if Kind.BACKWARD not in has and not halves:
-                yield Op(stage, Kind.BACKWARD, microbatch)
-            elif Kind.BACKWARD not in has and len(halves) == 1:
-                other = {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT} - halves
-                yield Op(stage, other.pop(), microbatch)
+            for slice_ in range(schedule.num_slices):
+                yield from _missing_of(schedule, Op(stage, Kind.FORWARD, microbatch, slice_))
+
+
+def _missing_of(schedule: Schedule, forward: Op) -> Iterator[Op]:
+    full, *halves = (
+        forward._replace(kind=kind)
+        for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    )
+    if forward not in schedule.where:
+        yield forward
+    if full not in schedule.where:
+        absent = [op for op in halves if op not in schedule.where]
+        yield from absent if len(absent) < 2 else [full]
 
 
 def _check_one_rank(schedule: Schedule) -> None:
@@ -101,18 +112,36 @@ def _check_one_rank(schedule: Schedule) -> None:
             )
 
 
+def _check_memory(schedule: Schedule) -> None:
+    """Once any free point is explicit, nothing may be kept for ever."""
+    if not any(op.kind is Kind.FREE for op in schedule.where):
+        return
+    for op in schedule.where:
+        free = op._replace(kind=Kind.FREE)
+        if op.kind is Kind.FORWARD and free not in schedule.where:
+            raise ScheduleError(f"{op} is never freed: {free} is missing, though others are there")
+
+
+def _check_updates(schedule: Schedule) -> None:
+    """Once a stage's gradients are reduced or applied, none of them may still be to come."""
+    for rank, ops in enumerate(schedule.ranks):
+        applied: dict[int, Op] = {}
+        for op in ops:
+            if op.kind in (Kind.REDUCE, Kind.UPDATE):
+                applied[op.stage] = op
+            elif op.kind in RELEASING and op.stage in applied:
+                earlier = applied[op.stage]
+                if op.microbatch <= earlier.microbatch:
+                    raise ScheduleError(f"rank {rank} runs {earlier} before {op} is in it")
+
+
 def _check_communication(schedule: Schedule) -> None:
     """Once any message is explicit, each one that crosses ranks must be: both of its ends."""
     if not any(op.kind in COMMUNICATION for op in schedule.where):
         return
-    ends = {
-        Kind.SEND_FORWARD: (Kind.RECV_FORWARD, 1), Kind.RECV_FORWARD: (Kind.SEND_FORWARD, -1),
-        Kind.SEND_BACKWARD: (Kind.RECV_BACKWARD, -1), Kind.RECV_BACKWARD: (Kind.SEND_BACKWARD, 1),
-    }  # fmt: skip
     for op, rank in schedule.where.items():
-        if op.kind in ends:
-            kind, offset = ends[op.kind]
-            other = Op(op.stage + offset, kind, op.microbatch)
+        if op.kind in COMMUNICATION:
+            other = _other_end(op)
             if other not in schedule.where:
                 raise ScheduleError(f"rank {rank} has {op}, but no rank has its other end, {other}")
         elif op.kind in COMPUTE:
@@ -122,6 +151,12 @@ def _check_communication(schedule: Schedule) -> None:
                         f"rank {rank} runs {op}, which needs {needed} of rank "
                         f"{schedule.where[needed]}, but nothing receives it"
                     )
+
+
+def _other_end(op: Op) -> Op:
+    """The receive of a send, the send of a receive."""
+    kind, offset = _OTHER_END[op.kind]
+    return op._replace(stage=op.stage + offset, kind=kind)
 
 
 def _check_progress(schedule: Schedule, capacity: int | None) -> None:
@@ -187,18 +222,19 @@ def _deadlock(
 def _room_needed(schedule: Schedule, capacity: int) -> Iterator[tuple[Op, Op]]:
     """(send, receive) pairs: the n-th send of a channel waits for receive number n − capacity.
 
-    Channels deliver in sending order, so the messages are counted in that order.
+    Channels deliver in sending order, so the messages are counted in that order. A channel leads
+    from one stage to another on one pair of ranks: a stage may have several copies.
     """
-    channels: dict[tuple[int, Kind], list[Op]] = defaultdict(list)
-    for ops in schedule.ranks:
+    channels: dict[tuple[int, Kind, int, int], list[tuple[Op, Op]]] = defaultdict(list)
+    for rank, ops in enumerate(schedule.ranks):
         for op in ops:
             if op.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
-                channels[op.stage, op.kind].append(op)
-    for (stage, kind), sends in channels.items():
-        received = Kind.RECV_FORWARD if kind is Kind.SEND_FORWARD else Kind.RECV_BACKWARD
-        target = stage + 1 if kind is Kind.SEND_FORWARD else stage - 1
-        for index in range(capacity, len(sends)):
-            yield sends[index], Op(target, received, sends[index - capacity].microbatch)
+                receive = _other_end(op)
+                channel = (op.stage, op.kind, rank, schedule.where[receive])
+                channels[channel].append((op, receive))
+    for messages in channels.values():
+        for (_, received), (send, _) in zip(messages, messages[capacity:], strict=False):
+            yield send, received
 
 
 def _listed(ops: list[Op]) -> str:

@@ -1,15 +1,79 @@
 """Passes: pure functions from schedule to schedule.
 
 A family emits compute only. These add what running it takes, without changing the order of the
-compute ops.
+compute ops. Apply them in the order in which they stand here: communication looks at what is there
+already, so that a result is sent before anything else follows its op.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 
-from penstock.schedule.op import COMPUTE, RELEASING, Kind, Op
+from penstock.errors import InputError
+from penstock.schedule.op import BACKWARD, COMPUTE, RELEASING, Kind, Op
 from penstock.schedule.schedule import Schedule
+
+_PARTNER = {
+    Kind.FORWARD: (Kind.RECV_FORWARD, Kind.SEND_FORWARD, 1),
+    Kind.BACKWARD: (Kind.RECV_BACKWARD, Kind.SEND_BACKWARD, -1),
+    Kind.BACKWARD_INPUT: (Kind.RECV_BACKWARD, Kind.SEND_BACKWARD, -1),
+}
+"""What a kind receives and sends, and how many stages further it sends."""
+
+
+def add_recompute(schedule: Schedule, stages: Collection[int] | None = None) -> Schedule:
+    """Keep only the input of each forward, and run the forward again right before its backward.
+
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
+
+    Args:
+        schedule: any.
+        stages: which stages recompute; all by default.
+
+    Raises:
+        InputError: a stage is not in the schedule.
+    """
+    chosen = range(schedule.num_stages) if stages is None else stages
+    absent = sorted(set(chosen) - set(range(schedule.num_stages)))
+    if absent:
+        raise InputError(
+            f"cannot recompute stage {absent[0]}: the schedule has {schedule.num_stages} stages, "
+            "numbered from 0"
+        )
+
+    def lowered(op: Op) -> list[Op]:
+        recomputes = op.kind in BACKWARD and op.stage in chosen
+        return [op._replace(kind=Kind.RECOMPUTE), op] if recomputes else [op]
+
+    return _each(schedule, lowered)
+
+
+def add_free(schedule: Schedule) -> Schedule:
+    """Say where memory comes back: behind an input gradient, what only that needed; behind the
+    weight gradient or the full backward, all that is left of the microbatch."""
+
+    def lowered(op: Op) -> list[Op]:
+        if op.kind in RELEASING:
+            return [op, op._replace(kind=Kind.FREE)]
+        if op.kind is Kind.BACKWARD_INPUT:
+            return [op, op._replace(kind=Kind.FREE_INPUT_PART)]
+        return [op]
+
+    return _each(schedule, lowered)
+
+
+def add_reduce(schedule: Schedule) -> Schedule:
+    """Where a stage has copies on several ranks, let each hand in its gradients behind its last
+    weight gradient; a schedule without copies stays as it is."""
+    copies = Counter(stage for stages in schedule.stages_of for stage in stages)
+    return _behind_last_gradient(schedule, Kind.REDUCE, lambda stage: copies[stage] > 1)
+
+
+def add_update(schedule: Schedule) -> Schedule:
+    """Put the flush's weight update of each stage behind its last weight gradient, or behind the
+    reduction of its copies."""
+    return _behind_last_gradient(schedule, Kind.UPDATE, lambda _: True)
 
 
 def add_communication(schedule: Schedule) -> Schedule:
@@ -31,42 +95,9 @@ def add_communication(schedule: Schedule) -> Schedule:
     return Schedule.of(ranks, schedule.name)
 
 
-def _messages(schedule: Schedule, op: Op, rank: int) -> tuple[list[Op], list[Op]]:
-    """What ``op`` receives before and sends after, on ``rank``."""
-    stage, kind, microbatch = op
-    where, last = schedule.where, schedule.num_stages - 1
-
-    def elsewhere(stage: int) -> bool:
-        return where[Op(stage, Kind.FORWARD, microbatch)] != rank
-
-    receive, send = [], []
-    if kind is Kind.FORWARD:
-        if stage > 0 and elsewhere(stage - 1):
-            receive = [Op(stage, Kind.RECV_FORWARD, microbatch)]
-        if stage < last and elsewhere(stage + 1):
-            send = [Op(stage, Kind.SEND_FORWARD, microbatch)]
-    elif kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-        if stage < last and elsewhere(stage + 1):
-            receive = [Op(stage, Kind.RECV_BACKWARD, microbatch)]
-        if stage > 0 and elsewhere(stage - 1):
-            send = [Op(stage, Kind.SEND_BACKWARD, microbatch)]
-    return receive, send
-
-
-def add_update(schedule: Schedule) -> Schedule:
-    """Put the flush's weight update of each stage behind its last weight gradient.
-
-    Apply it before ``add_communication``, so that the last gradient is sent before the update.
-    """
-
-    def lowered(ops: tuple[Op, ...]) -> Iterator[Op]:
-        last = {op.stage: op for op in ops if op.kind in RELEASING}
-        for op in ops:
-            yield op
-            if last.get(op.stage) is op:
-                yield Op(op.stage, Kind.UPDATE, schedule.num_microbatches - 1)
-
-    return Schedule.of(map(lowered, schedule.ranks), schedule.name)
+def lower(schedule: Schedule) -> Schedule:
+    """All that running one flushed minibatch takes: free points, reduction, update, messages."""
+    return add_communication(add_update(add_reduce(add_free(schedule))))
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -79,3 +110,46 @@ def compute_only(schedule: Schedule) -> Schedule:
     """Undo the passes: the compute ops in their order."""
     ranks = (tuple(op for op in ops if op.kind in COMPUTE) for ops in schedule.ranks)
     return Schedule.of(ranks, schedule.name)
+
+
+def _each(schedule: Schedule, lowered: Callable[[Op], Iterable[Op]]) -> Schedule:
+    ranks = ((new for op in ops for new in lowered(op)) for ops in schedule.ranks)
+    return Schedule.of(ranks, schedule.name)
+
+
+def _behind_last_gradient(
+    schedule: Schedule, kind: Kind, wanted: Callable[[int], bool]
+) -> Schedule:
+    """Put one op per wanted stage and rank, named after the last microbatch it stands for."""
+
+    def lowered(ops: tuple[Op, ...]) -> Iterator[Op]:
+        gradients = [op for op in ops if op.kind in RELEASING]
+        newest = {op.stage: op.microbatch for op in sorted(gradients)}
+        last = {
+            op.stage: at
+            for at, op in enumerate(ops)
+            if op.kind in RELEASING | {Kind.FREE, Kind.REDUCE} and wanted(op.stage)
+        }
+        for at, op in enumerate(ops):
+            yield op
+            if last.get(op.stage) == at:
+                yield Op(op.stage, kind, newest[op.stage])
+
+    return Schedule.of(map(lowered, schedule.ranks), schedule.name)
+
+
+def _messages(schedule: Schedule, op: Op, rank: int) -> tuple[list[Op], list[Op]]:
+    """What ``op`` receives before and sends after, on ``rank``."""
+    if op.kind not in _PARTNER:
+        return [], []
+    receive, send, ahead = _PARTNER[op.kind]
+
+    def elsewhere(stage: int) -> bool:
+        neighbour = op._replace(stage=stage, kind=Kind.FORWARD)
+        return schedule.where.get(neighbour, rank) != rank
+
+    before, after = op.stage - ahead, op.stage + ahead
+    return (
+        [op._replace(kind=receive)] if elsewhere(before) else [],
+        [op._replace(kind=send)] if elsewhere(after) else [],
+    )

@@ -1,12 +1,13 @@
 """The atoms of every schedule: an ``Op`` is *what* happens to *which* microbatch at *which* stage.
 
-An op's text is the one torch uses in its CSV: stage, kind, microbatch, as in ``2F0``.
+An op's text is the one torch uses in its CSV: stage, kind, microbatch, as in ``2F0``. Where a
+microbatch is worked on in slices of its sequence, later slices add theirs, as in ``2F0.1``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -29,12 +30,22 @@ class Kind(StrEnum):
     """Hand the gradient of this stage's input to the previous stage."""
     RECV_BACKWARD = "RECV_B"
     """Wait for the gradient of this stage's output from the next stage."""
+    RECOMPUTE = "R"
+    """Run the forward once more from the kept input, because its activations were not kept."""
+    FREE_INPUT_PART = "FREE_I"
+    """Drop what only the input gradient needed; what the weight gradient needs stays."""
+    FREE = "FREE"
+    """Drop whatever is still kept of this microbatch at this stage."""
+    REDUCE = "REDUCE"
+    """Hand this rank's gradients, complete with this microbatch, to the stage's other copies."""
     UPDATE = "UPDATE"
     """Apply the gradients of all microbatches up to this one to the stage's weights."""
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 """Kinds that a schedule family emits."""
+BACKWARD = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
+"""Kinds that make the gradient of a stage's input."""
 COMMUNICATION = frozenset(
     {Kind.SEND_FORWARD, Kind.RECV_FORWARD, Kind.SEND_BACKWARD, Kind.RECV_BACKWARD}
 )
@@ -45,26 +56,33 @@ RELEASING = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 _TEXT = re.compile(
     r"(?P<stage>0|[1-9]\d*)(?P<kind>"
     + "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True))
-    + r")(?P<microbatch>0|[1-9]\d*)"
+    + r")(?P<microbatch>0|[1-9]\d*)(\.(?P<slice>[1-9]\d*))?"
 )
 
 
 class Op(NamedTuple):
-    """One unit of work. Sorts by stage, kind, microbatch; its text is as in ``2F0``."""
+    """One unit of work. Sorts by stage, kind, microbatch; its text is as in ``2F0``.
+
+    Attributes:
+        stage, kind, microbatch: which stage does what to which microbatch, counted from 0.
+        slice: which slice of the microbatch's sequence; 0 where microbatches are not sliced.
+    """
 
     stage: int
     kind: Kind
     microbatch: int
+    slice: int = 0
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind.value}{self.microbatch}"
+        text = f"{self.stage}{self.kind.value}{self.microbatch}"
+        return f"{text}.{self.slice}" if self.slice else text
 
     @classmethod
     def parse(cls, text: str) -> Op:
-        """Read an op's text, strictly: nothing may follow the microbatch.
+        """Read an op's text, strictly: nothing but a slice may follow the microbatch.
 
-        >>> Op.parse("2F0")
-        Op(stage=2, kind=<Kind.FORWARD: 'F'>, microbatch=0)
+        >>> Op.parse("2F0.1")
+        Op(stage=2, kind=<Kind.FORWARD: 'F'>, microbatch=0, slice=1)
 
         Raises:
             ScheduleError: the text is not an op.
@@ -75,45 +93,70 @@ class Op(NamedTuple):
             raise ScheduleError(
                 f"{text!r} is not an op; write stage, kind, microbatch, as in 2F0 (kinds: {kinds})"
             )
-        return cls(int(match["stage"]), Kind(match["kind"]), int(match["microbatch"]))
+        numbers = int(match["stage"]), int(match["microbatch"]), int(match["slice"] or 0)
+        return cls(numbers[0], Kind(match["kind"]), *numbers[1:])
 
 
 _F, _B, _I, _W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 _INPUT = ((0, Kind.RECV_FORWARD), (-1, _F))
 _OUTPUT_GRADIENT = ((0, Kind.RECV_BACKWARD), (1, _I), (1, _B))
+_ACTIVATIONS = ((0, Kind.RECOMPUTE), (0, _F))
+_WEIGHT_GRADIENT = ((0, _W), (0, _B))
 
-_NEEDS: dict[Kind, tuple[tuple[tuple[int, Kind], ...], ...]] = {
+NEEDS: dict[Kind, tuple[tuple[tuple[int, Kind], ...], ...]] = {
     _F: (_INPUT,),
-    _B: (((0, _F),), _OUTPUT_GRADIENT),
-    _I: (((0, _F),), _OUTPUT_GRADIENT),
+    _B: (_ACTIVATIONS, _OUTPUT_GRADIENT),
+    _I: (_ACTIVATIONS, _OUTPUT_GRADIENT),
     _W: (((0, _I),),),
     Kind.SEND_FORWARD: (((0, _F),),),
     Kind.RECV_FORWARD: (((-1, Kind.SEND_FORWARD),),),
     Kind.SEND_BACKWARD: (((0, _I), (0, _B)),),
     Kind.RECV_BACKWARD: (((1, Kind.SEND_BACKWARD),),),
-    Kind.UPDATE: (((0, _W), (0, _B)),),
+    Kind.RECOMPUTE: (((0, _F),),),
+    Kind.FREE_INPUT_PART: (((0, _I),),),
+    Kind.FREE: (_WEIGHT_GRADIENT,),
+    Kind.REDUCE: (_WEIGHT_GRADIENT,),
+    Kind.UPDATE: (_WEIGHT_GRADIENT,),
 }
-"""What each kind needs. Every need lists (stages further, kind) of the ops that can meet it."""
+"""What each kind needs. Every need lists (stages further, kind) of the ops that can meet it; the
+first that is present does."""
 
 
-def dependencies(op: Op, last_stage: int, present: Container[Op]) -> tuple[Op, ...]:
+def dependencies(
+    op: Op, last_stage: int, present: Container[Op], reduces: Iterable[Op] = ()
+) -> tuple[Op, ...]:
     """The ops whose results ``op`` needs: the one rule that check, passes, simulator and
     interpreter ask.
 
     Where a result can come from several kinds (a gradient from a full backward ``B`` or from an
     input backward ``I``; a tensor from a neighbour directly or through a receive), the op that is
     ``present`` is named; if none is, the last choice is named, so that a check can say what is
-    missing.
+    missing. Slices of one microbatch run forward in order, because a later slice attends to the
+    earlier ones, and backward in reverse.
+
+    Args:
+        op: the op that is asked about.
+        last_stage: the number of the last stage.
+        present: the ops of the schedule.
+        reduces: the ``REDUCE`` ops of the op's stage, one per copy; an update waits for all.
 
     >>> dependencies(Op(0, Kind.BACKWARD, 3), last_stage=1, present=())
-    (Op(stage=0, kind=<Kind.FORWARD: 'F'>, microbatch=3), \
-Op(stage=1, kind=<Kind.BACKWARD: 'B'>, microbatch=3))
+    (Op(stage=0, kind=<Kind.FORWARD: 'F'>, microbatch=3, slice=0), \
+Op(stage=1, kind=<Kind.BACKWARD: 'B'>, microbatch=3, slice=0))
     """
+    stage, kind, microbatch, slice_ = op
     found = []
-    for choices in _NEEDS[op.kind]:
-        ops = [Op(op.stage + offset, kind, op.microbatch) for offset, kind in choices]
+    for choices in NEEDS[kind]:
+        ops = [Op(stage + offset, kind, microbatch, slice_) for offset, kind in choices]
         # The chain ends here: the first stage reads the batch, the last one makes its gradient.
         if op.kind in COMPUTE and not 0 <= ops[-1].stage <= last_stage:
             continue
         found.append(next((one for one in ops if one in present), ops[-1]))
+    if kind is _F and slice_:
+        found.append(Op(stage, _F, microbatch, slice_ - 1))
+    elif kind in BACKWARD:
+        after = [Op(stage, kind, microbatch, slice_ + 1) for kind in (_I, _B)]
+        found += [one for one in after if one in present]
+    elif kind is Kind.UPDATE:
+        found += reduces
     return tuple(found)

@@ -1,0 +1,29 @@
+"""What a search asks about time. ``penstock.Costs`` answers it; so can anything else."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from penstock.schedule.op import Kind, Op
+
+
+class Durations(Protocol):
+    """How long ops and messages take."""
+
+    def duration(self, op: Op) -> float:
+        """How long ``op`` keeps its rank busy."""
+
+    def delay(self, needed: Op, op: Op) -> float:
+        """How long the result of ``needed`` takes to reach ``op`` on another rank."""
+
+
+class UnitDurations:
+    """F, I and W take 1, a full backward 2, messages nothing."""
+
+    def duration(self, op: Op) -> float:
+        """As ``Durations`` promises."""
+        return 2.0 if op.kind is Kind.BACKWARD else 1.0
+
+    def delay(self, needed: Op, op: Op) -> float:
+        """As ``Durations`` promises."""
+        return 0.0

@@ -1,0 +1,138 @@
+"""What ops keep in memory, and when it comes back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate
+
+from penstock.errors import InputError
+from penstock.schedule.op import RELEASING, Kind, Op
+
+Curve = tuple[tuple[float, float], ...]
+"""(time, held from then on)."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes (or any unit) that one microbatch keeps at each stage, one number per stage.
+
+    Attributes:
+        activation: from the forward until the backward.
+        kept_for_weight: the part of ``activation`` that stays from I until W; the rest is free
+            after I. All of it by default.
+        stage_input: what is kept instead of ``activation`` until a recompute. Nothing by default.
+
+    Raises:
+        InputError: the numbers differ in count, or the part is more than the whole.
+    """
+
+    activation: Sequence[float]
+    kept_for_weight: Sequence[float] = ()
+    stage_input: Sequence[float] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "activation", tuple(self.activation))
+        kept = tuple(self.kept_for_weight) or self.activation
+        object.__setattr__(self, "kept_for_weight", kept)
+        given = tuple(self.stage_input) or (0.0,) * len(self.activation)
+        object.__setattr__(self, "stage_input", given)
+        for field in fields(self):
+            numbers = getattr(self, field.name)
+            if len(numbers) != len(self.activation):
+                raise InputError(
+                    f"sizes: {field.name} has {len(numbers)} numbers, but activation has "
+                    f"{len(self.activation)}; give one per stage"
+                )
+            if min(numbers, default=0) < 0:
+                raise InputError(f"sizes: {field.name} is {min(numbers)}, but must be ≥ 0")
+        for stage, (whole, part) in enumerate(zip(self.activation, kept, strict=True)):
+            if part > whole:
+                raise InputError(
+                    f"sizes: stage {stage} keeps {part} for its weight gradient, more than its "
+                    f"whole activation of {whole}"
+                )
+
+    def check_stages(self, num_stages: int) -> None:
+        """Raise ``InputError`` unless there is a number for each of ``num_stages`` stages."""
+        if len(self.activation) != num_stages:
+            raise InputError(
+                f"sizes: there are {len(self.activation)} numbers, but the schedule has "
+                f"{num_stages} stages; give one per stage"
+            )
+
+
+def even_sizes(num_stages: int, kept_for_weight: float = 1.0) -> Sizes:
+    """Every stage keeps 1, and the given part of it until W."""
+    return Sizes((1.0,) * num_stages, (float(kept_for_weight),) * num_stages)
+
+
+def changes(ops: Sequence[Op], sizes: Sizes, num_slices: int = 1) -> Iterator[tuple[bool, float]]:
+    """For each op of one rank, (whether at its start, by how much it changes what is held).
+
+    Explicit free points count where there are any; otherwise memory comes back behind I, W and B.
+    """
+    explicit = any(op.kind is Kind.FREE for op in ops)
+    recomputed = {op.stage for op in ops if op.kind is Kind.RECOMPUTE}
+    frees_part = Kind.FREE_INPUT_PART if explicit else Kind.BACKWARD_INPUT
+    frees_rest = {Kind.FREE} if explicit else RELEASING
+    held: dict[Op, float] = {}
+    for op in ops:
+        stage, kind = op.stage, op.kind
+        one = op._replace(kind=Kind.FORWARD)
+        before = after = held.get(one, 0.0)
+        if kind is Kind.FORWARD and stage in recomputed:
+            after = sizes.stage_input[stage] / num_slices
+        elif kind in (Kind.FORWARD, Kind.RECOMPUTE):
+            after = sizes.activation[stage] / num_slices
+        elif kind is frees_part:
+            after = sizes.kept_for_weight[stage] / num_slices
+        elif kind in frees_rest:
+            after = 0.0
+        held[one] = after
+        yield kind in (Kind.FORWARD, Kind.RECOMPUTE), after - before
+
+
+def curve(timed: Iterable[tuple[float, float, bool, float]]) -> Curve:
+    """What is held over time, from (start, end, whether at the start, change) of each op."""
+    held, points = 0.0, [(0.0, 0.0)]
+    for start, end, at_start, change in timed:
+        if change:
+            held += change
+            points.append((start if at_start else end, held))
+    return tuple(points)
+
+
+def peaks(ranks: Iterable[Sequence[Op]], sizes: Sizes, num_slices: int = 1) -> tuple[float, ...]:
+    """Per rank, the most that is held at once. It follows from the order of the ops alone."""
+    return tuple(
+        max(accumulate((change for _, change in changes(ops, sizes, num_slices)), initial=0.0))
+        for ops in ranks
+    )
+
+
+def peak_activations(ranks: Sequence[Sequence[Op]], num_slices: int = 1) -> tuple[float, ...]:
+    """Per rank, the most microbatches in flight at once, in microbatches of the rank's layers; one
+    counts from its forward (or its recompute) until its weight gradient is done (or, where that is
+    explicit, until it is freed)."""
+    counts = map(_most_in_flight, ranks)
+    shares = units(ranks, num_slices)
+    return tuple(count / (num_slices * unit) for count, unit in zip(counts, shares, strict=True))
+
+
+def _most_in_flight(ops: Sequence[Op]) -> float:
+    kinds = [op[1] for op in ops]
+    if Kind.RECOMPUTE in kinds:
+        return peaks([ops], even_sizes(1 + max(op.stage for op in ops)))[0]
+    # Counting needs no dictionary of microbatches: ten times as fast, for schedules of millions.
+    frees = {Kind.FREE} if Kind.FREE in kinds else RELEASING
+    steps = {Kind.FORWARD: 1, **dict.fromkeys(frees, -1)}
+    return max(accumulate((steps.get(kind, 0) for kind in kinds), initial=0))
+
+
+def units(ranks: Iterable[Sequence[Op]], num_slices: int = 1) -> tuple[int, ...]:
+    """Per rank, how many of its stages one microbatch visits: all of them, unless stages have
+    copies elsewhere."""
+    visits = (Counter(op[2] for op in ops if op[1] is Kind.FORWARD) for ops in ranks)
+    return tuple(max(1, max(visit.values(), default=1) // num_slices) for visit in visits)
