@@ -10,13 +10,14 @@ INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check 
 	-c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format clean
+.PHONY: help demo test lint format gallery clean
 
 help:
 	@echo 'make demo     plan, train and draw a small pipeline (installs into $(VENV) on first use)'
 	@echo 'make test     all checks: lint, types, import rules, tests'
 	@echo 'make lint     the same without the tests'
 	@echo 'make format   rewrite the sources in the house style'
+	@echo 'make gallery  write docs/schedules anew from the schedule families'
 	@echo 'make clean    remove $(VENV), caches and build leftovers'
 	@echo
 	@echo 'PYTHON=python3.12    another interpreter to build $(VENV) with (3.11 or newer)'
@@ -40,6 +41,9 @@ lint: $(VENV)/.installed-dev
 format: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+gallery: $(VENV)/.installed-dev
+	$(VENV)/bin/python docs/gallery/make.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

@@ -7,14 +7,44 @@ import itertools
 import torch
 from torch import nn
 
+from penstock.errors import InputError
 from penstock.planner import Plan, StagePlan
+from penstock.planner.runnable import obstacle
+from penstock.schedule import families
 from penstock.spine import spine_fingerprint, spine_of
 
+MLP_LAYERS = 6
 
-def make_plan(model, num_stages, num_microbatches, schedule="1f1b", cuts=None) -> Plan:
+
+def runnable_families() -> list[str]:
+    """The names of the fixed families that the runtime performs."""
+    return sorted({name for name, _, _ in runnable_cases((2,), (8,))})
+
+
+def runnable_cases(ranks, microbatches) -> list[tuple[str, int, int]]:
+    """(family, number of ranks, number of microbatches) that the runtime performs on ``make_mlp``:
+    a family may refuse a count, and several stages per rank may want more layers."""
+    fixed = [name for name in families.names() if name not in families.SEARCHED]
+    found = []
+    for name, num_ranks, count in itertools.product(fixed, ranks, microbatches):
+        try:
+            built = families.build(name, num_ranks=num_ranks, num_microbatches=count)
+        except InputError:
+            continue
+        full = families.build(name, num_ranks=num_ranks, num_microbatches=2 * num_ranks)
+        if not obstacle(full) and built.num_stages <= MLP_LAYERS:
+            found.append((name, num_ranks, count))
+    return found
+
+
+def make_plan(model, num_ranks, num_microbatches, schedule="1f1b", cuts=None) -> Plan:
     """A plan for ``model`` without a profile: cut evenly, or before the given layers."""
     layers = spine_of(model)
     count = len(layers)
+    # Stages and their ranks are the same for any number of microbatches.
+    built = families.build(schedule, num_ranks=num_ranks, num_microbatches=2 * num_ranks)
+    rank_of = {stage: rank for rank, own in enumerate(built.stages_of) for stage in own}
+    num_stages = built.num_stages
     cuts = cuts or [round(index * count / num_stages) for index in range(1, num_stages)]
     borders = [0, *cuts, count]
     return Plan(
@@ -23,8 +53,8 @@ def make_plan(model, num_stages, num_microbatches, schedule="1f1b", cuts=None) -
         num_microbatches=num_microbatches,
         num_threads=1,
         stages=tuple(
-            StagePlan(layers=tuple(layer.name for layer in layers[a:b]), rank=rank)
-            for rank, (a, b) in enumerate(itertools.pairwise(borders))
+            StagePlan(layers=tuple(layer.name for layer in layers[a:b]), rank=rank_of[stage])
+            for stage, (a, b) in enumerate(itertools.pairwise(borders))
         ),
     )
 

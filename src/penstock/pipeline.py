@@ -17,6 +17,7 @@ from penstock.allocator import keep_freed_pages
 from penstock.errors import InputError, PlanError
 from penstock.microbatches import Weight
 from penstock.planner import Plan
+from penstock.planner.runnable import obstacle
 from penstock.profiler import OptimizerFactory
 from penstock.randomness import LayerStreams
 from penstock.run.driver import Driver
@@ -91,6 +92,12 @@ class Pipeline:
         keep_freed_pages()
         layers = spine_of(model)
         plan.check_model([layer.name for layer in layers], spine_fingerprint(layers))
+        reason = obstacle(plan.build_schedule())
+        if reason:
+            raise PlanError(
+                f"the runtime cannot perform {plan.schedule} yet: {reason}; it can be simulated "
+                "and drawn"
+            )
         self.plan = plan
         self._model = model
         self._loss = loss
@@ -173,14 +180,7 @@ class Pipeline:
         for built in optimizers.values():
             remedy = f"return it from the function, as in {_EXAMPLES['optimizer']}"
             expect(built, torch.optim.Optimizer, "what the optimizer function made", remedy)
-        worker = Worker(rank, stages, len(self.plan.stages), transport, self._loss, optimizers)
-        unknown = {op.kind for op in self.plan.build_schedule().where} - worker.kinds
-        if unknown:
-            raise PlanError(
-                f"{self.plan.schedule} has ops of kind {', '.join(sorted(unknown))}, which the "
-                "runtime cannot perform yet; it can be simulated and drawn"
-            )
-        return worker
+        return Worker(rank, stages, len(self.plan.stages), transport, self._loss, optimizers)
 
     def step(self, inputs: Any, targets: Any) -> Tensor:
         """Train on one minibatch.

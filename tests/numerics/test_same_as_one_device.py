@@ -7,14 +7,15 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import penstock as pk
 from penstock.run.single_device import SingleDevice
-from penstock.schedule import families
-from tests.helpers import make_batch, make_mlp, make_plan
+from tests.helpers import make_batch, make_mlp, make_plan, runnable_cases
+
+ALL_CASES = runnable_cases([1, 2, 3, 4], range(1, 10))
 
 
 def adamw(parameters):
@@ -26,13 +27,13 @@ def pipeline_of(model, plan, **options):
     return pk.Pipeline(model, plan, **options)
 
 
-@pytest.mark.parametrize("schedule", families.names())
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
-@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 8])
-def test_training_equals_microbatch_accumulation_to_the_bit(schedule, num_stages, num_microbatches):
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks", "num_microbatches"), runnable_cases([1, 2, 3, 4], [1, 2, 3, 8])
+)
+def test_training_equals_microbatch_accumulation_to_the_bit(schedule, num_ranks, num_microbatches):
     ours, theirs = make_mlp(), make_mlp()
     reference = SingleDevice(theirs, num_microbatches, F.cross_entropy, adamw, seed=3)
-    plan = make_plan(ours, num_stages, num_microbatches, schedule)
+    plan = make_plan(ours, num_ranks, num_microbatches, schedule)
     with pipeline_of(ours, plan, optimizer=adamw) as pipeline:
         for step, rows in enumerate([13, 8, 5]):  # ragged, and fewer rows than microbatches
             inputs, targets = make_batch(rows, seed=step)
@@ -41,14 +42,14 @@ def test_training_equals_microbatch_accumulation_to_the_bit(schedule, num_stages
         assert torch.equal(ours.state_dict()[key], value), key
 
 
-@pytest.mark.parametrize("schedule", families.names())
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
-@pytest.mark.parametrize("num_microbatches", [1, 3, 5])
-def test_gradients_equal_the_plain_full_batch_model(schedule, num_stages, num_microbatches):
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks", "num_microbatches"), runnable_cases([1, 2, 3, 4], [1, 3, 5])
+)
+def test_gradients_equal_the_plain_full_batch_model(schedule, num_ranks, num_microbatches):
     ours = make_mlp(dropout=0.0, dtype=torch.float64)
     theirs = copy.deepcopy(ours)
     inputs, targets = make_batch(dtype=torch.float64)
-    with pipeline_of(ours, make_plan(ours, num_stages, num_microbatches, schedule)) as pipeline:
+    with pipeline_of(ours, make_plan(ours, num_ranks, num_microbatches, schedule)) as pipeline:
         loss = pipeline.step(inputs, targets)
     expected = F.cross_entropy(theirs(inputs), targets)
     expected.backward()
@@ -57,10 +58,10 @@ def test_gradients_equal_the_plain_full_batch_model(schedule, num_stages, num_mi
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-12)
 
 
-def losses_with_dropout(num_stages, schedule, seed=3):
+def losses_with_dropout(num_ranks, schedule, seed=3):
     model = make_mlp(dropout=0.5)
     with pipeline_of(
-        model, make_plan(model, num_stages, 4, schedule), optimizer=adamw, seed=seed
+        model, make_plan(model, num_ranks, 4, schedule), optimizer=adamw, seed=seed
     ) as pipeline:
         return [pipeline.step(*make_batch(8, seed=step)).item() for step in range(4)]
 
@@ -68,9 +69,8 @@ def losses_with_dropout(num_stages, schedule, seed=3):
 def test_dropout_depends_on_neither_partition_nor_schedule_but_on_the_seed():
     # pytorch #55036: dropout that changed with the number of partitions.
     runs = {
-        tuple(losses_with_dropout(num_stages, schedule))
-        for num_stages in (1, 2, 3, 4)
-        for schedule in families.names()
+        tuple(losses_with_dropout(num_ranks, schedule))
+        for schedule, num_ranks, _ in runnable_cases([1, 2, 3, 4], [4])
     }
     assert len(runs) == 1
     assert tuple(losses_with_dropout(2, "1f1b", seed=4)) not in runs
@@ -93,15 +93,16 @@ def test_dropout_differs_between_microbatches_and_steps():
 @settings(max_examples=25)
 @given(
     rows=st.integers(1, 17),
-    num_microbatches=st.integers(1, 9),
-    num_stages=st.integers(1, 4),
-    schedule=st.sampled_from(families.names()),
+    case=st.sampled_from(ALL_CASES),
 )
-def test_any_batch_size_is_weighted_as_on_one_device(rows, num_microbatches, num_stages, schedule):
+def test_any_batch_size_is_weighted_as_on_one_device(rows, case):
+    schedule, num_ranks, num_microbatches = case
+    # With fewer rows there are fewer microbatches, which some families refuse.
+    assume((schedule, num_ranks, min(rows, num_microbatches)) in ALL_CASES)
     ours = make_mlp(dropout=0.0, dtype=torch.float64)
     theirs = copy.deepcopy(ours)
     inputs, targets = make_batch(rows, torch.float64)
-    with pipeline_of(ours, make_plan(ours, num_stages, num_microbatches, schedule)) as pipeline:
+    with pipeline_of(ours, make_plan(ours, num_ranks, num_microbatches, schedule)) as pipeline:
         loss = pipeline.step(inputs, targets)
         outputs = pipeline.evaluate(inputs)
     expected = F.cross_entropy(theirs(inputs), targets)

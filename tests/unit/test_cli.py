@@ -9,7 +9,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from penstock import errors, schedules
+from penstock import errors, schedules, simulate
 from penstock.cli import penstock
 
 
@@ -37,6 +37,18 @@ def test_schedules_lists_every_family_with_its_paper():
     assert all(name in run("schedules") for name in schedules.names())
 
 
+def test_schedules_tells_all_about_one_family():
+    told = run("schedules", "interleaved-1f1b")
+    one = json.loads(run("schedules", "interleaved-1f1b", "--json"))
+    assert one["wins"] and one["loses"]
+    assert one["options"][0]["name"] == "stages_per_rank"
+    words = " ".join(told.split())
+    for key in ("law", "wins", "loses", "paper"):
+        assert f"{key} {one[key]}" in words
+    assert "stages_per_rank (default 2)" in words
+    assert "rank 1 │···F0a" in told
+
+
 def test_simulate_gives_both_bubbles_and_memory():
     answer = json.loads(run("simulate", "1f1b", "-p", "4", "-m", "8", "--json"))
     assert answer["makespan"] == 33
@@ -45,6 +57,27 @@ def test_simulate_gives_both_bubbles_and_memory():
     hops = json.loads(run("simulate", "1f1b", "--costs", "1,1,1,0.5", "--json"))
     assert hops["makespan"] > 33
     assert "27.27%" in run("simulate", "1f1b")
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved-1f1b:stages_per_rank=4", "chimera"])
+def test_costs_are_those_of_a_whole_rank(name):
+    """So that the makespans of schedules with one, two and four stages per rank compare."""
+    answer = json.loads(run("simulate", name, "-m", "8", "--costs", "3,2,1", "--json"))
+    work = 8 * (3 + 2 + 1)
+    assert answer["makespan"] * (1 - answer["bubble"]) == pytest.approx(work)
+
+
+def test_costs_may_be_a_file_with_a_number_per_stage(tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text('{"forward": [1, 1, 1, 1, 1, 1, 1, 1], "backward_weight": 2, "hop": 0.5}')
+    answer = json.loads(run("simulate", "zb-v", "--costs", str(path), "--json"))
+    # Two stages per rank: 1 of forward each as listed, I and W as shares of a rank's 1 and 2.
+    assert answer["makespan"] * (1 - answer["bubble"]) == pytest.approx(8 * (2 + 1 + 2))
+    assert "has 8 numbers" in refused("simulate", "1f1b", "--costs", str(path))
+    path.write_text('{"forwrd": 1}')
+    assert "forwrd" in refused("simulate", "1f1b", "--costs", str(path))
+    path.write_text('{"forward": -1}')
+    assert f"{path}: costs: forward is -1" in refused("simulate", "1f1b", "--costs", str(path))
 
 
 def test_draw_prints_or_writes(tmp_path):
@@ -56,11 +89,44 @@ def test_draw_prints_or_writes(tmp_path):
 
 
 def test_compare_puts_schedules_side_by_side(tmp_path):
-    answer = json.loads(run("compare", "gpipe", "1f1b", "-p", "4", "-m", "8", "--json"))
-    assert [max(row["peak_activations"]) for row in answer] == [8, 4]
+    answer = json.loads(run("compare", "gpipe", "1f1b", "chimera", "-p", "4", "-m", "8", "--json"))
+    assert [max(row["peak_activations"]) for row in answer] == [8, 4, 4]
+    assert [row["num_hops"] for row in answer] == [2 * 3 * 8] * 3
+    assert [row["weight_copies"] for row in answer] == [1, 1, 2]
     assert run("compare", "gpipe", "1f1b").count("rank 0 │") == 2
-    run("compare", "gpipe", "1f1b", "-o", str(tmp_path / "both.svg"))
-    assert (tmp_path / "both.svg").read_text().count('class="span') > 60
+    for suffix in ("svg", "html"):
+        run("compare", "gpipe", "1f1b", "-o", str(tmp_path / f"both.{suffix}"))
+        assert (tmp_path / f"both.{suffix}").read_text().count('class="span"') == 2 * 4 * 8 * 2
+    run("compare", "gpipe", "1f1b", "-o", str(tmp_path / "both.txt"))
+    assert (tmp_path / "both.txt").read_text().count("rank 0 │") == 2
+    run("compare", "gpipe", "1f1b", "--scatter", str(tmp_path / "points.svg"))
+    assert ">gpipe<" in (tmp_path / "points.svg").read_text()
+
+
+def test_compare_draws_in_the_terminal_only_what_can_be_read():
+    printed = run("compare", "1f1b", "zb-v", "-p", "8", "-m", "32")
+    assert "rank 0 │" not in printed
+    assert "write a picture with -o" in printed
+    assert "99.5" in printed
+    narrow = run("compare", "1f1b", "zb-v", "-p", "4", "-m", "8")
+    assert all(len(line) <= 100 for line in narrow.splitlines())
+    assert "rank 3 │" in narrow
+
+
+def test_options_of_a_family_follow_its_name():
+    names = [f"interleaved-1f1b:stages_per_rank={v}" for v in (2, 4)]
+    two, four = json.loads(run("compare", *names, "--json"))
+    assert [two["name"], four["name"]] == names
+    assert four["num_hops"] > two["num_hops"]
+    assert four["makespan"] < two["makespan"]
+    assert names[1] in run("compare", *names), "long names are not broken"
+
+
+def test_a_timeline_has_neither_hops_nor_copies(tmp_path):
+    path = tmp_path / "timeline.json"
+    path.write_text(simulate(schedules.build("1f1b", num_ranks=2, num_microbatches=2)).to_json())
+    assert json.loads(run("simulate", str(path), "--json"))["num_hops"] is None
+    assert "–" in run("simulate", str(path))
 
 
 def test_check_reads_torchs_csv(tmp_path):
@@ -105,6 +171,14 @@ def test_demo_does_the_whole_job(tmp_path):
     ("arguments", "message"),
     [
         (("simulate", "1f1"), "did you mean '1f1b'?"),
+        (("schedules", "1f1"), "did you mean '1f1b'?"),
+        (("simulate", "zb-v:waves=2"), "zb-v has no option waves; it takes no options"),
+        (("simulate", "interleaved-1f1b:stages_per_rank=x"), "stages_per_rank cannot be 'x'"),
+        (("simulate", "interleaved-1f1b:stages_per_rank"), "write interleaved-1f1b:name=value"),
+        (("draw", "breadth-first:stages_per_rank=2,stages_per_rank=3"), "given twice"),
+        (("compare", "1f1b", "-o", "picture.json"), "end the name in .txt, .svg, .html"),
+        (("compare", "1f1b", "--scatter", "picture.txt"), "end the name in .svg"),
+        (("simulate", "1f1b", "--costs", "missing.json"), "cannot read missing.json"),
         (("simulate", "1f1b", "-p", "0"), "num_ranks is 0"),
         (("simulate", "1f1b", "-m", "-3"), "num_microbatches is -3"),
         (("simulate", "1f1b", "--costs", "1,2"), "has 2 numbers"),

@@ -7,15 +7,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from penstock import Costs, Op, Schedule, Span, Timeline, draw, errors, schedules, simulate
-from penstock.drawing import stacked
+from penstock import Costs, Kind, Op, Schedule, Span, Timeline, draw, errors, schedules, simulate
+from penstock.drawing import draw_stacked, stacked
 from penstock.drawing.chart import line_chart, thinned
 from penstock.drawing.html import page
-from penstock.drawing.labels import label
+from penstock.drawing.labels import Names
 from penstock.drawing.markup import escaped, shortened, text_width
 from penstock.drawing.svg import svg
+from penstock.drawing.text import columns_of_shortest, stacked_text, text
 from penstock.drawing.units import bytes_, number, seconds, tick_label, ticks
-from penstock.schedule.lower import add_communication, add_update
+from penstock.schedule.lower import add_communication, add_recompute, add_update, lower
 from penstock.timeline import BUSY
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -44,6 +45,17 @@ def in_seconds(ranks=2, microbatches=8, source="measured"):
     return Timeline(timeline.rows, timeline.name, source)
 
 
+RECOMPUTED = simulate(
+    add_recompute(schedules.build("1f1b", num_ranks=2, num_microbatches=3)), Costs(hop=0.5)
+)
+SLICED = simulate(
+    Schedule.parse(
+        "0F0,0F0.1,0F1,0F1.1,0B0.1,0B0,0B1.1,0B1\n1F0,1F0.1,1B0.1,1B0,1F1,1F1.1,1B1.1,1B1"
+    )
+)
+BOTH_WAYS = simulate(schedules.build("chimera", num_ranks=4, num_microbatches=8))
+
+
 CASES = {
     "1f1b": ONE_F_ONE_B,
     "two stages per rank": SPLIT,
@@ -55,6 +67,10 @@ CASES = {
     "large": simulate(schedules.build("1f1b", num_ranks=16, num_microbatches=64)),
     "tiny": simulate(Schedule.parse("0F0,0B0"), Costs(3e-4, 3e-4, 4e-4)),
     "huge": simulate(Schedule.parse("0F0,0B0"), Costs(1e12, 1e12, 1e12)),
+    "recomputed": RECOMPUTED,
+    "sliced": SLICED,
+    "two pipelines": BOTH_WAYS,
+    "everything": simulate(lower(schedules.build("zb-v", num_ranks=2, num_microbatches=3))),
     "late": Timeline(tuple(map(later, SPLIT.rows))),
 }
 
@@ -101,9 +117,9 @@ def test_labels_stay_inside_their_boxes(timeline):
 
 
 def test_labels_are_those_of_the_text_drawing():
-    for timeline in (ONE_F_ONE_B, SPLIT):
+    for timeline in (ONE_F_ONE_B, SPLIT, RECOMPUTED, SLICED, BOTH_WAYS):
         drawn = [one.find(f"{SVG}text").text for one in elements(svg(timeline), "span")]
-        assert drawn == [label(timeline, span.op, span.rank) for span in timeline.spans]
+        assert drawn == [Names(timeline).label(span.op, span.rank) for span in timeline.spans]
 
 
 def test_where_labels_do_not_fit_the_microbatch_remains_or_nothing():
@@ -123,6 +139,47 @@ def test_kinds_and_stages_differ_in_fill():
     assert {f"url(#{name})" for name in defined} == {
         fill for found in fills.values() for fill in found if fill.startswith("url")
     }
+
+
+def test_a_recomputed_forward_is_no_forward_without_colour_either():
+    picture = svg(RECOMPUTED)
+    fills = {
+        Op.parse(one.get("data-op")).kind: one.find(f"{SVG}rect").get("fill")
+        for one in elements(picture, "span")
+    }
+    assert fills[Kind.RECOMPUTE] == "url(#penstock-R0)" and fills[Kind.FORWARD] is None
+    assert elements(picture, "bars")
+    assert "R recomputed forward" in picture
+    assert "R0" in text(RECOMPUTED)
+
+
+def test_slices_are_named():
+    names = Names(SLICED)
+    assert names.label(Op.parse("0F1"), 0) == "F1"
+    assert names.label(Op.parse("1B0.1"), 1) == "B0.1"
+    assert "0B0.1: backward, stage 0, microbatch 0, slice 1, rank 0" in svg(SLICED)
+
+
+def test_where_pipelines_run_both_ways_the_shade_tells_which():
+    """A microbatch has one shade on all ranks, and needs no letter for its stage."""
+    shades = {}
+    for one in elements(svg(BOTH_WAYS), "span"):
+        shade = one.find(f"{SVG}rect").get("class").split()[1]
+        shades.setdefault(Op.parse(one.get("data-op")).microbatch, set()).add(shade)
+    assert shades == {k: {"s0"} if k in (0, 1, 4, 5) else {"s3"} for k in range(8)}
+    names = Names(BOTH_WAYS)
+    labels = {names.label(span.op, span.rank) for span in BOTH_WAYS.spans}
+    assert labels == {f"{kind}{k}" for kind in "FB" for k in range(8)}
+    assert "paler: microbatches that start on rank 3" in svg(BOTH_WAYS)
+
+
+def test_stages_of_a_rank_have_letters_and_the_legend_says_so():
+    assert "a, b: the rank&#x27;s stages, later ones paler" in svg(SPLIT)
+    four = schedules.build("interleaved-1f1b", num_ranks=2, num_microbatches=2, stages_per_rank=4)
+    timeline = simulate(four)
+    assert Names(timeline).label(Op.parse("5F1"), 1) == "F1c"
+    assert "a to d: the rank&#x27;s stages" in svg(timeline)
+    assert "later ones paler" not in svg(ONE_F_ONE_B)
 
 
 def test_waiting_is_drawn_but_is_no_span():
@@ -163,6 +220,35 @@ def test_stacked_timelines_share_one_axis():
     tracks = [float(one.get("width")) for one in elements(picture, "track") if one.get("height")]
     assert tracks[0] / tracks[4] == pytest.approx(short.makespan / long.makespan, abs=1e-3)
     assert stacked([("short", short), ("long", long)]) == picture
+
+
+def test_stacked_text_shares_one_axis():
+    zero_bubble = simulate(
+        schedules.build("zb-h1", num_ranks=4, num_microbatches=8), Costs(0.5, 0.5, 0.5)
+    )
+    first, second = stacked_text([("a", ONE_F_ONE_B), ("b", zero_bubble)]).split("\n\n")
+    assert first.startswith("a, predicted: makespan 33") and second.startswith("b, ")
+    lengths = [len(picture.splitlines()[1].split("│")[1]) for picture in (first, second)]
+    assert lengths[0] / lengths[1] == 33 / 13.5
+    assert first.splitlines()[1].startswith("rank 0 │F0──F1──"), "an op of 1 is as long as two of ½"
+    assert second.splitlines()[1].startswith("rank 0 │F0F1")
+    assert stacked_text([("b", zero_bubble), ("a", ONE_F_ONE_B)]) == f"{second}\n\n{first}"
+
+
+def test_text_too_long_for_labels_keeps_letters_of_one_kind_or_none():
+    drawn = text(CASES["large"], width=250)
+    assert re.fullmatch("[FB·─]+", drawn.splitlines()[1].split("│")[1])
+    assert columns_of_shortest([ONE_F_ONE_B], 66) == 2
+
+
+def test_the_same_pictures_stacked_in_files(tmp_path):
+    titled = [("a", ONE_F_ONE_B), ("b", SPLIT)]
+    assert draw_stacked(titled, tmp_path / "x.svg") == stacked(titled)
+    html = draw_stacked(titled, tmp_path / "x.html")
+    assert Page(html).references == [] and html.count('class="panel"') == 2
+    assert draw_stacked(titled, tmp_path / "x.txt") == stacked_text(titled)
+    with pytest.raises(errors.InputError, match=r"\.txt, \.svg, \.html"):
+        draw_stacked(titled, tmp_path / "x.json")
 
 
 def test_nothing_stacked_is_still_a_picture():
@@ -222,7 +308,7 @@ def test_chrome_trace(tmp_path):
         )
         assert event["ts"] == pytest.approx(span.start * 1e6)
         assert event["dur"] == pytest.approx((span.end - span.start) * 1e6)
-        assert event["args"]["microbatch"] == span.op.microbatch
+        assert (event["args"]["microbatch"], event["args"]["slice"]) == span.op[2:]
     names = {e["tid"]: e["args"]["name"] for e in events["M"] if e["name"] == "thread_name"}
     assert names == {0: "rank 0", 1: "rank 1"}
     assert max(event["args"]["microbatches"] for event in events["C"]) == 2

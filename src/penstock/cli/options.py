@@ -3,27 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from penstock.cost import Costs
-from penstock.errors import InputError
+from penstock.errors import FileError, InputError
+from penstock.values import Value
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 _COST_NAMES = ("forward", "backward_input", "backward_weight", "hop")
 
 
-class CostsType(click.ParamType[Costs]):
-    """``F,I,W,hop`` as ``Costs``; the hop may be left out."""
+class CostsFile(Value, frozen=True):
+    """The fields of ``Costs`` as a file: each a number, or a list with one per stage."""
 
-    name = "F,I,W,hop"
+    forward: float | list[float] = 1.0
+    backward_input: float | list[float] = 1.0
+    backward_weight: float | list[float] = 1.0
+    hop: float | list[float] = 0.0
+    update: float | list[float] = 0.0
+    recompute: float | list[float] | None = None
+    reduce: float | list[float] = 0.0
+
+    def costs(self, where: str) -> Costs:
+        """As ``Costs``.
+
+        Raises:
+            FileError: a cost is negative or not finite; ``where`` is named.
+        """
+        try:
+            return Costs(**{name: getattr(self, name) for name in self.__struct_fields__})
+        except InputError as error:
+            raise FileError(f"{where}: {error}") from None
+
+
+class CostsType(click.ParamType[Costs]):
+    """``F,I,W,hop`` as ``Costs``, where the hop may be left out; or a file with fields of it."""
+
+    name = "F,I,W,hop|FILE"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Turn the option's text into ``Costs``."""
         if isinstance(value, Costs):
             return value
+        if Path(value).suffix.lower() == ".json":
+            return CostsFile.load(value).costs(value)
         parts = str(value).split(",")
         if len(parts) not in (3, 4):
             self.fail(f"{value!r} has {len(parts)} numbers; write F,I,W or F,I,W,hop", param, ctx)
@@ -43,7 +70,9 @@ def costs_option(verb: Verb) -> Verb:
         type=CostsType(),
         default=Costs(),
         show_default="1,1,1,0",
-        help="Time of a forward, an input gradient, a weight gradient, and a hop between ranks.",
+        help="Time of a forward, an input gradient and a weight gradient of a whole rank's layers, "
+        "and of a hop between ranks. Where a rank has several stages, each takes its share. Or a "
+        ".json file with fields of Costs; a list there gives a number per stage.",
     )(verb)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
@@ -10,33 +9,35 @@ import click
 from penstock.cli import options, show, sources
 from penstock.cost import Costs
 from penstock.drawing import draw as draw_timeline
-from penstock.drawing import stacked
+from penstock.drawing import draw_scatter, draw_stacked
 from penstock.errors import InputError
 from penstock.schedule import Schedule, families
+from penstock.schedule.about import about
 from penstock.schedule.check import check as check_schedule
 from penstock.schedule.lower import add_communication
-from penstock.values import read_text, write_atomically
+from penstock.values import read_text
 
-_SOURCE_HELP = "SOURCE is a schedule's name, a .csv of ops, or a .json plan, timeline or run."
+_SOURCE_HELP = (
+    "SOURCE is a schedule's name, a .csv of ops, or a .json plan, timeline or run. Options of a "
+    "schedule follow its name: interleaved-1f1b:stages_per_rank=4."
+)
 
 
 @click.command()
+@click.argument("name", required=False)
 @options.json_option
-def schedules(as_json: bool) -> None:
-    """List the schedule families."""
-    rows = []
-    for name in families.names():
-        family = families.family(name)
-        law = " ".join((family.__doc__ or "").strip().split("\n\n", 1)[0].split())
-        # The file of a family begins with its idea and names its paper.
-        module = sys.modules[family.__module__]
-        paper = " ".join((module.__doc__ or "").strip().split("\n\n", 1)[-1].split())
-        rows.append({"name": name, "law": law, "paper": paper})
+def schedules(name: str | None, as_json: bool) -> None:
+    """List the schedule families, or tell all about one (NAME)."""
+    listed = [about(one) for one in (families.names() if name is None else [name])]
     if as_json:
-        show.print_json(rows)
+        show.print_json([one.facts() for one in listed] if name is None else listed[0].facts())
+    elif name is None:
+        show.print_table(("name", "law"), [(one.name, one.law) for one in listed], 2)
+        click.echo(
+            "\npenstock schedules NAME tells when a schedule wins, who published it, and more."
+        )
     else:
-        columns = ("name", "law", "paper")
-        show.print_table(columns, [[row[column] for column in columns] for row in rows], 3)
+        show.print_family(listed[0])
 
 
 @click.command(epilog=_SOURCE_HELP)
@@ -47,11 +48,11 @@ def schedules(as_json: bool) -> None:
 @options.json_option
 def simulate(source: str, ranks: int, microbatches: int, costs: Costs, as_json: bool) -> None:
     """Predict makespan, both bubbles and memory of a schedule."""
-    timeline = sources.load(source, ranks, microbatches, costs).timeline
+    found = sources.load(source, ranks, microbatches, costs)
     if as_json:
-        show.print_json(show.metrics(timeline))
+        show.print_json(show.metrics(*found))
     else:
-        show.print_table(show.METRIC_COLUMNS, [show.metric_row(timeline)])
+        show.print_table(show.METRIC_COLUMNS, [show.metric_row(*found)])
 
 
 @click.command(epilog=_SOURCE_HELP)
@@ -65,10 +66,10 @@ def draw(
     source: str, ranks: int, microbatches: int, costs: Costs, output: str | None, as_json: bool
 ) -> None:
     """Draw a schedule, a plan or a timeline."""
-    timeline = sources.load(source, ranks, microbatches, costs).timeline
-    picture = draw_timeline(timeline, output)
+    found = sources.load(source, ranks, microbatches, costs)
+    picture = draw_timeline(found.timeline, output)
     if as_json:
-        show.print_json({**show.metrics(timeline), "output": output})
+        show.print_json({**show.metrics(*found), "output": output})
     elif output is None:
         click.echo(picture)
     else:
@@ -80,7 +81,8 @@ def draw(
 @options.ranks_option(4)
 @options.microbatches_option(8)
 @options.costs_option
-@options.output_option("Also draw them stacked on one time axis: .svg or .txt.")
+@options.output_option("Also draw them stacked on one time axis: .svg, .html or .txt.")
+@click.option("--scatter", type=click.Path(), help="Also draw memory against both bubbles (.svg).")
 @options.json_option
 def compare(
     names: tuple[str, ...],
@@ -88,24 +90,25 @@ def compare(
     microbatches: int,
     costs: Costs,
     output: str | None,
+    scatter: str | None,
     as_json: bool,
 ) -> None:
     """Compare schedules on the same ranks, microbatches and costs."""
-    timelines = [sources.load(name, ranks, microbatches, costs).timeline for name in names]
-    pictures = "\n\n".join(draw_timeline(timeline) for timeline in timelines)
+    found = [sources.load(name, ranks, microbatches, costs) for name in names]
+    timelines = [one.timeline for one in found]
+    titled = [(one.name or name, one) for name, one in zip(names, timelines, strict=True)]
     if output is not None:
-        suffix = Path(output).suffix
-        if suffix not in (".svg", ".txt"):
-            raise InputError(f"cannot draw {output!r}: end the name in .svg or .txt")
-        titled = [(timeline.name, timeline) for timeline in timelines]
-        write_atomically(output, stacked(titled) if suffix == ".svg" else pictures + "\n")
+        draw_stacked(titled, output)
         show.say(f"wrote {output}")
+    if scatter is not None:
+        draw_scatter(titled, scatter)
+        show.say(f"wrote {scatter}")
     if as_json:
-        show.print_json([show.metrics(timeline) for timeline in timelines])
+        show.print_json([show.metrics(*one) for one in found])
         return
-    show.print_table(show.METRIC_COLUMNS, [show.metric_row(timeline) for timeline in timelines])
-    if output is None:
-        click.echo(f"\n{pictures}")
+    show.print_table(show.METRIC_COLUMNS, [show.metric_row(*one) for one in found])
+    if output is None and scatter is None:
+        click.echo(f"\n{show.stacked_in_terminal(titled)}")
 
 
 @click.command(epilog=_SOURCE_HELP)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 from rich.console import Console
@@ -18,12 +19,20 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from penstock.drawing.text import columns_of_shortest, stacked_text
+from penstock.drawing.units import Titled
+from penstock.schedule import Schedule
+from penstock.schedule.about import About
 from penstock.timeline import Timeline
 from penstock.values import encode
 
 if TYPE_CHECKING:
     from penstock.drawing import Fact
     from penstock.trial import Contestant
+
+
+_WIDTH = 100
+"""Columns where the terminal does not say, or is narrower than any table."""
 
 
 def say(text: str) -> None:
@@ -40,10 +49,14 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], num_texts
     """A table; the first ``num_texts`` columns are text, to the left, the others numbers."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < num_texts else "right", overflow="fold")
+        justify: Literal["left", "right"] = "left" if index < num_texts else "right"
+        least = max(map(len, column.split()))
+        table.add_column(
+            column, justify=justify, overflow="fold", no_wrap=index == 0, min_width=least
+        )
     for row in rows:
         table.add_row(*row)
-    Console(width=max(100, Console().width)).print(table)
+    Console(width=max(_WIDTH, Console().width)).print(table)
 
 
 def print_facts(facts: Sequence[Fact]) -> None:
@@ -57,8 +70,36 @@ def print_facts(facts: Sequence[Fact]) -> None:
     Console(width=max(140, Console().width)).print(table)
 
 
-def metrics(timeline: Timeline) -> dict[str, object]:
-    """A timeline's numbers, for ``--json``."""
+def print_family(family: About) -> None:
+    """Everything that a family says about itself."""
+    named = [("law", family.law), *(("", more) for more in family.details)]
+    named += [("wins", family.wins), ("loses", family.loses)]
+    for option in family.options:
+        default = f" (default {option.default})" if option.default else ""
+        named.append(("option", f"{option.name}{default}: {option.meaning}".rstrip(": ")))
+    named.append(("paper", family.citation))
+    click.secho(f"{family.title} ({family.name})", bold=True)
+    click.echo(textwrap.fill(family.summary, _WIDTH))
+    for name, words in named:
+        if words:
+            first = f"{name:<8}"
+            lines = textwrap.fill(words, _WIDTH, initial_indent=first, subsequent_indent=" " * 8)
+            click.echo(f"\n{lines}")
+    if family.drawing:
+        click.echo(f"\n{family.drawing}")
+
+
+def stacked_in_terminal(timelines: Sequence[Titled]) -> str:
+    """Text drawings on one time axis, if they can be read at this width."""
+    wide = max(_WIDTH, Console().width) - 24
+    drawn = [timeline for _, timeline in timelines]
+    if columns_of_shortest(drawn, wide) < 1:
+        return "Too long to draw here; write a picture with -o, for example -o compare.svg."
+    return stacked_text(timelines, wide, wide)
+
+
+def metrics(timeline: Timeline, schedule: Schedule | None) -> dict[str, object]:
+    """A timeline's numbers, for ``--json``; what only its schedule knows is null without one."""
     return {
         "name": timeline.name,
         "source": timeline.source,
@@ -67,20 +108,32 @@ def metrics(timeline: Timeline) -> dict[str, object]:
         "bubble": timeline.bubble,
         "stage_bubble": timeline.stage_bubble,
         "peak_activations": timeline.peak_activations,
+        "num_hops": schedule.num_hops if schedule else None,
+        "weight_copies": schedule.weight_copies if schedule else None,
     }
 
 
-METRIC_COLUMNS = ("schedule", "makespan", "bubble", "stage bubble", "peak activations")
+METRIC_COLUMNS = (
+    "schedule",
+    "makespan",
+    "bubble",
+    "stage bubble",
+    "peak activations",
+    "hops",
+    "weight copies",
+)
 
 
-def metric_row(timeline: Timeline) -> tuple[str, ...]:
+def metric_row(timeline: Timeline, schedule: Schedule | None) -> tuple[str, ...]:
     """A timeline's numbers, for a table."""
     return (
         timeline.name or "schedule",
         f"{timeline.makespan:.4g}",
         f"{timeline.bubble:.2%}",
         f"{timeline.stage_bubble:.2%}",
-        f"{max(timeline.peak_activations):g}",
+        f"{max(timeline.peak_activations, default=0):.4g}",
+        str(schedule.num_hops) if schedule else "–",
+        str(schedule.weight_copies) if schedule else "–",
     )
 
 

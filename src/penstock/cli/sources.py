@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 import msgspec
 
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
 DEFAULT_WORKLOAD = "penstock.demo:workload"
 
 
+_STAGES_PER_RANK = {"v": 2}
+"""Of the placements with a name; a straight pipeline has one."""
+
+
 class Source(NamedTuple):
     """Something that can be drawn: its timeline, and the schedule if it came from one."""
 
@@ -36,10 +42,11 @@ def load(name: str, ranks: int, microbatches: int, costs: Costs) -> Source:
     """Find what ``name`` means and make a timeline of it.
 
     Args:
-        name: a schedule family; or a file: ``.csv`` (ops, as torch writes them) or ``.json`` (a
-            plan, a timeline or a run's report).
+        name: a schedule family, with options behind a colon, as in ``hanayo:waves=2``; or a file:
+            ``.csv`` (ops, as torch writes them) or ``.json`` (a plan, a timeline or a run's
+            report).
         ranks, microbatches: for a family.
-        costs: for a family or a CSV.
+        costs: for a family or a CSV; plain numbers are those of a whole rank's layers.
 
     Raises:
         InputError: neither, or a file that does not hold what it should.
@@ -48,11 +55,58 @@ def load(name: str, ranks: int, microbatches: int, costs: Costs) -> Source:
     if suffix == ".csv":
         schedule = Schedule.parse(read_text(name), Path(name).stem)
         check(schedule)
-        return Source(simulate(schedule, costs), schedule)
-    if suffix == ".json":
+    elif suffix == ".json":
         return _load_json(name)
-    schedule = families.build(name, num_ranks=ranks, num_microbatches=microbatches)
-    return Source(simulate(schedule, costs), schedule)
+    else:
+        schedule = _build(name, ranks, microbatches, costs)
+    per_rank = schedule.num_stages / schedule.num_ranks
+    return Source(simulate(schedule, spread(costs, per_rank)), schedule)
+
+
+def _build(name: str, ranks: int, microbatches: int, costs: Costs) -> Schedule:
+    family, _, rest = name.partition(":")
+    options = family_options(family, rest)
+    searched = {}
+    if "costs" in inspect.signature(families.family(family)).parameters:
+        # A search is to find the order for the costs under which it is then judged.
+        per_rank = _STAGES_PER_RANK.get(str(options.get("placement")), 1)
+        searched["costs"] = spread(costs, per_rank)
+    schedule = families.build(
+        family, num_ranks=ranks, num_microbatches=microbatches, **options, **searched
+    )
+    # Two of one family may stand beside each other; their options tell them apart.
+    return replace(schedule, name=name) if options else schedule
+
+
+def family_options(family: str, text: str) -> dict[str, Any]:
+    """Read ``option=value,option=value`` into what the family takes.
+
+    Raises:
+        InputError: no such family, no ``=``, or a value of another type than the option has.
+    """
+    types = get_type_hints(families.family(family))
+    options: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        option, equals, value = part.partition("=")
+        if not equals:
+            raise InputError(f"{family}: {part!r} is no option; write {family}:name=value")
+        if option in options:
+            raise InputError(f"{family}: {option} is given twice")
+        if option == "costs":
+            raise InputError(f"{family}: give costs with --costs")
+        try:
+            options[option] = msgspec.convert(value, types.get(option, str), strict=False)
+        except (msgspec.ValidationError, TypeError) as error:
+            raise InputError(f"{family}: {option} cannot be {value!r}: {error}") from None
+    return options
+
+
+def spread(costs: Costs, stages_per_rank: float) -> Costs:
+    """Costs of a whole rank's layers as those of each stage, so that schedules with one stage per
+    rank and with several train the same model. Lists are per stage already."""
+    given = {field.name: getattr(costs, field.name) for field in fields(costs)}
+    lists = {name: value for name, value in given.items() if isinstance(value, tuple)}
+    return replace(costs.spread(stages_per_rank), **lists)
 
 
 def _load_json(path: str) -> Source:

@@ -1,9 +1,11 @@
 """Pictures of a timeline: text, SVG, HTML, Chrome trace. One function, ``draw``, for all of them;
-``stacked`` for several timelines on one axis, ``write_report`` for a whole training run."""
+``draw_stacked`` for several timelines on one axis, ``draw_scatter``
+for memory against bubble, ``write_report`` for a whole training run."""
 
-from penstock.drawing.draw import draw
+from penstock.drawing.draw import draw, draw_stacked
 from penstock.drawing.report import read_report, write_report
 from penstock.drawing.run_report import Fact, Report, Series, StageRow, TimelineRecord
+from penstock.drawing.scatter import draw_scatter
 from penstock.drawing.svg import stacked
 
 __all__ = [
@@ -13,6 +15,8 @@ __all__ = [
     "StageRow",
     "TimelineRecord",
     "draw",
+    "draw_scatter",
+    "draw_stacked",
     "read_report",
     "stacked",
     "write_report",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.drawing.labels import label
+from penstock.drawing.labels import Names
 from penstock.drawing.markup import lines, tag, text_width, write
 from penstock.drawing.units import Unit, seconds
 from penstock.schedule.op import COMPUTE, Kind
@@ -13,6 +13,7 @@ from penstock.timeline import BUSY, Span, Timeline
 
 LETTERS: Mapping[Kind, str] = {
     Kind.FORWARD: "F",
+    Kind.RECOMPUTE: "R",
     Kind.BACKWARD: "B",
     Kind.BACKWARD_INPUT: "I",
     Kind.BACKWARD_WEIGHT: "W",
@@ -22,6 +23,7 @@ LETTERS: Mapping[Kind, str] = {
 
 WORDS: Mapping[Kind, str] = {
     Kind.FORWARD: "forward",
+    Kind.RECOMPUTE: "recomputed forward",
     Kind.BACKWARD: "backward",
     Kind.BACKWARD_INPUT: "input gradient",
     Kind.BACKWARD_WEIGHT: "weight gradient",
@@ -31,9 +33,16 @@ WORDS: Mapping[Kind, str] = {
 PALEST = 3
 """The last of the shades s0, s1, … that tell a rank's stages apart."""
 
-_HATCHED = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+_DOT = "a1 1 0 1 0 2 0a1 1 0 1 0 -2 0"
+_MARKS: Mapping[Kind, str] = {
+    Kind.RECOMPUTE: tag("path", class_="bars", d="M0 1.5H7M0 5H7"),
+    Kind.BACKWARD_INPUT: tag("path", class_="hatch", d="M-1 8L8 -1M-1 1L1 -1M6 8L8 6"),
+    Kind.BACKWARD_WEIGHT: tag("path", class_="dots", d=f"M1 2.5{_DOT}M4.5 6{_DOT}"),
+}
+"""What is repeated over the boxes of a kind, so that it is known without its colour."""
+
 _PADDING = 4.0
-_NARROWEST_BOX = 0.8
+_NARROWEST_BOX, _NARROW = 0.8, 8.0
 
 
 @dataclass(frozen=True)
@@ -65,41 +74,38 @@ _STYLES = (
 
 def widest_label(timeline: Timeline) -> float:
     """The width of a box in which every label of the compute ops fits comfortably."""
-    spans = [span for span in timeline.spans if span.op.kind in COMPUTE]
-    names = (label(timeline, span.op, span.rank) for span in spans)
-    return max((text_width(name, 11) for name in names), default=0.0) + _PADDING
+    names = Names(timeline)
+    labels = {names.label(s.op, s.rank) for s in timeline.spans if s.op.kind in COMPUTE}
+    return max((text_width(label, 11) for label in labels), default=0.0) + _PADDING
 
 
-def label_styles(timeline: Timeline, scale: float) -> dict[Kind, LabelStyle]:
+def label_styles(timeline: Timeline, names: Names, scale: float) -> dict[Kind, LabelStyle]:
     """For each kind, the largest style in which nearly all of its labels fit: one style per kind
     looks calmer than one per box. A kind is missing where none fits."""
     styles = {}
     for kind in BUSY:
         spans = [span for span in timeline.spans if span.op.kind is kind]
-        names = {label(timeline, span.op, span.rank) for span in spans}
+        labels = {names.label(span.op, span.rank) for span in spans}
         lengths = sorted(span.end - span.start for span in spans)
         if not lengths:
             continue
-        width, name = lengths[len(lengths) // 10] * scale, max(names, key=len)
+        width, longest = lengths[len(lengths) // 10] * scale, max(labels, key=len)
         for style in _STYLES:
-            if style.fits(name, width):
+            if style.fits(longest, width):
                 styles[kind] = style
                 break
     return styles
 
 
-def shade(timeline: Timeline, span: Span) -> int:
-    """Which shade a span's stage has among those of its rank: 0 for the first."""
-    stages = timeline.stages_of[span.rank]
-    if len(stages) < 2 or span.op.stage not in stages:
-        return 0
-    return round(stages.index(span.op.stage) * PALEST / (len(stages) - 1))
+def shade(names: Names, span: Span) -> int:
+    """Which of the shades s0, s1, … a span's stage has: 0 for the first of its rank."""
+    return round(names.shade(span.op, span.rank) * PALEST)
 
 
 def paint(kind: Kind, shade: int) -> dict[str, str]:
     """The attribute that fills a box."""
     letter = LETTERS[kind]
-    if kind in _HATCHED:
+    if kind in _MARKS:
         return {"fill": f"url(#penstock-{letter}{shade})"}
     return {"class_": f"{letter} s{shade}"}
 
@@ -107,38 +113,39 @@ def paint(kind: Kind, shade: int) -> dict[str, str]:
 def hatches(timelines: Sequence[Timeline]) -> str:
     """Definitions of the patterns that the boxes of these timelines refer to."""
     used = {
-        (LETTERS[span.op.kind], shade(timeline, span))
-        for timeline in timelines
+        (span.op.kind, shade(names, span))
+        for timeline, names in ((timeline, Names(timeline)) for timeline in timelines)
         for span in timeline.spans
-        if span.op.kind in _HATCHED
+        if span.op.kind in _MARKS
     }
-    return lines(_hatch(letter, level) for letter, level in sorted(used))
+    return lines(_hatch(kind, level) for kind, level in sorted(used))
 
 
-def _hatch(letter: str, level: int) -> str:
+def _hatch(kind: Kind, level: int) -> str:
+    letter = LETTERS[kind]
     fill = tag("rect", class_=f"{letter} s{level}", width=7, height=7)
-    if letter == LETTERS[Kind.BACKWARD_INPUT]:
-        mark = tag("path", class_="hatch", d="M-1 8L8 -1M-1 1L1 -1M6 8L8 6")
-    else:
-        dots = "M1 2.5a1 1 0 1 0 2 0a1 1 0 1 0 -2 0"
-        mark = tag("path", class_="dots", d=f"{dots}M4.5 6a1 1 0 1 0 2 0a1 1 0 1 0 -2 0")
     identity = f"penstock-{letter}{level}"
     return tag(
-        "pattern", fill + mark, id=identity, width=7, height=7, patternUnits="userSpaceOnUse"
+        "pattern",
+        fill + _MARKS[kind],
+        id=identity,
+        width=7,
+        height=7,
+        patternUnits="userSpaceOnUse",
     )
 
 
 def box(
-    timeline: Timeline,
+    names: Names,
     span: Span,
     place: tuple[float, float, float, float],
     style: LabelStyle | None,
     unit: Unit,
 ) -> str:
     """The element of one busy span at ``place`` (x, y, width, height)."""
-    kind, level = span.op.kind, shade(timeline, span)
+    kind, level = span.op.kind, shade(names, span)
     parts = [tag("title", tooltip(span, unit)), _rectangle(place, paint(kind, level))]
-    name = label(timeline, span.op, span.rank)
+    name = names.label(span.op, span.rank)
     if style is not None and style.fits(name, place[2]):
         x, y, width, height = place
         middle = y + height / 2 + style.size * 0.36
@@ -162,12 +169,14 @@ def _rectangle(place: tuple[float, float, float, float], fill: dict[str, str]) -
     gap = 0.5 if width > 4 else 0.0
     wide = max(width - 2 * gap, _NARROWEST_BOX)
     corner = 2 if width > 8 else 0
+    if width <= _NARROW and "class_" in fill:
+        fill = {"class_": f"{fill['class_']} narrow"}
     return tag("rect", x=x + gap, y=y + 1, width=wide, height=height - 2, rx=corner, **fill)
 
 
 def _ink(kind: Kind, level: int) -> str:
     letter = LETTERS[kind]
-    if kind in _HATCHED:
+    if kind in _MARKS:
         return f"on-{letter} s{level}"
     return "on-dark" if kind is Kind.UPDATE or (kind is Kind.BACKWARD and level == 0) else ""
 
@@ -176,8 +185,9 @@ def tooltip(span: Span, unit: Unit) -> str:
     """What a span is, in words."""
     op = span.op
     what = f"{WORDS[op.kind]}, stage {op.stage}"
-    if op.kind in COMPUTE:
+    if op.kind is not Kind.UPDATE:
         what += f", microbatch {op.microbatch}"
+        what += f", slice {op.slice}" if op.slice else ""
     times = f"{unit.show(span.start)} → {unit.show(span.end)}"
     length = span.end - span.start
     took = seconds(length) if unit.suffix else unit.show(length)

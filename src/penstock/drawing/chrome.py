@@ -36,7 +36,12 @@ def _event(span: Span) -> _Event:
         "dur": (span.end - span.start) * _MICROSECONDS,
         "pid": _PROCESS,
         "tid": span.rank,
-        "args": {"stage": op.stage, "kind": op.kind.value, "microbatch": op.microbatch},
+        "args": {
+            "stage": op.stage,
+            "kind": op.kind.value,
+            "microbatch": op.microbatch,
+            "slice": op.slice,
+        },
     }
 
 

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from penstock.drawing.chrome import chrome
-from penstock.drawing.html import page
-from penstock.drawing.svg import svg
-from penstock.drawing.text import text
+from penstock.drawing.html import page, stacked_page
+from penstock.drawing.svg import stacked, svg
+from penstock.drawing.text import stacked_text, text
+from penstock.drawing.units import Titled
 from penstock.errors import InputError
 from penstock.timeline import Timeline
 from penstock.values import expect, write_atomically
+
+Pictured = TypeVar("Pictured")
 
 RENDERERS: dict[str, Callable[[Timeline], str]] = {
     ".txt": text,
     ".svg": svg,
     ".html": page,
     ".json": chrome,
+}
+STACKED_RENDERERS: dict[str, Callable[[Sequence[Titled]], str]] = {
+    ".txt": stacked_text,
+    ".svg": stacked,
+    ".html": stacked_page,
 }
 
 
@@ -39,10 +48,24 @@ def draw(timeline: Timeline, path: str | os.PathLike[str] | None = None) -> str:
         FileError: the file cannot be written.
     """
     expect(timeline, Timeline, "the timeline", "make one with penstock.simulate")
+    return _drawn(RENDERERS, timeline, path)
+
+
+def draw_stacked(timelines: Sequence[Titled], path: str | os.PathLike[str]) -> str:
+    """Draw several timelines, each with its title, on one time axis, into ``.txt``, ``.svg`` or
+    ``.html``; otherwise as ``draw``."""
+    return _drawn(STACKED_RENDERERS, timelines, path)
+
+
+def _drawn(
+    renderers: dict[str, Callable[[Pictured], str]],
+    pictured: Pictured,
+    path: str | os.PathLike[str] | None,
+) -> str:
     suffix = ".txt" if path is None else Path(path).suffix.lower()
-    if suffix not in RENDERERS:
-        raise InputError(f"cannot draw {str(path)!r}: end the name in {', '.join(RENDERERS)}")
-    picture = RENDERERS[suffix](timeline)
+    if suffix not in renderers:
+        raise InputError(f"cannot draw {str(path)!r}: end the name in {', '.join(renderers)}")
+    picture = renderers[suffix](pictured)
     if path is not None:
         write_atomically(path, picture if picture.endswith("\n") else picture + "\n")
     return picture

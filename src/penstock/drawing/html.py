@@ -7,9 +7,11 @@ way of its microbatch through all ranks.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from penstock.drawing.markup import escaped, lines, resource, tag
 from penstock.drawing.svg import PAGE_WIDTHS, stacked
+from penstock.drawing.units import Titled
 from penstock.timeline import Timeline
 
 _WIDE, _SHRINKS_TO, _GROWS_TO = 1200, 0.8, 1.35
@@ -25,9 +27,19 @@ def page(timeline: Timeline) -> str:
     """Draw a timeline as a self-contained HTML page."""
     name = timeline.name or "schedule"
     title = f"{name}, {timeline.source}"
-    picture = stacked([(title, timeline)], width_range=PAGE_WIDTHS)
+    return _page([(title, timeline)], name, title)
+
+
+def stacked_page(timelines: Sequence[Titled]) -> str:
+    """Draw several timelines on one time axis as a self-contained HTML page."""
+    names = " · ".join(title for title, _ in timelines) or "no timeline"
+    return _page(timelines, names, names)
+
+
+def _page(timelines: Sequence[Titled], heading: str, title: str) -> str:
+    picture = stacked(timelines, width_range=PAGE_WIDTHS)
     card = tag("section", viewer(picture, title, wheel="plain"), class_="card")
-    return document(title, lines([tag("h1", escaped(name)), card]))
+    return document(title, lines([tag("h1", escaped(heading)), card]))
 
 
 def document(title: str, body: str) -> str:

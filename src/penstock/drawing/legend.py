@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from penstock.drawing.boxes import LETTERS, PALEST, WORDS, paint
+from penstock.drawing.labels import Names
 from penstock.drawing.markup import coordinate, lines, tag, text_width, write
 from penstock.schedule.op import COMMUNICATION, Kind
 from penstock.timeline import Timeline
@@ -34,10 +35,8 @@ def _entries(timelines: Sequence[Timeline]) -> Iterator[tuple[str, str]]:
         if kind in present:
             swatch = tag("rect", y=1, width=_SWATCH, height=13, rx=2, **paint(kind, 0))
             yield swatch, f"{letter} {WORDS[kind]}"
-    stages = max((len(s) for timeline in timelines for s in timeline.stages_of), default=0)
-    if stages > 1 and Kind.FORWARD in present:
-        letters = f"a to {chr(ord('a') + min(stages, 26) - 1)}"
-        yield _shades(), f"{letters}, paler: later stages of the rank"
+    if Kind.FORWARD in present:
+        yield from ((_shades(count), words) for count, words in _stages(timelines))
     if any(_waits(timeline) for timeline in timelines):
         path = f"M0 7.5h{_SWATCH:g}"
         yield tag("path", class_="wait", d=path), "waiting for another rank"
@@ -47,11 +46,25 @@ def _entries(timelines: Sequence[Timeline]) -> Iterator[tuple[str, str]]:
         yield tag("path", class_="held", d=path), "microbatches in flight"
 
 
-def _shades() -> str:
-    width = _SWATCH / (PALEST + 1)
+def _stages(timelines: Sequence[Timeline]) -> Iterator[tuple[int, str]]:
+    """How many shades there are, and what they mean."""
+    names = [Names(timeline) for timeline in timelines]
+    stages = max(one.most_stages for one in names)
+    if stages > 1:
+        letters = "a, b" if stages == 2 else f"a to {chr(ord('a') + min(stages, 26) - 1)}"
+        yield stages, f"{letters}: the rank's stages, later ones paler"
+    starts = max((one.starts for one in names), key=len)
+    if len(starts) > 1:
+        others = " or ".join(map(str, starts[1:]))
+        yield len(starts), f"paler: microbatches that start on rank {others}"
+
+
+def _shades(count: int) -> str:
+    levels = sorted({round(k * PALEST / (count - 1)) for k in range(count)})
+    width = _SWATCH / len(levels)
     return "".join(
-        tag("rect", x=k * width, y=1, width=width, height=13, **paint(Kind.FORWARD, k))
-        for k in range(PALEST + 1)
+        tag("rect", x=k * width, y=1, width=width, height=13, **paint(Kind.FORWARD, level))
+        for k, level in enumerate(levels)
     )
 
 

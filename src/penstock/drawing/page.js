@@ -53,7 +53,7 @@ for (const viewer of document.querySelectorAll(".viewer")) {
 
   const byMicrobatch = new Map();
   for (const span of picture.querySelectorAll(".span")) {
-    const [, kind, microbatch] = span.dataset.op.match(/^\d+(\D+)(\d+)$/);
+    const [, kind, microbatch] = span.dataset.op.match(/^\d+(\D+)(\d+)(?:\.\d+)?$/);
     if (kind === "UPDATE") continue;
     if (!byMicrobatch.has(microbatch)) byMicrobatch.set(microbatch, []);
     byMicrobatch.get(microbatch).push(span);

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from penstock.drawing.boxes import LabelStyle, box, hatches, label_styles, widest_label
+from penstock.drawing.labels import Names
 from penstock.drawing.legend import legend
 from penstock.drawing.markup import lines, resource, shortened, tag, text_width, write
 from penstock.drawing.units import (
+    Titled,
     Unit,
     UnitName,
     longest,
@@ -26,8 +28,6 @@ from penstock.drawing.units import (
 )
 from penstock.schedule.op import COMMUNICATION, COMPUTE, Kind
 from penstock.timeline import BUSY, Timeline
-
-Titled = tuple[str, Timeline]
 
 FIGURE_WIDTHS, PAGE_WIDTHS = (800.0, 2400.0), (1000.0, 6000.0)
 """The least and the most pixels that a picture is wide: one for paper, one that can be scrolled."""
@@ -165,13 +165,14 @@ def _panel(frame: _Frame, title: str, timeline: Timeline, top: float) -> str:
     """One timeline: its headline and its rows."""
     rows = top + _HEAD_HEIGHT
     room = frame.width - 2 * _MARGIN
-    styles = label_styles(timeline, frame.scale)
+    names = Names(timeline)
+    styles = label_styles(timeline, names, frame.scale)
     parts = [
         _tracks(frame, timeline, rows),
         _grid(frame, rows, rows + frame.row * timeline.num_ranks - 4),
     ]
     for rank in range(timeline.num_ranks):
-        parts.append(_row(frame, timeline, rank, rows + rank * frame.row, styles))
+        parts.append(_row(frame, timeline, names, rank, rows + rank * frame.row, styles))
     parts += [
         write(_MARGIN, top + 14, shortened(title, 15, room), "title"),
         write(_MARGIN, top + 33, shortened(_facts(timeline, frame.unit), 12, room), "muted"),
@@ -232,7 +233,12 @@ def _axis(frame: _Frame, top: float) -> str:
 
 
 def _row(
-    frame: _Frame, timeline: Timeline, rank: int, top: float, styles: Mapping[Kind, LabelStyle]
+    frame: _Frame,
+    timeline: Timeline,
+    names: Names,
+    rank: int,
+    top: float,
+    styles: Mapping[Kind, LabelStyle],
 ) -> str:
     zero, parts = _zero(timeline), []
     for span in timeline.by_rank[rank]:
@@ -240,7 +246,7 @@ def _row(
         if span.op.kind in BUSY:
             style = styles.get(span.op.kind)
             place = (x, top, width, frame.bar)
-            parts.append(box(timeline, span, place, style, frame.unit))
+            parts.append(box(names, span, place, style, frame.unit))
         elif span.op.kind in COMMUNICATION and width > 1:
             path = f"M{x:.2f} {top + frame.bar / 2:g}h{width:.2f}"
             parts.append(tag("path", class_="wait", d=path))

@@ -11,6 +11,9 @@ from penstock.timeline import BUSY, Timeline
 
 UnitName = Literal["seconds", "abstract"]
 
+Titled = tuple[str, Timeline]
+"""A timeline and what it is called in a picture of several."""
+
 _LONGEST_OP_SECONDS = 0.5
 _SPACE = "\N{NO-BREAK SPACE}"
 

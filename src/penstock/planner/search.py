@@ -17,6 +17,7 @@ from penstock.graph import LayerGraph
 from penstock.partition import balance
 from penstock.planner.candidate import Candidate, Setting, Task
 from penstock.planner.plan import Plan
+from penstock.planner.runnable import obstacle
 from penstock.planner.stage_plan import stage_bytes
 from penstock.planner.table import format_bytes, format_seconds, format_speed_up
 from penstock.schedule import families
@@ -93,13 +94,20 @@ def _settings(task: Task, schedule: str | None, stages: int | None) -> list[Sett
     num_devices = len(task.cluster.devices)
     built: list[Setting] = []
     refusals: list[InputError] = []
-    for name in families.names() if schedule is None else (schedule,):
+    fixed = (name for name in families.names() if name not in families.SEARCHED)
+    for name in fixed if schedule is None else (schedule,):
         families.family(name)  # an unknown name is the caller's mistake, not a refusal
         for num_ranks in range(1, min(num_devices, len(task.graph.layers)) + 1):
             try:
-                built.append(_setting(task, name, num_ranks))
+                made = _setting(task, name, num_ranks)
             except InputError as error:
                 refusals.append(error)
+                continue
+            # Unasked, nobody gets a plan that cannot be run, nor several stages per rank: what each
+            # op costs on top of its layers is not in a profile yet.
+            plain = made.num_stages == num_ranks and not obstacle(made.schedule)
+            if schedule is not None or plain:
+                built.append(made)
     if not built:
         raise PlanError(f"no schedule can be built for this request: {refusals[0]}")
     counts = sorted({setting.num_stages for setting in built})
@@ -117,6 +125,11 @@ def _setting(task: Task, name: str, num_ranks: int) -> Setting:
     made = Setting(
         families.build(name, num_ranks=num_ranks, num_microbatches=task.num_microbatches)
     )
+    if made.schedule.weight_copies > 1:
+        raise PlanError(
+            f"{name} keeps {made.schedule.weight_copies} copies of each stage; a plan gives every "
+            "stage one rank, so ask for another schedule"
+        )
     if made.num_stages > len(task.graph.layers):
         raise PlanError(
             f"{name} on {num_ranks} rank(s) needs {made.num_stages} stages, but there are only "

@@ -160,7 +160,7 @@ def _other_end(op: Op) -> Op:
 
 
 def _check_progress(schedule: Schedule, capacity: int | None) -> None:
-    room = dict(_room_needed(schedule, capacity)) if capacity is not None else {}
+    room = dict(room_needed(schedule, capacity)) if capacity is not None else {}
     for _ in executable_order(schedule, room):
         pass
 
@@ -219,7 +219,7 @@ def _deadlock(
     return ScheduleError(f"schedule deadlocks: {waits}")
 
 
-def _room_needed(schedule: Schedule, capacity: int) -> Iterator[tuple[Op, Op]]:
+def room_needed(schedule: Schedule, capacity: int) -> Iterator[tuple[Op, Op]]:
     """(send, receive) pairs: the n-th send of a channel waits for receive number n − capacity.
 
     Channels deliver in sending order, so the messages are counted in that order. A channel leads

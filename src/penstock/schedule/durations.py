@@ -27,3 +27,12 @@ class UnitDurations:
     def delay(self, needed: Op, op: Op) -> float:
         """As ``Durations`` promises."""
         return 0.0
+
+
+class WholeBackward(UnitDurations):
+    """Unit durations where the backward is not split: I takes all of it, W nothing."""
+
+    def duration(self, op: Op) -> float:
+        """As ``Durations`` promises."""
+        lengths = {Kind.BACKWARD_INPUT: 2.0, Kind.BACKWARD_WEIGHT: 0.0}
+        return lengths.get(op.kind, super().duration(op))

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from penstock.errors import InputError
+from penstock.schedule.bounded import hoist_receives
 from penstock.schedule.op import BACKWARD, COMPUTE, RELEASING, Kind, Op
 from penstock.schedule.schedule import Schedule
 
@@ -71,17 +72,30 @@ def add_reduce(schedule: Schedule) -> Schedule:
 
 
 def add_update(schedule: Schedule) -> Schedule:
-    """Put the flush's weight update of each stage behind its last weight gradient, or behind the
-    reduction of its copies."""
-    return _behind_last_gradient(schedule, Kind.UPDATE, lambda _: True)
+    """Put the flush's weight update of each stage behind its last weight gradient. Where a stage's
+    copies reduce their gradients, its update comes last on the rank: the sum has the rank's other
+    work to arrive in, and no two ranks wait for each other's next reduction."""
+    reduced = {op.stage for op in schedule.where if op.kind is Kind.REDUCE}
+    updated = _behind_last_gradient(schedule, Kind.UPDATE, lambda stage: stage not in reduced)
+    ranks = (
+        (*ops, *(op._replace(kind=Kind.UPDATE) for op in ops if op.kind is Kind.REDUCE))
+        for ops in updated.ranks
+    )
+    return Schedule.of(ranks, schedule.name)
 
 
-def add_communication(schedule: Schedule) -> Schedule:
+def add_communication(schedule: Schedule, capacity: int | None = None) -> Schedule:
     """Put a send right behind each op whose result another rank needs, and a receive right before
     the op that needs it.
 
     Receives are not front-loaded: one is posted only when its op is next, so that no buffers pile
     up and no background receive competes with compute.
+
+    Args:
+        schedule: any.
+        capacity: how many messages a channel holds before its sender has to wait; then those
+            receives come earlier without which the ranks would wait for each other for ever.
+            ``None`` is unlimited.
     """
 
     def lowered(rank: int, ops: tuple[Op, ...]) -> Iterator[Op]:
@@ -92,12 +106,13 @@ def add_communication(schedule: Schedule) -> Schedule:
             yield from send
 
     ranks = (lowered(rank, ops) for rank, ops in enumerate(schedule.ranks))
-    return Schedule.of(ranks, schedule.name)
+    sent = Schedule.of(ranks, schedule.name)
+    return sent if capacity is None else hoist_receives(sent, capacity)
 
 
-def lower(schedule: Schedule) -> Schedule:
+def lower(schedule: Schedule, capacity: int | None = None) -> Schedule:
     """All that running one flushed minibatch takes: free points, reduction, update, messages."""
-    return add_communication(add_update(add_reduce(add_free(schedule))))
+    return add_communication(add_update(add_reduce(add_free(schedule))), capacity)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -128,7 +143,7 @@ def _behind_last_gradient(
         last = {
             op.stage: at
             for at, op in enumerate(ops)
-            if op.kind in RELEASING | {Kind.FREE, Kind.REDUCE} and wanted(op.stage)
+            if op.kind in RELEASING | {Kind.FREE} and wanted(op.stage)
         }
         for at, op in enumerate(ops):
             yield op

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 
 import penstock as pk
 from penstock.run.single_device import SingleDevice
-from penstock.schedule import families
-from tests.helpers import make_batch, make_mlp, make_plan
+from tests.helpers import make_batch, make_mlp, make_plan, runnable_cases
 
 
 def adamw(parameters):
@@ -57,8 +56,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     found = [
         difference
-        for schedule in families.names()
-        for num_microbatches in (1, 2, 5)
+        for schedule, _, num_microbatches in runnable_cases([dist.get_world_size()], (1, 2, 5))
         for difference in differences(schedule, num_microbatches)
     ]
     report = Path(sys.argv[-1]) / f"report-{dist.get_rank()}.json"

@@ -14,14 +14,47 @@ from contextlib import contextmanager
 from typing import Any
 
 from penstock.errors import InputError
+from penstock.schedule.families.breadth_first import breadth_first
+from penstock.schedule.families.chimera import chimera
+from penstock.schedule.families.dualpipe_v import dualpipe_v
+from penstock.schedule.families.eager_one_f_one_b import eager_one_f_one_b
 from penstock.schedule.families.gpipe import gpipe
+from penstock.schedule.families.hanayo import hanayo
+from penstock.schedule.families.interleaved import interleaved
+from penstock.schedule.families.interleaved_zb import interleaved_zb
 from penstock.schedule.families.one_f_one_b import one_f_one_b
+from penstock.schedule.families.optimal import optimal
+from penstock.schedule.families.seq1f1b import seq1f1b
+from penstock.schedule.families.v_half import v_half
+from penstock.schedule.families.v_min import v_min
+from penstock.schedule.families.zb_auto import zb_auto
+from penstock.schedule.families.zb_h1 import zb_h1
+from penstock.schedule.families.zb_h2 import zb_h2
+from penstock.schedule.families.zb_v import zb_v
 from penstock.schedule.schedule import Schedule
 
 FAMILIES: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "eager-1f1b": eager_one_f_one_b,
+    "interleaved-1f1b": interleaved,
+    "breadth-first": breadth_first,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "interleaved-zb": interleaved_zb,
+    "v-half": v_half,
+    "v-min": v_min,
+    "dualpipe-v": dualpipe_v,
+    "chimera": chimera,
+    "hanayo": hanayo,
+    "seq1f1b": seq1f1b,
+    "zb-auto": zb_auto,
+    "optimal": optimal,
 }
+
+SEARCHED = frozenset({"zb-auto", "optimal"})
+"""Families that search for an order: they take time, and they take costs."""
 
 
 def names() -> tuple[str, ...]:

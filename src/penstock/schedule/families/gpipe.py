@@ -16,6 +16,13 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     Bubble (p−1)/(m+p−1); every rank holds the activations of all m microbatches. Backwards run in
     the order of the forwards, so that gradients accumulate in the same order as on one device.
 
+    Wins: When activations are no concern, because m ≤ p or because they are recomputed: nothing is
+    simpler, and no hop stands between a rank's microbatches. Hops of F/10 cost it 1 % at p = 8 and
+    m = 32, and 1F1B 5 %.
+
+    Loses: When m is large: 1F1B has the same bubble with 8 microbatches in memory instead of 32 at
+    p = 8 and m = 32.
+
     >>> from penstock import Costs, draw, simulate
     >>> print(draw(simulate(gpipe(3, 4), Costs())))
     gpipe, predicted: makespan 18, bubble 33.3%, stage bubble 33.3%

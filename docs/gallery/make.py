@@ -1,0 +1,238 @@
+"""Write ``docs/schedules``: a page and a drawing per schedule family, an index, a page on choosing.
+
+Everything about a family is read from its own docstrings, every number is simulated, every picture
+is drawn by the library; prose that belongs to no single family is in the templates beside this
+file. Run it with ``make gallery`` after a family has changed.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from penstock.cli.sources import Source, load, spread
+from penstock.cost import Costs
+from penstock.drawing import draw, draw_scatter, draw_stacked
+from penstock.errors import InputError
+from penstock.schedule import families
+from penstock.schedule.about import About, about
+from penstock.simulator import simulate
+
+HERE = Path(__file__).parent
+TARGET = HERE.parent / "schedules"
+
+DRAWN = ((4, 8), (4, 4), (2, 4))
+"""Sizes for the drawing, the first that a family accepts."""
+TABLED = ((4, 8), (4, 16), (8, 16), (8, 32))
+CHOICE = (8, 32)
+OTHER_COSTS = {
+    "F = I = W": Costs(),
+    "hop F/10": Costs(hop=0.1),
+    "hop F/2": Costs(hop=0.5),
+    "W = F/2, hop 0.03 F": Costs(1, 1, 0.5, 0.03),
+    "F = 2I = 2W": Costs(2, 1, 1),
+}
+"""Of a whole rank's layers. In the zero-bubble paper's measurements W is 0.5 to 0.7 of F and a hop
+0.03 of it. F = I + W is where Chimera was made for."""
+
+
+def main(target: Path = TARGET) -> None:
+    """Write all pages and pictures into a folder."""
+    target.mkdir(parents=True, exist_ok=True)
+    told = [about(name) for name in families.names()]
+    for one in told:
+        draw(_drawn(one.name)[1].timeline, target / f"{one.name}.svg")
+        (target / f"{one.name}.md").write_text(_family_page(one), encoding="utf-8")
+    chosen = _built(CHOICE)
+    draw_scatter([(name, one.timeline) for name, one in chosen.items()], target / "choosing.svg")
+    pair = [(name, _load(name, 4, 8).timeline) for name in ("1f1b", "zb-h2")]
+    draw_stacked(pair, target / "bubbles.svg")
+    for page, values in (("index.md", _index(told)), ("choosing.md", _choosing(chosen))):
+        (target / page).write_text(_filled(page, **values), encoding="utf-8")
+
+
+@cache
+def _load(name: str, ranks: int, microbatches: int, costs: Costs | None = None) -> Source:
+    if costs is None:
+        return load(name, ranks, microbatches, Costs())
+    known = _load(name, ranks, microbatches)
+    if known.schedule is None or "costs" in [option.name for option in about(name).options]:
+        return load(name, ranks, microbatches, costs)
+    # The order is the same for all costs, and need not be built again.
+    per_rank = known.schedule.num_stages / known.schedule.num_ranks
+    return Source(simulate(known.schedule, spread(costs, per_rank)), known.schedule)
+
+
+def _drawn(name: str) -> tuple[tuple[int, int], Source]:
+    """A family at the first size that it accepts, and that size."""
+    for size in DRAWN[:-1]:
+        with suppress(InputError):
+            return size, _load(name, *size)
+    return DRAWN[-1], _load(name, *DRAWN[-1])
+
+
+def _built(size: tuple[int, int], costs: Costs | None = None) -> dict[str, Source]:
+    """The families that accept a size."""
+    found = {}
+    for name in families.names():
+        with suppress(InputError):
+            found[name] = _load(name, *size, costs)
+    return found
+
+
+def _filled(template: str, **values: str) -> str:
+    text = (HERE / template).read_text(encoding="utf-8")
+    return string.Template(text).substitute(values)
+
+
+def _numbers(source: Source) -> list[str]:
+    timeline, schedule = source
+    assert schedule is not None  # it comes from a family
+    return [
+        f"{timeline.makespan:.5g}",
+        _percent(timeline.bubble),
+        _percent(timeline.stage_bubble),
+        f"{max(timeline.peak_activations):.4g}",
+        str(schedule.num_hops),
+        str(schedule.weight_copies),
+    ]
+
+
+_COLUMNS = ("makespan", "bubble", "stage bubble", "peak", "hops", "copies")
+
+
+def _percent(share: float) -> str:
+    return f"{100 * max(share, 0):.1f} %"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], num_texts: int = 1) -> str:
+    rule = ["---" if at < num_texts else "--:" for at in range(len(columns))]
+    cells = [columns, rule, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
+def _family_page(one: About) -> str:
+    size, _ = _drawn(one.name)
+    rows = []
+    for ranks, microbatches in TABLED if size == DRAWN[0] else (size,):
+        with suppress(InputError):
+            source = _load(one.name, ranks, microbatches)
+            rows.append([f"p = {ranks}, m = {microbatches}", *_numbers(source)])
+    return _filled(
+        "family.md",
+        name=one.name,
+        title=one.title,
+        idea=one.summary,
+        ranks=str(size[0]),
+        microbatches=str(size[1]),
+        law=one.law,
+        details=_paragraphs(one.details),
+        numbers=_table(("", *_COLUMNS), rows),
+        wins=one.wins or "Not said yet.",
+        loses=one.loses or "Not said yet.",
+        options=_options(one),
+        citation=_linked(one.citation),
+        bibtex=_bibtex(one),
+        source=_source_file(one.name),
+    )
+
+
+def _paragraphs(texts: Iterable[str]) -> str:
+    return "".join(f"\n{text}\n" for text in texts)
+
+
+def _options(one: About) -> str:
+    if not one.options:
+        return ""
+    lines = [
+        f"- `{option.name}`{f', by default {option.default}' if option.default else ''}"
+        f"{f': {option.meaning}' if option.meaning else ''}"
+        for option in one.options
+    ]
+    listed = "\n".join(lines)
+    return f"\n## Options\n\n{listed}\n"
+
+
+def _linked(citation: str) -> str:
+    return re.sub(r"arXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", citation)
+
+
+def _bibtex(one: About) -> str:
+    entries = "\n\n".join(paper.bibtex() for paper in one.papers)
+    return f"\n```bibtex\n{entries}\n```\n" if entries else ""
+
+
+def _source_file(name: str) -> str:
+    path = sys.modules[families.family(name).__module__].__file__ or ""
+    return Path(path).name
+
+
+def _index(told: Sequence[About]) -> dict[str, str]:
+    rows = []
+    for one in told:
+        size, source = _drawn(one.name)
+        mark = "" if size == DRAWN[0] else f" (p = {size[0]}, m = {size[1]})"
+        numbers = _numbers(source)
+        rows.append([f"[{one.name}]({one.name}.md){mark}", one.law, *numbers])
+    pictures = "\n\n".join(
+        f"[![{one.name}, drawn by Penstock]({one.name}.svg)]({one.name}.md)" for one in told
+    )
+    return {"table": _table(("schedule", "law", *_COLUMNS), rows, 2), "pictures": pictures}
+
+
+def _choosing(chosen: dict[str, Source]) -> dict[str, str]:
+    ranks, microbatches = CHOICE
+    by_memory = sorted(chosen, key=lambda name: max(chosen[name].timeline.peak_activations))
+    left_out = [name for name in families.names() if name not in chosen]
+    earns = [
+        [f"[{name}]({name}.md)", _percent(one.timeline.bubble), _percent(one.timeline.stage_bubble)]
+        for name, one in chosen.items()
+        if abs(one.timeline.bubble - one.timeline.stage_bubble) > 1e-9
+    ]
+    others = {label: _built(CHOICE, costs) for label, costs in OTHER_COSTS.items()}
+    return {
+        "ranks": str(ranks),
+        "microbatches": str(microbatches),
+        "left_out": f" {' and '.join(left_out)} cannot be built at this size." if left_out else "",
+        "table": _table(
+            ("schedule", *_COLUMNS),
+            ([f"[{name}]({name}.md)", *_numbers(chosen[name])] for name in by_memory),
+        ),
+        "earns": _table(("schedule", "bubble", "stage bubble"), earns),
+        "costs": _table(
+            ("schedule", *others),
+            (
+                [f"[{name}]({name}.md)", *(_both(found[name]) for found in others.values())]
+                for name in by_memory
+            ),
+        ),
+        **_figures(),
+    }
+
+
+def _both(source: Source) -> str:
+    """The makespan bubble; behind it the stage bubble, if it is another."""
+    bubble, stage = source.timeline.bubble, source.timeline.stage_bubble
+    shown = _percent(bubble)
+    return shown if abs(bubble - stage) < 5e-4 else f"{shown} [{_percent(stage)}]"
+
+
+def _figures() -> dict[str, str]:
+    """Single numbers that the prose of ``choosing.md`` speaks of."""
+    plain, split = (_load(name, 4, 8).timeline for name in ("1f1b", "zb-h2"))
+    return {
+        "plain_bubble": _percent(plain.bubble),
+        "split_bubble": _percent(split.bubble),
+        "split_stage_bubble": _percent(split.stage_bubble),
+        "split_makespan": f"{split.makespan:g}",
+        "split_work": f"{max(split.busy):g}",
+    }
+
+
+if __name__ == "__main__":
+    main()

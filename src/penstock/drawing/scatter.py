@@ -1,0 +1,250 @@
+"""Memory against bubble, a point per schedule: what a choice between schedules weighs.
+
+Both bubbles are shown: a filled mark for the makespan bubble and, where the stage bubble is
+another, a hollow one joined to it. Every point bears its name; names move out of each other's way.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from penstock.drawing.markup import coordinate, lines, resource, tag, text_width, write
+from penstock.drawing.units import Titled, tick_label, ticks
+from penstock.errors import InputError
+from penstock.values import write_atomically
+
+_WIDTH, _HEIGHT, _MARGIN = 760.0, 500.0, 16.0
+_TOP, _BOTTOM, _LEFT = 54.0, 54.0, 62.0
+_RADIUS, _SIZE, _LINE_HEIGHT = 5.0, 12.0, 15.0
+_NEAR = 4.0
+
+
+class Mark(NamedTuple):
+    """A schedule in the picture: its peak of activations and its two bubbles."""
+
+    name: str
+    memory: float
+    bubble: float
+    stage_bubble: float
+
+
+def draw_scatter(timelines: Sequence[Titled], path: str | os.PathLike[str]) -> str:
+    """Draw the peak of activations of each timeline against its bubbles into an ``.svg``.
+
+    Raises:
+        InputError: the name does not end in ``.svg``.
+        FileError: the file cannot be written.
+    """
+    if Path(path).suffix.lower() != ".svg":
+        raise InputError(f"cannot draw {str(path)!r}: end the name in .svg")
+    picture = scatter(
+        [
+            Mark(title, max(one.peak_activations, default=0.0), one.bubble, one.stage_bubble)
+            for title, one in timelines
+        ]
+    )
+    write_atomically(path, picture + "\n")
+    return picture
+
+
+def scatter(marks: Sequence[Mark]) -> str:
+    """Draw marks as a standalone SVG document."""
+    frame = _Frame(marks)
+    labels = _Labels(frame, marks)
+    named: dict[tuple[float, float], list[Mark]] = {}
+    for mark in marks:
+        named.setdefault(frame.place(mark.memory, mark.bubble), []).append(mark)
+    for place, group in sorted(named.items()):
+        labels.add(place, [mark.name for mark in group])
+        _name_hollow(frame, labels, group)
+    parts = [
+        tag("style", f"\n{resource('chart.css')}\n"),
+        tag("rect", class_="paper", width=_WIDTH, height=_HEIGHT),
+        _legend(marks),
+        _axes(frame),
+        *(_join(frame, mark) for mark in marks),
+        *labels.drawn,
+        *(tag("circle", class_="dot", cx=x, cy=y, r=_RADIUS) for x, y in named),
+    ]
+    names = ", ".join(mark.name for mark in marks)
+    return tag(
+        "svg",
+        f"\n{lines(parts)}\n",
+        xmlns="http://www.w3.org/2000/svg",
+        class_="chart",
+        width=_WIDTH,
+        height=_HEIGHT,
+        viewBox=f"0 0 {_WIDTH:g} {_HEIGHT:g}",
+        role="img",
+        aria_label=f"peak activations against bubble: {names}",
+    )
+
+
+def _differs(mark: Mark) -> bool:
+    return abs(mark.bubble - mark.stage_bubble) > 1e-9
+
+
+def _name_hollow(frame: _Frame, labels: _Labels, group: Sequence[Mark]) -> None:
+    """Where some of the schedules of one point have another stage bubble, say which."""
+    lower: dict[tuple[float, float], list[str]] = {}
+    for mark in filter(_differs, group):
+        lower.setdefault(frame.place(mark.memory, mark.stage_bubble), []).append(mark.name)
+    for place, names in sorted(lower.items()):
+        if len(names) < len(group):
+            labels.add(place, names)
+
+
+class _Frame:
+    """From values to pixels: memory in powers of two across, bubbles upwards from 0."""
+
+    def __init__(self, marks: Sequence[Mark]) -> None:
+        memory = [math.log2(max(mark.memory, 1e-9)) for mark in marks] or [0.0]
+        self.low, self.high = min(memory) - 0.35, max(memory) + 0.35
+        self.top = max((mark.bubble for mark in marks), default=0.0) * 1.1 or 1.0
+
+    def place(self, memory: float, bubble: float) -> tuple[float, float]:
+        """Where a value is drawn, to a hundredth of a pixel."""
+        across = (math.log2(max(memory, 1e-9)) - self.low) / (self.high - self.low)
+        x = _LEFT + across * (_WIDTH - _MARGIN - _LEFT)
+        y = _HEIGHT - _BOTTOM - max(bubble, 0.0) / self.top * (_HEIGHT - _BOTTOM - _TOP)
+        return round(x, 2), round(y, 2)
+
+    def memory_ticks(self) -> list[float]:
+        """Powers of two and what lies half-way between them."""
+        powers = range(math.floor(self.low), math.ceil(self.high) + 1)
+        values = [share * 2.0**power for power in powers for share in (1, 1.5)]
+        return [value for value in values if self.low <= math.log2(value) <= self.high]
+
+
+class _Box(NamedTuple):
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def overlap(self, other: _Box) -> float:
+        """The area that both cover."""
+        width = min(self.right, other.right) - max(self.left, other.left)
+        height = min(self.bottom, other.bottom) - max(self.top, other.top)
+        return max(width, 0.0) * max(height, 0.0)
+
+    def outside(self) -> float:
+        """By how much it leaves the plot."""
+        room = _Box(_LEFT, _TOP, _WIDTH - _MARGIN / 2, _HEIGHT - _BOTTOM)
+        area = (self.right - self.left) * (self.bottom - self.top)
+        return area - self.overlap(room)
+
+
+# Beside the mark, above, below; then further away, at the end of a line.
+_DIRECTIONS = ((1, 0), (-1, 0), (0, -1), (0, 1), (1, -1), (1, 1), (-1, -1), (-1, 1))
+_DISTANCES = (_NEAR + _RADIUS, 22.0, 36.0, 54.0)
+
+
+@dataclass
+class _Labels:
+    """Names beside their marks, each where it covers no other and no mark."""
+
+    frame: _Frame
+    marks: Sequence[Mark]
+    drawn: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._taken = list(self._obstacles())
+
+    def _obstacles(self) -> Iterable[_Box]:
+        for mark in self.marks:
+            x, high = self.frame.place(mark.memory, mark.bubble)
+            _, low = self.frame.place(mark.memory, mark.stage_bubble)
+            yield _Box(x - _RADIUS - 1, high - _RADIUS - 1, x + _RADIUS + 1, high + _RADIUS + 1)
+            if _differs(mark):
+                yield _Box(x - _RADIUS - 1, low - _RADIUS - 1, x + _RADIUS + 1, low + _RADIUS + 1)
+                yield _Box(x - 2, high, x + 2, low)
+
+    def add(self, place: tuple[float, float], names: Sequence[str]) -> None:
+        """Write names, a line each, beside ``place``."""
+        width = max(text_width(name, _SIZE) for name in names)
+        height = _LINE_HEIGHT * len(names)
+        choices = [
+            (distance, _beside(place, direction, distance, width, height))
+            for distance in _DISTANCES
+            for direction in _DIRECTIONS
+        ]
+        distance, box = min(choices, key=lambda choice: self._covered(choice[1]))
+        self._taken.append(box)
+        x, y = place
+        if distance > _DISTANCES[0]:
+            end_x = min(max(x, box.left), box.right)
+            end_y = min(max(y, box.top + 4), box.bottom - 4)
+            path = f"M{coordinate(x)} {coordinate(y)}L{coordinate(end_x)} {coordinate(end_y)}"
+            self.drawn.append(tag("path", class_="leader", d=path))
+        anchor, at = "middle", (box.left + box.right) / 2
+        if box.left >= x or box.right <= x:
+            anchor, at = ("start", box.left) if box.left >= x else ("end", box.right)
+        for line, name in enumerate(names):
+            base = box.top + _LINE_HEIGHT * line + 11.5
+            self.drawn.append(write(at, base, name, "name", text_anchor=anchor))
+
+    def _covered(self, box: _Box) -> float:
+        return sum(box.overlap(other) for other in self._taken) + 10 * box.outside()
+
+
+def _beside(
+    place: tuple[float, float],
+    direction: tuple[int, int],
+    distance: float,
+    width: float,
+    height: float,
+) -> _Box:
+    across, up = direction
+    share = math.sqrt(0.5) if across and up else 1.0
+    x = place[0] + across * distance * share + (across - 1) * width / 2
+    y = place[1] + up * distance * share + (up - 1) * height / 2
+    return _Box(x, y, x + width, y + height)
+
+
+def _join(frame: _Frame, mark: Mark) -> str:
+    if not _differs(mark):
+        return ""
+    x, high = frame.place(mark.memory, mark.bubble)
+    _, low = frame.place(mark.memory, mark.stage_bubble)
+    path = f"M{coordinate(x)} {coordinate(high)}V{coordinate(low)}"
+    line = tag("path", class_="join", d=path)
+    return line + tag("circle", class_="ring", cx=x, cy=low, r=_RADIUS)
+
+
+def _legend(marks: Sequence[Mark]) -> str:
+    words = "makespan bubble"
+    parts = [
+        tag("circle", class_="dot", cx=_MARGIN + 6, cy=18, r=_RADIUS),
+        write(_MARGIN + 18, 22, words),
+    ]
+    if any(map(_differs, marks)):
+        x = _MARGIN + 18 + text_width(words, 12) + 16
+        parts += [
+            tag("circle", class_="ring", cx=x, cy=18, r=_RADIUS),
+            write(x + 12, 22, "stage bubble, where it is another"),
+        ]
+    parts.append(write(_MARGIN, _TOP - 9, "bubble", "muted"))
+    return lines(parts)
+
+
+def _axes(frame: _Frame) -> str:
+    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _MARGIN
+    grid, axis, parts = "", f"M{_LEFT:g} {bottom:g}H{right:g}", []
+    for value in ticks(0.0, frame.top, 8):
+        _, y = frame.place(1.0, value)
+        grid += f"M{_LEFT:g} {y:g}H{right:g}"
+        label = f"{tick_label(round(100 * value, 6))}\N{NO-BREAK SPACE}%"
+        parts.append(write(_LEFT - 8, y + 4, label, "muted", text_anchor="end"))
+    for value in frame.memory_ticks():
+        x, _ = frame.place(value, 0.0)
+        axis += f"M{x:g} {bottom:g}v5"
+        parts.append(write(x, bottom + 18, tick_label(value), "muted", text_anchor="middle"))
+    name = "peak of activations, in microbatches of a rank's layers"
+    parts.append(write(_LEFT, bottom + 38, name, "muted"))
+    return lines([tag("path", class_="grid", d=grid), tag("path", class_="axis", d=axis), *parts])

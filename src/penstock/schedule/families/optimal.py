@@ -1,0 +1,139 @@
+"""Optimal: the order of F, I and W that ends first, proven; for small pipelines.
+
+Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv 2401.10241, whose appendix writes
+such a search as an integer program; ``penstock.schedule.optimal`` says how ours is solved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.errors import InputError
+from penstock.schedule.check import check
+from penstock.schedule.durations import Durations, UnitDurations
+from penstock.schedule.op import Kind, Op
+from penstock.schedule.optimal import Problem, minimise
+from penstock.schedule.placement import Placement
+from penstock.schedule.schedule import Schedule
+
+LARGEST = 16
+"""The most ranks times microbatches that it takes."""
+OBJECTIVES = ("makespan", "stage")
+_SPLIT = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
+def optimal(
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    costs: Durations | None = None,
+    activation_limit: float | Sequence[float] | None = None,
+    placement: Sequence[int] | None = None,
+    objective: str = "makespan",
+    time_limit_seconds: float = 60.0,
+) -> Schedule:
+    """The least makespan that F, I and W can have under given costs and a given limit of memory,
+    to one part in a million; for p·m ≤ 16.
+
+    Wins: As the measure of all others: how far a schedule is from the best under the costs at hand,
+    or what one more microbatch in memory could gain.
+
+    Loses: When there is more to order: the search grows beyond all bounds. With several stages per
+    rank it may take a minute already at p·m = 16; take zb-auto, which searches without proof.
+
+    Args:
+        num_ranks, num_microbatches: p and m; p·m may be 16 at most.
+        costs: what ops and hops take; by default F = I = W = 1 and no hop.
+        activation_limit: how many microbatches of its layers a rank may hold at once, from the
+            start of F to the end of W; one number, or one per rank. Unlimited by default.
+        placement: the rank of each stage; stage s on rank s by default.
+        objective: ``"makespan"``, or ``"stage"`` for the longest time that any rank needs from its
+            first op to its last when all ops run as early as they can, which the stage bubble
+            counts.
+        time_limit_seconds: when to give up.
+
+    Raises:
+        InputError: p·m > 16, a limit below one microbatch, no proof in time, costs that differ
+            between microbatches, or scipy is not installed.
+
+    >>> from penstock import Costs, draw, simulate
+    >>> print(draw(simulate(optimal(2, 3, activation_limit=2), Costs())))
+    optimal, predicted: makespan 10, bubble 10.0%, stage bubble 10.0%
+    rank 0 │F0F1··I0W0F2I1W1I2W2│ peak 2
+    rank 1 │··F0I0W0F1I1F2I2W1W2│ peak 2
+    """
+    costs = costs or UnitDurations()
+    if objective not in OBJECTIVES:
+        raise InputError(f"optimal: objective is {objective!r}; take {' or '.join(OBJECTIVES)}")
+    if num_ranks * num_microbatches > LARGEST:
+        raise InputError(
+            f"optimal: {num_ranks} ranks × {num_microbatches} microbatches are "
+            f"{num_ranks * num_microbatches}, but the exact search takes {LARGEST} at most; take "
+            "zb-auto, which searches without proof"
+        )
+    if not time_limit_seconds > 0:
+        raise InputError(f"optimal: time_limit_seconds is {time_limit_seconds}, but must be > 0")
+    stages = _placed(num_ranks, placement, objective)
+    _check_costs(stages, num_microbatches, costs)
+    room = _room(num_ranks, num_microbatches, stages, activation_limit)
+    problem = Problem.of(stages, num_microbatches, costs, room, objective == "stage")
+    order = minimise(problem, time_limit_seconds)
+    schedule = Schedule.of(([problem.ops[n] for n in numbers] for numbers in order), "optimal")
+    check(schedule)
+    return schedule
+
+
+def _placed(num_ranks: int, placement: Sequence[int] | None, objective: str) -> Placement:
+    stages = tuple(range(num_ranks) if placement is None else placement)
+    if set(stages) != set(range(num_ranks)):
+        raise InputError(
+            f"optimal: placement is {list(stages)}; give each stage one of the ranks 0 to "
+            f"{num_ranks - 1}, and each rank a stage"
+        )
+    if len(set(stages[:num_ranks])) < num_ranks and objective == "stage":
+        raise InputError(
+            f"optimal: with placement {list(stages)}, a rank gets its second stage before another "
+            "has its first; the objective 'stage' is defined for loops and snakes only"
+        )
+    return stages
+
+
+def _check_costs(stages: Placement, num_microbatches: int, costs: Durations) -> None:
+    """Raise unless all microbatches take equally long: then they may run in order."""
+    for stage in range(len(stages)):
+        for kind in _SPLIT:
+            found = {costs.duration(Op(stage, kind, k)) for k in range(num_microbatches)}
+            if len(found) > 1 or not all(0 <= taken < float("inf") for taken in found):
+                raise InputError(
+                    f"optimal: {stage}{kind} takes {sorted(found)}; give one finite duration ≥ 0 "
+                    "for all microbatches"
+                )
+
+
+def _room(
+    num_ranks: int,
+    num_microbatches: int,
+    stages: Placement,
+    activation_limit: float | Sequence[float] | None,
+) -> tuple[int, ...]:
+    """How many forwards each rank may hold; a microbatch has one per stage of the rank."""
+    if activation_limit is None:
+        limits: Sequence[float] = [num_microbatches] * num_ranks
+    elif isinstance(activation_limit, Sequence):
+        limits = activation_limit
+    else:
+        limits = [activation_limit] * num_ranks
+    if len(limits) != num_ranks:
+        raise InputError(
+            f"optimal: activation_limit has {len(limits)} numbers, but there are {num_ranks} ranks"
+        )
+    if not all(limit >= 1 for limit in limits):
+        raise InputError(
+            f"optimal: activation_limit is {activation_limit}, but one microbatch needs 1 on every "
+            "rank, from its F to its W"
+        )
+    return tuple(
+        # A share of a third adds up to a little less than 1.
+        int(min(limit, num_microbatches) * stages.count(rank) + 1e-9)
+        for rank, limit in enumerate(limits)
+    )

@@ -1,0 +1,7 @@
+"""Search for an order of ops: any durations, any placement, any limit on what is in flight."""
+
+from penstock.schedule.search.climb import search
+from penstock.schedule.search.greedy import Rules, greedy
+from penstock.schedule.search.problem import Objective, Orders, Problem, whole_ranks
+
+__all__ = ["Objective", "Orders", "Problem", "Rules", "greedy", "search", "whole_ranks"]

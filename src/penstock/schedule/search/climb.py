@@ -1,0 +1,158 @@
+"""The search itself: seeds, a grid of rules, then a climb in the space of rules, then single moves.
+
+A rule says what a rank prefers (``Rules``); changing the rules of a rank changes its whole order in
+a consistent way, which climbs far better than moving single ops. Single moves come last: they find
+what no rule expresses, which counts where there are few ops.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from itertools import product
+from math import inf
+
+from penstock.schedule.search.evaluate import Outcome, evaluate
+from penstock.schedule.search.greedy import Rules, greedy
+from penstock.schedule.search.problem import NUM_KINDS, Orders, Problem
+
+_MOST_CLIMBS, _MOST_MOVES = 300, 2000
+_CLIMB_OPS, _MOVE_OPS = 1_000_000, 400_000
+"""Ops that all orders of a phase have together: what bounds the time of large problems."""
+_CLOSE = 1 + 1e-12
+
+_PATIENCE = (0.0, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)
+_GAPS = (0.01, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
+
+
+def search(problem: Problem, seeds: Iterable[Orders], effort: float = 1.0) -> Orders:
+    """The best order found. Never worse than any of the seeds that fits; always the same for the
+    same arguments.
+
+    Args:
+        problem: what is asked.
+        seeds: orders to begin with, over the same ops.
+        effort: 2 looks at twice as many orders, 0 only at the seeds and the grid.
+    """
+    return _Search(problem, effort).run(seeds)
+
+
+class _Search:
+    def __init__(self, problem: Problem, effort: float) -> None:
+        self.problem = problem
+        self.random = random.Random(0)
+        count = sum(len(stages) for stages in problem.stages_of) * problem.num_microbatches * 3
+        self.climbs = round(effort * min(_MOST_CLIMBS, _CLIMB_OPS // count))
+        self.moves = round(effort * min(_MOST_MOVES, _MOVE_OPS // count))
+        self.good_enough = problem.least * _CLOSE
+        self.best: Orders = []
+        self.outcome = Outcome(inf, inf)
+        self.rules: list[Rules] = []
+        self.rules_outcome = self.outcome
+        often = (self._patience, self._gap, self._eager)
+        several = any(len(stages) > 1 for stages in problem.stages_of)
+        self.changes = (*often * 3, self._lag, *(self._stages,) * several)
+
+    def run(self, seeds: Iterable[Orders]) -> Orders:
+        for seed in seeds:
+            if all(self.problem.fits(rank, order) for rank, order in enumerate(seed)):
+                self._offer(seed)
+        for rules in self._grid():
+            self._try(rules)
+        for _ in range(self.climbs):
+            if self.outcome.objective <= self.good_enough:
+                break
+            self._try(self._changed(self.rules))
+        for _ in range(self.moves):
+            if self.outcome.objective <= self.good_enough:
+                break
+            self._move()
+        return self.best
+
+    def _offer(self, orders: Orders) -> Outcome:
+        """Keep these orders if none better are known."""
+        found = evaluate(self.problem, orders)
+        if found is None:
+            return Outcome(inf, inf)
+        if found[0] < self.outcome:
+            self.outcome, self.best = found[0], orders
+        return found[0]
+
+    def _try(self, rules: list[Rules]) -> None:
+        outcome = self._offer(greedy(self.problem, rules))
+        if outcome <= self.rules_outcome:
+            self.rules, self.rules_outcome = rules, outcome
+
+    def _grid(self) -> Iterable[list[Rules]]:
+        ranks = range(self.problem.num_ranks)
+        several = any(len(stages) > 1 for stages in self.problem.stages_of)
+        choices = (True, False) if several else (True,)
+        for eager, gap, patience, forward, backward in product(
+            (0, 1, 2), (1.0, 0.5, 0.1, 0.01), (0.0, 0.2, 0.45, 0.7), choices, choices
+        ):
+            yield [
+                Rules(eager * (len(ranks) - rank), patience, gap, inf, forward, backward)
+                for rank in ranks
+            ]
+
+    def _changed(self, rules: Sequence[Rules]) -> list[Rules]:
+        """One preference, on one rank or on some neighbouring ones, a few times over."""
+        changed = list(rules)
+        for _ in range(self.random.choice((1, 1, 2, 4))):
+            start = self.random.randrange(len(rules))
+            alone = self.random.random() < 0.6
+            stop = start + 1 if alone else self.random.randint(start + 1, len(rules))
+            change = self.random.choice(self.changes)
+            changed[start:stop] = change(changed[start:stop], len(rules) - start)
+        return changed
+
+    def _patience(self, rules: list[Rules], _: int) -> list[Rules]:
+        patience = self.random.choice(_PATIENCE)
+        return [one._replace(patience=patience) for one in rules]
+
+    def _gap(self, rules: list[Rules], _: int) -> list[Rules]:
+        gap = self.random.choice(_GAPS)
+        return [one._replace(gap=gap) for one in rules]
+
+    def _eager(self, rules: list[Rules], behind: int) -> list[Rules]:
+        """``behind`` ranks, the first of these included, are left to the end of the pipeline."""
+        changed = []
+        for at, one in enumerate(rules):
+            left = behind - at
+            eager = (0, left, 2 * left - 1, one.forward_first + 1, one.forward_first - 1)
+            changed.append(one._replace(forward_first=self.random.choice(eager)))
+        return changed
+
+    def _lag(self, rules: list[Rules], _: int) -> list[Rules]:
+        lag = self.random.choice((inf, inf, 0, 1, 2, 4))
+        return [one._replace(lag=lag) for one in rules]
+
+    def _stages(self, rules: list[Rules], _: int) -> list[Rules]:
+        forward, backward = (self.random.random() < 0.5 for _ in range(2))
+        return [one._replace(deep_forward=forward, deep_backward=backward) for one in rules]
+
+    def _move(self) -> None:
+        """Move one op some places to the front or back of its rank; keep what is no worse."""
+        problem = self.problem
+        rank = self.random.randrange(problem.num_ranks)
+        order = list(self.best[rank])
+        at, ahead = self.random.randrange(len(order)), self.random.choice((-1, 1))
+        for _ in range(self.random.choice((1, 1, 2, 3, 5))):
+            to = at + ahead
+            if not 0 <= to < len(order) or not self._may_swap(order[at], order[to]):
+                break
+            order[at], order[to] = order[to], order[at]
+            at = to
+        else:
+            if problem.fits(rank, order):
+                moved = [order if r == rank else own for r, own in enumerate(self.best)]
+                found = evaluate(problem, moved)
+                if found is not None and found[0] <= self.outcome:
+                    self.outcome, self.best = found[0], moved
+
+    def _may_swap(self, one: int, other: int) -> bool:
+        # Microbatches are alike: that each kind runs them in order loses nothing.
+        stage, other_stage = (n // NUM_KINDS % self.problem.num_stages for n in (one, other))
+        same_microbatch = one // NUM_KINDS == other // NUM_KINDS
+        same_kind = stage == other_stage and one % NUM_KINDS == other % NUM_KINDS
+        return not same_microbatch and not same_kind

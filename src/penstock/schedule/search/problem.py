@@ -1,0 +1,212 @@
+"""What a search is asked: which ops on which rank, how long they take, what may be held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from penstock.errors import InputError
+from penstock.schedule.durations import Durations
+from penstock.schedule.memory import Sizes
+from penstock.schedule.op import Kind, Op
+from penstock.schedule.placement import Placement
+from penstock.schedule.schedule import Schedule
+
+Objective = Literal["makespan", "stage"]
+OBJECTIVES: tuple[Objective, ...] = ("makespan", "stage")
+
+Orders = list[list[int]]
+"""The ops of each rank as numbers: ``Problem.number``."""
+
+FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, BACKWARD = range(4)
+NUM_KINDS = 4
+_KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.BACKWARD)
+
+_SLACK = 1e-9
+"""Sums of parts such as 1/3 miss the whole by less than this."""
+
+
+def whole_ranks(placement: Placement, kept_for_weight: float = 1.0) -> Sizes:
+    """A microbatch keeps 1 at every rank, in equal parts at the rank's stages, and the given share
+    of that from I until W."""
+    whole = [1 / placement.count(rank) for rank in placement]
+    return Sizes(whole, [kept_for_weight * one for one in whole])
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A pipeline to find an order for.
+
+    Attributes:
+        placement: the rank of each stage.
+        num_microbatches: per minibatch.
+        durations: of ops and messages.
+        sizes: what a microbatch keeps at each stage.
+        limits: per rank, the most that may be held at once, in the unit of the sizes.
+        objective: ``"makespan"``, or ``"stage"`` for the longest time any rank needs from its
+            first op to its last.
+    """
+
+    placement: Placement
+    num_microbatches: int
+    durations: Durations
+    sizes: Sizes
+    limits: tuple[float, ...]
+    objective: Objective = "makespan"
+
+    def __post_init__(self) -> None:
+        for rank, stages in enumerate(self.stages_of):
+            least = sum(self.sizes.activation[stage] for stage in stages)
+            if self.limits[rank] + _SLACK < least:
+                raise InputError(
+                    f"the limit of rank {rank} is {self.limits[rank]:g}, but one microbatch alone "
+                    f"holds {least:g} there; allow at least that, or cut smaller microbatches"
+                )
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages."""
+        return len(self.placement)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks."""
+        return len(self.limits)
+
+    @cached_property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each rank, ascending."""
+        stages = range(self.num_stages)
+        return tuple(
+            tuple(stage for stage in stages if self.placement[stage] == rank)
+            for rank in range(self.num_ranks)
+        )
+
+    @cached_property
+    def taken(self) -> tuple[tuple[float, ...], ...]:
+        """``taken[kind][stage]``: how long an op takes."""
+        return tuple(
+            tuple(self.durations.duration(Op(stage, kind, 0)) for stage in range(self.num_stages))
+            for kind in _KINDS
+        )
+
+    @cached_property
+    def forward_delay(self) -> tuple[float, ...]:
+        """How long the input of each stage is under way."""
+        return tuple(self._delay(stage - 1, stage, Kind.FORWARD) for stage in range(self.num_stages))
+
+    @cached_property
+    def backward_delay(self) -> tuple[float, ...]:
+        """How long the gradient of each stage's output is under way."""
+        stages = range(self.num_stages)
+        return tuple(self._delay(stage + 1, stage, Kind.BACKWARD_INPUT) for stage in stages)
+
+    def _delay(self, source: int, target: int, kind: Kind) -> float:
+        inside = 0 <= source < self.num_stages
+        if not inside or self.placement[source] == self.placement[target]:
+            return 0.0
+        return self.durations.delay(Op(source, kind, 0), Op(target, kind, 0))
+
+    @cached_property
+    def arcs(self) -> tuple[tuple[int, int, float, float], ...]:
+        """For each stage and kind, as in ``number``: (from its number to the number of its result,
+        from its number to that of the result it needs from another stage or 0, how long that is
+        under way, how long the op takes)."""
+        found = []
+        to_gradient = BACKWARD_INPUT - BACKWARD
+        for stage in range(self.num_stages):
+            ahead, behind = stage > 0, stage < self.num_stages - 1
+            there, back = self.forward_delay[stage], self.backward_delay[stage]
+            taken = [self.taken[kind][stage] for kind in range(NUM_KINDS)]
+            found += [
+                (0, -NUM_KINDS if ahead else 0, there, taken[FORWARD]),
+                (0, NUM_KINDS if behind else 0, back, taken[BACKWARD_INPUT]),
+                (0, 0, 0.0, taken[BACKWARD_WEIGHT]),
+                (to_gradient, to_gradient + NUM_KINDS if behind else 0, back, taken[BACKWARD]),
+            ]
+        return tuple(found)
+
+    @cached_property
+    def least(self) -> float:
+        """No order is better than this. Every rank does all its work; and while a stage runs the
+        forwards and input gradients of all microbatches, the first of them has come to it through
+        the stages before, and the last has yet to go back through them."""
+        head, bounds = 0.0, []
+        for stage in range(self.num_stages):
+            own = self.stages_of[self.placement[stage]]
+            work = sum(taken[one] for one in own for taken in self.taken[:BACKWARD])
+            # The stage objective looks at no rank before its own first op.
+            wait = head if self.objective == "makespan" else 0.0
+            bounds += [wait + self.num_microbatches * work, *self._ways_through(stage, wait)]
+            if stage + 1 < self.num_stages:
+                head += self.taken[FORWARD][stage] + self.forward_delay[stage + 1]
+        return max(bounds, default=0.0)
+
+    def _ways_through(self, first: int, wait: float) -> Iterator[float]:
+        """For each later stage, the least time until ``first`` is done, if that later stage is the
+        narrow one."""
+        forward, gradient, weight, _ = self.taken
+        there = back = 0.0
+        for stage in range(first, self.num_stages):
+            narrow = self.num_microbatches * (forward[stage] + gradient[stage])
+            yield wait + there + narrow + back + weight[first]
+            if stage + 1 < self.num_stages:
+                there += forward[stage] + self.forward_delay[stage + 1]
+                back += gradient[stage] + self.backward_delay[stage]
+
+    def number(self, kind: int, stage: int, microbatch: int) -> int:
+        """An op as a number. One stage further is ``NUM_KINDS`` more."""
+        return (microbatch * self.num_stages + stage) * NUM_KINDS + kind
+
+    def schedule(self, orders: Orders, name: str) -> Schedule:
+        """The schedule with these orders."""
+
+        def op(number: int) -> Op:
+            rest, kind = divmod(number, NUM_KINDS)
+            microbatch, stage = divmod(rest, self.num_stages)
+            return Op(stage, _KINDS[kind], microbatch)
+
+        return Schedule.of((map(op, order) for order in orders), name)
+
+    def orders(self, schedule: Schedule) -> Orders:
+        """The orders of a schedule with this placement."""
+        codes = {kind: code for code, kind in enumerate(_KINDS)}
+        return [
+            [self.number(codes[op.kind], op.stage, op.microbatch) for op in ops]
+            for ops in schedule.ranks
+        ]
+
+    def split(self, orders: Orders) -> Orders:
+        """Each full backward as its two halves."""
+
+        def halves(numbers: Iterable[int]) -> list[int]:
+            found = []
+            for number in numbers:
+                if number % NUM_KINDS == BACKWARD:
+                    found += [number - BACKWARD + BACKWARD_INPUT, number - BACKWARD + BACKWARD_WEIGHT]
+                else:
+                    found.append(number)
+            return found
+
+        return [halves(order) for order in orders]
+
+    def fits(self, rank: int, order: Sequence[int]) -> bool:
+        """Whether a rank's order stays within its limit."""
+        limit = self.limits[rank] + _SLACK
+        whole, kept = self.sizes.activation, self.sizes.kept_for_weight
+        held = 0.0
+        for number in order:
+            kind, stage = number % NUM_KINDS, number // NUM_KINDS % self.num_stages
+            if kind == FORWARD:
+                held += whole[stage]
+                if held > limit:
+                    return False
+            elif kind == BACKWARD_INPUT:
+                held -= whole[stage] - kept[stage]
+            elif kind == BACKWARD_WEIGHT:
+                held -= kept[stage]
+            else:
+                held -= whole[stage]
+        return True

@@ -1,0 +1,75 @@
+import sys
+import types
+
+import pytest
+
+from penstock import schedules
+from penstock.schedule import families
+from penstock.schedule.about import about
+
+
+@pytest.mark.parametrize("name", schedules.names())
+def test_every_family_says_what_there_is_to_know(name):
+    told = about(name)
+    assert told.law and told.idea and told.arxiv
+    assert told.wins and told.loses, "say in the docstring when it wins and when it loses"
+    assert told.papers, 'cite as: Somebody et al., "Title", where and when, arXiv number'
+    assert "rank 0 │" in told.drawing
+    assert all(option.meaning for option in told.options)
+    for paragraph in told.details:
+        assert not paragraph.startswith((">>>", "Args:", "Raises:", "Wins:", "Loses:"))
+
+
+def test_reading_a_family(monkeypatch):
+    module = types.ModuleType("made_up", "Made up: an idea.\n\nOne and Two,\n"
+        '"Fast Pipes", SC 2021,\narXiv 2107.00001; also Three et al., "The\nSlow Pipe", arXiv\n'
+        "2208.00002, section 3.")  # fmt: skip
+
+    def made_up(num_ranks, num_microbatches, depth=3, *, other=None):
+        """A law
+        in two lines.
+
+        A detail.
+
+        Wins: Here,
+        and there.
+
+        Loses: Elsewhere.
+
+        >>> draw()
+        rank 0 │F0│
+
+        Args:
+            depth: how
+                deep.
+            other: something.
+        """
+
+    made_up.__module__ = "made_up"
+    monkeypatch.setitem(sys.modules, "made_up", module)
+    monkeypatch.setitem(families.FAMILIES, "made-up", made_up)
+    told = about("made-up")
+    assert (told.law, told.details) == ("A law in two lines.", ("A detail.",))
+    assert (told.wins, told.loses) == ("Here, and there.", "Elsewhere.")
+    assert [(one.name, one.default, one.meaning) for one in told.options] == [
+        ("depth", "3", "how deep."),
+        ("other", "None", "something."),
+    ]
+    assert told.drawing == "rank 0 │F0│"
+    assert told.arxiv == ("2107.00001", "2208.00002")
+    first, second = told.papers
+    assert (first.author, first.others, first.venue, first.year) == (
+        "One and Two",
+        False,
+        "SC 2021",
+        2021,
+    )
+    assert (second.title, second.others, second.venue, second.year) == (
+        "The Slow Pipe",
+        True,
+        "",
+        2022,
+    )
+    assert first.bibtex().startswith("@misc{one2021fast,\n")
+    assert "author = {Three and others}" in second.bibtex()
+    assert "eprint = {2208.00002}" in second.bibtex()
