@@ -127,6 +127,13 @@ def test_where_labels_do_not_fit_the_microbatch_remains_or_nothing():
     assert {text.text for text in drawn if text is not None} == {str(k) for k in range(64)}
 
 
+def test_long_numbers_do_not_take_the_short_ones_with_them():
+    many = simulate(schedules.build("1f1b", num_ranks=2, num_microbatches=120))
+    drawn = [one.find(f"{SVG}text") for one in elements(svg(many, width=6000), "span")]
+    labels = {text.text for text in drawn if text is not None}
+    assert labels >= {str(k) for k in range(100)} and "119" not in labels
+
+
 def test_kinds_and_stages_differ_in_fill():
     fills = {}
     for one in elements(svg(SPLIT), "span"):

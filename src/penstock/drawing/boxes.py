@@ -89,11 +89,15 @@ def label_styles(timeline: Timeline, names: Names, scale: float) -> dict[Kind, L
         lengths = sorted(span.end - span.start for span in spans)
         if not lengths:
             continue
-        width, longest = lengths[len(lengths) // 10] * scale, max(labels, key=len)
-        for style in _STYLES:
-            if style.fits(longest, width):
-                styles[kind] = style
-                break
+        width = lengths[len(lengths) // 10] * scale
+        ordered = sorted(labels, key=len)
+        # From microbatch 100 on, the labels of the first hundred are better than none.
+        choices = [(ordered[-1], style) for style in _STYLES]
+        choices.append((ordered[len(ordered) // 2], _STYLES[-1]))
+        fitting = (style for label, style in choices if style.fits(label, width))
+        style = next(fitting, None)
+        if style is not None:
+            styles[kind] = style
     return styles
 
 
