@@ -29,7 +29,7 @@ TARGET = HERE.parent / "schedules"
 DRAWN = ((4, 8), (4, 4), (2, 4))
 """Sizes for the drawing, the first that a family accepts."""
 TABLED = ((4, 8), (4, 16), (8, 16), (8, 32))
-CHOICE = (8, 32)
+CHOICE, MANY = (8, 32), 128
 OTHER_COSTS = {
     "F = I = W": Costs(),
     "hop F/10": Costs(hop=0.1),
@@ -225,7 +225,14 @@ def _both(source: Source) -> str:
 def _figures() -> dict[str, str]:
     """Single numbers that the prose of ``choosing.md`` speaks of."""
     plain, split = (_load(name, 4, 8).timeline for name in ("1f1b", "zb-h2"))
+    long_forward = {
+        f"{word}_{size}": _percent(_load(name, CHOICE[0], m, Costs(2, 1, 1)).timeline.bubble)
+        for word, name in (("plain", "1f1b"), ("v_half", "v-half"), ("v_min", "v-min"))
+        for size, m in (("few", CHOICE[1]), ("many", MANY))
+    }
     return {
+        **long_forward,
+        "many": str(MANY),
         "plain_bubble": _percent(plain.bubble),
         "split_bubble": _percent(split.bubble),
         "split_stage_bubble": _percent(split.stage_bubble),

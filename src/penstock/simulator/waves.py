@@ -98,9 +98,7 @@ class _Columns:
         ops = ((Op(stage, kind, 0) for kind in _KINDS) for stage in range(num_stages))
         return np.array([[costs.duration(op) for op in row] for row in ops])
 
-    def _needs(
-        self, number: Ints, stage: Ints, code: Codes, microbatch: Ints
-    ) -> Ints:
+    def _needs(self, number: Ints, stage: Ints, code: Codes, microbatch: Ints) -> Ints:
         most = max(len(NEEDS[kind]) for kind in _KINDS)
         needed = np.full((most, self.count), self.nothing, np.int32)
         for kind in map(_KINDS.__getitem__, np.unique(code)):

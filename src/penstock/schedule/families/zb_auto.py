@@ -108,7 +108,9 @@ def _placement(num_ranks: int, placement: str | Sequence[int]) -> Placement:
     outside = [rank for rank in placement if not 0 <= rank < num_ranks]
     if absent or outside:
         wrong = f"rank {absent[0]} has no stage" if absent else f"there is no rank {outside[0]}"
-        raise InputError(f"zb-auto: {wrong} in the placement {tuple(placement)} on {num_ranks} ranks")
+        raise InputError(
+            f"zb-auto: {wrong} in the placement {tuple(placement)} on {num_ranks} ranks"
+        )
     return tuple(placement)
 
 

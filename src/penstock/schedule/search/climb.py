@@ -16,13 +16,15 @@ from penstock.schedule.search.evaluate import Outcome, evaluate
 from penstock.schedule.search.greedy import Rules, greedy
 from penstock.schedule.search.problem import NUM_KINDS, Orders, Problem
 
-_MOST_CLIMBS, _MOST_MOVES = 300, 2000
-_CLIMB_OPS, _MOVE_OPS = 1_000_000, 400_000
+_MOST_CLIMBS, _MOST_MOVES = 500, 2000
+_GRID_OPS, _CLIMB_OPS, _MOVE_OPS = 600_000, 900_000, 300_000
 """Ops that all orders of a phase have together: what bounds the time of large problems."""
 _CLOSE = 1 + 1e-12
 
 _PATIENCE = (0.0, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)
 _GAPS = (0.01, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
+_GRID = tuple(product((0, 1, 2), (1.0, 0.5, 0.1, 0.01), (0.0, 0.2, 0.45, 0.7)))
+_DEEP = ((True, True), (True, False), (False, True), (False, False))
 
 
 def search(problem: Problem, seeds: Iterable[Orders], effort: float = 1.0) -> Orders:
@@ -42,6 +44,7 @@ class _Search:
         self.problem = problem
         self.random = random.Random(0)
         count = sum(len(stages) for stages in problem.stages_of) * problem.num_microbatches * 3
+        self.grid_step = max(1, round(count * len(_GRID) / _GRID_OPS))
         self.climbs = round(effort * min(_MOST_CLIMBS, _CLIMB_OPS // count))
         self.moves = round(effort * min(_MOST_MOVES, _MOVE_OPS // count))
         self.good_enough = problem.least * _CLOSE
@@ -84,16 +87,15 @@ class _Search:
             self.rules, self.rules_outcome = rules, outcome
 
     def _grid(self) -> Iterable[list[Rules]]:
-        ranks = range(self.problem.num_ranks)
+        num_ranks = self.problem.num_ranks
         several = any(len(stages) > 1 for stages in self.problem.stages_of)
-        choices = (True, False) if several else (True,)
-        for eager, gap, patience, forward, backward in product(
-            (0, 1, 2), (1.0, 0.5, 0.1, 0.01), (0.0, 0.2, 0.45, 0.7), choices, choices
-        ):
-            yield [
-                Rules(eager * (len(ranks) - rank), patience, gap, inf, forward, backward)
-                for rank in ranks
-            ]
+        # A large problem looks at every so many of these rules only.
+        for eager, gap, patience in _GRID[:: self.grid_step]:
+            for deep in _DEEP if several else _DEEP[:1]:
+                yield [
+                    Rules(eager * (num_ranks - rank), patience, gap, inf, *deep)
+                    for rank in range(num_ranks)
+                ]
 
     def _changed(self, rules: Sequence[Rules]) -> list[Rules]:
         """One preference, on one rank or on some neighbouring ones, a few times over."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -24,7 +24,7 @@ FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, BACKWARD = range(4)
 NUM_KINDS = 4
 _KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.BACKWARD)
 
-_SLACK = 1e-9
+SLACK = 1e-9
 """Sums of parts such as 1/3 miss the whole by less than this."""
 
 
@@ -59,13 +59,13 @@ class Problem:
     def __post_init__(self) -> None:
         for rank, stages in enumerate(self.stages_of):
             least = sum(self.sizes.activation[stage] for stage in stages)
-            if self.limits[rank] + _SLACK < least:
+            if self.limits[rank] + SLACK < least:
                 raise InputError(
                     f"the limit of rank {rank} is {self.limits[rank]:g}, but one microbatch alone "
                     f"holds {least:g} there; allow at least that, or cut smaller microbatches"
                 )
 
-    @property
+    @cached_property
     def num_stages(self) -> int:
         """How many stages."""
         return len(self.placement)
@@ -95,7 +95,8 @@ class Problem:
     @cached_property
     def forward_delay(self) -> tuple[float, ...]:
         """How long the input of each stage is under way."""
-        return tuple(self._delay(stage - 1, stage, Kind.FORWARD) for stage in range(self.num_stages))
+        stages = range(self.num_stages)
+        return tuple(self._delay(stage - 1, stage, Kind.FORWARD) for stage in stages)
 
     @cached_property
     def backward_delay(self) -> tuple[float, ...]:
@@ -181,20 +182,17 @@ class Problem:
     def split(self, orders: Orders) -> Orders:
         """Each full backward as its two halves."""
 
-        def halves(numbers: Iterable[int]) -> list[int]:
-            found = []
-            for number in numbers:
-                if number % NUM_KINDS == BACKWARD:
-                    found += [number - BACKWARD + BACKWARD_INPUT, number - BACKWARD + BACKWARD_WEIGHT]
-                else:
-                    found.append(number)
-            return found
+        def halves(number: int) -> tuple[int, ...]:
+            if number % NUM_KINDS != BACKWARD:
+                return (number,)
+            first = number - BACKWARD
+            return first + BACKWARD_INPUT, first + BACKWARD_WEIGHT
 
-        return [halves(order) for order in orders]
+        return [[half for number in order for half in halves(number)] for order in orders]
 
     def fits(self, rank: int, order: Sequence[int]) -> bool:
         """Whether a rank's order stays within its limit."""
-        limit = self.limits[rank] + _SLACK
+        limit = self.limits[rank] + SLACK
         whole, kept = self.sizes.activation, self.sizes.kept_for_weight
         held = 0.0
         for number in order:
