@@ -18,6 +18,7 @@ from penstock.planner import Plan, plan
 from penstock.schedule import Kind, Op, Schedule
 from penstock.schedule import families as schedules
 from penstock.schedule.check import check
+from penstock.schedule.memory import Sizes
 from penstock.simulator import simulate
 from penstock.timeline import Span, Timeline
 
@@ -38,6 +39,7 @@ __all__ = [
     "Pipeline",
     "Plan",
     "Schedule",
+    "Sizes",
     "Span",
     "Timeline",
     "check",

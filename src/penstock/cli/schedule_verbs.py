@@ -50,9 +50,9 @@ def simulate(source: str, ranks: int, microbatches: int, costs: Costs, as_json: 
     """Predict makespan, both bubbles and memory of a schedule."""
     found = sources.load(source, ranks, microbatches, costs)
     if as_json:
-        show.print_json(show.metrics(*found))
+        show.print_json(show.metrics(found))
     else:
-        show.print_table(show.METRIC_COLUMNS, [show.metric_row(*found)])
+        show.print_metrics([found])
 
 
 @click.command(epilog=_SOURCE_HELP)
@@ -69,7 +69,7 @@ def draw(
     found = sources.load(source, ranks, microbatches, costs)
     picture = draw_timeline(found.timeline, output)
     if as_json:
-        show.print_json({**show.metrics(*found), "output": output})
+        show.print_json({**show.metrics(found), "output": output})
     elif output is None:
         click.echo(picture)
     else:
@@ -104,9 +104,9 @@ def compare(
         draw_scatter(titled, scatter)
         show.say(f"wrote {scatter}")
     if as_json:
-        show.print_json([show.metrics(*one) for one in found])
+        show.print_json([show.metrics(one) for one in found])
         return
-    show.print_table(show.METRIC_COLUMNS, [show.metric_row(*one) for one in found])
+    show.print_metrics(found)
     if output is None and scatter is None:
         click.echo(f"\n{show.stacked_in_terminal(titled)}")
 

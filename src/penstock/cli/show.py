@@ -21,12 +21,12 @@ from rich.table import Table
 
 from penstock.drawing.text import columns_of_shortest, stacked_text
 from penstock.drawing.units import Titled
-from penstock.schedule import Schedule
+from penstock.planner.table import format_bytes
 from penstock.schedule.about import About
-from penstock.timeline import Timeline
 from penstock.values import encode
 
 if TYPE_CHECKING:
+    from penstock.cli.sources import Source
     from penstock.drawing import Fact
     from penstock.trial import Contestant
 
@@ -98,8 +98,10 @@ def stacked_in_terminal(timelines: Sequence[Titled]) -> str:
     return stacked_text(timelines, wide, wide)
 
 
-def metrics(timeline: Timeline, schedule: Schedule | None) -> dict[str, object]:
-    """A timeline's numbers, for ``--json``; what only its schedule knows is null without one."""
+def metrics(source: Source) -> dict[str, object]:
+    """A timeline's numbers, for ``--json``; what only a schedule or a plan knows is null without
+    one."""
+    timeline, schedule, sizes = source
     return {
         "name": timeline.name,
         "source": timeline.source,
@@ -108,33 +110,35 @@ def metrics(timeline: Timeline, schedule: Schedule | None) -> dict[str, object]:
         "bubble": timeline.bubble,
         "stage_bubble": timeline.stage_bubble,
         "peak_activations": timeline.peak_activations,
+        "peak_activation_bytes": timeline.peak_bytes(sizes) if sizes else None,
         "num_hops": schedule.num_hops if schedule else None,
         "weight_copies": schedule.weight_copies if schedule else None,
     }
 
 
-METRIC_COLUMNS = (
-    "schedule",
-    "makespan",
-    "bubble",
-    "stage bubble",
-    "peak activations",
-    "hops",
-    "weight copies",
-)
+def print_metrics(sources: Sequence[Source]) -> None:
+    """Numbers of timelines as a table, with a column for bytes where a plan knows them."""
+    columns = ["schedule", "makespan", "bubble", "stage bubble", "peak activations"]
+    with_bytes = any(source.sizes for source in sources)
+    columns += ["in bytes"] if with_bytes else []
+    rows = [_metric_row(source, with_bytes) for source in sources]
+    print_table([*columns, "hops", "weight copies"], rows)
 
 
-def metric_row(timeline: Timeline, schedule: Schedule | None) -> tuple[str, ...]:
-    """A timeline's numbers, for a table."""
-    return (
+def _metric_row(source: Source, with_bytes: bool) -> list[str]:
+    timeline, schedule, sizes = source
+    row = [
         timeline.name or "schedule",
         f"{timeline.makespan:.4g}",
         f"{timeline.bubble:.2%}",
         f"{timeline.stage_bubble:.2%}",
         f"{max(timeline.peak_activations, default=0):.4g}",
-        str(schedule.num_hops) if schedule else "–",
-        str(schedule.weight_copies) if schedule else "–",
-    )
+    ]
+    if with_bytes:
+        row.append(format_bytes(max(timeline.peak_bytes(sizes))) if sizes else "–")
+    row.append(str(schedule.num_hops) if schedule else "–")
+    row.append(str(schedule.weight_copies) if schedule else "–")
+    return row
 
 
 @contextmanager

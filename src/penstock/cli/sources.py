@@ -17,6 +17,7 @@ from penstock.errors import FileError, InputError, ModelError
 from penstock.planner import Plan
 from penstock.schedule import Schedule, families
 from penstock.schedule.check import check
+from penstock.schedule.memory import Sizes
 from penstock.simulator import simulate
 from penstock.timeline import Timeline
 from penstock.values import read_text
@@ -32,10 +33,12 @@ _STAGES_PER_RANK = {"v": 2}
 
 
 class Source(NamedTuple):
-    """Something that can be drawn: its timeline, and the schedule if it came from one."""
+    """Something that can be drawn: its timeline, the schedule if it came from one, and the bytes
+    that a microbatch keeps if a plan says so."""
 
     timeline: Timeline
     schedule: Schedule | None
+    sizes: Sizes | None = None
 
 
 def load(name: str, ranks: int, microbatches: int, costs: Costs) -> Source:
@@ -125,7 +128,7 @@ def _load_json(path: str) -> Source:
     if not {"stages", "schedule"} & keys:
         raise FileError(f"{path} holds neither a plan nor a timeline nor a run's report")
     plan = Plan.from_json(text, where=path)
-    return Source(plan.simulate(), plan.build_schedule())
+    return Source(plan.simulate(), plan.build_schedule(), plan.sizes)
 
 
 def load_workload(name: str) -> Workload:

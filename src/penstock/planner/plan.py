@@ -10,11 +10,12 @@ from msgspec import field
 
 from penstock.cost import Costs
 from penstock.errors import InputError, ModelError
-from penstock.planner.stage_plan import StagePlan, bytes_of_ranks, costs_of
+from penstock.planner.stage_plan import StagePlan, bytes_of_ranks, costs_of, sizes_of
 from penstock.planner.table import count_of, render
 from penstock.schedule import Schedule, families
 from penstock.schedule.check import check
 from penstock.schedule.lower import add_update
+from penstock.schedule.memory import Sizes
 from penstock.simulator import simulate
 from penstock.timeline import Timeline
 from penstock.values import Value
@@ -98,6 +99,12 @@ class Plan(Value, frozen=True, kw_only=True):
     def costs(self) -> Costs:
         """The predicted costs, stage by stage."""
         return costs_of(self.stages)
+
+    @property
+    def sizes(self) -> Sizes:
+        """Bytes of activations that one microbatch keeps at each stage, for
+        ``Timeline.peak_bytes``."""
+        return sizes_of(self.stages)
 
     def build_schedule(self, num_microbatches: int | None = None) -> Schedule:
         """The checked schedule, for this or another number of microbatches."""

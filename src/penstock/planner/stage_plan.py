@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from penstock.cost import Costs
 from penstock.errors import InputError
+from penstock.schedule.memory import Sizes
 from penstock.values import Value
 
 
@@ -69,6 +70,11 @@ def costs_of(stages: Sequence[StagePlan]) -> Costs:
         update=[stage.update_seconds for stage in stages],
         hop=[stage.hop_seconds for stage in stages],
     )
+
+
+def sizes_of(stages: Sequence[StagePlan]) -> Sizes:
+    """What one microbatch keeps at each stage, in bytes; all of it until its backward is done."""
+    return Sizes([stage.activation_bytes for stage in stages])
 
 
 def bytes_of_ranks(stages: Sequence[StagePlan]) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ from penstock.cost import Costs
 from penstock.schedule.op import COMPUTE
 from penstock.schedule.schedule import Schedule
 from penstock.simulator.events import by_events
-from penstock.simulator.waves import by_waves
 from penstock.timeline import Timeline
 from penstock.values import expect
 
@@ -43,6 +42,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     costs = costs or Costs()
     costs.check_stages(schedule.num_stages)
     if _is_large(schedule):
+        # Only here, so that everything else starts without numpy.
+        from penstock.simulator.waves import by_waves
+
         timeline = by_waves(schedule, costs)
         if timeline is not None:
             return timeline
