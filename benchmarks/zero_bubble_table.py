@@ -2,10 +2,10 @@
 
     python benchmarks/zero_bubble_table.py [--effort 10]
 
-The rate is the stage bubble: 1 − m(F+I+W) / (the longest time a stage needs from its first op to its
-last). The fixed families are simulated from the paper's measured costs. ZB-1p and ZB-2p are orders
-that the authors searched under a limit of p·M_F and 2p·M_F; ours are zb-auto's under the same limit,
-where the part M_W of a microbatch's M_F stays from I until W.
+The rate is the stage bubble: 1 − m(F+I+W) / (the longest time a stage needs from its first op to
+its last). The fixed families are simulated from the paper's measured costs. ZB-1p and ZB-2p are
+orders that the authors searched under a limit of p·M_F and 2p·M_F; ours are zb-auto's under the
+same limit, where the part M_W of a microbatch's M_F stays from I until W.
 """
 
 from __future__ import annotations
@@ -30,21 +30,16 @@ class Setting(NamedTuple):
     published: dict[str, float]
 
 
-def setting(model: str, p: int, m: int, costs: tuple, *rates: float) -> Setting:
-    names = ("1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p")
-    return Setting(model, p, m, costs, dict(zip(names, rates, strict=True)))
-
-
-SETTINGS = (
-    setting("1.5B", 8, 24, (18.522, 18.086, 9.337, 0.601), 0.2431, 0.1585, 0.1083, 0.1585, 0.0433),
-    setting("1.5B", 8, 32, (18.513, 18.086, 9.331, 0.626), 0.1985, 0.1242, 0.0837, 0.1242, 0.0039),
-    setting("1.5B", 8, 64, (18.546, 18.097, 9.321, 0.762), 0.1240, 0.0674, 0.0444, 0.0674, 0.0026),
-    setting("14.6B", 16, 48, (11.347, 11.248, 8.132, 0.377), 0.2552, 0.1397, 0.0672, 0.1397, 0.0066),
-    setting("14.6B", 16, 64, (11.307, 11.254, 8.101, 0.379), 0.2082, 0.1088, 0.0516, 0.1088, 0.0054),
-    setting(
-        "14.6B", 16, 128, (11.325, 11.308, 8.109, 0.378), 0.1251, 0.0576, 0.0266, 0.0576, 0.0028
-    ),
-)  # fmt: skip
+_NAMES = ("1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p")
+_ROWS = (
+    ("1.5B", 8, 24, (18.522, 18.086, 9.337, 0.601), (0.2431, 0.1585, 0.1083, 0.1585, 0.0433)),
+    ("1.5B", 8, 32, (18.513, 18.086, 9.331, 0.626), (0.1985, 0.1242, 0.0837, 0.1242, 0.0039)),
+    ("1.5B", 8, 64, (18.546, 18.097, 9.321, 0.762), (0.1240, 0.0674, 0.0444, 0.0674, 0.0026)),
+    ("14.6B", 16, 48, (11.347, 11.248, 8.132, 0.377), (0.2552, 0.1397, 0.0672, 0.1397, 0.0066)),
+    ("14.6B", 16, 64, (11.307, 11.254, 8.101, 0.379), (0.2082, 0.1088, 0.0516, 0.1088, 0.0054)),
+    ("14.6B", 16, 128, (11.325, 11.308, 8.109, 0.378), (0.1251, 0.0576, 0.0266, 0.0576, 0.0028)),
+)
+SETTINGS = tuple(Setting(*row, dict(zip(_NAMES, rates, strict=True))) for *row, rates in _ROWS)
 SHAPES = {"1.5B": (2304, 24), "14.6B": (5120, 40)}
 SEQUENCE = 1024
 

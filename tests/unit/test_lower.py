@@ -1,5 +1,17 @@
-from penstock import Schedule, check, schedules
-from penstock.schedule.lower import add_communication, add_update, compute_only, forward_only
+import pytest
+
+from penstock import Costs, Schedule, check, schedules, simulate
+from penstock.errors import InputError, ScheduleError
+from penstock.schedule.lower import (
+    add_communication,
+    add_free,
+    add_recompute,
+    add_reduce,
+    add_update,
+    compute_only,
+    forward_only,
+    lower,
+)
 
 
 def build(name="1f1b", p=2, m=2):
@@ -45,3 +57,74 @@ def test_forward_only_runs_on_its_own():
 
 def test_compute_only_undoes_the_others():
     assert compute_only(add_communication(add_update(build()))) == build()
+
+
+def test_memory_is_freed_behind_the_last_use():
+    split = Schedule.parse("0F0,0I0,0W0")
+    assert str(add_free(split)) == "0F0,0I0,0FREE_I0,0W0,0FREE0\n"
+    assert str(add_free(Schedule.parse("0F0,0B0"))) == "0F0,0B0,0FREE0\n"
+
+
+def test_a_gradient_leaves_before_anything_else_follows():
+    last = str(lower(Schedule.parse("0F0,0B0\n1F0,1B0"))).splitlines()[1]
+    assert last == "1RECV_F0,1F0,1B0,1SEND_B0,1FREE0,1UPDATE0"
+
+
+def test_a_forward_is_run_again_right_before_its_backward():
+    again = add_communication(add_recompute(build(), stages=[0]))
+    assert str(again).splitlines()[0] == (
+        "0F0,0SEND_F0,0F1,0SEND_F1,0R0,0RECV_B0,0B0,0R1,0RECV_B1,0B1"
+    )
+    assert "R" not in str(again).splitlines()[1].replace("RECV", "")
+    check(again, capacity=1)
+    with pytest.raises(InputError, match="cannot recompute stage 2: the schedule has 2 stages"):
+        add_recompute(build(), stages=[1, 2])
+
+
+COPIES = Schedule.parse("0F0,1F1,1B1,0B0\n1F0,1B0,0F1,0B1")
+"""Two stages on two ranks, both ways: each stage has two copies."""
+
+
+def test_copies_of_a_stage_reduce_before_they_update():
+    check(COPIES)
+    reduced = add_update(add_reduce(COPIES))
+    assert str(reduced) == (
+        "0F0,1F1,1B1,1REDUCE1,0B0,0REDUCE0,1UPDATE1,0UPDATE0\n"
+        "1F0,1B0,1REDUCE0,0F1,0B1,0REDUCE1,1UPDATE0,0UPDATE1\n"
+    )
+    check(lower(COPIES, capacity=1), capacity=1)
+    assert add_reduce(build()) == build()
+
+
+def test_an_update_waits_for_the_copies_and_their_sum():
+    reduced = add_update(add_reduce(COPIES))
+    ends = {str(span.op): span.end for span in simulate(reduced, Costs(reduce=0.5)).spans}
+    for stage in (0, 1):
+        summed = max(ends[f"{stage}REDUCE{k}"] for k in (0, 1)) + 0.5
+        assert max(ends[f"{stage}UPDATE{k}"] for k in (0, 1)) >= summed
+
+
+def test_a_gradient_that_comes_after_the_update_is_refused():
+    with pytest.raises(ScheduleError, match="rank 0 runs 0UPDATE1 before 0B0 is in it"):
+        check(Schedule.parse("0F0,0F1,0B1,0UPDATE1,0B0"))
+
+
+def test_what_is_never_freed_is_named():
+    with pytest.raises(ScheduleError, match="0F1 is never freed: 0FREE1 is missing"):
+        check(Schedule.parse("0F0,0B0,0FREE0,0F1,0B1"))
+
+
+def test_a_receive_comes_early_only_where_a_full_channel_would_stop_everything():
+    schedule = schedules.build("breadth-first", num_ranks=2, num_microbatches=4)
+    plain, early = add_communication(schedule), add_communication(schedule, capacity=1)
+    check(plain)
+    with pytest.raises(ScheduleError, match="deadlocks"):
+        check(plain, capacity=1)
+    check(early, capacity=1)
+    assert compute_only(early) == schedule
+    # Every receive that moved went to the front.
+    for before, after in zip(plain.ranks, early.ranks, strict=True):
+        places = [(before.index(op), after.index(op)) for op in before if "RECV" in op.kind]
+        assert any(new < old for old, new in places)
+    one_f_one_b = build("1f1b", 4, 8)
+    assert add_communication(one_f_one_b, capacity=1) == add_communication(one_f_one_b)

@@ -169,15 +169,6 @@ def test_memory_keeps_to_the_limit_of_each_rank(place):
     assert value(free, costs) < value(schedule, costs)
 
 
-@pytest.mark.parametrize("room", [(2, 3), (4, 2), (3, 3)])
-def test_the_order_found_first_fits_the_room_too(room):
-    problem = search.Problem.of(snake(2, 2), 4, Costs(hop=0.3), room)
-    least, order = search.good_order(problem, enough=0.0)
-    rows = [[problem.ops[n] for n in numbers] for numbers in order]
-    assert all(most_held(row) <= may for row, may in zip(rows, room, strict=True))
-    assert simulate(Schedule.of(rows), Costs(hop=0.3)).makespan == pytest.approx(least)
-
-
 def test_more_memory_never_hurts_and_stage_counts_what_it_says():
     costs = Costs(forward=(1, 2, 1, 1.5), backward_weight=1.2, hop=0.3)
     found = [optimal(4, 4, costs=costs, activation_limit=limit) for limit in (1, 2, 3, 4, None)]
@@ -233,7 +224,6 @@ def test_an_answer_that_does_not_stand_up_to_a_recount_is_refused(monkeypatch):
     costs = Costs(forward=(1.3, 0.7, 2.0), backward_input=(2.1, 1.0, 0.4), hop=0.3)
     counted = search.objective_of
     monkeypatch.setattr(search, "objective_of", lambda *given: counted(*given) * 1.1)
-    monkeypatch.setattr(search, "good_order", lambda *_, **__: (100.0, []))
     with pytest.raises(ScheduleError, match="the solver promised"):
         optimal(3, 3, costs=costs)
 

@@ -16,6 +16,9 @@ class Durations(Protocol):
     def delay(self, needed: Op, op: Op) -> float:
         """How long the result of ``needed`` takes to reach ``op`` on another rank."""
 
+    def check_stages(self, num_stages: int) -> None:
+        """Raise ``InputError`` unless these are durations for so many stages."""
+
 
 class UnitDurations:
     """F, I and W take 1, a full backward 2, messages nothing."""
@@ -27,6 +30,9 @@ class UnitDurations:
     def delay(self, needed: Op, op: Op) -> float:
         """As ``Durations`` promises."""
         return 0.0
+
+    def check_stages(self, num_stages: int) -> None:
+        """As ``Durations`` promises."""
 
 
 class WholeBackward(UnitDurations):

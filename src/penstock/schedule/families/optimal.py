@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from penstock.errors import InputError
 from penstock.schedule.check import check
 from penstock.schedule.durations import Durations, UnitDurations
+from penstock.schedule.families.zb_auto import zb_auto
 from penstock.schedule.op import Kind, Op
-from penstock.schedule.optimal import Problem, minimise
+from penstock.schedule.optimal import Order, Problem, minimise
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
+from penstock.schedule.search import Objective, check_objective
 
 LARGEST = 16
 """The most ranks times microbatches that it takes."""
-OBJECTIVES = ("makespan", "stage")
 _SPLIT = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
@@ -29,7 +30,7 @@ def optimal(
     costs: Durations | None = None,
     activation_limit: float | Sequence[float] | None = None,
     placement: Sequence[int] | None = None,
-    objective: str = "makespan",
+    objective: Objective = "makespan",
     time_limit_seconds: float = 60.0,
 ) -> Schedule:
     """The least makespan that F, I and W can have under given costs and a given limit of memory,
@@ -60,11 +61,10 @@ def optimal(
     >>> print(draw(simulate(optimal(2, 3, activation_limit=2), Costs())))
     optimal, predicted: makespan 10, bubble 10.0%, stage bubble 10.0%
     rank 0 │F0F1··I0W0F2I1W1I2W2│ peak 2
-    rank 1 │··F0I0W0F1I1F2I2W1W2│ peak 2
+    rank 1 │··F0I0F1I1W0F2I2W1W2│ peak 2
     """
     costs = costs or UnitDurations()
-    if objective not in OBJECTIVES:
-        raise InputError(f"optimal: objective is {objective!r}; take {' or '.join(OBJECTIVES)}")
+    check_objective("optimal", objective)
     if num_ranks * num_microbatches > LARGEST:
         raise InputError(
             f"optimal: {num_ranks} ranks × {num_microbatches} microbatches are "
@@ -74,16 +74,40 @@ def optimal(
     if not time_limit_seconds > 0:
         raise InputError(f"optimal: time_limit_seconds is {time_limit_seconds}, but must be > 0")
     stages = _placed(num_ranks, placement, objective)
+    costs.check_stages(len(stages))
     _check_costs(stages, num_microbatches, costs)
     room = _room(num_ranks, num_microbatches, stages, activation_limit)
     problem = Problem.of(stages, num_microbatches, costs, room, objective == "stage")
-    order = minimise(problem, time_limit_seconds)
+    limits = [has / stages.count(rank) for rank, has in enumerate(room)]
+    good = zb_auto(
+        num_ranks,
+        num_microbatches,
+        costs=costs,
+        activation_limit=limits,
+        placement=stages,
+        objective=objective,
+    )
+    order = minimise(problem, _numbers(problem, good), time_limit_seconds)
     schedule = Schedule.of(([problem.ops[n] for n in numbers] for numbers in order), "optimal")
     check(schedule)
     return schedule
 
 
-def _placed(num_ranks: int, placement: Sequence[int] | None, objective: str) -> Placement:
+def _numbers(problem: Problem, schedule: Schedule) -> Order:
+    """A schedule's orders by number, with each full backward as its two halves."""
+    number = {op: index for index, op in enumerate(problem.ops)}
+    halves = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    return [
+        [
+            number[op._replace(kind=kind)]
+            for op in ops
+            for kind in (halves if op.kind is Kind.BACKWARD else (op.kind,))
+        ]
+        for ops in schedule.ranks
+    ]
+
+
+def _placed(num_ranks: int, placement: Sequence[int] | None, objective: Objective) -> Placement:
     stages = tuple(range(num_ranks) if placement is None else placement)
     if set(stages) != set(range(num_ranks)):
         raise InputError(

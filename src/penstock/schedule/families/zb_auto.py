@@ -8,6 +8,7 @@ link, any limit per rank, several stages per rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from penstock.errors import InputError
 from penstock.schedule.durations import Durations, UnitDurations
@@ -26,7 +27,14 @@ from penstock.schedule.families.zb_v import zb_v
 from penstock.schedule.memory import Sizes
 from penstock.schedule.placement import Placement, loop, snake
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.search import Objective, Orders, Problem, search, whole_ranks
+from penstock.schedule.search import (
+    Objective,
+    Orders,
+    Problem,
+    check_objective,
+    search,
+    whole_ranks,
+)
 
 _STRAIGHT = (gpipe, one_f_one_b, eager_one_f_one_b, zb_h1, zb_h2)
 _V = (zb_v, v_half, v_min, dualpipe_v)
@@ -81,11 +89,18 @@ def zb_auto(
     rank 0 │F0F1F2I0W0F3I1W1I2W2I3W3··│ peak 3
     rank 1 │··F0I0F1I1F2I2W0F3I3W1W2W3│ peak 3
     """
+    check_objective("zb-auto", objective)
+    if not 0 <= effort < inf:
+        raise InputError(f"zb-auto: effort is {effort}, but must be ≥ 0")
+    costs = costs or UnitDurations()
     ranks = _placement(num_ranks, placement)
+    for given in (costs, sizes):
+        if given is not None:
+            given.check_stages(len(ranks))
     problem = Problem(
         placement=ranks,
         num_microbatches=num_microbatches,
-        durations=costs or UnitDurations(),
+        durations=costs,
         sizes=sizes or whole_ranks(ranks),
         limits=_limits(num_ranks, activation_limit, sizes),
         objective=objective,

@@ -1,8 +1,8 @@
 """The exact order for a small pipeline: a mixed-integer linear program, solved to proof by HiGHS.
 
 Variables are the start of every op and, for each two ops of one rank whose order is open, a binary
-that says which comes first. What makes it fast is done before the solver starts: an order found by
-list scheduling bounds the optimum from above, heads, tails and Jackson's one-machine bound from
+that says which comes first. What makes it fast is done before the solver starts: an order that is
+known already bounds the optimum from above, heads, tails and Jackson's one-machine bound from
 below; and every order of two ops that cannot beat the bound from above is ruled out, again and
 again, until nothing changes (Carlier and Pinson, "An Algorithm for Solving the Job-Shop Problem",
 Management Science 35, 1989). Often nothing is left to solve.
@@ -22,18 +22,22 @@ from time import monotonic
 import numpy as np
 
 from penstock.errors import InputError, ScheduleError
-from penstock.schedule.optimal.listing import Order, good_order, objective_of
-from penstock.schedule.optimal.problem import NEVER, Floats, Problem, Windows
+from penstock.schedule.optimal.problem import NEVER, Floats, Order, Problem, Windows, objective_of
 from penstock.schedule.optimal.program import Program, load_solver
 
-__all__ = ["PRECISION", "Problem", "minimise"]
+__all__ = ["PRECISION", "Order", "Problem", "minimise"]
 
 PRECISION = 1e-6
 """An order may exceed the optimum by this part of it, to which the solver computes."""
 
 
-def minimise(problem: Problem, time_limit_seconds: float) -> Order:
+def minimise(problem: Problem, known: Order, time_limit_seconds: float) -> Order:
     """Of each rank, the ops in the order whose objective is least, to one part in a million.
+
+    Args:
+        problem: what is to be ordered.
+        known: an order that fits the memory; the better it is, the less is left to solve.
+        time_limit_seconds: when to give up.
 
     Raises:
         InputError: not proven in time, or scipy is not installed.
@@ -43,18 +47,18 @@ def minimise(problem: Problem, time_limit_seconds: float) -> Order:
     deadline = monotonic() + time_limit_seconds
     windows = Windows(problem, problem.gap)
     least = windows.lower_bound(problem)
-    bound, best = good_order(problem, enough=least / (1 - PRECISION))
+    bound = objective_of(problem, known)
     cutoff = bound * (1 - PRECISION)
     if least >= cutoff:
-        return best
+        return known
     narrowed = _rule_out(problem, windows, cutoff)
     if narrowed is None:
-        return best
+        return known
     program = Program(problem, *narrowed, bounds=(least, cutoff))
     status, promised, values = solve(program, deadline - monotonic(), PRECISION)
     if status == "infeasible":
-        # Nothing is below the cutoff, so what was found first is the best.
-        return best
+        # Nothing is below the cutoff, so what was known is the best.
+        return known
     if status != "optimal":
         raise InputError(
             f"optimal: not proven within {time_limit_seconds:g} s ({status}): an order of "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,9 @@ from penstock.schedule.placement import Placement
 
 Floats = npt.NDArray[np.float64]
 NEVER = -np.inf
+
+Order = list[list[int]]
+"""Of each rank, the numbers of its ops."""
 
 Gaps = tuple[tuple[int, float], ...]
 """Ops, and how long after the start of one of two the other can start."""
@@ -99,10 +103,30 @@ class Problem:
         """For each op, the ops it needs, and how long after their starts it can start."""
         return _gaps(self.gap.T)
 
-    @cached_property
-    def needed_by(self) -> tuple[Gaps, ...]:
-        """For each op, the ops that need it, and how long after its start they can start."""
-        return _gaps(self.gap)
+
+def objective_of(problem: Problem, order: Order) -> float:
+    """The objective if every op runs as early as the order lets it; infinite if it deadlocks."""
+    before = {b: a for numbers in order for a, b in pairwise(numbers)}
+    start: dict[int, float] = {}
+    position = [0] * len(order)
+    moved = True
+    while moved:
+        moved = False
+        for rank, numbers in enumerate(order):
+            while position[rank] < len(numbers):
+                b = numbers[position[rank]]
+                needs = problem.needs[b]
+                if any(a not in start for a, _ in needs):
+                    break
+                free = start[before[b]] + problem.durations[before[b]] if b in before else 0.0
+                start[b] = max([free, *(start[a] + gap for a, gap in needs)])
+                position[rank] += 1
+                moved = True
+    if len(start) < len(problem.ops):
+        return float("inf")
+    begins = [start[numbers[0]] if problem.by_stage else 0.0 for numbers in order]
+    ends = [start[numbers[-1]] + problem.durations[numbers[-1]] for numbers in order]
+    return float(max(end - begin for begin, end in zip(begins, ends, strict=True)))
 
 
 def _gaps(rows: Floats) -> tuple[Gaps, ...]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import combinations
 from time import monotonic
 
@@ -149,6 +152,21 @@ class Program:
             self._add(left, held - room)
 
 
+@contextmanager
+def _nothing_printed() -> Iterator[None]:
+    """HiGHS now and then writes a line of its own to standard output, past Python; there it would
+    spoil what a program reads."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def load_solver() -> Solver:
     """HiGHS, as scipy brings it.
 
@@ -171,13 +189,14 @@ def load_solver() -> Solver:
         deadline = monotonic() + seconds
         for presolve in (True, False):
             left = max(deadline - monotonic(), 0.001)
-            result = milp(
-                cost,
-                integrality=program.is_binary,
-                bounds=Bounds(program.lowest, program.highest),
-                constraints=LinearConstraint(matrix, np.array(program.at_least), np.inf),
-                options={"time_limit": left, "mip_rel_gap": precision, "presolve": presolve},
-            )
+            with _nothing_printed():
+                result = milp(
+                    cost,
+                    integrality=program.is_binary,
+                    bounds=Bounds(program.lowest, program.highest),
+                    constraints=LinearConstraint(matrix, np.array(program.at_least), np.inf),
+                    options={"time_limit": left, "mip_rel_gap": precision, "presolve": presolve},
+                )
             # Presolve may not know which of the two it is; the search does.
             if result.status != _INFEASIBLE_OR_UNBOUNDED:
                 break

@@ -2,6 +2,21 @@
 
 from penstock.schedule.search.climb import search
 from penstock.schedule.search.greedy import Rules, greedy
-from penstock.schedule.search.problem import Objective, Orders, Problem, whole_ranks
+from penstock.schedule.search.problem import (
+    Objective,
+    Orders,
+    Problem,
+    check_objective,
+    whole_ranks,
+)
 
-__all__ = ["Objective", "Orders", "Problem", "Rules", "greedy", "search", "whole_ranks"]
+__all__ = [
+    "Objective",
+    "Orders",
+    "Problem",
+    "Rules",
+    "check_objective",
+    "greedy",
+    "search",
+    "whole_ranks",
+]

@@ -28,6 +28,12 @@ SLACK = 1e-9
 """Sums of parts such as 1/3 miss the whole by less than this."""
 
 
+def check_objective(family: str, objective: str) -> None:
+    """Raise ``InputError`` unless there is such an objective."""
+    if objective not in OBJECTIVES:
+        raise InputError(f"{family}: objective is {objective!r}; take {' or '.join(OBJECTIVES)}")
+
+
 def whole_ranks(placement: Placement, kept_for_weight: float = 1.0) -> Sizes:
     """A microbatch keeps 1 at every rank, in equal parts at the rank's stages, and the given share
     of that from I until W."""
@@ -140,7 +146,9 @@ class Problem:
             work = sum(taken[one] for one in own for taken in self.taken[:BACKWARD])
             # The stage objective looks at no rank before its own first op.
             wait = head if self.objective == "makespan" else 0.0
-            bounds += [wait + self.num_microbatches * work, *self._ways_through(stage, wait)]
+            bounds += self._ways_through(stage, wait)
+            if stage == own[0]:
+                bounds.append(wait + self.num_microbatches * work)
             if stage + 1 < self.num_stages:
                 head += self.taken[FORWARD][stage] + self.forward_delay[stage + 1]
         return max(bounds, default=0.0)

@@ -1,0 +1,163 @@
+"""What holds for every order that zb-auto finds."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock import Costs, Sizes, check, schedules, simulate
+from penstock.errors import InputError
+from penstock.schedule.lower import lower
+from penstock.schedule.memory import peak_activations, peaks
+from penstock.schedule.placement import loop, snake
+from penstock.schedule.search import Problem, whole_ranks
+
+FIXED = [name for name in schedules.names() if name not in schedules.SEARCHED]
+PLACEMENTS = {"straight": lambda p: tuple(range(p)), "v": lambda p: snake(p, 2)}
+seconds = st.floats(0.1, 3)
+
+
+def value(schedule, costs, objective):
+    timeline = simulate(schedule, costs)
+    if objective == "makespan":
+        return timeline.makespan
+    return max(row.ends[-1] - row.starts[0] for row in timeline.rows)
+
+
+@st.composite
+def costs_for(draw, num_stages):
+    """Random costs of every stage and link."""
+    per_stage = st.lists(seconds, min_size=num_stages, max_size=num_stages)
+    hops = st.lists(st.floats(0, 1), min_size=num_stages - 1, max_size=num_stages - 1)
+    return Costs(draw(per_stage), draw(per_stage), draw(per_stage), draw(hops))
+
+
+def fixed_families(placement, p, m):
+    """The fixed families with this placement, whatever they are called."""
+    for name in FIXED:
+        try:
+            schedule = schedules.build(name, num_ranks=p, num_microbatches=m)
+        except InputError:
+            continue
+        ranks = {(op.stage, rank) for op, rank in schedule.where.items()}
+        if schedule.num_slices == 1 and ranks == set(enumerate(placement)):
+            yield schedule
+
+
+@pytest.mark.parametrize("objective", ["makespan", "stage"])
+@pytest.mark.parametrize("name", PLACEMENTS)
+@settings(max_examples=25)
+@given(p=st.integers(1, 5), m=st.integers(1, 10), data=st.data())
+def test_never_worse_than_any_fixed_family_with_the_same_memory(name, objective, p, m, data):
+    placement = PLACEMENTS[name](p)
+    costs = data.draw(costs_for(len(placement)))
+    rivals = list(fixed_families(placement, p, m))
+    for rival in data.draw(st.lists(st.sampled_from(rivals), min_size=1, max_size=2)):
+        found = schedules.build(
+            "zb-auto",
+            num_ranks=p,
+            num_microbatches=m,
+            costs=costs,
+            placement=name,
+            activation_limit=max(peak_activations(rival.ranks)),
+            objective=objective,
+            effort=0.05,
+        )
+        assert value(found, costs, objective) <= value(rival, costs, objective)
+
+
+@settings(max_examples=40)
+@given(p=st.integers(1, 5), m=st.integers(1, 8), laps=st.integers(1, 3), data=st.data())
+def test_an_order_is_complete_runs_in_any_channel_and_keeps_to_its_limits(p, m, laps, data):
+    placement = data.draw(st.sampled_from([loop(p, laps), snake(p, laps)]))
+    costs = data.draw(costs_for(len(placement)))
+    bytes_per_stage = [data.draw(st.floats(0.5, 2)) for _ in placement]
+    share = data.draw(st.floats(0, 1))
+    sizes = Sizes(bytes_per_stage, [share * one for one in bytes_per_stage])
+    least = [
+        sum(held for held, own in zip(bytes_per_stage, placement, strict=True) if own == rank)
+        for rank in range(p)
+    ]
+    limits = [one * data.draw(st.floats(1, 3)) for one in least]
+    found = schedules.build(
+        "zb-auto",
+        num_ranks=p,
+        num_microbatches=m,
+        costs=costs,
+        sizes=sizes,
+        activation_limit=limits,
+        placement=placement,
+        effort=0.05,
+    )
+    check(found)
+    check(lower(found, capacity=1), capacity=1)
+    for held, limit in zip(peaks(found.ranks, sizes), limits, strict=True):
+        assert held <= limit * (1 + 1e-6)
+    timeline = simulate(found, costs)
+    assert timeline.peak_bytes(sizes) == peaks(found.ranks, sizes)
+
+
+@settings(max_examples=20)
+@given(p=st.integers(1, 4), m=st.integers(1, 8), data=st.data())
+def test_the_bound_holds_for_every_fixed_family(p, m, data):
+    name = data.draw(st.sampled_from(sorted(PLACEMENTS)))
+    objective = data.draw(st.sampled_from(["makespan", "stage"]))
+    placement = PLACEMENTS[name](p)
+    costs = data.draw(costs_for(len(placement)))
+    problem = Problem(placement, m, costs, whole_ranks(placement), (float(m),) * p, objective)
+    for schedule in fixed_families(placement, p, m):
+        assert value(schedule, costs, objective) >= problem.least * (1 - 1e-9)
+
+
+def test_within_three_percent_of_the_optimum_on_average():
+    draw = random.Random(7)
+    gaps = []
+    for _ in range(60):
+        p, m = draw.choice([(2, 2), (2, 4), (2, 8), (4, 4), (3, 4), (3, 5), (5, 3), (8, 2)])
+        per_stage = [[draw.uniform(0.5, 2) for _ in range(p)] for _ in range(3)]
+        costs = Costs(*per_stage, hop=[draw.uniform(0, 0.4) for _ in range(p - 1)])
+        options = {
+            "costs": costs,
+            "activation_limit": draw.choice([1, 2, 3, p]),
+            "objective": draw.choice(["makespan", "stage"]),
+        }
+        found, best = (
+            schedules.build(name, num_ranks=p, num_microbatches=m, **options)
+            for name in ("zb-auto", "optimal")
+        )
+        lengths = [value(one, costs, options["objective"]) for one in (found, best)]
+        gaps.append((lengths[0] / lengths[1] - 1, p, m, options["activation_limit"]))
+    worst = max(gaps)
+    mean = sum(gap for gap, *_ in gaps) / len(gaps)
+    print(f"zb-auto against optimal: mean gap {mean:.2%}, worst {worst[0]:.2%} at p, m, limit = "
+          f"{worst[1:]}")  # fmt: skip
+    assert -1e-6 <= mean < 0.03
+
+
+def test_it_is_the_same_every_time():
+    options = {"num_ranks": 3, "num_microbatches": 6, "costs": Costs([1, 2, 1.5], hop=0.2)}
+    assert schedules.build("zb-auto", **options) == schedules.build("zb-auto", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"activation_limit": 0.9}, r"the limit of rank 0 is 0\.9, .* holds 1 there; allow"),
+        ({"activation_limit": [2, 0.5]}, "the limit of rank 1 is 0.5"),
+        ({"activation_limit": [2]}, "activation_limit has 1 numbers for 2 ranks"),
+        ({"placement": "w"}, "placement is 'w'; take 'straight', 'v'"),
+        ({"placement": (0, 0)}, "rank 1 has no stage"),
+        ({"placement": (0, 1, 2)}, "there is no rank 2"),
+        ({"objective": "speed"}, "objective is 'speed'; take makespan or stage"),
+        ({"sizes": Sizes([1.0, 1.0])}, "no activation_limit in their unit"),
+        ({"sizes": Sizes([1.0]), "activation_limit": 2}, "1 numbers, but the schedule has 2"),
+        ({"costs": Costs([1, 2, 3])}, "forward has 3 numbers"),
+        ({"effort": -1}, "effort is -1"),
+    ],
+)
+def test_what_it_refuses(options, message):
+    with pytest.raises(InputError, match=message):
+        schedules.build("zb-auto", num_ranks=2, num_microbatches=4, **options)

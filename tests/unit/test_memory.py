@@ -1,0 +1,82 @@
+"""What is held, by hand: microbatches, bytes, parts kept for W, recompute, explicit free points."""
+
+import pytest
+
+from penstock import Costs, Schedule, Sizes, schedules, simulate
+from penstock.errors import InputError
+from penstock.schedule.lower import add_free, add_recompute, lower
+from penstock.schedule.memory import peak_activations, peaks, units
+
+SPLIT = Schedule.parse("0F0,0F1,0I0,0I1,0W0,0W1")
+
+
+def test_a_microbatch_counts_until_its_weight_gradient():
+    assert peak_activations(SPLIT.ranks) == (2,)
+    assert peak_activations(Schedule.parse("0F0,0I0,0W0,0F1,0I1,0W1").ranks) == (1,)
+    assert simulate(SPLIT).in_flight == (((0, 0), (0, 1), (1, 2), (5, 1), (6, 0)),)
+
+
+def test_bytes_count_the_part_kept_for_the_weight_gradient_at_its_own_size():
+    sizes = Sizes([10.0], kept_for_weight=[3.0])
+    timeline = simulate(SPLIT)
+    assert timeline.held(sizes) == (((0, 0), (0, 10), (1, 20), (3, 13), (4, 6), (5, 3), (6, 0)),)
+    early = Schedule.parse("0F0,0I0,0F1,0I1,0W0,0W1")
+    assert peaks(early.ranks, sizes) == (13,)
+    assert peaks(early.ranks, Sizes([10.0])) == (20,)
+
+
+def test_explicit_free_points_count_where_they_are():
+    late = Schedule.parse("0F0,0B0,0F1,0FREE0,0B1,0FREE1")
+    assert peak_activations(late.ranks) == (2,)
+    assert peaks(add_free(SPLIT).ranks, Sizes([10.0], [3.0])) == (20,)
+    parts = Schedule.parse("0F0,0I0,0F1,0FREE_I0,0I1,0FREE_I1,0W0,0FREE0,0W1,0FREE1")
+    assert peaks(parts.ranks, Sizes([10.0], [3.0])) == (20,)
+
+
+def test_passes_do_not_change_what_is_held():
+    for name in ("1f1b", "zb-h2", "chimera", "dualpipe-v"):
+        schedule = schedules.build(name, num_ranks=4, num_microbatches=8)
+        assert peak_activations(lower(schedule).ranks) == peak_activations(schedule.ranks)
+
+
+def test_recompute_keeps_the_input_until_the_forward_runs_again():
+    schedule = schedules.build("gpipe", num_ranks=1, num_microbatches=3)
+    sizes = Sizes([10.0], stage_input=[1.0])
+    again = add_recompute(schedule)
+    assert peaks(schedule.ranks, sizes) == (30,)
+    # Three inputs, of which one has grown to its activations again.
+    assert peaks(again.ranks, sizes) == (12,)
+    assert peak_activations(again.ranks) == (1,)
+    costs = Costs(forward=2, backward_input=1, backward_weight=1)
+    assert simulate(again, costs).makespan == 3 * (2 + 2 + 2)
+    assert simulate(again, Costs(2, 1, 1, recompute=0.5)).makespan == 3 * (2 + 0.5 + 2)
+
+
+def test_a_share_of_the_ranks_layers_is_the_unit():
+    v = schedules.build("zb-v", num_ranks=2, num_microbatches=4)
+    chimera = schedules.build("chimera", num_ranks=4, num_microbatches=4)
+    assert units(v.ranks) == (2, 2)
+    assert units(chimera.ranks) == (1, 1, 1, 1)
+    # Of two stages that a rank of Chimera holds, each microbatch visits one.
+    assert max(peak_activations(chimera.ranks)) == 4
+
+
+def test_a_slice_holds_its_share():
+    sliced = schedules.build("seq1f1b", num_ranks=2, num_microbatches=4, num_slices=4)
+    assert peak_activations(sliced.ranks, 4) == (1.25, 1)
+    assert simulate(sliced).peak_activations == (1.25, 1)
+    assert simulate(sliced).peak_bytes(Sizes([8.0, 80.0])) == (10, 80)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Sizes([1.0], [1.0, 1.0]), "kept_for_weight has 2 numbers, but activation has 1"),
+        (lambda: Sizes([1.0, 2.0], [1.0, 3.0]), r"stage 1 keeps 3\.0 .* whole activation of 2\.0"),
+        (lambda: Sizes([-1.0]), r"activation is -1\.0, but must be ≥ 0"),
+        (lambda: simulate(SPLIT).peak_bytes(Sizes([1.0, 1.0])), "2 numbers, but .* has 1 stages"),
+    ],
+)
+def test_sizes_that_do_not_fit(make, message):
+    with pytest.raises(InputError, match=message):
+        make()
