@@ -91,7 +91,7 @@ def _filled(template: str, **values: str) -> str:
 
 
 def _numbers(source: Source) -> list[str]:
-    timeline, schedule = source
+    timeline, schedule, _ = source
     assert schedule is not None  # it comes from a family
     return [
         f"{timeline.makespan:.5g}",

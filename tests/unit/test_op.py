@@ -17,7 +17,20 @@ def test_text_and_back(kind):
     assert Op.parse(str(op)) == op
 
 
-@pytest.mark.parametrize("text", ["0F1xyz", "F0", "0F", "0X1", " 0F1", "0F1 ", "-1F0", "00F1", ""])
+def test_slices_of_a_microbatch():
+    assert str(Op(0, Kind.FORWARD, 3, 2)) == "0F3.2"
+    assert Op.parse("0F3.2") == Op(0, Kind.FORWARD, 3, slice=2)
+    assert Op.parse("0F3") == Op(0, Kind.FORWARD, 3, slice=0)
+    # A later slice attends to the earlier ones; its gradient reaches them on the way back.
+    assert needed("1F0.1") == "0F0.1 1F0"
+    assert needed("2B0.1", present="2F0.1 2B0.1 2B0.2") == "2F0.1 2B0.2"
+    assert needed("2B0.2", present="2F0.2 2B0.1 2B0.2") == "2F0.2"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["0F1xyz", "F0", "0F", "0X1", " 0F1", "0F1 ", "-1F0", "00F1", "", "0F1.", "0F1.0", "0F1.x"],
+)
 def test_only_an_op_is_an_op(text):
     with pytest.raises(ScheduleError, match="is not an op; write stage, kind, microbatch"):
         Op.parse(text)
@@ -38,6 +51,10 @@ def test_only_an_op_is_an_op(text):
         ("1SEND_B3", "1B3"),
         ("1RECV_B3", "2SEND_B3"),
         ("1UPDATE3", "1B3"),
+        ("1R3", "1F3"),
+        ("1FREE3", "1B3"),
+        ("1FREE_I3", "1I3"),
+        ("1REDUCE3", "1B3"),
     ],
 )
 def test_the_rule(op, expected):
