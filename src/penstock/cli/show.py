@@ -50,13 +50,17 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], num_texts
     table = Table(box=None, pad_edge=False, header_style="bold")
     for index, column in enumerate(columns):
         justify: Literal["left", "right"] = "left" if index < num_texts else "right"
-        least = max(map(len, column.split()))
-        table.add_column(
-            column, justify=justify, overflow="fold", no_wrap=index == 0, min_width=least
-        )
+        # Names and prose may take several lines; a number that does would read as another one.
+        cells = [row[index] for row in rows] if index >= num_texts else []
+        least = max(map(len, [*column.split(), *cells]))
+        table.add_column(column, justify=justify, overflow="fold", min_width=least)
     for row in rows:
         table.add_row(*row)
-    Console(width=max(_WIDTH, Console().width)).print(table)
+    width = max(_WIDTH, Console().width)
+    if num_texts == 1 and not Console().is_terminal:
+        # Nobody's window is too narrow for a long name, and programs look for it in one piece.
+        width = max(width, Console(width=10**4).measure(table).maximum)
+    Console(width=width).print(table)
 
 
 def print_facts(facts: Sequence[Fact]) -> None:

@@ -20,8 +20,8 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     A device that overlaps a pair hands over both results when both are done. Here they run one
     after the other, so that F's result leaves before B starts, and the others wait half as long.
 
-    Wins: When a device can overlap the F of one microbatch with the B of another, as with the all-
-    to-all of mixture-of-experts layers: every steady F stands beside a B for that.
+    Wins: When a device can overlap the F of one microbatch with the B of another, as with the
+    all-to-all of mixture-of-experts layers: every steady F stands beside a B for that.
 
     Loses: When nothing is overlapped: ZB-V takes as long with half a microbatch less, and a stage
     bubble of 0 besides. It needs m ≥ 2p.
