@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from penstock.drawing.markup import coordinate, lines, resource, tag, text_width, write
+from penstock.drawing.markup import coordinate, document, lines, tag, text_width, write
 from penstock.drawing.units import number, tick_label, ticks
 
 Point = tuple[float, float]
@@ -54,24 +54,13 @@ def line_chart(series: Sequence[Line], x_name: str, y_name: str) -> str:
     frame = _frame([point for _, points in drawn for point in points], top + 26)
     height = frame.bottom + 52
     parts = [
-        tag("style", f"\n{resource('chart.css')}\n"),
-        tag("rect", class_="paper", width=_WIDTH, height=height),
         keys,
         write(_MARGIN, top + 12, y_name, "muted"),
         _axes(frame, x_name),
         *(_line(frame, index, points) for index, (_, points) in enumerate(drawn)),
     ]
-    return tag(
-        "svg",
-        f"\n{lines(parts)}\n",
-        xmlns="http://www.w3.org/2000/svg",
-        class_="chart",
-        width=_WIDTH,
-        height=height,
-        viewBox=f"0 0 {_WIDTH:g} {height:g}",
-        role="img",
-        aria_label=f"{y_name} by {x_name}: {', '.join(name for name, _ in series)}",
-    )
+    words = f"{y_name} by {x_name}: {', '.join(name for name, _ in series)}"
+    return document("chart", (_WIDTH, height), words, "chart.css", parts)
 
 
 def _finite(points: Iterable[tuple[float, float | None]]) -> list[Point]:

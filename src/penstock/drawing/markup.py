@@ -77,3 +77,37 @@ def shortened(text: str, size: float, width: float) -> str:
 def resource(name: str) -> str:
     """A style sheet or script that lies beside this module."""
     return resources.files("penstock.drawing").joinpath(name).read_text(encoding="utf-8").strip()
+
+
+def document(
+    class_: str,
+    size: tuple[float, float],
+    words: str,
+    style: str,
+    parts: Iterable[str],
+    definitions: str = "",
+) -> str:
+    """A standalone SVG document on its own ground.
+
+    Args:
+        class_: of the root, for pages that embed several kinds.
+        size: width and height in pixels.
+        words: what a reader who cannot see it is told.
+        style: the name of its style sheet beside this module.
+        parts: what is drawn.
+        definitions: patterns that the parts refer to.
+    """
+    width, height = size
+    sheet = tag("style", f"\n{resource(style)}\n")
+    paper = tag("rect", class_="paper", width=width, height=height)
+    return tag(
+        "svg",
+        f"\n{lines([sheet, definitions, paper, *parts])}\n",
+        xmlns="http://www.w3.org/2000/svg",
+        class_=class_,
+        width=width,
+        height=height,
+        viewBox=f"0 0 {width:g} {height:g}",
+        role="img",
+        aria_label=words,
+    )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.drawing.markup import coordinate, lines, resource, tag, text_width, write
+from penstock.drawing.markup import coordinate, document, lines, tag, text_width, write
 from penstock.drawing.units import Titled, tick_label, ticks
 from penstock.errors import InputError
 from penstock.values import write_atomically
@@ -63,26 +63,14 @@ def scatter(marks: Sequence[Mark]) -> str:
         labels.add(place, [mark.name for mark in group])
         _name_hollow(frame, labels, group)
     parts = [
-        tag("style", f"\n{resource('chart.css')}\n"),
-        tag("rect", class_="paper", width=_WIDTH, height=_HEIGHT),
         _legend(marks),
         _axes(frame),
         *(_join(frame, mark) for mark in marks),
         *labels.drawn,
         *(tag("circle", class_="dot", cx=x, cy=y, r=_RADIUS) for x, y in named),
     ]
-    names = ", ".join(mark.name for mark in marks)
-    return tag(
-        "svg",
-        f"\n{lines(parts)}\n",
-        xmlns="http://www.w3.org/2000/svg",
-        class_="chart",
-        width=_WIDTH,
-        height=_HEIGHT,
-        viewBox=f"0 0 {_WIDTH:g} {_HEIGHT:g}",
-        role="img",
-        aria_label=f"peak activations against bubble: {names}",
-    )
+    words = f"peak activations against bubble: {', '.join(mark.name for mark in marks)}"
+    return document("chart", (_WIDTH, _HEIGHT), words, "chart.css", parts)
 
 
 def _differs(mark: Mark) -> bool:

@@ -16,7 +16,7 @@ from itertools import pairwise
 from penstock.drawing.boxes import LabelStyle, box, hatches, label_styles, widest_label
 from penstock.drawing.labels import Names
 from penstock.drawing.legend import legend
-from penstock.drawing.markup import lines, resource, shortened, tag, text_width, write
+from penstock.drawing.markup import document, lines, shortened, tag, text_width, write
 from penstock.drawing.units import (
     Titled,
     Unit,
@@ -134,22 +134,10 @@ def _peak(held: float) -> str:
 
 def _document(frame: _Frame, height: float, parts: list[str], panels: list[Titled]) -> str:
     named = "; ".join(f"{title}: {_facts(timeline, frame.unit)}" for title, timeline in panels)
-    width, height = frame.width, round(height)
-    style = tag("style", f"\n{resource('timeline.css')}\n")
     used = hatches([timeline for _, timeline in panels])
     definitions = tag("defs", used) if used else ""
-    paper = tag("rect", class_="paper", width=width, height=height)
-    return tag(
-        "svg",
-        f"\n{lines([style, definitions, paper, *parts])}\n",
-        xmlns="http://www.w3.org/2000/svg",
-        class_="timeline",
-        width=width,
-        height=height,
-        viewBox=f"0 0 {width:.0f} {height}",
-        role="img",
-        aria_label=named or "no timeline",
-    )
+    size = frame.width, round(height)
+    return document("timeline", size, named or "no timeline", "timeline.css", parts, definitions)
 
 
 def _facts(timeline: Timeline, unit: Unit) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from penstock.schedule.op import Op
+from penstock.schedule.op import Kind, Op
 
 
 def alternate(
@@ -28,3 +28,17 @@ def alternate(
     columns = (forwards[warm_up:], backwards, (*[None] * delay, *weights))
     turns = (op for turn in zip_longest(*columns) for op in turn if op is not None)
     return [*forwards[:warm_up], *turns]
+
+
+def in_order(stage: int, kind: Kind, num_microbatches: int) -> list[Op]:
+    """One op of a kind for each microbatch."""
+    return [Op(stage, kind, microbatch) for microbatch in range(num_microbatches)]
+
+
+def alternate_split(stage: int, num_microbatches: int, warm_up: int, delay: int) -> list[Op]:
+    """``alternate`` with F, I and W of one stage."""
+    forwards, inputs, weights = (
+        in_order(stage, kind, num_microbatches)
+        for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    )
+    return alternate(warm_up, forwards, inputs, weights, delay)

@@ -6,8 +6,8 @@ arXiv 2007.01045, section 3.2, the policy with K = min(2(S−i)−1, D).
 
 from __future__ import annotations
 
-from penstock.schedule.families.alternate import alternate
-from penstock.schedule.op import Kind, Op
+from penstock.schedule.families.alternate import alternate, in_order
+from penstock.schedule.op import Kind
 from penstock.schedule.schedule import Schedule
 
 
@@ -31,9 +31,12 @@ def eager_one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     rank 1 │····F0F1F2······B0──F3B1──··B2──··B3──······│ peak 3
     rank 2 │········F0B0──F1B1──F2B2──F3B3──············│ peak 1
     """
-    ranks = []
-    for rank in range(num_ranks):
-        forwards = [Op(rank, Kind.FORWARD, k) for k in range(num_microbatches)]
-        backwards = [Op(rank, Kind.BACKWARD, k) for k in range(num_microbatches)]
-        ranks.append(alternate(2 * (num_ranks - 1 - rank), forwards, backwards))
+    ranks = (
+        alternate(
+            2 * (num_ranks - 1 - rank),
+            in_order(rank, Kind.FORWARD, num_microbatches),
+            in_order(rank, Kind.BACKWARD, num_microbatches),
+        )
+        for rank in range(num_ranks)
+    )
     return Schedule.of(ranks, "eager-1f1b")

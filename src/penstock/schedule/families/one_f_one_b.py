@@ -7,7 +7,8 @@ PPoPP 2021, arXiv 2007.01045, section 3.2).
 
 from __future__ import annotations
 
-from penstock.schedule.op import Kind, Op
+from penstock.schedule.families.alternate import alternate, in_order
+from penstock.schedule.op import Kind
 from penstock.schedule.schedule import Schedule
 
 
@@ -31,13 +32,12 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     rank 1 │··F0F1····B0──F2B1──F3B2──··B3──····│ peak 2
     rank 2 │····F0B0──F1B1──F2B2──F3B3──········│ peak 1
     """
-    ranks = []
-    for rank in range(num_ranks):
-        warm_up = min(num_ranks - 1 - rank, num_microbatches)
-        ops = [Op(rank, Kind.FORWARD, k) for k in range(warm_up)]
-        for k in range(num_microbatches):
-            if warm_up + k < num_microbatches:
-                ops.append(Op(rank, Kind.FORWARD, warm_up + k))
-            ops.append(Op(rank, Kind.BACKWARD, k))
-        ranks.append(ops)
+    ranks = (
+        alternate(
+            num_ranks - 1 - rank,
+            in_order(rank, Kind.FORWARD, num_microbatches),
+            in_order(rank, Kind.BACKWARD, num_microbatches),
+        )
+        for rank in range(num_ranks)
+    )
     return Schedule.of(ranks, "1f1b")

@@ -5,8 +5,7 @@ Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv 2401.10241, sect
 
 from __future__ import annotations
 
-from penstock.schedule.families.alternate import alternate
-from penstock.schedule.op import Kind, Op
+from penstock.schedule.families.alternate import alternate_split
 from penstock.schedule.schedule import Schedule
 
 
@@ -31,11 +30,8 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     rank 1 │··F0F1··I0F2I1W0F3I2W1I3W2W3│ peak 3
     rank 2 │····F0I0F1I1F2I2W0F3I3W1W2W3│ peak 3
     """
-    ranks = []
-    for rank in range(num_ranks):
-        forwards, inputs, weights = (
-            [Op(rank, kind, k) for k in range(num_microbatches)]
-            for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-        )
-        ranks.append(alternate(num_ranks - 1 - rank, forwards, inputs, weights, delay=rank))
+    ranks = (
+        alternate_split(rank, num_microbatches, warm_up=num_ranks - 1 - rank, delay=rank)
+        for rank in range(num_ranks)
+    )
     return Schedule.of(ranks, "zb-h1")

@@ -5,8 +5,7 @@ Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv 2401.10241, sect
 
 from __future__ import annotations
 
-from penstock.schedule.families.alternate import alternate
-from penstock.schedule.op import Kind, Op
+from penstock.schedule.families.alternate import alternate_split
 from penstock.schedule.schedule import Schedule
 
 
@@ -32,12 +31,8 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     rank 1 │··F0F1F2I0F3I1F4I2W0I3W1I4W2W3W4··│ peak 5
     rank 2 │····F0I0F1I1F2I2F3I3F4I4W0W1W2W3W4│ peak 5
     """
-    ranks = []
-    for rank in range(num_ranks):
-        forwards, inputs, weights = (
-            [Op(rank, kind, k) for k in range(num_microbatches)]
-            for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-        )
-        warm_up = 2 * (num_ranks - 1 - rank)
-        ranks.append(alternate(warm_up, forwards, inputs, weights, delay=2 * rank))
+    ranks = (
+        alternate_split(rank, num_microbatches, warm_up=2 * (num_ranks - 1 - rank), delay=2 * rank)
+        for rank in range(num_ranks)
+    )
     return Schedule.of(ranks, "zb-h2")

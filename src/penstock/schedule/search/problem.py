@@ -140,7 +140,8 @@ class Problem:
         """No order is better than this. Every rank does all its work; and while a stage runs the
         forwards and input gradients of all microbatches, the first of them has come to it through
         the stages before, and the last has yet to go back through them."""
-        head, bounds = 0.0, []
+        head = 0.0
+        bounds: list[float] = []
         for stage in range(self.num_stages):
             own = self.stages_of[self.placement[stage]]
             work = sum(taken[one] for one in own for taken in self.taken[:BACKWARD])
