@@ -34,7 +34,11 @@ def hoist_receives(schedule: Schedule, capacity: int) -> Schedule:
             continue
         # Nothing goes on. A full channel is to blame, unless the schedule deadlocks by itself.
         waits = [row[at] for at, row in zip(position, rows, strict=True) if at < len(row)]
-        wanted = [room[op] for op in waits if op in room and room[op] not in done]
+        wanted = [
+            room[op]
+            for op in waits
+            if op in room and room[op] not in done and _can_run(schedule, room[op], room, done)
+        ]
         if not wanted:
             break
         for receive in wanted:
