@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from penstock.errors import InputError
 from penstock.schedule.op import Kind, Op
+from penstock.values import is_number, items_of
 
 PerStage = float | Sequence[float]
 
@@ -42,14 +43,19 @@ class Costs:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is None:
+            if value is None and field.default is None:
                 continue
-            numbers = [value] if isinstance(value, int | float) else list(value)
+            numbers = [value] if is_number(value) else items_of(value)
+            if numbers is None or not all(map(is_number, numbers)):
+                raise InputError(
+                    f"costs: {field.name} is {value!r}; give a number, or a list with one per stage"
+                )
             for number in numbers:
                 if not 0 <= number < float("inf"):
                     raise InputError(f"costs: {field.name} is {number}, but must be ≥ 0")
-            if not isinstance(value, int | float):
-                object.__setattr__(self, field.name, tuple(numbers))
+            # Plain floats, whatever they came as: numpy's would be slower and print differently.
+            plain = float(value) if is_number(value) else tuple(map(float, numbers))
+            object.__setattr__(self, field.name, plain)
 
     def check_stages(self, num_stages: int) -> None:
         """Raise ``InputError`` if a per-stage cost does not give ``num_stages`` numbers."""

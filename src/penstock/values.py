@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -60,7 +62,8 @@ class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 def read_text(path: str | os.PathLike[str]) -> str:
     """The text of a file, or a ``FileError`` that says why it cannot be read."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        # Some programs begin a file with a mark that says so.
+        return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise FileError(f"cannot read {path}: {reason}") from None
@@ -100,3 +103,20 @@ def expect(value: object, kind: Any, what: str, remedy: str) -> None:
     """Raise ``InputError`` unless ``value`` is of a kind: for arguments people often mistake."""
     if not isinstance(value, kind):
         raise InputError(f"{what} is of type {type(value).__name__}; {remedy}")
+
+
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is a real number, numpy's included; True and False are none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_whole(value: Any) -> bool:
+    """Whether ``value`` is a whole number, numpy's included; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def items_of(value: Any) -> list[Any] | None:
+    """The items of a list, a tuple or an array; ``None`` for what has no order, or is text."""
+    # numpy's arrays are sequences in all but name.
+    ordered = isinstance(value, Sequence) or hasattr(value, "__array__")
+    return list(value) if ordered and not isinstance(value, str | bytes) else None

@@ -135,6 +135,15 @@ def test_it_is_the_same_every_time():
         ({"sizes": Sizes([1.0]), "activation_limit": 2}, "1 numbers, but the schedule has 2"),
         ({"costs": Costs([1, 2, 3])}, "forward has 3 numbers"),
         ({"effort": -1}, "effort is -1"),
+        ({"effort": "1"}, "effort is '1', but must be a number"),
+        ({"activation_limit": float("nan")}, "activation_limit is nan"),
+        ({"activation_limit": [2, None]}, "activation_limit is None"),
+        ({"activation_limit": {}}, "give one number, or one per rank"),
+        ({"placement": [0.0, 1.0]}, "placement is"),
+        ({"placement": 5}, "placement is 5"),
+        ({"costs": {}}, "costs is of type dict; give a penstock.Costs"),
+        ({"costs": 1}, "costs is of type int"),
+        ({"sizes": [1, 1], "activation_limit": 2}, "sizes is of type list; give a penstock.Sizes"),
     ],
 )
 def test_what_it_refuses(options, message):

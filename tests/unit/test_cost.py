@@ -39,3 +39,9 @@ def test_a_cost_is_finite_and_not_negative(field, bad):
 def test_a_number_for_each_stage(field):
     with pytest.raises(InputError, match=f"costs: {field} has 2 numbers, .* 4 stages"):
         Costs(**{field: [1, 2]}).check_stages(4)
+
+
+@pytest.mark.parametrize("bad", ["1", None, {0: 1}, True, ["1"], [None]])
+def test_a_cost_is_a_number_or_a_list(bad):
+    with pytest.raises(InputError, match=r"costs: forward is .*; give a number, or a list"):
+        Costs(forward=bad)

@@ -2,6 +2,7 @@ import pytest
 
 from penstock import Costs, Schedule, check, schedules, simulate
 from penstock.errors import InputError, ScheduleError
+from penstock.schedule import lower as passes
 from penstock.schedule.lower import (
     add_communication,
     add_free,
@@ -105,8 +106,49 @@ def test_an_update_waits_for_the_copies_and_their_sum():
 
 
 def test_a_gradient_that_comes_after_the_update_is_refused():
-    with pytest.raises(ScheduleError, match="rank 0 runs 0UPDATE1 before 0B0 is in it"):
+    with pytest.raises(ScheduleError, match="rank 0 needs 0UPDATE1 behind 0B0, its last gradient"):
         check(Schedule.parse("0F0,0F1,0B1,0UPDATE1,0B0"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0B0,0UPDATE0\n1F0,1B0", "rank 1 needs 1UPDATE0 behind 1B0"),
+        ("0F0,0B0,0F1,0B1,0UPDATE1,0F2,0B2", "rank 0 needs 0UPDATE2 behind 0B2"),
+        ("0F0,0B0,0UPDATE0\n0F1,0B1,0UPDATE1", "rank 0 needs 0REDUCE0 behind 0B0"),
+        ("0F0,0B0,0REDUCE0,0UPDATE0\n0F1,0B1,0UPDATE1", "rank 1 needs 0REDUCE1 behind 0B1"),
+        ("0F0,0B0,0REDUCE0,0UPDATE0\n0F1,0B1,0REDUCE1", "rank 1 needs 0UPDATE1 behind 0B1"),
+        ("0F0,0B0,0F1,0R1,0B1", "0F0 keeps only its input, .* but 0R0 is missing"),
+        ("0F0,0I0,0W0,0FREE0,0FREE_I0", "deadlocks: rank 0 waits to run 0FREE0 for 0FREE_I0"),
+    ],
+)
+def test_half_a_pass_is_refused(text, message):
+    with pytest.raises(ScheduleError, match=message):
+        check(Schedule.parse(text))
+
+
+@pytest.mark.parametrize("name", ["add_recompute", "add_free", "add_update", "add_communication"])
+def test_a_pass_is_applied_once(name):
+    once = getattr(passes, name)(build())
+    with pytest.raises(ScheduleError, match="already; apply each pass once"):
+        getattr(passes, name)(once)
+    with pytest.raises(ScheduleError, match=r"\dREDUCE\d already"):
+        add_reduce(add_reduce(COPIES))
+
+
+@pytest.mark.parametrize("capacity", [0, -1, 1.5, "1", True, float("nan")])
+def test_a_channel_holds_a_whole_number_of_messages(capacity):
+    for use in (lambda: lower(build(), capacity), lambda: check(build(), capacity)):
+        with pytest.raises(InputError, match=r"capacity is .* at least 1 message"):
+            use()
+
+
+def test_a_capacity_bounds_a_schedule_without_messages_too():
+    schedule = schedules.build("breadth-first", num_ranks=4, num_microbatches=16)
+    check(schedule, 1)
+    with pytest.raises(ScheduleError, match=r"channels that hold 1 message\(s\).* allow more, or"):
+        check(add_communication(schedule), 1)
+    check(add_communication(schedule), 4)
 
 
 def test_what_is_never_freed_is_named():

@@ -182,18 +182,22 @@ def test_nothing_takes_any_time():
     check(optimal(2, 2, costs=Costs(0, 0, 0)))
 
 
+def test_a_placement_has_a_name():
+    assert optimal(2, 2, placement="v") == optimal(2, 2, placement=snake(2, 2))
+
+
 @pytest.mark.parametrize(
     ("counts", "options", "message"),
     [
         ((2, 9), {}, "2 ranks × 9 microbatches are 18, but .* 16 at most; take zb-auto"),
         ((2, 2), {"activation_limit": 0.5}, "activation_limit is 0.5, but one microbatch needs 1"),
         ((2, 2), {"activation_limit": [2, 0]}, "one microbatch needs 1 on every rank"),
-        ((2, 2), {"activation_limit": [2]}, "has 1 numbers, but there are 2 ranks"),
-        ((2, 2), {"activation_limit": float("nan")}, "one microbatch needs 1"),
-        ((2, 2), {"placement": [0, 0]}, "placement is .* each rank a stage"),
+        ((2, 2), {"activation_limit": [2]}, "has 1 numbers for 2 ranks"),
+        ((2, 2), {"activation_limit": float("nan")}, "is nan, but must be a number"),
+        ((2, 2), {"placement": [0, 0]}, "rank 1 has no stage"),
         ((2, 2), {"placement": [0, 0, 1], "objective": "stage"}, "loops and snakes only"),
         ((2, 2), {"objective": "speed"}, "take makespan or stage"),
-        ((2, 2), {"time_limit_seconds": 0}, "must be > 0"),
+        ((2, 2), {"time_limit_seconds": -1}, "must be ≥ 0"),
     ],
 )
 def test_what_it_refuses(counts, options, message):

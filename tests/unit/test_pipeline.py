@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import penstock as pk
 from penstock.errors import InputError
 from penstock.run.single_device import SingleDevice
-from penstock.schedule import Kind
+from penstock.schedule import Kind, Op
 from tests.helpers import make_batch, make_mlp, make_plan
 
 
@@ -295,7 +295,7 @@ def test_the_timeline_is_that_of_the_last_step():
         pipeline.step(*make_batch(1))
         assert pipeline.timeline is not timeline
     forwards = [span.op for span in timeline.spans if span.op.kind is Kind.FORWARD]
-    assert sorted(forwards) == sorted((s, Kind.FORWARD, m) for s in range(2) for m in range(2))
+    assert sorted(forwards) == sorted(Op(s, Kind.FORWARD, m) for s in range(2) for m in range(2))
     assert all(span.end >= span.start for span in timeline.spans)
 
 

@@ -1,7 +1,9 @@
+import numpy as np
 import pytest
 
-from penstock import Schedule, schedules
+from penstock import Costs, Schedule, schedules
 from penstock.errors import InputError, ScheduleError
+from penstock.schedule.lower import add_communication, forward_only
 
 
 def test_torchs_csv_reads_with_idle_cells_and_prints_without():
@@ -49,3 +51,45 @@ def test_an_unknown_option_is_refused():
 @pytest.mark.parametrize("name", schedules.names())
 def test_every_family_cites_its_paper(name):
     assert "arXiv" in __import__(schedules.family(name).__module__, fromlist=["_"]).__doc__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_ranks": "4"}, "gpipe: num_ranks is '4', but must be a whole number"),
+        ({"num_ranks": 4.0}, "num_ranks is 4.0, but must be a whole number"),
+        ({"num_microbatches": None}, "num_microbatches is None"),
+        ({"num_microbatches": True}, "num_microbatches is True"),
+        ({"num_ranks": 10**11}, "are more than 100,000,000, which no memory holds"),
+    ],
+)
+def test_counts_are_whole_numbers(arguments, message):
+    counts = {"num_ranks": 2, "num_microbatches": 2, **arguments}
+    with pytest.raises(InputError, match=message):
+        schedules.build("gpipe", **counts)
+
+
+def test_numpys_numbers_are_numbers():
+    two = np.int64(2)
+    built = schedules.build(
+        "interleaved-1f1b", num_ranks=two, num_microbatches=two, stages_per_rank=two
+    )
+    assert built == schedules.build("interleaved-1f1b", num_ranks=2, num_microbatches=2)
+    assert Costs(forward=np.float32(1.5), hop=np.array([0.5])) == Costs(1.5, hop=(0.5,))
+
+
+@pytest.mark.parametrize("name", [None, ["gpipe"], 1])
+def test_a_name_is_text(name):
+    with pytest.raises(InputError, match="the schedule's name is of type"):
+        schedules.build(name, num_ranks=2, num_microbatches=2)
+
+
+def test_hops_are_the_tensors_that_cross():
+    v = schedules.build("zb-v", num_ranks=3, num_microbatches=2)
+    assert v.num_hops == 2 * 2 * 4  # two microbatches, there and back over four of five edges
+    for name in ("1f1b", "chimera", "interleaved-zb", "seq1f1b"):
+        schedule = schedules.build(name, num_ranks=4, num_microbatches=8)
+        sends = [op for ops in add_communication(schedule).ranks for op in ops if "SEND" in op.kind]
+        assert schedule.num_hops == add_communication(schedule).num_hops == len(sends)
+    forward = forward_only(schedules.build("1f1b", num_ranks=4, num_microbatches=8))
+    assert forward.num_hops == 3 * 8

@@ -28,7 +28,12 @@ for verb in (*MODEL_VERBS, *SCHEDULE_VERBS):
 def main() -> None:
     """Run the command line; what Penstock refuses becomes one message, not a traceback."""
     try:
-        penstock()
+        sys.exit(penstock(standalone_mode=False))
     except PenstockError as error:
         click.echo(f"penstock: {error}", err=True)
         sys.exit(1)
+    except click.ClickException as error:
+        click.echo(f"penstock: {error.format_message()}", err=True)
+        sys.exit(error.exit_code)
+    except click.Abort:
+        sys.exit(130)

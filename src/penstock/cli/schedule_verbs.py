@@ -14,8 +14,6 @@ from penstock.errors import InputError
 from penstock.schedule import Schedule, families
 from penstock.schedule.about import about
 from penstock.schedule.check import check as check_schedule
-from penstock.schedule.lower import add_communication
-from penstock.values import read_text
 
 _SOURCE_HELP = (
     "SOURCE is a schedule's name, a .csv of ops, or a .json plan, timeline or run. Options of a "
@@ -119,15 +117,13 @@ def compare(
 @options.json_option
 def check(source: str, ranks: int, microbatches: int, capacity: int, as_json: bool) -> None:
     """Prove that a schedule is complete and cannot deadlock."""
-    if Path(source).suffix == ".csv":
-        schedule: Schedule | None = Schedule.parse(read_text(source), Path(source).stem)
+    if Path(source).suffix.lower() == ".csv":
+        schedule: Schedule | None = sources.read_csv(source)
     else:
         schedule = sources.load(source, ranks, microbatches, Costs()).schedule
     if schedule is None:
         raise InputError(f"{source} is a timeline; there is nothing left to check")
-    check_schedule(schedule)
-    if not any(op.kind.value.startswith(("SEND", "RECV")) for op in schedule.where):
-        check_schedule(add_communication(schedule), capacity)
+    check_schedule(schedule, capacity)
     counts = {
         "ranks": schedule.num_ranks,
         "stages": schedule.num_stages,

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    ParamSpec,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 
 from penstock.cost import Costs
 from penstock.drawing import Report
 from penstock.errors import FileError, InputError, ModelError
+from penstock.interchange import from_torch_csv
 from penstock.planner import Plan
 from penstock.schedule import Schedule, families
 from penstock.schedule.check import check
@@ -27,6 +40,11 @@ if TYPE_CHECKING:
 
 DEFAULT_WORKLOAD = "penstock.demo:workload"
 
+
+_TORCH = re.compile("UNSHARD|RESHARD|REDUCE_GRAD|OVERLAP_F_B")
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _STAGES_PER_RANK = {"v": 2}
 """Of the placements with a name; a straight pipeline has one."""
@@ -56,14 +74,35 @@ def load(name: str, ranks: int, microbatches: int, costs: Costs) -> Source:
     """
     suffix = Path(name).suffix.lower()
     if suffix == ".csv":
-        schedule = Schedule.parse(read_text(name), Path(name).stem)
-        check(schedule)
+        schedule = read_csv(name)
+        _named(name, check, schedule)
     elif suffix == ".json":
         return _load_json(name)
     else:
         schedule = _build(name, ranks, microbatches, costs)
     per_rank = schedule.num_stages / schedule.num_ranks
-    return Source(simulate(schedule, spread(costs, per_rank)), schedule)
+    return Source(_named(name, simulate, schedule, spread(costs, per_rank)), schedule)
+
+
+def read_csv(path: str) -> Schedule:
+    """Read ops, as we or torch write them.
+
+    Raises:
+        FileError: a cell is not an op; the file, the line and the cell are named.
+    """
+    text, stem = read_text(path), Path(path).stem
+    # Words that only torch's files have.
+    read = from_torch_csv if _TORCH.search(text) else Schedule.parse
+    return _named(path, read, text, stem)
+
+
+def _named(name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function, and say in its refusal which of several sources it is about."""
+    try:
+        return function(*args, **kwargs)
+    except InputError as error:
+        message = str(error)
+        raise InputError(message if name in message else f"{name}: {message}") from None
 
 
 def _build(name: str, ranks: int, microbatches: int, costs: Costs) -> Schedule:
@@ -97,6 +136,11 @@ def family_options(family: str, text: str) -> dict[str, Any]:
             raise InputError(f"{family}: {option} is given twice")
         if option == "costs":
             raise InputError(f"{family}: give costs with --costs")
+        if option == "sizes":
+            raise InputError(f"{family}: sizes can be given from Python only, as a penstock.Sizes")
+        if get_origin(types.get(option)) is Literal and value not in get_args(types[option]):
+            allowed = " or ".join(get_args(types[option]))
+            raise InputError(f"{family}: {option} is {value!r}; take {allowed}")
         try:
             options[option] = msgspec.convert(value, types.get(option, str), strict=False)
         except (msgspec.ValidationError, TypeError) as error:
@@ -125,6 +169,8 @@ def _load_json(path: str) -> Source:
         found = report.measured or report.predicted
         if found is not None:
             return Source(found.timeline(), None)
+    if "traceEvents" in keys:
+        raise FileError(f"{path} is a Chrome trace, a picture of a timeline; open it in Perfetto")
     if not {"stages", "schedule"} & keys:
         raise FileError(f"{path} holds neither a plan nor a timeline nor a run's report")
     plan = Plan.from_json(text, where=path)

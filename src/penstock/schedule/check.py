@@ -11,40 +11,42 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
-from penstock.errors import InputError, ScheduleError
+from penstock.errors import ScheduleError
+from penstock.schedule.channels import check_capacity, other_end, room_needed
+from penstock.schedule.lower import add_communication
 from penstock.schedule.op import COMMUNICATION, COMPUTE, RELEASING, Kind, Op
 from penstock.schedule.schedule import Schedule
 from penstock.values import expect
 
 _MOST_LISTED = 5
-_OTHER_END = {
-    Kind.SEND_FORWARD: (Kind.RECV_FORWARD, 1), Kind.RECV_FORWARD: (Kind.SEND_FORWARD, -1),
-    Kind.SEND_BACKWARD: (Kind.RECV_BACKWARD, -1), Kind.RECV_BACKWARD: (Kind.SEND_BACKWARD, 1),
-}  # fmt: skip
 
 
 def check(schedule: Schedule, capacity: int | None = None) -> None:
     """Raise unless ``schedule`` is complete, unambiguous and free of deadlock.
 
     Args:
-        schedule: compute only, or with communication lowered into it.
+        schedule: compute only, or lowered.
         capacity: how many messages a channel holds before its sender waits; ``None`` is unlimited.
-            Bounds the ``SEND`` ops of a lowered schedule.
+            Bounds the ``SEND`` ops of a lowered schedule; to a schedule without any, communication
+            is added as ``schedule.lower.add_communication`` does for this capacity.
 
     Raises:
         ScheduleError: naming the ops concerned.
-        InputError: ``capacity`` is below 1.
+        InputError: ``capacity`` is no whole number ≥ 1.
     """
     expect(schedule, Schedule, "the schedule", "build one with penstock.schedules.build")
-    if capacity is not None and capacity < 1:
-        raise InputError(f"capacity is {capacity}, but a channel must hold at least 1 message")
+    check_capacity(capacity)
     _check_once(schedule)
     _check_complete(schedule)
     _check_one_rank(schedule)
     _check_memory(schedule)
     _check_updates(schedule)
     _check_communication(schedule)
-    _check_progress(schedule, capacity)
+    _check_progress(schedule, None)
+    if capacity is not None:
+        explicit = any(op.kind in COMMUNICATION for op in schedule.where)
+        sent = schedule if explicit else add_communication(schedule, capacity)
+        _check_progress(sent, capacity)
 
 
 def _check_once(schedule: Schedule) -> None:
@@ -113,26 +115,43 @@ def _check_one_rank(schedule: Schedule) -> None:
 
 
 def _check_memory(schedule: Schedule) -> None:
-    """Once any free point is explicit, nothing may be kept for ever."""
-    if not any(op.kind is Kind.FREE for op in schedule.where):
-        return
+    """Where free points are explicit, nothing may be kept for ever; where a stage recomputes, it
+    does so for every microbatch."""
+    frees = any(op.kind is Kind.FREE for op in schedule.where)
+    recomputed = {op.stage for op in schedule.where if op.kind is Kind.RECOMPUTE}
     for op in schedule.where:
-        free = op._replace(kind=Kind.FREE)
-        if op.kind is Kind.FORWARD and free not in schedule.where:
+        if op.kind is not Kind.FORWARD:
+            continue
+        free, again = (op._replace(kind=kind) for kind in (Kind.FREE, Kind.RECOMPUTE))
+        if frees and free not in schedule.where:
             raise ScheduleError(f"{op} is never freed: {free} is missing, though others are there")
+        if op.stage in recomputed and again not in schedule.where:
+            raise ScheduleError(
+                f"{op} keeps only its input, as stage {op.stage} recomputes, but {again} is missing"
+            )
 
 
 def _check_updates(schedule: Schedule) -> None:
-    """Once a stage's gradients are reduced or applied, none of them may still be to come."""
+    """Once any gradients are reduced or applied, each rank must do so with all of its own: behind
+    the last of them, and if other ranks hold copies of the stage, together with these."""
+    kinds = {op.kind for op in schedule.where}
+    copies = Counter(stage for stages in schedule.stages_of for stage in stages)
     for rank, ops in enumerate(schedule.ranks):
-        applied: dict[int, Op] = {}
-        for op in ops:
-            if op.kind in (Kind.REDUCE, Kind.UPDATE):
-                applied[op.stage] = op
-            elif op.kind in RELEASING and op.stage in applied:
-                earlier = applied[op.stage]
-                if op.microbatch <= earlier.microbatch:
-                    raise ScheduleError(f"rank {rank} runs {earlier} before {op} is in it")
+        last = {op.stage: at for at, op in enumerate(ops) if op.kind in RELEASING}
+        newest = {op.stage: op for op in sorted(ops) if op.kind in RELEASING}
+        for stage, gradient in newest.items():
+            needed = []
+            if copies[stage] > 1 and kinds & {Kind.REDUCE, Kind.UPDATE}:
+                needed.append(Kind.REDUCE)
+            if Kind.UPDATE in kinds:
+                needed.append(Kind.UPDATE)
+            for kind in needed:
+                op = Op(stage, kind, gradient.microbatch)
+                if op not in ops[last[stage] + 1 :]:
+                    raise ScheduleError(
+                        f"rank {rank} needs {op} behind {ops[last[stage]]}, its last gradient of "
+                        f"stage {stage}"
+                    )
 
 
 def _check_communication(schedule: Schedule) -> None:
@@ -141,7 +160,7 @@ def _check_communication(schedule: Schedule) -> None:
         return
     for op, rank in schedule.where.items():
         if op.kind in COMMUNICATION:
-            other = _other_end(op)
+            other = other_end(op)
             if other not in schedule.where:
                 raise ScheduleError(f"rank {rank} has {op}, but no rank has its other end, {other}")
         elif op.kind in COMPUTE:
@@ -153,16 +172,18 @@ def _check_communication(schedule: Schedule) -> None:
                     )
 
 
-def _other_end(op: Op) -> Op:
-    """The receive of a send, the send of a receive."""
-    kind, offset = _OTHER_END[op.kind]
-    return op._replace(stage=op.stage + offset, kind=kind)
-
-
 def _check_progress(schedule: Schedule, capacity: int | None) -> None:
     room = dict(room_needed(schedule, capacity)) if capacity is not None else {}
-    for _ in executable_order(schedule, room):
-        pass
+    try:
+        for _ in executable_order(schedule, room):
+            pass
+    except ScheduleError as error:
+        if capacity is None:
+            raise
+        raise ScheduleError(
+            f"with channels that hold {capacity} message(s), {error}; allow more, or move receives "
+            f"forward with schedule.lower.add_communication(…, capacity={capacity})"
+        ) from None
 
 
 def executable_order(
@@ -217,24 +238,6 @@ def _deadlock(
     )
     waits = "; ".join(f"rank {rank} waits to run {op} for {needed}" for rank, op, needed in stuck)
     return ScheduleError(f"schedule deadlocks: {waits}")
-
-
-def room_needed(schedule: Schedule, capacity: int) -> Iterator[tuple[Op, Op]]:
-    """(send, receive) pairs: the n-th send of a channel waits for receive number n − capacity.
-
-    Channels deliver in sending order, so the messages are counted in that order. A channel leads
-    from one stage to another on one pair of ranks: a stage may have several copies.
-    """
-    channels: dict[tuple[int, Kind, int, int], list[tuple[Op, Op]]] = defaultdict(list)
-    for rank, ops in enumerate(schedule.ranks):
-        for op in ops:
-            if op.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
-                receive = _other_end(op)
-                channel = (op.stage, op.kind, rank, schedule.where[receive])
-                channels[channel].append((op, receive))
-    for messages in channels.values():
-        for (_, received), (send, _) in zip(messages, messages[capacity:], strict=False):
-            yield send, received
 
 
 def _listed(ops: list[Op]) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from penstock.schedule.op import Kind, Op
 
 
+@runtime_checkable
 class Durations(Protocol):
     """How long ops and messages take."""
 

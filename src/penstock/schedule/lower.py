@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-from penstock.errors import InputError
-from penstock.schedule.bounded import hoist_receives
-from penstock.schedule.op import BACKWARD, COMPUTE, RELEASING, Kind, Op
+from penstock.errors import InputError, ScheduleError
+from penstock.schedule.channels import check_capacity, hoist_receives
+from penstock.schedule.op import BACKWARD, COMMUNICATION, COMPUTE, RELEASING, Kind, Op
 from penstock.schedule.schedule import Schedule
+from penstock.values import expect
 
 _PARTNER = {
     Kind.FORWARD: (Kind.RECV_FORWARD, Kind.SEND_FORWARD, 1),
@@ -36,12 +37,14 @@ def add_recompute(schedule: Schedule, stages: Collection[int] | None = None) -> 
         InputError: a stage is not in the schedule.
     """
     chosen = range(schedule.num_stages) if stages is None else stages
+    expect(chosen, Collection, "the stages that recompute", "give a list of their numbers")
     absent = sorted(set(chosen) - set(range(schedule.num_stages)))
     if absent:
         raise InputError(
             f"cannot recompute stage {absent[0]}: the schedule has {schedule.num_stages} stages, "
             "numbered from 0"
         )
+    _refuse_twice(schedule, {Kind.RECOMPUTE})
 
     def lowered(op: Op) -> list[Op]:
         recomputes = op.kind in BACKWARD and op.stage in chosen
@@ -53,6 +56,7 @@ def add_recompute(schedule: Schedule, stages: Collection[int] | None = None) -> 
 def add_free(schedule: Schedule) -> Schedule:
     """Say where memory comes back: behind an input gradient, what only that needed; behind the
     weight gradient or the full backward, all that is left of the microbatch."""
+    _refuse_twice(schedule, {Kind.FREE})
 
     def lowered(op: Op) -> list[Op]:
         if op.kind in RELEASING:
@@ -67,6 +71,7 @@ def add_free(schedule: Schedule) -> Schedule:
 def add_reduce(schedule: Schedule) -> Schedule:
     """Where a stage has copies on several ranks, let each hand in its gradients behind its last
     weight gradient; a schedule without copies stays as it is."""
+    _refuse_twice(schedule, {Kind.REDUCE})
     copies = Counter(stage for stages in schedule.stages_of for stage in stages)
     return _behind_last_gradient(schedule, Kind.REDUCE, lambda stage: copies[stage] > 1)
 
@@ -75,6 +80,7 @@ def add_update(schedule: Schedule) -> Schedule:
     """Put the flush's weight update of each stage behind its last weight gradient. Where a stage's
     copies reduce their gradients, its update comes last on the rank: the sum has the rank's other
     work to arrive in, and no two ranks wait for each other's next reduction."""
+    _refuse_twice(schedule, {Kind.UPDATE})
     reduced = {op.stage for op in schedule.where if op.kind is Kind.REDUCE}
     updated = _behind_last_gradient(schedule, Kind.UPDATE, lambda stage: stage not in reduced)
     ranks = (
@@ -97,6 +103,9 @@ def add_communication(schedule: Schedule, capacity: int | None = None) -> Schedu
             receives come earlier without which the ranks would wait for each other for ever.
             ``None`` is unlimited.
     """
+
+    check_capacity(capacity)
+    _refuse_twice(schedule, COMMUNICATION)
 
     def lowered(rank: int, ops: tuple[Op, ...]) -> Iterator[Op]:
         for op in ops:
@@ -125,6 +134,13 @@ def compute_only(schedule: Schedule) -> Schedule:
     """Undo the passes: the compute ops in their order."""
     ranks = (tuple(op for op in ops if op.kind in COMPUTE) for ops in schedule.ranks)
     return Schedule.of(ranks, schedule.name)
+
+
+def _refuse_twice(schedule: Schedule, kinds: Collection[Kind]) -> None:
+    """A pass applied a second time would double what the first one added."""
+    there = next((op for op in schedule.where if op.kind in kinds), None)
+    if there is not None:
+        raise ScheduleError(f"the schedule has {there} already; apply each pass once")
 
 
 def _each(schedule: Schedule, lowered: Callable[[Op], Iterable[Op]]) -> Schedule:

@@ -6,9 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
+from math import inf
+from typing import Any
 
 from penstock.errors import InputError
 from penstock.schedule.op import RELEASING, Kind, Op
+from penstock.values import is_number, items_of
 
 Curve = tuple[tuple[float, float], ...]
 """(time, held from then on)."""
@@ -33,10 +36,11 @@ class Sizes:
     stage_input: Sequence[float] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "activation", tuple(self.activation))
-        kept = tuple(self.kept_for_weight) or self.activation
+        for field in fields(self):
+            object.__setattr__(self, field.name, _numbers(field.name, getattr(self, field.name)))
+        kept = self.kept_for_weight or self.activation
         object.__setattr__(self, "kept_for_weight", kept)
-        given = tuple(self.stage_input) or (0.0,) * len(self.activation)
+        given = self.stage_input or (0.0,) * len(self.activation)
         object.__setattr__(self, "stage_input", given)
         for field in fields(self):
             numbers = getattr(self, field.name)
@@ -45,8 +49,6 @@ class Sizes:
                     f"sizes: {field.name} has {len(numbers)} numbers, but activation has "
                     f"{len(self.activation)}; give one per stage"
                 )
-            if min(numbers, default=0) < 0:
-                raise InputError(f"sizes: {field.name} is {min(numbers)}, but must be ≥ 0")
         for stage, (whole, part) in enumerate(zip(self.activation, kept, strict=True)):
             if part > whole:
                 raise InputError(
@@ -61,6 +63,16 @@ class Sizes:
                 f"sizes: there are {len(self.activation)} numbers, but the schedule has "
                 f"{num_stages} stages; give one per stage"
             )
+
+
+def _numbers(name: str, values: Any) -> tuple[float, ...]:
+    numbers = items_of(values)
+    if numbers is None:
+        raise InputError(f"sizes: {name} is {values!r}; give a list with one number per stage")
+    for number in numbers:
+        if not is_number(number) or not 0 <= number < inf:
+            raise InputError(f"sizes: {name} is {number!r}, but must be a number ≥ 0")
+    return tuple(map(float, numbers))
 
 
 def even_sizes(num_stages: int, kept_for_weight: float = 1.0) -> Sizes:

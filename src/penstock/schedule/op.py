@@ -54,9 +54,9 @@ RELEASING = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 """Kinds after which a microbatch's activations at this stage are no longer needed."""
 
 _TEXT = re.compile(
-    r"(?P<stage>0|[1-9]\d*)(?P<kind>"
+    r"(?P<stage>0|[1-9]\d{0,17})(?P<kind>"
     + "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True))
-    + r")(?P<microbatch>0|[1-9]\d*)(\.(?P<slice>[1-9]\d*))?"
+    + r")(?P<microbatch>0|[1-9]\d{0,17})(\.(?P<slice>[1-9]\d{0,17}))?"
 )
 
 
@@ -159,4 +159,8 @@ Op(stage=1, kind=<Kind.BACKWARD: 'B'>, microbatch=3, slice=0))
         found += [one for one in after if one in present]
     elif kind is Kind.UPDATE:
         found += reduces
+    elif kind is Kind.FREE:
+        # The rest goes after the part that goes earlier, if that is said.
+        part = op._replace(kind=Kind.FREE_INPUT_PART)
+        found += [part] if part in present else []
     return tuple(found)

@@ -12,7 +12,8 @@ from functools import cached_property
 from operator import itemgetter
 
 from penstock.errors import ScheduleError
-from penstock.schedule.op import COMPUTE, Kind, Op, dependencies
+from penstock.schedule.op import BACKWARD, COMPUTE, Kind, Op, dependencies
+from penstock.values import expect
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Schedule:
         Raises:
             ScheduleError: a cell is not an op; its line and column are named.
         """
+        expect(text, str, "the schedule's text", "read it from its file first")
         ranks = []
         for number, line in enumerate(text.splitlines(), start=1):
             ops = []
@@ -104,12 +106,18 @@ class Schedule:
     @cached_property
     def num_hops(self) -> int:
         """How many tensors one minibatch sends from rank to rank, forward and backward."""
-        where = self.where
-        return sum(
-            where[needed] != rank
-            for op, rank in where.items()
-            if op.kind is not Kind.UPDATE
-            for needed in dependencies(op, self.num_stages - 1, where)
+        kinds = {op[1] for ops in self.ranks for op in ops}
+        # Each output that crosses is followed by a gradient on its way back.
+        both_ways = 2 if kinds & BACKWARD else 1
+        rank_of = {
+            (op.stage, op.microbatch, op.slice): rank
+            for rank, ops in enumerate(self.ranks)
+            for op in ops
+            if op[1] is Kind.FORWARD
+        }
+        return both_ways * sum(
+            rank_of.get((stage - 1, microbatch, part), rank) != rank
+            for (stage, microbatch, part), rank in rank_of.items()
         )
 
     def dependencies(self, op: Op) -> tuple[Op, ...]:

@@ -8,6 +8,7 @@ against each other.
 from __future__ import annotations
 
 from penstock.cost import Costs
+from penstock.schedule.durations import Durations
 from penstock.schedule.op import COMPUTE
 from penstock.schedule.schedule import Schedule
 from penstock.simulator.events import by_events
@@ -39,7 +40,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         InputError: per-stage costs do not fit the number of stages.
     """
     expect(schedule, Schedule, "the schedule", "build one with penstock.schedules.build")
-    costs = costs or Costs()
+    costs = Costs() if costs is None else costs
+    expect(costs, Durations, "the costs", "give a penstock.Costs")
     costs.check_stages(schedule.num_stages)
     if _is_large(schedule):
         # Only here, so that everything else starts without numpy.
@@ -52,10 +54,12 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 
 def _is_large(schedule: Schedule) -> bool:
-    # A wave costs the same for one rank as for a thousand: it pays where many ranks move at once.
+    # A wave looks at every rank, and there are at least as many waves as ranks, in which the first
+    # op comes to the last rank: it pays where many ranks have many ops each.
+    num_ops = sum(map(len, schedule.ranks))
     return (
         schedule.num_ranks >= _MANY_RANKS
-        and sum(map(len, schedule.ranks)) >= _MANY_OPS
+        and num_ops >= max(_MANY_OPS, schedule.num_ranks**2)
         and schedule.num_slices == 1
         and all(op[1] in COMPUTE for ops in schedule.ranks for op in ops)
     )

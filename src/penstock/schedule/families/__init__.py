@@ -24,6 +24,7 @@ from penstock.schedule.families.interleaved import interleaved
 from penstock.schedule.families.interleaved_zb import interleaved_zb
 from penstock.schedule.families.one_f_one_b import one_f_one_b
 from penstock.schedule.families.optimal import optimal
+from penstock.schedule.families.options import at_least
 from penstock.schedule.families.seq1f1b import seq1f1b
 from penstock.schedule.families.v_half import v_half
 from penstock.schedule.families.v_min import v_min
@@ -32,6 +33,7 @@ from penstock.schedule.families.zb_h1 import zb_h1
 from penstock.schedule.families.zb_h2 import zb_h2
 from penstock.schedule.families.zb_v import zb_v
 from penstock.schedule.schedule import Schedule
+from penstock.values import expect
 
 FAMILIES: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,
@@ -55,6 +57,9 @@ FAMILIES: dict[str, Callable[..., Schedule]] = {
 
 SEARCHED = frozenset({"zb-auto", "optimal"})
 """Families that search for an order: they take time, and they take costs."""
+
+LARGEST = 100_000_000
+"""The most ranks times microbatches."""
 
 
 def names() -> tuple[str, ...]:
@@ -87,10 +92,15 @@ def build(name: str, *, num_ranks: int, num_microbatches: int, **options: Any) -
     Raises:
         InputError: an unknown name or option, or a count below 1.
     """
+    expect(name, str, "the schedule's name", f"take one of {', '.join(FAMILIES)}")
     function = family(name)
-    for label, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
-        if count < 1:
-            raise InputError(f"{name}: {label} is {count}, but must be ≥ 1")
+    at_least(name, "num_ranks", num_ranks, 1)
+    at_least(name, "num_microbatches", num_microbatches, 1)
+    if num_ranks * num_microbatches > LARGEST:
+        raise InputError(
+            f"{name}: {num_ranks} ranks × {num_microbatches} microbatches are more than "
+            f"{LARGEST:,}, which no memory holds; ask for less"
+        )
     known = tuple(inspect.signature(function).parameters)[2:]
     unknown = [option for option in options if option not in known]
     if unknown:

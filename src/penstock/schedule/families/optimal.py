@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from penstock.errors import InputError
 from penstock.schedule.check import check
 from penstock.schedule.durations import Durations, UnitDurations
+from penstock.schedule.families.options import one_per_rank, placed, real
 from penstock.schedule.families.zb_auto import zb_auto
 from penstock.schedule.op import Kind, Op
 from penstock.schedule.optimal import Order, Problem, minimise
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.search import Objective, check_objective
+from penstock.values import expect
 
 LARGEST = 16
 """The most ranks times microbatches that it takes."""
@@ -29,7 +31,7 @@ def optimal(
     *,
     costs: Durations | None = None,
     activation_limit: float | Sequence[float] | None = None,
-    placement: Sequence[int] | None = None,
+    placement: str | Sequence[int] = "straight",
     objective: Objective = "makespan",
     time_limit_seconds: float = 60.0,
 ) -> Schedule:
@@ -47,7 +49,7 @@ def optimal(
         costs: what ops and hops take; by default F = I = W = 1 and no hop.
         activation_limit: how many microbatches of its layers a rank may hold at once, from the
             start of F to the end of W; one number, or one per rank. Unlimited by default.
-        placement: the rank of each stage; stage s on rank s by default.
+        placement: ``"straight"``, ``"v"`` (two stages per rank), or the rank of each stage.
         objective: ``"makespan"``, or ``"stage"`` for the longest time that any rank needs from its
             first op to its last when all ops run as early as they can, which the stage bubble
             counts.
@@ -63,7 +65,8 @@ def optimal(
     rank 0 │F0F1··I0W0F2I1W1I2W2│ peak 2
     rank 1 │··F0I0F1I1W0F2I2W1W2│ peak 2
     """
-    costs = costs or UnitDurations()
+    costs = UnitDurations() if costs is None else costs
+    expect(costs, Durations, "optimal: costs", "give a penstock.Costs")
     check_objective("optimal", objective)
     if num_ranks * num_microbatches > LARGEST:
         raise InputError(
@@ -71,9 +74,10 @@ def optimal(
             f"{num_ranks * num_microbatches}, but the exact search takes {LARGEST} at most; take "
             "zb-auto, which searches without proof"
         )
-    if not time_limit_seconds > 0:
-        raise InputError(f"optimal: time_limit_seconds is {time_limit_seconds}, but must be > 0")
-    stages = _placed(num_ranks, placement, objective)
+    time_limit_seconds = real("optimal", "time_limit_seconds", time_limit_seconds)
+    stages = placed("optimal", num_ranks, placement)
+    if objective == "stage":
+        _check_stage_objective(stages, num_ranks)
     costs.check_stages(len(stages))
     _check_costs(stages, num_microbatches, costs)
     room = _room(num_ranks, num_microbatches, stages, activation_limit)
@@ -107,19 +111,12 @@ def _numbers(problem: Problem, schedule: Schedule) -> Order:
     ]
 
 
-def _placed(num_ranks: int, placement: Sequence[int] | None, objective: Objective) -> Placement:
-    stages = tuple(range(num_ranks) if placement is None else placement)
-    if set(stages) != set(range(num_ranks)):
-        raise InputError(
-            f"optimal: placement is {list(stages)}; give each stage one of the ranks 0 to "
-            f"{num_ranks - 1}, and each rank a stage"
-        )
-    if len(set(stages[:num_ranks])) < num_ranks and objective == "stage":
+def _check_stage_objective(stages: Placement, num_ranks: int) -> None:
+    if len(set(stages[:num_ranks])) < num_ranks:
         raise InputError(
             f"optimal: with placement {list(stages)}, a rank gets its second stage before another "
             "has its first; the objective 'stage' is defined for loops and snakes only"
         )
-    return stages
 
 
 def _check_costs(stages: Placement, num_microbatches: int, costs: Durations) -> None:
@@ -141,16 +138,9 @@ def _room(
     activation_limit: float | Sequence[float] | None,
 ) -> tuple[int, ...]:
     """How many forwards each rank may hold; a microbatch has one per stage of the rank."""
-    if activation_limit is None:
-        limits: Sequence[float] = [num_microbatches] * num_ranks
-    elif isinstance(activation_limit, Sequence):
-        limits = activation_limit
-    else:
-        limits = [activation_limit] * num_ranks
-    if len(limits) != num_ranks:
-        raise InputError(
-            f"optimal: activation_limit has {len(limits)} numbers, but there are {num_ranks} ranks"
-        )
+    limits: Sequence[float] = [num_microbatches] * num_ranks
+    if activation_limit is not None:
+        limits = one_per_rank("optimal", "activation_limit", activation_limit, num_ranks)
     if not all(limit >= 1 for limit in limits):
         raise InputError(
             f"optimal: activation_limit is {activation_limit}, but one microbatch needs 1 on every "

@@ -8,7 +8,6 @@ link, any limit per rank, several stages per rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 
 from penstock.errors import InputError
 from penstock.schedule.durations import Durations, UnitDurations
@@ -16,16 +15,18 @@ from penstock.schedule.families.breadth_first import breadth_first
 from penstock.schedule.families.dualpipe_v import dualpipe_v
 from penstock.schedule.families.eager_one_f_one_b import eager_one_f_one_b
 from penstock.schedule.families.gpipe import gpipe
+from penstock.schedule.families.hanayo import hanayo
 from penstock.schedule.families.interleaved import interleaved
 from penstock.schedule.families.interleaved_zb import interleaved_zb
 from penstock.schedule.families.one_f_one_b import one_f_one_b
+from penstock.schedule.families.options import one_per_rank, placed, real
 from penstock.schedule.families.v_half import v_half
 from penstock.schedule.families.v_min import v_min
 from penstock.schedule.families.zb_h1 import zb_h1
 from penstock.schedule.families.zb_h2 import zb_h2
 from penstock.schedule.families.zb_v import zb_v
 from penstock.schedule.memory import Sizes
-from penstock.schedule.placement import Placement, loop, snake
+from penstock.schedule.placement import loop, snake
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.search import (
     Objective,
@@ -35,9 +36,10 @@ from penstock.schedule.search import (
     search,
     whole_ranks,
 )
+from penstock.values import expect
 
 _STRAIGHT = (gpipe, one_f_one_b, eager_one_f_one_b, zb_h1, zb_h2)
-_V = (zb_v, v_half, v_min, dualpipe_v)
+_V = (zb_v, v_half, v_min)
 _LOOP = (interleaved, breadth_first, interleaved_zb)
 
 
@@ -90,13 +92,14 @@ def zb_auto(
     rank 1 │··F0I0F1I1F2I2W0F3I3W1W2W3│ peak 3
     """
     check_objective("zb-auto", objective)
-    if not 0 <= effort < inf:
-        raise InputError(f"zb-auto: effort is {effort}, but must be ≥ 0")
-    costs = costs or UnitDurations()
-    ranks = _placement(num_ranks, placement)
-    for given in (costs, sizes):
-        if given is not None:
-            given.check_stages(len(ranks))
+    effort = real("zb-auto", "effort", effort)
+    costs = UnitDurations() if costs is None else costs
+    expect(costs, Durations, "zb-auto: costs", "give a penstock.Costs")
+    ranks = placed("zb-auto", num_ranks, placement)
+    costs.check_stages(len(ranks))
+    if sizes is not None:
+        expect(sizes, Sizes, "zb-auto: sizes", "give a penstock.Sizes")
+        sizes.check_stages(len(ranks))
     problem = Problem(
         placement=ranks,
         num_microbatches=num_microbatches,
@@ -109,26 +112,6 @@ def zb_auto(
     return problem.schedule(orders, "zb-auto")
 
 
-def _placement(num_ranks: int, placement: str | Sequence[int]) -> Placement:
-    if placement == "straight":
-        return tuple(range(num_ranks))
-    if placement == "v":
-        return snake(num_ranks, 2)
-    if isinstance(placement, str):
-        raise InputError(
-            f"zb-auto: placement is {placement!r}; take 'straight', 'v', or give the rank of each "
-            "stage"
-        )
-    absent = sorted(set(range(num_ranks)) - set(placement))
-    outside = [rank for rank in placement if not 0 <= rank < num_ranks]
-    if absent or outside:
-        wrong = f"rank {absent[0]} has no stage" if absent else f"there is no rank {outside[0]}"
-        raise InputError(
-            f"zb-auto: {wrong} in the placement {tuple(placement)} on {num_ranks} ranks"
-        )
-    return tuple(placement)
-
-
 def _limits(
     num_ranks: int, limit: float | Sequence[float] | None, sizes: Sizes | None
 ) -> tuple[float, ...]:
@@ -136,14 +119,7 @@ def _limits(
         raise InputError("zb-auto: sizes are given, but no activation_limit in their unit")
     if limit is None:
         return (float(num_ranks),) * num_ranks
-    if isinstance(limit, int | float):
-        return (float(limit),) * num_ranks
-    if len(limit) != num_ranks:
-        raise InputError(
-            f"zb-auto: activation_limit has {len(limit)} numbers for {num_ranks} ranks; give one, "
-            "or one per rank"
-        )
-    return tuple(map(float, limit))
+    return one_per_rank("zb-auto", "activation_limit", limit, num_ranks)
 
 
 def _seeds(problem: Problem) -> list[Orders]:
@@ -153,9 +129,13 @@ def _seeds(problem: Problem) -> list[Orders]:
     if problem.placement == tuple(range(num_ranks)):
         built += [family(num_ranks, num_microbatches) for family in _STRAIGHT]
     if problem.placement == snake(num_ranks, 2):
-        built += [family(num_ranks, num_microbatches) for family in _V if family is not dualpipe_v]
+        built += [family(num_ranks, num_microbatches) for family in _V]
         if num_microbatches >= 2 * num_ranks:
             built.append(dualpipe_v(num_ranks, num_microbatches))
+    waves, rest = divmod(len(problem.placement), 2 * num_ranks)
+    snakes = not rest and problem.placement == snake(num_ranks, 2 * waves)
+    if snakes and num_microbatches >= num_ranks:
+        built.append(hanayo(num_ranks, num_microbatches, waves))
     laps = len(problem.placement) // num_ranks
     if laps > 1 and problem.placement == loop(num_ranks, laps):
         built += [family(num_ranks, num_microbatches, stages_per_rank=laps) for family in _LOOP]

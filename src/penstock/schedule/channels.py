@@ -1,10 +1,50 @@
-"""Messages through channels that hold only a few: which receives must come before their time."""
+"""Channels between ranks: what travels where, and what a channel that holds only so many messages
+makes the ranks wait for."""
 
 from __future__ import annotations
 
-from penstock.schedule.check import room_needed
-from penstock.schedule.op import Op
+from collections import defaultdict
+from collections.abc import Iterator
+
+from penstock.errors import InputError
+from penstock.schedule.op import Kind, Op
 from penstock.schedule.schedule import Schedule
+from penstock.values import is_whole
+
+_OTHER_END = {
+    Kind.SEND_FORWARD: (Kind.RECV_FORWARD, 1), Kind.RECV_FORWARD: (Kind.SEND_FORWARD, -1),
+    Kind.SEND_BACKWARD: (Kind.RECV_BACKWARD, -1), Kind.RECV_BACKWARD: (Kind.SEND_BACKWARD, 1),
+}  # fmt: skip
+
+
+def check_capacity(capacity: int | None) -> None:
+    """Raise ``InputError`` unless it is ``None`` or a whole number ≥ 1."""
+    if capacity is not None and (not is_whole(capacity) or capacity < 1):
+        raise InputError(f"capacity is {capacity!r}, but a channel must hold at least 1 message")
+
+
+def other_end(op: Op) -> Op:
+    """The receive of a send, the send of a receive."""
+    kind, offset = _OTHER_END[op.kind]
+    return op._replace(stage=op.stage + offset, kind=kind)
+
+
+def room_needed(schedule: Schedule, capacity: int) -> Iterator[tuple[Op, Op]]:
+    """(send, receive) pairs: the n-th send of a channel waits for receive number n − capacity.
+
+    Channels deliver in sending order, so the messages are counted in that order. A channel leads
+    from one stage to another on one pair of ranks: a stage may have several copies.
+    """
+    channels: dict[tuple[int, Kind, int, int], list[tuple[Op, Op]]] = defaultdict(list)
+    for rank, ops in enumerate(schedule.ranks):
+        for op in ops:
+            if op.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+                receive = other_end(op)
+                channel = (op.stage, op.kind, rank, schedule.where[receive])
+                channels[channel].append((op, receive))
+    for messages in channels.values():
+        for (_, received), (send, _) in zip(messages, messages[capacity:], strict=False):
+            yield send, received
 
 
 def hoist_receives(schedule: Schedule, capacity: int) -> Schedule:
