@@ -19,7 +19,8 @@ from penstock.cli.sources import Source, load, spread
 from penstock.cost import Costs
 from penstock.drawing import draw, draw_scatter, draw_stacked
 from penstock.errors import InputError
-from penstock.schedule import families
+from penstock.planner.runnable import obstacle
+from penstock.schedule import Schedule, families
 from penstock.schedule.about import About, about
 from penstock.simulator import simulate
 
@@ -116,8 +117,16 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], num_texts: int
     return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
+def _runs(schedule: Schedule | None) -> str:
+    assert schedule is not None  # it comes from a family
+    reason = obstacle(schedule)
+    if reason:
+        return f"Penstock's runtime does not perform it yet ({reason}); all else works."
+    return "Penstock's runtime performs it, with the results of one device."
+
+
 def _family_page(one: About) -> str:
-    size, _ = _drawn(one.name)
+    size, drawn = _drawn(one.name)
     rows = []
     for ranks, microbatches in TABLED if size == DRAWN[0] else (size,):
         with suppress(InputError):
@@ -133,6 +142,7 @@ def _family_page(one: About) -> str:
         law=one.law,
         details=_paragraphs(one.details),
         numbers=_table(("", *_COLUMNS), rows),
+        runs=_runs(drawn.schedule),
         wins=one.wins or "Not said yet.",
         loses=one.loses or "Not said yet.",
         options=_options(one),

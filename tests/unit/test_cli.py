@@ -221,3 +221,66 @@ def test_errors_are_one_line_on_standard_error_and_torch_stays_out():
     assert done.stderr.startswith("penstock: no schedule is called 'nope'")
     assert len(done.stderr.splitlines()) == 1
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("name", ["breadth-first", "interleaved-zb", "chimera", "seq1f1b"])
+def test_check_proves_every_family_with_channels_of_one_message(name):
+    assert "even when a channel holds 1 message" in run("check", name, "-m", "16")
+
+
+def test_torchs_files_are_read(tmp_path):
+    path = tmp_path / "torch.csv"
+    path.write_text("0UNSHARD,0F0,0SEND_F0,,0RECV_B0,0B0,0REDUCE_GRAD\n1RECV_F0,1F0,1B0,1SEND_B0\n")
+    assert "ok: " in run("check", str(path))
+    assert "rank 1 │" in run("draw", str(path))
+    path.write_text("\ufeff0F0,0B0\n")
+    assert "ok: " in run("check", str(path))
+
+
+def test_of_several_sources_the_wrong_one_is_named(tmp_path):
+    good, bad, trace = (tmp_path / name for name in ("good.csv", "bad.csv", "trace.json"))
+    good.write_text("0F0,0B0\n")
+    bad.write_text("0F0,garbage\n")
+    message = refused("compare", str(good), str(bad))
+    assert "bad.csv: line 1, cell 2: 'garbage' is not an op" in message
+    bad.write_text("0F" + "9" * 5000 + ",0B0\n")
+    assert "bad.csv: line 1, cell 1" in refused("check", str(bad))
+    run("draw", "1f1b", "-o", str(trace))
+    assert "is a Chrome trace" in refused("draw", str(trace))
+    costs = tmp_path / "costs.json"
+    costs.write_text('{"forward": [1, 2, 3, 4]}')
+    assert "zb-v: costs: forward has 4 numbers" in refused(
+        "compare", "1f1b", "zb-v", "--costs", str(costs)
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("zb-auto:objective=speed", "objective is 'speed'; take makespan or stage"),
+        ("zb-auto:sizes=3", "sizes can be given from Python only"),
+        ("zb-auto:activation_limit=nan", "activation_limit is nan, but must be a number"),
+        ("zb-auto:activation_limit=0.5", "holds 1 there; allow at least that"),
+        ("chimera:waves=2", "chimera has no option waves"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_in_one_line(source, message):
+    told = refused("simulate", source, "-p", "2", "-m", "4")
+    assert message in told
+    assert "\n" not in told.strip()
+
+
+def in_a_shell(*arguments):
+    command = [sys.executable, "-c", "from penstock.cli import main; main()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_what_click_refuses_is_one_line_too():
+    for arguments in (["draw"], ["nonsense"], ["simulate", "1f1b", "-p", "x"]):
+        done = in_a_shell(*arguments)
+        assert done.returncode == 2
+        assert done.stderr.startswith("penstock: ")
+        assert done.stderr.count("\n") == 1
+    assert "compare" in in_a_shell("--help").stdout
+    assert in_a_shell("--help").returncode == 0
+    assert in_a_shell().stderr.startswith("Usage: ")

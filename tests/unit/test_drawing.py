@@ -162,7 +162,7 @@ def test_a_recomputed_forward_is_no_forward_without_colour_either():
 
 def test_slices_are_named():
     names = Names(SLICED)
-    assert names.label(Op.parse("0F1"), 0) == "F1"
+    assert names.label(Op.parse("0F1"), 0) == "F1.0"
     assert names.label(Op.parse("1B0.1"), 1) == "B0.1"
     assert "0B0.1: backward, stage 0, microbatch 0, slice 1, rank 0" in svg(SLICED)
 

@@ -32,6 +32,9 @@ def main() -> None:
     except PenstockError as error:
         click.echo(f"penstock: {error}", err=True)
         sys.exit(1)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(error.exit_code)
     except click.ClickException as error:
         click.echo(f"penstock: {error.format_message()}", err=True)
         sys.exit(error.exit_code)

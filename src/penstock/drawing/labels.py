@@ -23,6 +23,7 @@ class Names:
     """
 
     def __init__(self, timeline: Timeline) -> None:
+        self._sliced = timeline.num_slices > 1
         self._way: dict[int, int] = {
             op.microbatch: rank
             for rank, row in enumerate(timeline.rows)
@@ -49,7 +50,8 @@ class Names:
         microbatch visits several stages of the rank, the stage's letter, as in ``F0b``."""
         if op.kind is Kind.UPDATE:
             return _SHORT[op.kind]
-        slice_ = f".{op.slice}" if op.slice else ""
+        # Beside F0.1, a plain F0 would look like the whole microbatch.
+        slice_ = f".{op.slice}" if self._sliced else ""
         letter = ""
         if self._several[rank]:
             letter = chr(ord("a") + self._letters[rank].get(self._place(op), 0) % 26)

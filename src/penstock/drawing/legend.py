@@ -37,6 +37,9 @@ def _entries(timelines: Sequence[Timeline]) -> Iterator[tuple[str, str]]:
             yield swatch, f"{letter} {WORDS[kind]}"
     if Kind.FORWARD in present:
         yield from ((_shades(count), words) for count, words in _stages(timelines))
+    if any(timeline.num_slices > 1 for timeline in timelines):
+        words = "0.1: microbatch 0, slice 1 of its sequence"
+        yield tag("rect", y=1, width=_SWATCH, height=13, rx=2, **paint(Kind.FORWARD, 0)), words
     if any(_waits(timeline) for timeline in timelines):
         path = f"M0 7.5h{_SWATCH:g}"
         yield tag("path", class_="wait", d=path), "waiting for another rank"

@@ -233,6 +233,6 @@ def _axes(frame: _Frame) -> str:
         x, _ = frame.place(value, 0.0)
         axis += f"M{x:g} {bottom:g}v5"
         parts.append(write(x, bottom + 18, tick_label(value), "muted", text_anchor="middle"))
-    name = "peak of activations, in microbatches of a rank's layers"
+    name = "peak of activations, in microbatches of a rank's layers (logarithmic)"
     parts.append(write(_LEFT, bottom + 38, name, "muted"))
     return lines([tag("path", class_="grid", d=grid), tag("path", class_="axis", d=axis), *parts])

@@ -13,8 +13,8 @@ from penstock.schedule.schedule import Schedule
 
 
 def interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """1F1B's bubble divided by v, the stages per rank: idle (p−1)T/v for p | m; rank s holds
-    ((v−1)p + 2(p−1−s) + 1)/v microbatches, and there are v times as many hops.
+    """1F1B's bubble divided by v, the stages per rank: idle (p−1)T/v for p | m. Rank s holds
+    ((v−1)p + 2(p−1−s) + 1)/v microbatches for m ≥ 2p−1; hops are (vp−1)/(p−1) times as many.
 
     Stage lap·p + s is on rank s. Microbatches go in rounds of p: the round's forwards of every lap,
     then the next round; backwards likewise, last lap first. Any number of microbatches will do: an

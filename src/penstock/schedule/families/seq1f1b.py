@@ -14,7 +14,7 @@ from penstock.schedule.schedule import Schedule
 
 def seq1f1b(num_ranks: int, num_microbatches: int, num_slices: int = 2) -> Schedule:
     """1F1B with k slices per microbatch: idle (p−1)T/k for slices of equal cost, and (p−1+k)/k
-    microbatches of memory.
+    microbatches of memory, or m if that is less.
 
     A token attends to those before it, so the slices of a microbatch run forward in order and
     backward in reverse. The first backward waits for k−1 more forwards than in 1F1B, and every op
@@ -38,8 +38,8 @@ def seq1f1b(num_ranks: int, num_microbatches: int, num_slices: int = 2) -> Sched
     >>> from penstock import Costs, draw, simulate
     >>> print(draw(simulate(seq1f1b(2, 2), Costs())))
     seq1f1b, predicted: makespan 7.5, bubble 20.0%, stage bubble 20.0%
-    rank 0 │F0──F0.1F1──········B0.1────F1.1B0──────····B1.1────B1──────│ peak 1.5
-    rank 1 │····F0──F0.1B0.1────F1──B0──────F1.1B1.1────B1──────········│ peak 1
+    rank 0 │F0.0F0.1F1.0········B0.1────F1.1B0.0────····B1.1────B1.0────│ peak 1.5
+    rank 1 │····F0.0F0.1B0.1────F1.0B0.0────F1.1B1.1────B1.0────········│ peak 1
     """
     at_least("seq1f1b", "num_slices", num_slices, 1)
     pieces = [(k, part) for k in range(num_microbatches) for part in range(num_slices)]

@@ -11,11 +11,11 @@ from penstock.schedule.schedule import Schedule
 
 
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Half the memory of 1F1B, ⌊(p+2)/2⌋ microbatches, and about half its bubble: at F = I = W a
-    rank idles for 3p−7 ops if p is even, 3p−4 if odd, of 6m it performs.
+    """Half the memory of 1F1B, ⌊(p+2)/2⌋ microbatches, and about half its bubble: at F = I = W,
+    m ≥ p ≥ 3, a rank idles for 3p−7 ops if p is even, 3p−4 if odd, beside the 6m it performs.
 
-    An op is one of F, I, W at one of a rank's two stages. The law holds for p ≥ 3 and m ≥ p; two
-    ranks idle for 1 op. The order comes from a block, see ``building_block.py``, and does not
+    An op is one of F, I, W at one of a rank's two stages. Two ranks
+    idle for 1 op. The order comes from a block, see ``building_block.py``, and does not
     depend on costs.
 
     Wins: When memory is short and F, I and W are alike: 5 microbatches at p = 8 where 1F1B holds 8,

@@ -12,10 +12,10 @@ from penstock.schedule.schedule import Schedule
 
 def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
     """A third of the memory of 1F1B, ⌊(p+4)/3⌋ microbatches, and about two thirds of its bubble: at
-    F = I = W a rank idles for 4p−5 ops, 4p−7 if 3 | p, of 6m it performs.
+    F = I = W, m > p ≥ 3, a rank idles for 4p−5 ops, 4p−7 if 3 | p, beside the 6m it performs.
 
-    An op is one of F, I, W at one of a rank's two stages. The law holds for p ≥ 3 and m > p; two
-    ranks idle for 1 op. Where F, I and W differ, the bubble grows with m. The order comes from a
+    An op is one of F, I, W at one of a rank's two stages. Two ranks
+    idle for 1 op. Where F, I and W differ, the bubble grows with m. The order comes from a
     block, see ``building_block.py``, and does not depend on costs.
 
     Wins: When nothing else fits: 4 microbatches at p = 8 where 1F1B holds 8, with a bubble of 12 %

@@ -18,9 +18,9 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     2p−1 microbatches without the ops of those that are not there; a rank then idles for about
     4p−2−2m ops (an op being one of F, I, W at one of its two stages) instead of p−1.
 
-    Wins: When hops are fast: at F = I = W no family with two stages per rank has a shorter step,
-    and it holds no more than 1F1B (4 % of bubble at p = 8 and m = 32, 1F1B has 18 %); with post-
-    validation, no bubble is left.
+    Wins: When hops are fast: at F = I = W and m ≥ 2p−1 no family with two stages per rank has a
+    shorter step, and it holds no more than 1F1B (4 % of bubble at p = 8 and m = 32, 1F1B has
+    18 %); with post-validation, no bubble is left.
 
     Loses: When hops are slow, as it sends twice the messages of ZB-H1: with hops of F/2 both have a
     bubble of 18 %. With m < 2p−1, interleaved zero bubble is shorter: 13 % instead of 23 % at p = m
