@@ -68,7 +68,7 @@ def test_hops_delay_by_at_least_one_way_there_and_back(name, p, m, costs, c):
     assert run(name, p, m, hopping).makespan >= least * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("name", [name for name in schedules.names() if name != "optimal"])
 @given(p=ranks, m=microbatches, data=st.data())
 def test_no_step_is_shorter_than_its_busiest_rank(name, p, m, data):
     try:

@@ -94,6 +94,7 @@ def test_copies_of_a_stage_reduce_before_they_update():
         "1F0,1B0,1REDUCE0,0F1,0B1,0REDUCE1,1UPDATE0,0UPDATE1\n"
     )
     check(lower(COPIES, capacity=1), capacity=1)
+    assert add_update(COPIES) == reduced
     assert add_reduce(build()) == build()
 
 

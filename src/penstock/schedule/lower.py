@@ -77,10 +77,12 @@ def add_reduce(schedule: Schedule) -> Schedule:
 
 
 def add_update(schedule: Schedule) -> Schedule:
-    """Put the flush's weight update of each stage behind its last weight gradient. Where a stage's
-    copies reduce their gradients, its update comes last on the rank: the sum has the rank's other
-    work to arrive in, and no two ranks wait for each other's next reduction."""
+    """Put the flush's weight update of each stage behind its last weight gradient. Copies of a
+    stage reduce first, and its update comes last on the rank: the sum has the rank's other work to
+    arrive in, and no two ranks wait for each other's next reduction."""
     _refuse_twice(schedule, {Kind.UPDATE})
+    if not any(op.kind is Kind.REDUCE for op in schedule.where):
+        schedule = add_reduce(schedule)  # without, the copies would drift apart
     reduced = {op.stage for op in schedule.where if op.kind is Kind.REDUCE}
     updated = _behind_last_gradient(schedule, Kind.UPDATE, lambda stage: stage not in reduced)
     ranks = (
@@ -121,7 +123,7 @@ def add_communication(schedule: Schedule, capacity: int | None = None) -> Schedu
 
 def lower(schedule: Schedule, capacity: int | None = None) -> Schedule:
     """All that running one flushed minibatch takes: free points, reduction, update, messages."""
-    return add_communication(add_update(add_reduce(add_free(schedule))), capacity)
+    return add_communication(add_update(add_free(schedule)), capacity)
 
 
 def forward_only(schedule: Schedule) -> Schedule:

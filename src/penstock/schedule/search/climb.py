@@ -8,7 +8,8 @@ what no rule expresses, which counts where there are few ops.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from math import inf
 
@@ -60,17 +61,19 @@ class _Search:
         for seed in seeds:
             if all(self.problem.fits(rank, order) for rank, order in enumerate(seed)):
                 self._offer(seed)
-        for rules in self._grid():
-            self._try(rules)
-        for _ in range(self.climbs):
+        for step in self._steps():
             if self.outcome.objective <= self.good_enough:
                 break
-            self._try(self._changed(self.rules))
-        for _ in range(self.moves):
-            if self.outcome.objective <= self.good_enough:
-                break
-            self._move()
+            step()
         return self.best
+
+    def _steps(self) -> Iterator[Callable[[], None]]:
+        for rules in self._grid():
+            yield partial(self._try, rules)
+        for _ in range(self.climbs):
+            yield partial(self._try, self._changed(self.rules))
+        for _ in range(self.moves):
+            yield self._move
 
     def _offer(self, orders: Orders) -> Outcome:
         """Keep these orders if none better are known."""
@@ -86,7 +89,7 @@ class _Search:
         if outcome <= self.rules_outcome:
             self.rules, self.rules_outcome = rules, outcome
 
-    def _grid(self) -> Iterable[list[Rules]]:
+    def _grid(self) -> Iterator[list[Rules]]:
         num_ranks = self.problem.num_ranks
         several = any(len(stages) > 1 for stages in self.problem.stages_of)
         # A large problem looks at every so many of these rules only.
