@@ -21,6 +21,7 @@ pk.check(plan.build_schedule())
 pk.draw(timeline)
 str(plan)
 assert "torch" not in sys.modules
+assert "numpy" not in sys.modules
 """
 
 

@@ -7,6 +7,7 @@ such a search as an integer program; ``penstock.schedule.optimal`` says how ours
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from penstock.errors import InputError
 from penstock.schedule.check import check
@@ -14,11 +15,13 @@ from penstock.schedule.durations import Durations, UnitDurations
 from penstock.schedule.families.options import one_per_rank, placed, real
 from penstock.schedule.families.zb_auto import zb_auto
 from penstock.schedule.op import Kind, Op
-from penstock.schedule.optimal import Order, Problem, minimise
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.search import Objective, check_objective
 from penstock.values import expect
+
+if TYPE_CHECKING:
+    from penstock.schedule.optimal import Order, Problem
 
 LARGEST = 16
 """The most ranks times microbatches that it takes."""
@@ -81,6 +84,9 @@ def optimal(
     costs.check_stages(len(stages))
     _check_costs(stages, num_microbatches, costs)
     room = _room(num_ranks, num_microbatches, stages, activation_limit)
+    # Only here, so that everything else starts without numpy.
+    from penstock.schedule.optimal import Problem, minimise
+
     problem = Problem.of(stages, num_microbatches, costs, room, objective == "stage")
     limits = [has / stages.count(rank) for rank, has in enumerate(room)]
     good = zb_auto(
