@@ -26,6 +26,7 @@ from penstock.schedule.memory import (
     units,
 )
 from penstock.schedule.op import COMPUTE, Kind, Op
+from penstock.values import expect
 
 BUSY = COMPUTE | {Kind.RECOMPUTE, Kind.UPDATE}
 """Kinds that count as work; sends and receives are waiting."""
@@ -174,6 +175,7 @@ class Timeline:
         Raises:
             InputError: the sizes are for another number of stages.
         """
+        expect(sizes, Sizes, "sizes", "give a penstock.Sizes")
         sizes.check_stages(self._num_stages)
         return tuple(self._held(row, sizes) for row in self.rows)
 
@@ -184,6 +186,7 @@ class Timeline:
         Raises:
             InputError: the sizes are for another number of stages.
         """
+        expect(sizes, Sizes, "sizes", "give a penstock.Sizes")
         sizes.check_stages(self._num_stages)
         return peaks(self._ops, sizes, self.num_slices)
 

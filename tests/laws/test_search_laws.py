@@ -116,6 +116,14 @@ def test_within_three_percent_of_the_optimum_on_average():
     assert mean < 0.03
 
 
+def test_infinity_is_no_limit():
+    for name in ("zb-auto", "optimal"):
+        options = {"num_ranks": 2, "num_microbatches": 4, "objective": "stage"}
+        free = schedules.build(name, **options, activation_limit=float("inf"))
+        enough = schedules.build(name, **options, activation_limit=[4, float("inf")])
+        assert simulate(free).stage_bubble == simulate(enough).stage_bubble == 0
+
+
 def test_it_is_the_same_every_time():
     options = {"num_ranks": 3, "num_microbatches": 6, "costs": Costs([1, 2, 1.5], hop=0.2)}
     assert schedules.build("zb-auto", **options) == schedules.build("zb-auto", **options)
@@ -135,6 +143,7 @@ def test_it_is_the_same_every_time():
         ({"sizes": Sizes([1.0]), "activation_limit": 2}, "1 numbers, but the schedule has 2"),
         ({"costs": Costs([1, 2, 3])}, "forward has 3 numbers"),
         ({"effort": -1}, "effort is -1"),
+        ({"effort": float("inf")}, "effort is inf, but must be a number"),
         ({"effort": "1"}, "effort is '1', but must be a number"),
         ({"activation_limit": float("nan")}, "activation_limit is nan"),
         ({"activation_limit": [2, None]}, "activation_limit is None"),

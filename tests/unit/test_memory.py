@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock import Costs, Schedule, Sizes, schedules, simulate
+from penstock import Costs, Schedule, Sizes, draw, schedules, simulate
 from penstock.errors import InputError
 from penstock.schedule.lower import add_free, add_recompute, lower
 from penstock.schedule.memory import peak_activations, peaks, units
@@ -76,6 +76,9 @@ def test_a_slice_holds_its_share():
         (lambda: Sizes([-1.0]), r"activation is -1\.0, but must be a number ≥ 0"),
         (lambda: Sizes(["a"]), "activation is 'a', but must be a number"),
         (lambda: Sizes([float("nan")]), "activation is nan"),
+        (lambda: simulate(SPLIT).peak_bytes(3), "sizes is of type int; give a penstock.Sizes"),
+        (lambda: simulate(SPLIT, [1, 1]), "costs is of type list; give a penstock.Costs"),
+        (lambda: draw(simulate(SPLIT), 5), "the path is of type int; end it in"),
         (lambda: Sizes(3), "activation is 3; give a list"),
         (lambda: simulate(SPLIT).peak_bytes(Sizes([1.0, 1.0])), "2 numbers, but .* has 1 stages"),
     ],

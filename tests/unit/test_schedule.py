@@ -60,7 +60,8 @@ def test_every_family_cites_its_paper(name):
         ({"num_ranks": 4.0}, "num_ranks is 4.0, but must be a whole number"),
         ({"num_microbatches": None}, "num_microbatches is None"),
         ({"num_microbatches": True}, "num_microbatches is True"),
-        ({"num_ranks": 10**11}, "are more than 100,000,000, which no memory holds"),
+        ({"num_ranks": 10**11}, "num_ranks is 100000000000, but may be 100,000,000 at most"),
+        ({"num_ranks": 10**5, "num_microbatches": 10**4}, "100,000,000, which no memory holds"),
     ],
 )
 def test_counts_are_whole_numbers(arguments, message):

@@ -62,6 +62,8 @@ def _drawn(
     pictured: Pictured,
     path: str | os.PathLike[str] | None,
 ) -> str:
+    if path is not None:
+        expect(path, str | os.PathLike, "the path", f"end it in {', '.join(renderers)}")
     suffix = ".txt" if path is None else Path(path).suffix.lower()
     if suffix not in renderers:
         raise InputError(f"cannot draw {str(path)!r}: end the name in {', '.join(renderers)}")

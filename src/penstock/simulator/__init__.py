@@ -41,7 +41,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """
     expect(schedule, Schedule, "the schedule", "build one with penstock.schedules.build")
     costs = Costs() if costs is None else costs
-    expect(costs, Durations, "the costs", "give a penstock.Costs")
+    expect(costs, Durations, "costs", "give a penstock.Costs")
     costs.check_stages(schedule.num_stages)
     if _is_large(schedule):
         # Only here, so that everything else starts without numpy.

@@ -94,8 +94,8 @@ def build(name: str, *, num_ranks: int, num_microbatches: int, **options: Any) -
     """
     expect(name, str, "the schedule's name", f"take one of {', '.join(FAMILIES)}")
     function = family(name)
-    at_least(name, "num_ranks", num_ranks, 1)
-    at_least(name, "num_microbatches", num_microbatches, 1)
+    at_least(name, "num_ranks", num_ranks, 1, LARGEST)
+    at_least(name, "num_microbatches", num_microbatches, 1, LARGEST)
     if num_ranks * num_microbatches > LARGEST:
         raise InputError(
             f"{name}: {num_ranks} ranks × {num_microbatches} microbatches are more than "

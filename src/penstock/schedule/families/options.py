@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from math import isnan
+from math import isinf, isnan
 from typing import Any
 
 from penstock.errors import InputError
 from penstock.schedule.placement import Placement, snake
 from penstock.values import is_number, is_whole, items_of
 
+_MOST = 10_000
+"""More stages per rank, waves or slices than this are a slip of the keyboard."""
 
-def at_least(family: str, option: str, value: Any, least: int) -> None:
-    """Raise ``InputError`` unless an option is a whole number that is large enough.
+
+def at_least(family: str, option: str, value: Any, least: int, most: int = _MOST) -> None:
+    """Raise ``InputError`` unless an option is a whole number from ``least`` to ``most``.
 
     >>> at_least("interleaved-1f1b", "stages_per_rank", 0, 1)
     Traceback (most recent call last):
@@ -25,29 +28,31 @@ def at_least(family: str, option: str, value: Any, least: int) -> None:
         )
     if value < least:
         raise InputError(f"{family}: {option} is {value}, but must be ≥ {least}")
+    if value > most:
+        raise InputError(f"{family}: {option} is {value}, but may be {most:,} at most")
 
 
-def real(family: str, option: str, value: Any, least: float = 0.0) -> float:
+def real(family: str, option: str, value: Any, *, may_be_infinite: bool = False) -> float:
     """``value`` as a float.
 
     Raises:
-        InputError: it is no number, or below ``least``.
+        InputError: it is no number, negative, or infinite where it may not be.
     """
-    if not is_number(value) or isnan(value):
-        raise InputError(f"{family}: {option} is {value!r}, but must be a number ≥ {least:g}")
-    if value < least:
-        raise InputError(f"{family}: {option} is {value}, but must be ≥ {least:g}")
+    if not is_number(value) or isnan(value) or (isinf(value) and not may_be_infinite):
+        raise InputError(f"{family}: {option} is {value!r}, but must be a number ≥ 0")
+    if value < 0:
+        raise InputError(f"{family}: {option} is {value}, but must be ≥ 0")
     return float(value)
 
 
 def one_per_rank(family: str, option: str, value: Any, num_ranks: int) -> tuple[float, ...]:
-    """One number for every rank, or a number per rank, as a number per rank.
+    """One number for every rank, or a number per rank, as a number per rank; infinity is no limit.
 
     Raises:
         InputError: another count, or no numbers.
     """
     if is_number(value):
-        return (real(family, option, value),) * num_ranks
+        return (real(family, option, value, may_be_infinite=True),) * num_ranks
     numbers = items_of(value)
     if numbers is None:
         raise InputError(f"{family}: {option} is {value!r}; give one number, or one per rank")
@@ -56,7 +61,7 @@ def one_per_rank(family: str, option: str, value: Any, num_ranks: int) -> tuple[
             f"{family}: {option} has {len(numbers)} numbers for {num_ranks} ranks; give one, or "
             "one per rank"
         )
-    return tuple(real(family, option, number) for number in numbers)
+    return tuple(real(family, option, number, may_be_infinite=True) for number in numbers)
 
 
 def placed(family: str, num_ranks: int, placement: Any) -> Placement:
