@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from penstock.cli.sources import Source, load, spread
+from penstock.cli.sources import Source, load
 from penstock.cost import Costs
 from penstock.drawing import draw, draw_scatter, draw_stacked
 from penstock.errors import InputError
@@ -66,7 +66,7 @@ def _load(name: str, ranks: int, microbatches: int, costs: Costs | None = None) 
         return load(name, ranks, microbatches, costs)
     # The order is the same for all costs, and need not be built again.
     per_rank = known.schedule.num_stages / known.schedule.num_ranks
-    return Source(simulate(known.schedule, spread(costs, per_rank)), known.schedule)
+    return Source(simulate(known.schedule, costs.spread(per_rank)), known.schedule)
 
 
 def _drawn(name: str) -> tuple[tuple[int, int], Source]:

@@ -95,22 +95,13 @@ class Costs:
         return _at(self.hop, min(needed.stage, op.stage))
 
     def spread(self, stages_per_rank: float) -> Costs:
-        """The costs of each stage where these are the costs of a whole rank: an even share of the
-        compute; a hop takes as long as before."""
-
-        def share(value: PerStage) -> PerStage:
-            if isinstance(value, int | float):
-                return value / stages_per_rank
-            return [number / stages_per_rank for number in value]
-
-        return replace(
-            self,
-            forward=share(self.forward),
-            backward_input=share(self.backward_input),
-            backward_weight=share(self.backward_weight),
-            update=share(self.update),
-            recompute=None if self.recompute is None else share(self.recompute),
-        )
+        """The costs of each stage where plain numbers are those of a whole rank's layers, so that
+        schedules with one stage per rank and with several train the same model: an even share of
+        the compute. Lists are per stage already, and a hop takes as long as before."""
+        shared = ("forward", "backward_input", "backward_weight", "update", "recompute")
+        values = {name: getattr(self, name) for name in shared}
+        numbers = {name: value for name, value in values.items() if isinstance(value, float)}
+        return replace(self, **{name: value / stages_per_rank for name, value in numbers.items()})
 
 
 def _at(value: PerStage, stage: int) -> float:

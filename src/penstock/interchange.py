@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from penstock.errors import InputError, ScheduleError
 from penstock.schedule import Kind, Op, Schedule
 from penstock.schedule.check import check
+from penstock.schedule.lower import MESSAGES
 from penstock.schedule.op import COMMUNICATION, COMPUTE
 
 Order = dict[int, list[Any]]
@@ -30,11 +31,7 @@ _NAMES = {
     "lower": "_add_send_recv",
     "simulate": "_simulate_comms_compute",
 }
-_NEEDED = {
-    Kind.FORWARD: Kind.RECV_FORWARD,
-    Kind.BACKWARD: Kind.RECV_BACKWARD,
-    Kind.BACKWARD_INPUT: Kind.RECV_BACKWARD,
-}
+_NEEDED = {kind: receive for kind, (receive, _, _) in MESSAGES.items()}
 _RECEIVES = frozenset(_NEEDED.values())
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _SHARDS = re.compile(r"(0|[1-9]\d*)(UNSHARD|RESHARD)")

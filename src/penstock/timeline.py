@@ -175,8 +175,7 @@ class Timeline:
         Raises:
             InputError: the sizes are for another number of stages.
         """
-        expect(sizes, Sizes, "sizes", "give a penstock.Sizes")
-        sizes.check_stages(self._num_stages)
+        self._check_sizes(sizes)
         return tuple(self._held(row, sizes) for row in self.rows)
 
     def peak_bytes(self, sizes: Sizes) -> tuple[float, ...]:
@@ -186,9 +185,12 @@ class Timeline:
         Raises:
             InputError: the sizes are for another number of stages.
         """
+        self._check_sizes(sizes)
+        return peaks(self._ops, sizes, self.num_slices)
+
+    def _check_sizes(self, sizes: Sizes) -> None:
         expect(sizes, Sizes, "sizes", "give a penstock.Sizes")
         sizes.check_stages(self._num_stages)
-        return peaks(self._ops, sizes, self.num_slices)
 
     def _held(self, row: Row, sizes: Sizes) -> Curve:
         steps = changes(row.ops, sizes, self.num_slices)

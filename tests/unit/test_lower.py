@@ -12,6 +12,7 @@ from penstock.schedule.lower import (
     compute_only,
     forward_only,
     lower,
+    split_backward,
 )
 
 
@@ -31,6 +32,12 @@ def test_the_gradient_travels_once_the_input_half_is_done():
     assert str(add_communication(split)) == (
         "0F0,0SEND_F0,0RECV_B0,0I0,0W0\n1RECV_F0,1F0,1I0,1SEND_B0,1W0\n"
     )
+
+
+def test_a_full_backward_is_its_two_halves():
+    assert str(split_backward(build())) == ("0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1W0,1F1,1I1,1W1\n")
+    check(split_backward(build("dualpipe-v", 2, 4)))
+    assert split_backward(build("zb-h1")) == build("zb-h1")
 
 
 def test_stages_on_one_rank_need_no_messages():

@@ -7,7 +7,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -81,7 +81,7 @@ def load(name: str, ranks: int, microbatches: int, costs: Costs) -> Source:
     else:
         schedule = _build(name, ranks, microbatches, costs)
     per_rank = schedule.num_stages / schedule.num_ranks
-    return Source(_named(name, simulate, schedule, spread(costs, per_rank)), schedule)
+    return Source(_named(name, simulate, schedule, costs.spread(per_rank)), schedule)
 
 
 def read_csv(path: str) -> Schedule:
@@ -112,7 +112,7 @@ def _build(name: str, ranks: int, microbatches: int, costs: Costs) -> Schedule:
     if "costs" in inspect.signature(families.family(family)).parameters:
         # A search is to find the order for the costs under which it is then judged.
         per_rank = _STAGES_PER_RANK.get(str(options.get("placement")), 1)
-        searched["costs"] = spread(costs, per_rank)
+        searched["costs"] = costs.spread(per_rank)
     schedule = families.build(
         family, num_ranks=ranks, num_microbatches=microbatches, **options, **searched
     )
@@ -146,14 +146,6 @@ def family_options(family: str, text: str) -> dict[str, Any]:
         except (msgspec.ValidationError, TypeError) as error:
             raise InputError(f"{family}: {option} cannot be {value!r}: {error}") from None
     return options
-
-
-def spread(costs: Costs, stages_per_rank: float) -> Costs:
-    """Costs of a whole rank's layers as those of each stage, so that schedules with one stage per
-    rank and with several train the same model. Lists are per stage already."""
-    given = {field.name: getattr(costs, field.name) for field in fields(costs)}
-    lists = {name: value for name, value in given.items() if isinstance(value, tuple)}
-    return replace(costs.spread(stages_per_rank), **lists)
 
 
 def _load_json(path: str) -> Source:

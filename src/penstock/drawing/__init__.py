@@ -1,11 +1,10 @@
 """Pictures of a timeline: text, SVG, HTML, Chrome trace. One function, ``draw``, for all of them;
-``draw_stacked`` for several timelines on one axis, ``draw_scatter``
-for memory against bubble, ``write_report`` for a whole training run."""
+``draw_stacked`` for several timelines on one axis, ``draw_scatter`` for memory against bubble,
+``write_report`` for a whole training run."""
 
-from penstock.drawing.draw import draw, draw_stacked
+from penstock.drawing.draw import draw, draw_scatter, draw_stacked
 from penstock.drawing.report import read_report, write_report
 from penstock.drawing.run_report import Fact, Report, Series, StageRow, TimelineRecord
-from penstock.drawing.scatter import draw_scatter
 from penstock.drawing.svg import stacked
 
 __all__ = [

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from penstock.drawing.chrome import chrome
 from penstock.drawing.html import page, stacked_page
+from penstock.drawing.scatter import scatter_timelines
 from penstock.drawing.svg import stacked, svg
 from penstock.drawing.text import stacked_text, text
 from penstock.drawing.units import Titled
@@ -55,6 +56,12 @@ def draw_stacked(timelines: Sequence[Titled], path: str | os.PathLike[str]) -> s
     """Draw several timelines, each with its title, on one time axis, into ``.txt``, ``.svg`` or
     ``.html``; otherwise as ``draw``."""
     return _drawn(STACKED_RENDERERS, timelines, path)
+
+
+def draw_scatter(timelines: Sequence[Titled], path: str | os.PathLike[str]) -> str:
+    """Draw the peak of activations of each timeline against its bubbles into an ``.svg``; otherwise
+    as ``draw``."""
+    return _drawn({".svg": scatter_timelines}, timelines, path)
 
 
 def _drawn(

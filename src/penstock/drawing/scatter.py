@@ -7,16 +7,12 @@ another, a hollow one joined to it. Every point bears its name; names move out o
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 from penstock.drawing.markup import coordinate, document, lines, tag, text_width, write
 from penstock.drawing.units import Titled, tick_label, ticks
-from penstock.errors import InputError
-from penstock.values import write_atomically
 
 _WIDTH, _HEIGHT, _MARGIN = 760.0, 500.0, 16.0
 _TOP, _BOTTOM, _LEFT = 54.0, 54.0, 62.0
@@ -33,23 +29,14 @@ class Mark(NamedTuple):
     stage_bubble: float
 
 
-def draw_scatter(timelines: Sequence[Titled], path: str | os.PathLike[str]) -> str:
-    """Draw the peak of activations of each timeline against its bubbles into an ``.svg``.
-
-    Raises:
-        InputError: the name does not end in ``.svg``.
-        FileError: the file cannot be written.
-    """
-    if Path(path).suffix.lower() != ".svg":
-        raise InputError(f"cannot draw {str(path)!r}: end the name in .svg")
-    picture = scatter(
+def scatter_timelines(timelines: Sequence[Titled]) -> str:
+    """Draw the peak of activations of each timeline against its bubbles."""
+    return scatter(
         [
             Mark(title, max(one.peak_activations, default=0.0), one.bubble, one.stage_bubble)
             for title, one in timelines
         ]
     )
-    write_atomically(path, picture + "\n")
-    return picture
 
 
 def scatter(marks: Sequence[Mark]) -> str:

@@ -135,13 +135,12 @@ def _check_updates(schedule: Schedule) -> None:
     """Once any gradients are reduced or applied, each rank must do so with all of its own: behind
     the last of them, and if other ranks hold copies of the stage, together with these."""
     kinds = {op.kind for op in schedule.where}
-    copies = Counter(stage for stages in schedule.stages_of for stage in stages)
     for rank, ops in enumerate(schedule.ranks):
         last = {op.stage: at for at, op in enumerate(ops) if op.kind in RELEASING}
         newest = {op.stage: op for op in sorted(ops) if op.kind in RELEASING}
         for stage, gradient in newest.items():
             needed = []
-            if copies[stage] > 1 and kinds & {Kind.REDUCE, Kind.UPDATE}:
+            if schedule.copies[stage] > 1 and kinds & {Kind.REDUCE, Kind.UPDATE}:
                 needed.append(Kind.REDUCE)
             if Kind.UPDATE in kinds:
                 needed.append(Kind.UPDATE)

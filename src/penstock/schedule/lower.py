@@ -7,7 +7,6 @@ already, so that a result is sent before anything else follows its op.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from penstock.errors import InputError, ScheduleError
@@ -16,12 +15,22 @@ from penstock.schedule.op import BACKWARD, COMMUNICATION, COMPUTE, RELEASING, Ki
 from penstock.schedule.schedule import Schedule
 from penstock.values import expect
 
-_PARTNER = {
+MESSAGES = {
     Kind.FORWARD: (Kind.RECV_FORWARD, Kind.SEND_FORWARD, 1),
     Kind.BACKWARD: (Kind.RECV_BACKWARD, Kind.SEND_BACKWARD, -1),
     Kind.BACKWARD_INPUT: (Kind.RECV_BACKWARD, Kind.SEND_BACKWARD, -1),
 }
 """What a kind receives and sends, and how many stages further it sends."""
+
+
+def split_backward(schedule: Schedule) -> Schedule:
+    """Each full backward as its two halves, one right behind the other."""
+
+    def halves(op: Op) -> list[Op]:
+        split = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+        return [op._replace(kind=kind) for kind in split] if op.kind is Kind.BACKWARD else [op]
+
+    return _each(schedule, halves)
 
 
 def add_recompute(schedule: Schedule, stages: Collection[int] | None = None) -> Schedule:
@@ -72,8 +81,7 @@ def add_reduce(schedule: Schedule) -> Schedule:
     """Where a stage has copies on several ranks, let each hand in its gradients behind its last
     weight gradient; a schedule without copies stays as it is."""
     _refuse_twice(schedule, {Kind.REDUCE})
-    copies = Counter(stage for stages in schedule.stages_of for stage in stages)
-    return _behind_last_gradient(schedule, Kind.REDUCE, lambda stage: copies[stage] > 1)
+    return _behind_last_gradient(schedule, Kind.REDUCE, lambda stage: schedule.copies[stage] > 1)
 
 
 def add_update(schedule: Schedule) -> Schedule:
@@ -173,9 +181,9 @@ def _behind_last_gradient(
 
 def _messages(schedule: Schedule, op: Op, rank: int) -> tuple[list[Op], list[Op]]:
     """What ``op`` receives before and sends after, on ``rank``."""
-    if op.kind not in _PARTNER:
+    if op.kind not in MESSAGES:
         return [], []
-    receive, send, ahead = _PARTNER[op.kind]
+    receive, send, ahead = MESSAGES[op.kind]
 
     def elsewhere(stage: int) -> bool:
         neighbour = op._replace(stage=stage, kind=Kind.FORWARD)

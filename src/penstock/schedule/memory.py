@@ -75,9 +75,9 @@ def _numbers(name: str, values: Any) -> tuple[float, ...]:
     return tuple(map(float, numbers))
 
 
-def even_sizes(num_stages: int, kept_for_weight: float = 1.0) -> Sizes:
-    """Every stage keeps 1, and the given part of it until W."""
-    return Sizes((1.0,) * num_stages, (float(kept_for_weight),) * num_stages)
+def even_sizes(num_stages: int) -> Sizes:
+    """Every stage keeps 1 until W."""
+    return Sizes((1.0,) * num_stages)
 
 
 def changes(ops: Sequence[Op], sizes: Sizes, num_slices: int = 1) -> Iterator[tuple[bool, float]]:

@@ -98,10 +98,14 @@ class Schedule:
         )
 
     @cached_property
+    def copies(self) -> Counter[int]:
+        """How many ranks hold each stage's weights."""
+        return Counter(stage for stages in self.stages_of for stage in stages)
+
+    @property
     def weight_copies(self) -> int:
         """The most ranks that hold one stage's weights: 2 where a pipeline runs both ways."""
-        held = Counter(stage for stages in self.stages_of for stage in stages)
-        return max(held.values(), default=0)
+        return max(self.copies.values(), default=0)
 
     @cached_property
     def num_hops(self) -> int:

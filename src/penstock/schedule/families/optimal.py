@@ -7,21 +7,18 @@ such a search as an integer program; ``penstock.schedule.optimal`` says how ours
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from penstock.errors import InputError
 from penstock.schedule.check import check
 from penstock.schedule.durations import Durations, UnitDurations
 from penstock.schedule.families.options import one_per_rank, placed, real
 from penstock.schedule.families.zb_auto import zb_auto
+from penstock.schedule.lower import split_backward
 from penstock.schedule.op import Kind, Op
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.search import Objective, check_objective
 from penstock.values import expect
-
-if TYPE_CHECKING:
-    from penstock.schedule.optimal import Order, Problem
 
 LARGEST = 16
 """The most ranks times microbatches that it takes."""
@@ -97,24 +94,12 @@ def optimal(
         placement=stages,
         objective=objective,
     )
-    order = minimise(problem, _numbers(problem, good), time_limit_seconds)
+    number = {op: index for index, op in enumerate(problem.ops)}
+    known = [[number[op] for op in ops] for ops in split_backward(good).ranks]
+    order = minimise(problem, known, time_limit_seconds)
     schedule = Schedule.of(([problem.ops[n] for n in numbers] for numbers in order), "optimal")
     check(schedule)
     return schedule
-
-
-def _numbers(problem: Problem, schedule: Schedule) -> Order:
-    """A schedule's orders by number, with each full backward as its two halves."""
-    number = {op: index for index, op in enumerate(problem.ops)}
-    halves = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-    return [
-        [
-            number[op._replace(kind=kind)]
-            for op in ops
-            for kind in (halves if op.kind is Kind.BACKWARD else (op.kind,))
-        ]
-        for ops in schedule.ranks
-    ]
 
 
 def _check_stage_objective(stages: Placement, num_ranks: int) -> None:

@@ -25,6 +25,7 @@ from penstock.schedule.families.v_min import v_min
 from penstock.schedule.families.zb_h1 import zb_h1
 from penstock.schedule.families.zb_h2 import zb_h2
 from penstock.schedule.families.zb_v import zb_v
+from penstock.schedule.lower import split_backward
 from penstock.schedule.memory import Sizes
 from penstock.schedule.placement import loop, snake
 from penstock.schedule.schedule import Schedule
@@ -139,5 +140,6 @@ def _seeds(problem: Problem) -> list[Orders]:
     laps = len(problem.placement) // num_ranks
     if laps > 1 and problem.placement == loop(num_ranks, laps):
         built += [family(num_ranks, num_microbatches, stages_per_rank=laps) for family in _LOOP]
-    orders = [problem.orders(schedule) for schedule in built]
-    return orders + [problem.split(one) for one in orders]
+    halves = [split_backward(schedule) for schedule in built]
+    built += [split for split, whole in zip(halves, built, strict=True) if split != whole]
+    return [problem.orders(schedule) for schedule in built]

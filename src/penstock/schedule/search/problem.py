@@ -188,17 +188,6 @@ class Problem:
             for ops in schedule.ranks
         ]
 
-    def split(self, orders: Orders) -> Orders:
-        """Each full backward as its two halves."""
-
-        def halves(number: int) -> tuple[int, ...]:
-            if number % NUM_KINDS != BACKWARD:
-                return (number,)
-            first = number - BACKWARD
-            return first + BACKWARD_INPUT, first + BACKWARD_WEIGHT
-
-        return [[half for number in order for half in halves(number)] for order in orders]
-
     def fits(self, rank: int, order: Sequence[int]) -> bool:
         """Whether a rank's order stays within its limit."""
         limit = self.limits[rank] + SLACK
