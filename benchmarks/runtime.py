@@ -1,161 +1,212 @@
-"""Penstock's runtime beside torch.distributed.pipelining: same model, same cut, same two cores.
+"""Penstock's runtime beside torch's: same model, same cuts, same two cores.
 
-    torchrun --nproc-per-node=2 benchmarks/runtime.py
+    PYTHONPATH=. torchrun --nproc-per-node=2 benchmarks/runtime.py
+        [--works gpt20 gpt7 tiny] [--microbatches 4 8 16] [--rounds 5] [--only 1F1B DDP]
 
-Two workers of one thread each; everybody takes turns within one run, medians over rounds. Every
-contestant is first proven to give the loss and gradients of one process. Columns:
+Two ranks of one thread each: two threads of rank 0, while rank 1 sleeps, or two processes. All
+contestants take turns within one run; figures are medians over rounds. Each one is first proven to
+give the losses, gradients and updated weights of one process: to the bit where it sums in the same
+order and m is a power of two. Columns:
 
 speed-up     over one process with one thread on the same microbatches
-efficiency   speed-up ÷ 2m/(m+1), the most that a bubble of two stages allows
-overhead     (measured − one process × (m+1)/2m) ÷ m: what one microbatch costs beyond plain work,
-             as wall time; on the large model it is mostly two busy cores slowing each other down
+efficiency   speed-up ÷ the most that the bubble allows: 2m/(m+1) with one stage per rank, else what
+             the simulator gives for that schedule with F = I = W; 2 for DDP. For ``steps``, whose
+             steps overlap, there is no such bound
+wall µs      (measured − one process ÷ the most) ÷ m: what a microbatch costs beyond plain work
+CPU µs       likewise, CPU time of both ranks together less that of one process, ÷ m
+
+"both at once" is one process on each rank, and what that costs: its time beyond one process alone
+is neither runtime's doing, but two busy cores slowing each other down. "(steps)" are consecutive
+steps given to ``Pipeline.steps``.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import platform
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
 
-import penstock as pk
-from benchmarks.peers import (
-    PEERS,
-    Peer,
-    Step,
-    Work,
-    check_same_as_one_process,
-    gpt_work,
-    one_process,
-    time_in_turns,
-    tiny_work,
-    two_ranks,
-)
-from penstock.planner import Plan, StagePlan
-from penstock.spine import spine_fingerprint, spine_of
+from benchmarks.goals import goals
+from benchmarks.peers import Peer, Watch, one_process, prove_same, reference, two_ranks
+from benchmarks.penstock_peers import penstock_peer, schedule_for
+from benchmarks.torch_peers import data_parallel, torch_pipeline
+from benchmarks.turns import Contest, Measured, measure_in_turns
+from benchmarks.works import WORKS, Work
+from penstock import simulate
 
-
-def plan_for(work: Work, model: nn.Module, schedule: str) -> Plan:
-    """The same cut as the peers, whatever a planner would choose."""
-    layers = spine_of(model)
-    parts = layers[: work.cut], layers[work.cut :]
-    return Plan(
-        model=spine_fingerprint(layers),
-        schedule=schedule,
-        num_microbatches=work.num_microbatches,
-        stages=tuple(
-            StagePlan(layers=tuple(layer.name for layer in part), rank=rank)
-            for rank, part in enumerate(parts)
-        ),
-    )
-
-
-def penstock_peer(schedule: str, transport: str) -> Callable[[Work], Peer]:
-    """Penstock's pipeline as a peer; with threads it runs on the calling rank alone."""
-
-    def build(work: Work) -> Peer:
-        model = work.build_model()
-        pipeline = pk.Pipeline(
-            model,
-            plan_for(work, model, schedule),
-            loss=work.loss,
-            optimizer=work.build_optimizer,
-            transport=transport,
-            record=False,  # torch's runtime exchanges no records either
-        )
-        layers = [layer for stage in pipeline.stages.values() for layer in stage.layers]
-
-        def step(inputs: Tensor, targets: Tensor) -> Tensor:
-            return pipeline.step(inputs, targets)
-
-        return Peer(nn.Sequential(*(layer.module for layer in layers)), step)
-
-    return build
-
-
-THREADS = {f"Penstock threads {name}": penstock_peer(name, "threads") for name in ("gpipe", "1f1b")}
-PROCESSES = {
-    f"Penstock processes {name}": penstock_peer(name, "process-group") for name in ("gpipe", "1f1b")
+ALONE = "one process"
+BOTH = "one process on each rank, both at once"
+FAMILIES = {
+    "GPipe": "gpipe",
+    "1F1B": "1f1b",
+    "interleaved 1F1B": "interleaved-1f1b",
+    "interleaved ZB": "interleaved-zb",
+    "ZB-V": "zb-v",
 }
+AHEAD = ("1F1B", "ZB-V")
+TRANSPORTS = {"threads": "threads", "processes": "shared-memory"}
+SECONDS_PER_ROUND = 0.25
+"""About how long each contestant runs in a round."""
+
+FEWEST_STEPS_AHEAD = 3
 
 
-def check_updated_weights(
-    work: Work, build: Callable[[Work], Peer], rank: int, alone: bool
-) -> None:
-    """Two steps give the weights of one process, bit for bit."""
-    single, peer = one_process(work), build(work)
-    for _ in range(2):
-        single.step(work.inputs, work.targets)
-        peer.step(work.inputs, work.targets)
-    mine = slice(None) if alone else slice(0, work.cut) if rank == 0 else slice(work.cut, None)
-    pairs = zip(single.part[mine].parameters(), peer.part.parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs), "not equal to one process"
+class Contestant(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+        build: makes it, on the ranks that it needs.
+        on_one_rank: it needs rank 0 only.
+        family: of its schedule, if it has one.
+        ahead: its steps overlap.
+    """
+
+    build: Callable[[Work], Peer]
+    on_one_rank: bool = False
+    family: str = ""
+    ahead: bool = False
+
+    def most(self, num_microbatches: int) -> float | None:
+        """The most that its speed-up over one process can be; ``None`` if nothing bounds it."""
+        if self.ahead:
+            return None
+        if not self.family:
+            return 1.0 if self.build is one_process else 2.0
+        makespan = simulate(schedule_for(self.family, num_microbatches)).makespan
+        return 3 * num_microbatches * stages_of(self.family) / makespan
 
 
-def contestants(work: Work, rank: int) -> dict[str, Step]:
-    """Everybody's step, checked; those that need one process only do nothing on rank 1."""
-    idle: Step = lambda inputs, targets: None  # noqa: E731
-    steps: dict[str, Step] = {"one process": one_process(work).step if rank == 0 else idle}
-    for name, build in THREADS.items():
-        if rank == 0:
-            check_updated_weights(work, build, rank, alone=True)
-        steps[name] = build(work).step if rank == 0 else idle
-    for name, build in PROCESSES.items():
-        check_updated_weights(work, build, rank, alone=False)
-        steps[name] = build(work).step
-    for name, build in PEERS.items():
-        check_same_as_one_process(work, build)
-        steps[name] = build(work).step
-    return steps
+def stages_of(family: str) -> int:
+    """How many stages a family has on two ranks."""
+    return schedule_for(family, 4).num_stages
 
 
-def rows(work: Work, seconds: dict[str, float]) -> list[tuple[str, ...]]:
+def all_contestants() -> dict[str, Contestant]:
+    """By name, in the order of the table."""
+    found = {ALONE: Contestant(one_process, on_one_rank=True), BOTH: Contestant(one_process)}
+    for kind, transport in TRANSPORTS.items():
+        threads = transport == "threads"
+        for name, family in FAMILIES.items():
+            build = penstock_peer(family, transport)
+            found[f"Penstock {kind} {name}"] = Contestant(build, threads, family)
+        for name in AHEAD:
+            build = penstock_peer(FAMILIES[name], transport, ahead=True)
+            found[f"Penstock {kind} {name} (steps)"] = Contestant(
+                build, threads, FAMILIES[name], ahead=True
+            )
+    for name, family in FAMILIES.items():
+        found[f"torch {name}"] = Contestant(torch_pipeline(family), family=family)
+    found["torch DDP, whole model on both"] = Contestant(data_parallel)
+    return found
+
+
+def enter(
+    work: Work, contestants: Mapping[str, Contestant], rank: int, ends: ExitStack
+) -> dict[str, Contest]:
+    """Build everybody, prove them equal to one process, and say what each does in a round."""
+    start = time.perf_counter()
+    expected = reference(work)
+    num_steps = max(1, round(2 * SECONDS_PER_ROUND * 2 / (time.perf_counter() - start)))
+    num_steps = agreed(num_steps)
+    batch = (work.inputs, work.targets)
+    found = {}
+    for name, (build, on_one_rank, _, ahead) in contestants.items():
+        count = max(num_steps, FEWEST_STEPS_AHEAD) if ahead else num_steps
+        if on_one_rank and rank:
+            found[name] = Contest(None, count)
+            continue
+        watch = Watch()
+        peer = build(watch.over(work))
+        ends.callback(peer.close)
+        exact = prove_same(work, expected, peer, watch)
+        if rank == 0 and not exact:
+            print(f"{name}, m = {work.num_microbatches}: equal within rounding", flush=True)
+        found[name] = Contest(partial(peer.train, [batch] * count), count)
+    return found
+
+
+def agreed(number: int) -> int:
+    """Rank 0's number."""
+    numbers = [number]
+    torch.distributed.broadcast_object_list(numbers)
+    return numbers[0]
+
+
+HEADER = ("work", "m", "runtime", "ms per step", "speed-up", "efficiency", "wall µs", "CPU µs")
+
+
+def rows(
+    work: Work, contestants: Mapping[str, Contestant], measured: Mapping[str, Measured]
+) -> list[tuple[str, ...]]:
     """The table's rows for one piece of work."""
-    count, single = work.num_microbatches, seconds["one process"]
+    count, alone = work.num_microbatches, measured[ALONE]
     table = []
-    for name, value in seconds.items():
-        ideal = 2 * count / (count + 1)
-        overhead = (value - single / ideal) / count
-        numbers = (
-            ("1.00", "", "")
-            if name == "one process"
-            else (f"{single / value:.2f}", f"{single / value / ideal:.2f}", f"{overhead * 1e6:.0f}")
+    for name, (seconds, cpu_seconds) in measured.items():
+        cells = ["", "", ""]
+        speedup, most = alone.seconds / seconds, contestants[name].most(count)
+        if most is not None and name != ALONE:
+            cells[0] = "" if name == BOTH else f"{speedup / most:.2f}"
+            cells[1] = f"{(seconds - alone.seconds / most) / count * 1e6:.0f}"
+        if name != ALONE:
+            own = cpu_seconds / 2 if name == BOTH else cpu_seconds
+            cells[2] = f"{(own - alone.cpu_seconds) / count * 1e6:.0f}"
+        table.append(
+            (work.name, str(count), name, f"{seconds * 1e3:.2f}", f"{speedup:.2f}", *cells)
         )
-        table.append((work.name, str(count), name, f"{value * 1e3:.2f}", *numbers))
     return table
 
 
-def print_table(table: list[tuple[str, ...]]) -> None:
+def print_table(header: Sequence[str], table: Sequence[Sequence[str]]) -> None:
     """As Markdown, ready for docs/benchmarks.md."""
-    header = ("model", "m", "runtime", "ms per step", "speed-up", "efficiency", "overhead µs")
     widths = [max(len(row[i]) for row in [header, *table]) for i in range(len(header))]
-    for row in [header, tuple("-" * width for width in widths), *table]:
+    for row in [header, ["-" * width for width in widths], *table]:
         print("| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |")
 
 
-def main() -> None:
-    """Check and time everybody on both models with 8 and 16 microbatches."""
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16])
-    options = parser.parse_args()
+    parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="+", default=[""], help="runtimes whose names have these")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Prove and time everybody, then say which goals are met."""
+    options, started = parse(), time.perf_counter()
+    contestants = {
+        name: one
+        for name, one in all_contestants().items()
+        if name in (ALONE, BOTH) or any(part in name for part in options.only)
+    }
+    table, results = [], {}
     with two_ranks() as rank:
-        table = []
-        for build, steps_per_round in ((gpt_work, 3), (tiny_work, 40)):
+        for name in options.works:
             for count in options.microbatches:
-                work = build(count)
-                seconds = time_in_turns(
-                    work,
-                    contestants(work, rank),
-                    rounds=options.rounds,
-                    steps_per_round=steps_per_round,
-                )
-                table += rows(work, seconds)
+                work = WORKS[name](count)
+                with ExitStack() as ends:
+                    contests = enter(work, contestants, rank, ends)
+                    measured = measure_in_turns(contests, options.rounds)
+                table += rows(work, contestants, measured)
+                results[name, count] = measured
         if rank == 0:
-            print(f"{platform.machine()}, torch {torch.__version__}, medians of {options.rounds}")
-            print_table(table)
+            load = os.getloadavg()[0]
+            minutes = (time.perf_counter() - started) / 60
+            print(
+                f"\n{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, "
+                f"medians of {options.rounds} rounds, load {load:.1f}, {minutes:.1f} minutes\n"
+            )
+            print_table(HEADER, table)
+            print()
+            print_table(("goal", "measured", ""), goals(results))
 
 
 if __name__ == "__main__":

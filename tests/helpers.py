@@ -37,7 +37,9 @@ def runnable_cases(ranks, microbatches) -> list[tuple[str, int, int]]:
     return found
 
 
-def make_plan(model, num_ranks, num_microbatches, schedule="1f1b", cuts=None) -> Plan:
+def make_plan(
+    model, num_ranks, num_microbatches, schedule="1f1b", cuts=None, recompute="none"
+) -> Plan:
     """A plan for ``model`` without a profile: cut evenly, or before the given layers."""
     layers = spine_of(model)
     count = len(layers)
@@ -53,10 +55,20 @@ def make_plan(model, num_ranks, num_microbatches, schedule="1f1b", cuts=None) ->
         num_microbatches=num_microbatches,
         num_threads=1,
         stages=tuple(
-            StagePlan(layers=tuple(layer.name for layer in layers[a:b]), rank=rank_of[stage])
+            StagePlan(
+                layers=tuple(layer.name for layer in layers[a:b]),
+                rank=rank_of[stage],
+                recompute=recompute,
+            )
             for stage, (a, b) in enumerate(itertools.pairwise(borders))
         ),
     )
+
+
+def same_order_families() -> list[str]:
+    """Those whose sums over microbatches have the order of one device, so that results are equal to
+    the bit. Chimera halves the microbatches between two copies of every stage."""
+    return [name for name in runnable_families() if name != "chimera"]
 
 
 def make_mlp(dropout=0.3, dtype=torch.float32, seed=0) -> nn.Sequential:

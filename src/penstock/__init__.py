@@ -23,8 +23,10 @@ from penstock.simulator import simulate
 from penstock.timeline import Span, Timeline
 
 if TYPE_CHECKING:
+    from penstock.microbatches import Microbatches
     from penstock.pipeline import Pipeline
     from penstock.profiler import profile
+    from penstock.spine import run_spine
 
 __version__ = "0.1.0"
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "Layer",
     "LayerGraph",
     "Link",
+    "Microbatches",
     "Op",
     "Pipeline",
     "Plan",
@@ -47,11 +50,17 @@ __all__ = [
     "errors",
     "plan",
     "profile",
+    "run_spine",
     "schedules",
     "simulate",
 ]
 
-_NEEDS_TORCH = {"Pipeline": "penstock.pipeline", "profile": "penstock.profiler"}
+_NEEDS_TORCH = {
+    "Microbatches": "penstock.microbatches",
+    "Pipeline": "penstock.pipeline",
+    "profile": "penstock.profiler",
+    "run_spine": "penstock.spine",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,9 +12,14 @@ from torch import Tensor
 
 from penstock import tree
 from penstock.errors import InputError
+from penstock.values import one_of
 
 Weight = Callable[[Any], float]
 """How many terms of the loss's mean the targets of one microbatch contribute."""
+
+
+class Microbatches(list[Any]):
+    """A minibatch that is cut already: one value per microbatch, whose shapes may differ."""
 
 
 def num_rows(value: Any, what: str) -> int:
@@ -85,22 +91,42 @@ def _joined(column: tuple[Any, ...]) -> Any:
     return first
 
 
-def loss_weights(targets: list[Any], reduction: str, weight: Weight | None) -> list[float]:
-    """The factor on each microbatch's loss such that their sum is the minibatch's loss.
+@dataclass(frozen=True)
+class Weighting:
+    """How much each microbatch counts.
 
-    A mean over the minibatch is the mean over microbatches weighted by their number of terms: rows,
-    or what ``weight`` counts. A sum needs no weights.
+    Attributes:
+        reduction: ``"mean"`` or ``"sum"``: what the loss does over its terms.
+        weight: how many terms of the mean the targets of a microbatch hold; rows by default.
 
     Raises:
-        InputError: ``weight`` gave a negative count, or only zeros.
+        InputError: another reduction, or a weight for a sum.
     """
-    if reduction == "sum":
-        return [1.0] * len(targets)
-    if weight is None:
-        counts = [float(num_rows(part, "targets")) for part in targets]
-    else:
-        counts = [float(weight(part)) for part in targets]
-    total = sum(counts)
-    if not 0 < total < math.inf or min(counts) < 0:
-        raise InputError(f"the weights of the microbatches are {counts}; they must count terms")
-    return [count / total for count in counts]
+
+    reduction: str = "mean"
+    weight: Weight | None = None
+
+    def __post_init__(self) -> None:
+        one_of("reduction", self.reduction, ("mean", "sum"))
+        if self.weight is not None and self.reduction == "sum":
+            raise InputError("weight is for reduction='mean'; a sum needs none")
+
+    def of(self, targets: list[Any]) -> list[float]:
+        """The factor on each microbatch's loss such that their sum is the minibatch's loss.
+
+        A mean over the minibatch is the mean over microbatches weighted by their number of terms.
+        A sum needs no weights.
+
+        Raises:
+            InputError: ``weight`` gave a negative count, or only zeros.
+        """
+        if self.reduction == "sum":
+            return [1.0] * len(targets)
+        if self.weight is None:
+            counts = [float(num_rows(part, "targets")) for part in targets]
+        else:
+            counts = [float(self.weight(part)) for part in targets]
+        total = sum(counts)
+        if not 0 < total < math.inf or min(counts) < 0:
+            raise InputError(f"the weights of the microbatches are {counts}; they must count terms")
+        return [count / total for count in counts]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Callable, Mapping
-from functools import lru_cache
-from typing import Any, Literal, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,37 +14,42 @@ from torch import Tensor, nn
 
 from penstock import microbatches
 from penstock.allocator import keep_freed_pages
-from penstock.errors import InputError, PlanError
-from penstock.microbatches import Weight
+from penstock.errors import InputError, PlanError, RunError
+from penstock.microbatches import Microbatches, Weight, Weighting
 from penstock.planner import Plan
 from penstock.planner.runnable import obstacle
-from penstock.profiler import OptimizerFactory
-from penstock.randomness import LayerStreams
-from penstock.run.driver import Driver
+from penstock.run.assembly import Results, Running, TransportName, assemble
+from penstock.run.cutter import Cutter
+from penstock.run.lowering import lowered
+from penstock.run.minibatch import Minibatch
 from penstock.run.outcome import Outcome
-from penstock.run.processes import ProcessDriver, agree
-from penstock.run.threads import ThreadDriver
-from penstock.run.worker import Loss, Minibatch, Worker
+from penstock.run.recipe import (
+    BatchNormStatistics,
+    Loss,
+    LossScale,
+    Metric,
+    OptimizerFactory,
+    Recipe,
+    SchedulerFactory,
+)
 from penstock.schedule import Schedule
-from penstock.schedule.lower import add_communication, add_update, forward_only
-from penstock.spine import NamedLayer, evaluation_mode, spine_fingerprint, spine_of
-from penstock.stage import Stage
+from penstock.spine import evaluation_mode, spine_fingerprint, spine_of
 from penstock.timeline import Timeline
-from penstock.transport import ProcessGroupTransport, ThreadExchange, Transport
 from penstock.values import expect
 
 _EXAMPLES = {
     "loss": "loss=torch.nn.functional.cross_entropy",
     "optimizer": "optimizer=lambda parameters: torch.optim.AdamW(parameters)",
+    "lr_scheduler": "lr_scheduler=lambda optimizer: LinearLR(optimizer)",
     "weight": "weight=lambda targets: (targets != -100).sum()",
 }
-TransportName = Literal["auto", "threads", "process-group"]
+T = TypeVar("T")
 
 
 class Pipeline:
     """Trains a model as a plan says, with the results of one device.
 
-    Under plain ``python`` every stage runs in a thread of this process; under ``torchrun`` each
+    Under plain ``python`` every rank runs in a thread of this process; under ``torchrun`` each
     process runs one rank, and every process must make the same calls. The model's own parameters
     are trained in place (under ``torchrun``, those of this rank's stages). Under ``torchrun`` the
     plan and the seed of rank 0 count, so every process may profile and plan for itself.
@@ -53,10 +58,30 @@ class Pipeline:
         model: an ``nn.Sequential``, or a module with a ``spine`` (see ``penstock.spine``).
         plan: made for this model; its layers are checked against it.
         loss: from (output, targets) of one microbatch to a scalar tensor. Needed by ``step``.
-        optimizer: makes an optimizer of the parameters it is given, once per stage. Without one,
-            ``step`` only accumulates gradients in ``.grad``.
-        transport: ``"threads"``, ``"process-group"``, or ``"auto"``: processes if the job has
-            several, else threads.
+        optimizer: makes an optimizer of the parameters it is given, once per stage; they are a list
+            with a method ``named()``, for parameter groups. Without one, ``step`` only accumulates
+            gradients in ``.grad``.
+        lr_scheduler: makes a learning-rate scheduler of an optimizer; stepped after every update.
+        clip_norm: the most that the norm of the whole model's gradients may be, as
+            ``torch.nn.utils.clip_grad_norm_`` on one device.
+        grad_scaler: a ``torch.amp.GradScaler``: the loss is scaled by it, updates with infinite
+            gradients are skipped on every rank, and its scale follows. Under ``torchrun``, every
+            process gives its own, in the same state.
+        post_validate: do not wait for all ranks before an update that depends on them; a wrong one
+            is undone and made again (arXiv 2401.10241, section 4). Costs a copy of weights and
+            optimizer state, pays off in ``steps``, and changes no result.
+        metrics: by name, from (output, targets) of one microbatch to a number, weighted like the
+            loss; see ``metrics``.
+        results: whether losses, metrics and outputs are given on every rank, or on none, which
+            saves a message per step.
+        stop_at_nan: raise a ``StageError`` before any update if the loss of a microbatch is not
+            finite; by default unless there is a ``grad_scaler``. On CUDA it never does.
+        transport: ``"threads"``; ``"shared-memory"`` or ``"process-group"`` between processes;
+            ``"auto"``: threads if the job has one process, else shared memory between ranks of one
+            host and the process group between hosts.
+        batch_norm: the running statistics of batch norm, with which the model is evaluated, are
+            moved by every ``"microbatch"``, as by accumulation on one device, or once by each
+            ``"minibatch"``, as by GPipe. Both normalise each microbatch by itself.
         seed: of dropout and other random layers; by default torch's initial seed. Draws depend on
             the seed, the step, the microbatch and the layer, on nothing else.
         reduction: ``"mean"`` if the loss is a mean over its rows, ``"sum"`` if it is a sum.
@@ -64,6 +89,10 @@ class Pipeline:
             many terms the targets of one microbatch contribute.
         deadline_seconds: how long an op may wait for another rank.
         record: gather the timeline on every rank under ``torchrun``; threads always record.
+
+    Attributes:
+        plan: that is run.
+        stages: of this process, by number.
 
     Raises:
         ModelError: the model cannot be cut, or the plan is for another one.
@@ -77,6 +106,14 @@ class Pipeline:
         *,
         loss: Loss | None = None,
         optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+        clip_norm: float | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        post_validate: bool = False,
+        metrics: Mapping[str, Metric] | None = None,
+        results: Results = "every rank",
+        stop_at_nan: bool | None = None,
+        batch_norm: BatchNormStatistics = "microbatch",
         transport: TransportName = "auto",
         seed: int | None = None,
         reduction: Literal["mean", "sum"] = "mean",
@@ -84,9 +121,14 @@ class Pipeline:
         deadline_seconds: float = 300.0,
         record: bool = True,
     ) -> None:
-        _check_options(transport, reduction, weight, deadline_seconds)
         expect(plan, Plan, "the plan", "make one with penstock.plan, or Plan.load a file")
-        for name, function in (("loss", loss), ("optimizer", optimizer), ("weight", weight)):
+        functions = {
+            "loss": loss,
+            "optimizer": optimizer,
+            "lr_scheduler": lr_scheduler,
+            "weight": weight,
+        }
+        for name, function in functions.items():
             if function is not None:
                 expect(function, Callable, name, f"give a function, as in {_EXAMPLES[name]}")
         keep_freed_pages()
@@ -98,104 +140,61 @@ class Pipeline:
                 f"the runtime cannot perform {plan.schedule} yet: {reason}; it can be simulated "
                 "and drawn"
             )
-        self.plan = plan
+        self._recipe = Recipe(
+            loss=loss,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            clip_norm=clip_norm,
+            loss_scale=None if grad_scaler is None else LossScale.of(grad_scaler),
+            post_validate=post_validate,
+            metrics=metrics or {},
+            stop_at_nan=grad_scaler is None if stop_at_nan is None else stop_at_nan,
+            batch_norm=batch_norm,
+        )
+        weighting = Weighting(reduction, weight)
+        running = Running(
+            transport,
+            torch.initial_seed() if seed is None else seed,
+            deadline_seconds,
+            record,
+            results,
+        )
+        self._parts = assemble(model, layers, plan, self._recipe, running)
+        self.plan = self._parts.plan
+        self.stages = self._parts.stages
         self._model = model
-        self._loss = loss
-        self._reduction = reduction
-        self._weight = weight
+        self._grad_scaler = grad_scaler
+        self._results = results
+        self._cutter = Cutter(self.plan.num_microbatches, weighting, self._parts.layout.has_copies)
         self._step = 0
-        self._timeline: Timeline | None = None
+        self._last: Outcome | None = None
         self._closed = False
-        self._lowered = lru_cache(maxsize=32)(self._lower)
-        self._owns_group = False
+        self._lowered = lru_cache(maxsize=32)(
+            partial(lowered, self.plan, self._parts.layout, self._recipe)
+        )
         self._running = threading.Lock()
-        seed = torch.initial_seed() if seed is None else seed
-        if transport == "process-group" or (transport == "auto" and _several_processes()):
-            self._driver, self.stages = self._start_processes(
-                layers, seed, deadline_seconds, optimizer, record
-            )
-        else:
-            self._driver, self.stages = self._start_threads(
-                layers, seed, deadline_seconds, optimizer
-            )
 
-    def _start_threads(
-        self,
-        layers: tuple[NamedLayer, ...],
-        seed: int,
-        deadline_seconds: float,
-        optimizer: OptimizerFactory | None,
-    ) -> tuple[Driver, dict[int, Stage]]:
-        self._streams = LayerStreams(seed)
-        stages = _build_stages(self.plan, layers, self._streams)
-        exchange = ThreadExchange(self.plan.num_ranks, deadline_seconds)
-        workers = [
-            self._worker(rank, _of_rank(stages, self.plan, rank), transport, optimizer)
-            for rank, transport in enumerate(exchange.transports)
-        ]
-        return ThreadDriver(workers, self.plan.num_threads), stages
-
-    def _start_processes(
-        self,
-        layers: tuple[NamedLayer, ...],
-        seed: int,
-        deadline_seconds: float,
-        optimizer: OptimizerFactory | None,
-        record: bool,
-    ) -> tuple[Driver, dict[int, Stage]]:
-        if not dist.is_initialized():
-            if "RANK" not in os.environ:
-                raise InputError(
-                    "transport='process-group' needs one process per rank: start the script with "
-                    f"torchrun --nproc-per-node={self.plan.num_ranks}, or use transport='threads'"
-                )
-            dist.init_process_group("gloo")
-            self._owns_group = True
-        num_ranks, rank = dist.get_world_size(), dist.get_rank()
-        transport = ProcessGroupTransport(num_ranks, deadline_seconds)
-        self.plan, seed = agree(transport, self.plan, spine_fingerprint(layers), seed)
-        if self.plan.num_ranks != num_ranks:
-            raise InputError(
-                f"the plan has {self.plan.num_ranks} ranks, but the job has {num_ranks} processes; "
-                f"start it with torchrun --nproc-per-node={self.plan.num_ranks}, or plan with "
-                f"stages={num_ranks}"
-            )
-        self._streams = LayerStreams(seed)
-        stages = _of_rank(_build_stages(self.plan, layers, self._streams), self.plan, rank)
-        worker = self._worker(rank, stages, transport, optimizer)
-        torch.set_num_threads(self.plan.num_threads)
-        return ProcessDriver(worker, transport, num_ranks, record), stages
-
-    def _worker(
-        self,
-        rank: int,
-        stages: Mapping[int, Stage],
-        transport: Transport,
-        optimizer: OptimizerFactory | None,
-    ) -> Worker:
-        parameters = {index: [*stage.parameters()] for index, stage in stages.items()}
-        optimizers = {
-            index: optimizer(own) for index, own in parameters.items() if optimizer and own
-        }
-        for built in optimizers.values():
-            remedy = f"return it from the function, as in {_EXAMPLES['optimizer']}"
-            expect(built, torch.optim.Optimizer, "what the optimizer function made", remedy)
-        return Worker(rank, stages, len(self.plan.stages), transport, self._loss, optimizers)
-
-    def step(self, inputs: Any, targets: Any) -> Tensor:
+    def step(
+        self, inputs: Any, targets: Any, *, update: bool = True, share: float = 1.0
+    ) -> Tensor | None:
         """Train on one minibatch.
 
         Args:
             inputs: a tensor, or tensors nested in tuples, lists or dicts; rows first. Any number of
-                rows works; with fewer rows than microbatches there are fewer microbatches.
+                rows works; with fewer rows than microbatches there are fewer microbatches. Or
+                ``penstock.Microbatches``, cut already, whose shapes may differ.
             targets: likewise, with as many rows.
+            update: whether weights are updated; otherwise gradients accumulate until they are.
+            share: the factor on this minibatch's gradients, and not on the loss that is returned;
+                1/n where n calls make one update.
 
         Returns:
-            The loss of the minibatch, a scalar on every rank, as one device would give it.
+            The loss of the minibatch, a scalar on every rank, as one device would give it; ``None``
+            if the pipeline tells no results.
 
         Raises:
             InputError: inputs and targets that do not fit together.
-            StageError: a layer, the loss or the optimizer raised.
+            StageError: a layer, the loss or the optimizer raised, or the loss is not finite.
             PeerError, DeadlineError: another rank died or did not answer.
 
         Gradients are computed even under ``torch.no_grad``, and ``torch.autocast`` around the call
@@ -203,28 +202,48 @@ class Pipeline:
         again, unless the next call says otherwise; without an optimizer, clear ``.grad`` first.
         Buffers, such as batch-norm statistics, keep what the failed step did to them.
         """
-        self._check_open()
-        if self._loss is None:
-            raise InputError("Pipeline was built without a loss; give loss=… to train")
-        rows = microbatches.num_rows(inputs, "inputs")
-        if microbatches.num_rows(targets, "targets") != rows:
-            raise InputError(
-                f"inputs have {rows} rows, but targets have "
-                f"{microbatches.num_rows(targets, 'targets')}"
-            )
-        count = min(self.plan.num_microbatches, rows)
-        parts = microbatches.split(targets, count)
-        minibatch = Minibatch(
-            self._step,
-            microbatches.split(inputs, count),
-            parts,
-            microbatches.loss_weights(parts, self._reduction, self._weight),
-        )
-        outcome = self._run(self._lowered(count, True), minibatch)
-        self._timeline = outcome.timeline
-        self._step += 1
-        assert outcome.loss is not None
-        return outcome.loss
+        minibatch = self._to_train(inputs, targets, step=self._step, share=share)
+        schedule = self._lowered(len(minibatch.inputs), True, update)
+        with self._exclusively():
+            return self._loss_of(self._run(schedule, minibatch))
+
+    def steps(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Tensor | None]:
+        """Train on one minibatch after another; each begins before the results of the one before
+        are gathered.
+
+        A rank goes on to the next minibatch as soon as its own ops of the last are done, so ranks
+        wait for each other less than with ``step`` (by how much, ``Timeline.bubble`` and
+        ``Timeline.stage_bubble`` of the schedule say); weights and losses are the same.
+
+        Args:
+            batches: of (inputs, targets), as for ``step``.
+
+        Yields:
+            The loss of each minibatch, in order, as ``step`` returns it. The next minibatch is
+            under way then, so weights may be used only after the loop.
+        """
+        under_way: list[Any] = []
+        with self._exclusively():
+            driver = self._parts.driver
+            try:
+                for (inputs, targets), more in _with_more(batches):
+                    minibatch = self._to_train(
+                        inputs, targets, step=self._step + len(under_way), more_follow=more
+                    )
+                    schedule = self._lowered(len(minibatch.inputs), True, True)
+                    under_way.append(driver.submit(schedule, minibatch))
+                    if len(under_way) > 1:
+                        yield self._loss_of(driver.collect(under_way.pop(0)))
+                while under_way:
+                    yield self._loss_of(driver.collect(under_way.pop(0)))
+            except RunError:
+                raise
+            except BaseException:
+                # The caller has left the loop, or the loader has raised: end what was begun.
+                for ticket in under_way:
+                    self._loss_of(driver.collect(ticket))
+                driver.run(self._nothing_to_do, Minibatch(self._step, ()))
+                raise
 
     def evaluate(self, inputs: Any) -> Any:
         """Run forward only, in evaluation mode and without gradients.
@@ -233,29 +252,59 @@ class Pipeline:
             inputs: as for ``step``, any number of rows.
 
         Returns:
-            The model's outputs for all rows, on every rank.
+            The model's outputs for all rows, on every rank; of ``penstock.Microbatches`` a list. If
+            the pipeline tells no results, ``None``.
         """
-        self._check_open()
-        count = min(self.plan.num_microbatches, microbatches.num_rows(inputs, "inputs"))
-        minibatch = Minibatch(self._step, microbatches.split(inputs, count))
+        minibatch = self._cutter.to_evaluate(inputs, step=self._step)
         layers = (layer.module for stage in self.stages.values() for layer in stage.layers)
-        with evaluation_mode(self._model, *layers):
-            return self._run(self._lowered(count, False), minibatch).outputs
+        with (
+            self._exclusively(),
+            evaluation_mode(self._model, *layers, *self._parts.layout.twins),
+        ):
+            outcome = self._run(self._lowered(len(minibatch.inputs), False, False), minibatch)
+        if self._results == "none":
+            return None
+        outputs = list(outcome.outputs)
+        return outputs if isinstance(inputs, Microbatches) else microbatches.join(outputs)
+
+    def _to_train(self, inputs: Any, targets: Any, **how: Any) -> Minibatch:
+        self._check_open()
+        if self._recipe.loss is None:
+            raise InputError("Pipeline was built without a loss; give loss=… to train")
+        return self._cutter.to_train(inputs, targets, **how)
 
     def _run(self, schedule: Schedule, minibatch: Minibatch) -> Outcome:
+        random_state = torch.get_rng_state()
+        outcome = self._parts.driver.run(schedule, minibatch)
+        self._parts.streams.audit(random_state)
+        return outcome
+
+    @contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        """Nothing else may run meanwhile; afterwards, everything is settled."""
+        self._check_open()
         if not self._running.acquire(blocking=False):
-            raise InputError("this Pipeline is running a step in another thread; wait for it")
+            raise InputError(
+                "this Pipeline is running already, in another thread or a loop over steps(); wait "
+                "for it, or leave the loop"
+            )
         try:
-            random_state = torch.get_rng_state()
-            outcome = self._driver.run(schedule, minibatch)
-            self._streams.audit(random_state)
-            return outcome
+            self._parts.layout.follow()
+            yield
+            scale = self._parts.workers[0].updater.loss_scale
+            if scale is not None and self._grad_scaler is not None:
+                scale.store(self._grad_scaler)
         finally:
             self._running.release()
 
-    def _lower(self, num_microbatches: int, training: bool) -> Schedule:
-        schedule = self.plan.build_schedule(num_microbatches)
-        return add_communication(add_update(schedule) if training else forward_only(schedule))
+    def _loss_of(self, outcome: Outcome) -> Tensor | None:
+        self._last = outcome
+        self._step += 1
+        return outcome.loss if self._results == "every rank" else None
+
+    @property
+    def _nothing_to_do(self) -> Schedule:
+        return Schedule(((),) * self.plan.num_ranks)
 
     @property
     def timeline(self) -> Timeline:
@@ -264,9 +313,33 @@ class Pipeline:
         Raises:
             InputError: there has been no step yet, or recording is off.
         """
-        if self._timeline is None:
+        if self._last is None or self._last.timeline is None:
             raise InputError("no timeline yet: run a step (and leave record=True)")
-        return self._timeline
+        return self._last.timeline
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """The metrics of the last training step, weighted like its loss; empty if the pipeline has
+        none or tells no results."""
+        tells = self._last is not None and self._results == "every rank"
+        return dict(self._last.metrics) if self._last is not None and tells else {}
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """The norm of all gradients of the last training step, before clipping.
+
+        Raises:
+            InputError: there has been no step yet, or neither clip_norm nor a grad_scaler asks for
+                it.
+        """
+        if self._last is None or self._last.norm is None:
+            raise InputError("no norm yet: give clip_norm or a grad_scaler, and run a step")
+        return self._last.norm
+
+    def dump(self) -> str:
+        """What each rank of this process did last and does now, one line per rank; may be called
+        from any thread, such as a watchdog's, while a step is running."""
+        return "\n".join(worker.dump() for worker in self._parts.workers)
 
     @property
     def is_first(self) -> bool:
@@ -284,8 +357,8 @@ class Pipeline:
         """End the workers. Leaving the ``with`` block does it."""
         if not self._closed:
             self._closed = True
-            self._driver.close()
-            if self._owns_group:
+            self._parts.driver.close()
+            if self._parts.owns_group:
                 dist.destroy_process_group()
 
     def _check_open(self) -> None:
@@ -299,53 +372,12 @@ class Pipeline:
         self.close()
 
 
-def _check_options(
-    transport: str, reduction: str, weight: Weight | None, deadline_seconds: float
-) -> None:
-    if transport not in ("auto", "threads", "process-group"):
-        raise InputError(f"transport is {transport!r}; use auto, threads or process-group")
-    if reduction not in ("mean", "sum"):
-        raise InputError(f"reduction is {reduction!r}; use mean or sum")
-    if weight is not None and reduction == "sum":
-        raise InputError("weight is for reduction='mean'; a sum needs none")
-    if not 0 < deadline_seconds <= threading.TIMEOUT_MAX:
-        raise InputError(
-            f"deadline_seconds is {deadline_seconds}, but must be > 0 and not infinite: without a "
-            "deadline, a rank that hangs would hang all others"
-        )
-
-
-def _several_processes() -> bool:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size() > 1
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
-
-
-def _build_stages(
-    plan: Plan, layers: tuple[NamedLayer, ...], streams: LayerStreams
-) -> dict[int, Stage]:
-    stages, first = {}, 0
-    for index, planned in enumerate(plan.stages):
-        own = layers[first : first + len(planned.layers)]
-        stages[index] = Stage(index, own, first, streams)
-        first += len(planned.layers)
-    _check_untied(stages)
-    return stages
-
-
-def _check_untied(stages: Mapping[int, Stage]) -> None:
-    holders: dict[int, int] = {}
-    for index, stage in stages.items():
-        for parameter in stage.parameters():
-            other = holders.setdefault(id(parameter), index)
-            if other != index:
-                raise InputError(
-                    f"stages {other} and {index} share a parameter of shape "
-                    f"{tuple(parameter.shape)}; tied weights must be in one stage for now: plan "
-                    "with stages=1, or save the plan, move the layers between its stages in the "
-                    "file and load it, or untie them"
-                )
-
-
-def _of_rank(stages: Mapping[int, Stage], plan: Plan, rank: int) -> dict[int, Stage]:
-    return {index: stage for index, stage in stages.items() if plan.stages[index].rank == rank}
+def _with_more(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Each item, and whether another one follows."""
+    held: list[T] = []
+    for item in batches:
+        if held:
+            yield held.pop(), True
+        held.append(item)
+    if held:
+        yield held.pop(), False

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from penstock import microbatches, tree
 from penstock.allocator import keep_freed_pages
 from penstock.errors import InputError, ModelError
 from penstock.graph import Layer, LayerGraph
-from penstock.spine import NamedLayer, spine_of
+from penstock.spine import NamedLayer, Skip, run_layer, spine_of
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Progress = Callable[[int, int], None]
@@ -114,11 +114,29 @@ def _runs(
     layers: Sequence[NamedLayer], loss: Callable[[Any, Any], Tensor] | None, targets: Any
 ) -> list[Run]:
     """The layers as functions that name themselves when they fail; the last goes on to the loss."""
-    runs: list[Run] = [layer.module for layer in layers]
+    runs: list[Run] = [partial(_run_between_cuts, layer) for layer in layers]
     if loss is not None:
         last = runs[-1]
-        runs[-1] = lambda value: loss(last(value), targets)
+        runs[-1] = lambda value: loss(_without_skips(last(value)), targets)
     return [partial(_run_named, layer, run) for layer, run in zip(layers, runs, strict=True)]
+
+
+class _WithSkips(NamedTuple):
+    """What crosses a cut while skips are open."""
+
+    value: Any
+    skips: dict[str, Skip]
+
+
+def _run_between_cuts(layer: NamedLayer, value: Any) -> Any:
+    """A cut must find every open skip, so they travel with the value."""
+    skips = dict(value.skips) if isinstance(value, _WithSkips) else {}
+    output = run_layer(layer, _without_skips(value), skips)
+    return _WithSkips(output, skips) if skips else output
+
+
+def _without_skips(value: Any) -> Any:
+    return value.value if isinstance(value, _WithSkips) else value
 
 
 def _run_named(layer: NamedLayer, run: Run, value: Any) -> Any:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from penstock.errors import InputError
 
@@ -136,7 +136,10 @@ class NoDraws(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run ``func`` and refuse draws inside it."""
+        """Run ``func`` and refuse draws inside it, unless it draws from a stream of ours."""
+        # A layer that we recompute ourselves draws again what it drew before.
+        if isinstance(_get_current_dispatch_mode(), RandomStream):
+            return func(*args, **(kwargs or {}))
         with _RefusingDraws():  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
 

@@ -7,17 +7,35 @@ method::
     class GPT(nn.Module):
         def spine(self):
             return [self.embedding, *self.blocks, self.head]
+
+What one layer leaves for another beyond the next is a skip, and is named on both sides::
+
+    class Down(nn.Module):
+        stashes = ("wide",)
+
+        def forward(self, value):
+            return self.shrink(value), {"wide": value}
+
+    class Up(nn.Module):
+        recalls = ("wide",)
+
+        def forward(self, value, wide):
+            return self.grow(value) + wide
+
+The model's own ``forward`` may then be ``return run_spine(self.spine(), value)``.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from keyword import iskeyword
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from penstock import tree
 from penstock.errors import ModelError
 from penstock.graph import fingerprint
 
@@ -47,13 +65,24 @@ class NamedLayer(NamedTuple):
             for name, parameter in self.module.named_parameters()
         )
 
+    @property
+    def stashes(self) -> tuple[str, ...]:
+        """Keys of the skips that it leaves for later layers."""
+        return _keys(self, "stashes")
+
+    @property
+    def recalls(self) -> tuple[str, ...]:
+        """Keys of the skips that it takes from earlier layers."""
+        return _keys(self, "recalls")
+
 
 def spine_of(model: nn.Module) -> tuple[NamedLayer, ...]:
     """The layers of ``model`` in execution order.
 
     Raises:
         ModelError: it names no spine, an entry is not a module, or a parameter or buffer of the
-            model is in no layer (it would silently not be trained).
+            model is in no layer (it would silently not be trained); or its skips do not fit
+            together.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"the model is a {type(model).__name__}, not an nn.Module. {_HOW}")
@@ -61,12 +90,152 @@ def spine_of(model: nn.Module) -> tuple[NamedLayer, ...]:
     if not layers:
         raise ModelError(f"the spine of {type(model).__name__} has no layers. {_HOW}")
     _check_covered(model, layers)
+    _check_skips(layers)
     return layers
+
+
+class Skip(NamedTuple):
+    """What a layer stashed: a value, and how often each of its tensors had been overwritten."""
+
+    value: Any
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, value: Any) -> Skip:
+        """A skip as it is now."""
+        return cls(value, _versions(value))
+
+    def taken(self, key: str) -> Any:
+        """The value, for the layer that recalls ``key``.
+
+        Raises:
+            ModelError: it was overwritten in place. Whether the layer would see that depended on
+                where the model is cut.
+        """
+        if _versions(self.value) != self.versions:
+            raise ModelError(
+                f"the skip {key!r} was overwritten in place between the layer that stashes it and "
+                "the one that recalls it; stash a clone, or do not work in place there"
+            )
+        return self.value
+
+
+def run_layer(layer: NamedLayer, value: Any, skips: dict[str, Skip]) -> Any:
+    """Run one layer of a spine.
+
+    Args:
+        layer: called with ``value``, and the skips it recalls by keyword.
+        value: the output of the layer before.
+        skips: those stashed so far; what the layer recalls is taken out, what it stashes put in.
+
+    Raises:
+        ModelError: it does not return the skips that it says it stashes, or another layer has
+            overwritten what it recalls.
+    """
+    recalled = {key: skips.pop(key).taken(key) for key in layer.recalls}
+    output, stashed = call_layer(layer, value, recalled)
+    skips.update((key, Skip.of(skip)) for key, skip in stashed.items())
+    return output
+
+
+def _versions(value: Any) -> tuple[int, ...]:
+    # Tensors made in inference mode count no versions.
+    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tree.tensors(value))
+
+
+def run_spine(modules: Iterable[nn.Module], value: Any) -> Any:
+    """Run the layers of a spine on one device, handing skips over.
+
+    Args:
+        modules: in execution order, as ``spine`` gives them.
+        value: the input of the first.
+
+    Returns:
+        The output of the last.
+
+    Raises:
+        ModelError: the skips do not fit together.
+
+    >>> run_spine([nn.Identity(), nn.Flatten(0)], torch.ones(2, 3)).shape
+    torch.Size([6])
+    """
+    skips: dict[str, Skip] = {}
+    layers = [
+        NamedLayer(f"{index} ({type(module).__name__})", "", module)
+        for index, module in enumerate(modules)
+    ]
+    _check_skips(layers)
+    for layer in layers:
+        value = run_layer(layer, value, skips)
+    return value
+
+
+def _check_skips(layers: Sequence[NamedLayer]) -> None:
+    stashed: dict[str, str] = {}
+    recalled: dict[str, str] = {}
+    for layer in layers:
+        # A layer runs with what it recalls before it leaves what it stashes.
+        for key in layer.recalls:
+            if key in recalled:
+                raise ModelError(
+                    f"layers {recalled[key]!r} and {layer.name!r} both recall {key!r}; let the "
+                    "first stash it again under another name"
+                )
+            if key not in stashed:
+                raise ModelError(
+                    f"layer {layer.name!r} recalls {key!r}, which no layer before it stashes"
+                )
+            recalled[key] = layer.name
+        for key in layer.stashes:
+            if key in stashed:
+                raise ModelError(
+                    f"layers {stashed[key]!r} and {layer.name!r} both stash {key!r}; give every "
+                    "skip a name of its own"
+                )
+            stashed[key] = layer.name
+    for key in stashed.keys() - recalled.keys():
+        raise ModelError(
+            f"layer {stashed[key]!r} stashes {key!r}, which no layer after it recalls; remove it, "
+            f"or name it in the `recalls` of the layer that takes it"
+        )
+
+
+def call_layer(
+    layer: NamedLayer, value: Any, recalled: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Call one layer; its output and what it stashes.
+
+    Raises:
+        ModelError: it does not return the skips that it says it stashes.
+    """
+    result = layer.module(value, **recalled)
+    if not layer.stashes:
+        return result, {}
+    match result:
+        case tuple((output, dict(stashed))) if set(stashed) == set(layer.stashes):
+            return output, stashed
+    shape = ", ".join(f"{key!r}: …" for key in layer.stashes)
+    raise ModelError(
+        f"layer {layer.name!r} says it stashes {', '.join(layer.stashes)}, so it must return "
+        f"(output, {{{shape}}}), but it returned a {type(result).__name__}"
+    )
 
 
 def spine_fingerprint(layers: Iterable[NamedLayer]) -> str:
     """The fingerprint that a profile of these layers has."""
     return fingerprint((layer.name, layer.signature) for layer in layers)
+
+
+def _keys(layer: NamedLayer, attribute: str) -> tuple[str, ...]:
+    keys: object = getattr(layer.module, attribute, ())
+    if not isinstance(keys, tuple | list) or not all(
+        isinstance(key, str) and key.isidentifier() and not iskeyword(key) for key in keys
+    ):
+        raise ModelError(
+            f"layer {layer.name!r} has {attribute} = {keys!r}; they must be a tuple of names that "
+            "could be arguments of a function"
+        )
+    return tuple(keys)
 
 
 def _modules(model: nn.Module) -> list[object]:

@@ -1,42 +1,81 @@
 """A stage: some consecutive layers, and what they keep between forward and backward.
 
 A stage knows nothing of schedules, ranks or threads. Its interface is one function per kind of
-compute op.
+compute op: F, B, I, W and R.
 
 Autograd graphs never cross a stage's border: inputs come in detached, outputs go out detached, and
 gradients are handed over by hand. Of the outputs only the graph edge is kept, not the values, so a
 sent output does not occupy memory until its backward.
+
+What may happen to a microbatch::
+
+    forward(EVERYTHING) ──────────────────────────────▶ backward
+    forward(SPLIT) ───────────────────────────────────▶ backward_input ──▶ backward_weight
+    forward(INPUT) ──▶ recompute(EVERYTHING or SPLIT) ──▶ as above
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock import tree
+from penstock.deferral import Deferral, undeferred_parameters
 from penstock.errors import InputError
-from penstock.randomness import LayerStreams, NoDraws
-from penstock.spine import NamedLayer
+from penstock.microbatch_graph import Gradients, InputGradients, MicrobatchGraph, cut, edges
+from penstock.randomness import LayerStreams
+from penstock.replay import Past, Run, first_run_only, recomputed, repeating
+from penstock.spine import NamedLayer, Skip, call_layer
+
+__all__ = ["Criterion", "Gradients", "InputGradients", "Keep", "Produced", "Stage"]
 
 Criterion = Callable[[Any], Tensor]
 """From a stage's output to the loss of that microbatch."""
 
+K = TypeVar("K")
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
 """What may pass between stages beside tensors: it can hold none."""
 
+_NO_SKIPS: Mapping[str, Any] = MappingProxyType({})
 
-class Stashed(NamedTuple):
-    """What one microbatch leaves behind until its backward."""
 
-    inputs: list[Any]
-    outputs: list[GradientEdge | None]
-    drew: bool
+class Keep(Enum):
+    """What a forward keeps, by what will come after it."""
+
+    EVERYTHING = "one full backward will come"
+    SPLIT = "backward_input will come, then backward_weight"
+    INPUT = "recompute will come, so nothing but the input is kept"
+
+
+class Produced(NamedTuple):
+    """What a forward gives, detached.
+
+    Attributes:
+        value: the output, or the loss if there is a criterion.
+        skips: what layers stashed for later stages, by key.
+    """
+
+    value: Any
+    skips: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What a forward was called with."""
+
+    microbatch: int
+    inputs: Any
+    step: int
+    criterion: Criterion | None
+    skips: Mapping[str, Any]
 
 
 class Stage:
@@ -47,10 +86,20 @@ class Stage:
         layers: at least one.
         first_layer: index of the first of them in the whole model.
         streams: where layers draw random numbers.
+        recompute_layers: keep only each layer's input, and run the layer again when its backward
+            comes. Only the first run changes buffers; forward hooks of users may fire in both.
+
+    Attributes:
+        recalls: keys of the skips that it takes from earlier stages.
     """
 
     def __init__(
-        self, index: int, layers: Sequence[NamedLayer], first_layer: int, streams: LayerStreams
+        self,
+        index: int,
+        layers: Sequence[NamedLayer],
+        first_layer: int,
+        streams: LayerStreams,
+        recompute_layers: bool = False,
     ) -> None:
         if not layers:
             raise InputError(f"stage {index} has no layers")
@@ -58,90 +107,137 @@ class Stage:
         self.layers = tuple(layers)
         self._first_layer = first_layer
         self._streams = streams
-        self._stash: dict[int, Stashed] = {}
+        self._recompute_layers = recompute_layers
+        modules = [layer.module for layer in self.layers]
+        self._modules = tuple({id(m): m for module in modules for m in module.modules()}.values())
+        self._undeferred = undeferred_parameters(self._modules)
+        stashed = {key for layer in self.layers for key in layer.stashes}
+        self.recalls = tuple(
+            key for layer in self.layers for key in layer.recalls if key not in stashed
+        )
+        self._graphs: dict[int, MicrobatchGraph] = {}
+        self._past: dict[int, tuple[_Given, Past]] = {}
+        self._deferred: dict[int, Deferral] = {}
+
+    @property
+    def in_flight(self) -> int:
+        """Microbatches of which anything is still kept."""
+        return len({*self._graphs, *self._past, *self._deferred})
 
     def forward(
-        self, microbatch: int, inputs: Any, step: int = 0, criterion: Criterion | None = None
-    ) -> Any:
-        """Run the layers on one microbatch; keep what backward needs if gradients are enabled.
+        self,
+        microbatch: int,
+        inputs: Any,
+        step: int = 0,
+        criterion: Criterion | None = None,
+        keep: Keep = Keep.EVERYTHING,
+        skips: Mapping[str, Any] = _NO_SKIPS,
+    ) -> Produced:
+        """F: run the layers on one microbatch; keep what is asked if gradients are enabled.
 
         Args:
-            microbatch: its number, by which ``backward`` finds what was kept.
+            microbatch: its number, by which the other functions find what was kept.
             inputs: a tensor or nested tensors; detached here.
             step: the minibatch's number, for random streams.
             criterion: turns the output into the loss; given to the last stage.
+            keep: what for.
+            skips: what layers of earlier stages stashed for layers of this one, by key.
 
-        Returns:
-            The output, or the loss if there is a criterion, detached.
+        Raises:
+            InputError: ``skips`` are not those that the layers recall, a value hides its tensors,
+                or the loss is no number with a gradient.
         """
-        leaves, structure = tree.flatten(inputs)
-        training = torch.is_grad_enabled()
-        pairs = [tree.cut(leaf, training and self._first_layer > 0) for leaf in leaves]
-        value, drew = self._run_layers(
-            tree.unflatten([pair[1] for pair in pairs], structure), step, microbatch, criterion
-        )
-        if criterion is not None:
-            # A scalar out of a fused loss can be a view that keeps a full-size tensor alive.
-            value = _scalar(value, training).clone()
-        outputs, structure = tree.flatten(value)
-        if training:
-            edges = [_edge(output) for output in outputs]
-            self._stash[microbatch] = Stashed([pair[0] for pair in pairs], edges, drew)
-        return tree.unflatten([self._detached(output) for output in outputs], structure)
+        if set(skips) != set(self.recalls):
+            raise InputError(
+                f"stage {self.index} recalls {sorted(self.recalls)} from earlier stages, but "
+                f"was given {sorted(skips)}"
+            )
+        given = _Given(microbatch, inputs, step, criterion, skips)
+        if torch.is_grad_enabled() and keep is Keep.INPUT:
+            return self._forward_keeping_input(given)
+        produced, graph = self._run(given, keep)
+        if torch.is_grad_enabled():
+            self._graphs[microbatch] = graph
+        return produced
 
-    def _run_layers(
-        self, value: Any, step: int, microbatch: int, criterion: Criterion | None
-    ) -> tuple[Any, bool]:
-        """The output of the layers, and of the criterion; and whether any drew."""
-        runs: list[tuple[Callable[[Any], Any], bool]] = [
-            (layer.module, layer.module.training) for layer in self.layers
-        ]
-        if criterion is not None:
-            runs.append((criterion, True))
-        drew = False
-        for index, (run, mode) in enumerate(runs, start=self._first_layer):
-            with self._streams.stream(index, mode, step, microbatch) as stream:
-                value = run(value)
-            self._streams.learn(index, mode, stream)
-            drew = drew or (stream is not None and stream.drew)
-        return value, drew
+    def recompute(self, microbatch: int, keep: Keep = Keep.EVERYTHING) -> None:
+        """R: run the forward again, which had kept the input only.
 
-    def _detached(self, output: Any) -> Any:
-        if isinstance(output, Tensor):
-            return output.detach()
-        if isinstance(output, _PLAIN):
-            return output
-        raise InputError(
-            f"stage {self.index} returned a {type(output).__name__}, whose tensors (if any) cannot "
-            "be seen; return tensors nested in tuples, lists and dicts, or register the class with "
-            "torch.utils._pytree"
-        )
-
-    def backward(self, microbatch: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Full backward of one microbatch: accumulates into ``.grad`` of the parameters.
+        Random numbers, buffers and autocast are those of the first run; buffers change no second
+        time. Forward hooks of users fire again.
 
         Args:
-            microbatch: one that ``forward`` has run.
-            gradients: one per leaf of the output, ``None`` where nothing flows back.
+            microbatch: one that ``forward`` has run with ``Keep.INPUT``.
+            keep: what for: ``EVERYTHING`` or ``SPLIT``.
 
-        Returns:
-            One gradient per leaf of the input, ``None`` where there is none.
+        Raises:
+            InputError: there is nothing to recompute.
         """
-        stashed = self._stash.pop(microbatch)
-        pairs = [
-            (edge, gradient)
-            for edge, gradient in zip(stashed.outputs, gradients, strict=True)
-            if edge is not None and gradient is not None
-        ]
-        if pairs:
-            edges, seeds = zip(*pairs, strict=True)
-            with NoDraws() if stashed.drew else contextlib.nullcontext():
-                torch.autograd.backward(edges, seeds)
-        return [leaf.grad if isinstance(leaf, Tensor) else None for leaf in stashed.inputs]
+        if keep is Keep.INPUT:
+            raise InputError("recompute must keep EVERYTHING or SPLIT; the input is kept already")
+        given, past = self._take(self._past, microbatch, "recompute", "a forward that keeps INPUT")
+        with torch.enable_grad(), repeating(past):
+            _, self._graphs[microbatch] = self._run(given, keep)
+
+    def backward(
+        self,
+        microbatch: int,
+        gradients: Gradients,
+        skip_gradients: Mapping[str, Gradients] = _NO_SKIPS,
+    ) -> InputGradients:
+        """B: full backward of one microbatch; accumulates into ``.grad`` of the parameters.
+
+        Args:
+            microbatch: one that ``forward`` or ``recompute`` has run.
+            gradients: of the output.
+            skip_gradients: of the skips that the forward produced, by key; none where missing.
+
+        Raises:
+            InputError: there is nothing to go back through.
+        """
+        graph = self._take(self._graphs, microbatch, "backward", "a forward")
+        result = graph.backward(gradients, skip_gradients)
+        if graph.deferral is not None:
+            graph.deferral.run()
+        return result
+
+    def backward_input(
+        self,
+        microbatch: int,
+        gradients: Gradients,
+        skip_gradients: Mapping[str, Gradients] = _NO_SKIPS,
+    ) -> InputGradients:
+        """I: the gradients of the input; ``backward_weight`` must follow.
+
+        The weight gradients of linear layers, convolutions and embeddings are deferred; those of
+        other parameters are accumulated here. Arguments as in ``backward``.
+
+        Raises:
+            InputError: the microbatch was not kept with ``Keep.SPLIT``, or its I was done.
+        """
+        wanted = "a forward or recompute that keeps SPLIT"
+        graph = self._graphs.get(microbatch)
+        if graph is None or graph.deferral is None:
+            raise self._missing(microbatch, "backward_input", wanted)
+        del self._graphs[microbatch]
+        result = graph.backward(gradients, skip_gradients)
+        self._deferred[microbatch] = graph.deferral
+        return result
+
+    def backward_weight(self, *microbatches: int) -> None:
+        """W: accumulate what ``backward_input`` deferred, one microbatch after the other.
+
+        Raises:
+            InputError: a microbatch's I was not done, or its W was.
+        """
+        for microbatch in microbatches:
+            self._take(self._deferred, microbatch, "backward_weight", "its backward_input").run()
 
     def forget(self) -> None:
         """Drop what unfinished microbatches have left, after a failed step."""
-        self._stash.clear()
+        self._graphs.clear()
+        self._past.clear()
+        self._deferred.clear()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Every parameter once."""
@@ -160,11 +256,113 @@ class Stage:
             for key, value in layer.module.state_dict().items()
         }
 
+    def _take(self, kept: dict[int, K], microbatch: int, what: str, wanted: str) -> K:
+        if microbatch not in kept:
+            raise self._missing(microbatch, what, wanted)
+        return kept.pop(microbatch)
 
-def _edge(output: Any) -> GradientEdge | None:
-    return (
-        get_gradient_edge(output) if isinstance(output, Tensor) and output.requires_grad else None
-    )
+    def _missing(self, microbatch: int, what: str, wanted: str) -> InputError:
+        state = "nothing of it is kept"
+        if microbatch in self._past:
+            state = "only its input is kept; recompute it first"
+        elif microbatch in self._graphs:
+            split = self._graphs[microbatch].deferral is not None
+            state = f"its forward kept {'SPLIT' if split else 'EVERYTHING'}"
+        elif microbatch in self._deferred:
+            state = "its backward_input is done and its backward_weight is due"
+        return InputError(
+            f"{what} of microbatch {microbatch} on stage {self.index} needs {wanted} before it, "
+            f"but {state}"
+        )
+
+    def _forward_keeping_input(self, given: _Given) -> Produced:
+        inputs, skips = tree.replace(Tensor, Tensor.detach, (given.inputs, dict(given.skips)))
+        # The first layer may overwrite its input.
+        own_inputs, own_skips = tree.replace(Tensor, Tensor.clone, (inputs, skips))
+        with first_run_only(self._modules) as past:
+            own = replace(given, inputs=own_inputs, skips=own_skips)
+            produced, _ = self._run(own, Keep.EVERYTHING, again=True)
+        self._past[given.microbatch] = (replace(given, inputs=inputs, skips=skips), past)
+        return produced
+
+    def _run(
+        self, given: _Given, keep: Keep, again: bool = False
+    ) -> tuple[Produced, MicrobatchGraph]:
+        """Run the layers on what was given, cut off from all graphs outside of the stage.
+
+        ``again``: the whole stage will run again, so no layer needs to prepare for that.
+        """
+        wants = torch.is_grad_enabled() and self._first_layer > 0
+        leaves, value = cut(given.inputs, wants)
+        recalled = {key: cut(skip, wants) for key, skip in given.skips.items()}
+        skips = {key: Skip.of(skip) for key, (_, skip) in recalled.items()}
+        splits = keep is Keep.SPLIT and torch.is_grad_enabled()
+        deferral = Deferral(self._undeferred) if splits else None
+        with deferral or contextlib.nullcontext():
+            value, drew = self._run_layers(value, skips, given, again)
+        left = {key: skip.taken(key) for key, skip in skips.items()}
+        graph = MicrobatchGraph(
+            inputs=leaves,
+            recalled={key: skip_leaves for key, (skip_leaves, _) in recalled.items()},
+            outputs=edges(value),
+            stashed={key: edges(skip) for key, skip in left.items()},
+            drew=drew,
+            deferral=deferral,
+        )
+        sent = {key: self._sent(skip) for key, skip in left.items()}
+        return Produced(self._sent(value), sent), graph
+
+    def _run_layers(
+        self, value: Any, skips: dict[str, Skip], given: _Given, again: bool
+    ) -> tuple[Any, bool]:
+        """The output of the layers, and of the criterion; and whether any drew.
+
+        Recalled skips leave ``skips``, stashed ones join it.
+        """
+        drew = False
+        per_layer = self._recompute_layers and torch.is_grad_enabled() and not again
+        for index, layer in enumerate(self.layers, start=self._first_layer):
+            run = self._in_stream(layer, index, given)
+            if per_layer:
+                run = recomputed(layer.module, run)
+            recalled = {key: skips.pop(key).taken(key) for key in layer.recalls}
+            value, layer_drew, stashed = run(value, recalled)
+            skips.update((key, Skip.of(skip)) for key, skip in stashed.items())
+            drew = drew or layer_drew
+        if given.criterion is None:
+            return value, drew
+        index = self._first_layer + len(self.layers)
+        with self._streams.stream(index, True, given.step, given.microbatch) as stream:
+            value = given.criterion(value)
+        self._streams.learn(index, True, stream)
+        # A scalar out of a fused loss can be a view that keeps a full-size tensor alive.
+        loss = _scalar(value, torch.is_grad_enabled()).clone()
+        return loss, drew or (stream is not None and stream.drew)
+
+    def _in_stream(self, layer: NamedLayer, index: int, given: _Given) -> Run:
+        def run(value: Any, recalled: dict[str, Any]) -> tuple[Any, bool, dict[str, Any]]:
+            mode = layer.module.training
+            with self._streams.stream(index, mode, given.step, given.microbatch) as stream:
+                value, stashed = call_layer(layer, value, recalled)
+            self._streams.learn(index, mode, stream)
+            return value, stream is not None and stream.drew, stashed
+
+        return run
+
+    def _sent(self, value: Any) -> Any:
+        leaves, structure = tree.flatten(value)
+        return tree.unflatten([self._sent_leaf(leaf) for leaf in leaves], structure)
+
+    def _sent_leaf(self, output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return output.detach()
+        if isinstance(output, _PLAIN):
+            return output
+        raise InputError(
+            f"stage {self.index} returned a {type(output).__name__}, whose tensors (if any) cannot "
+            "be seen; return tensors nested in tuples, lists and dicts, or register the class with "
+            "torch.utils._pytree"
+        )
 
 
 def _scalar(loss: Any, training: bool) -> Tensor:

@@ -26,6 +26,7 @@ from penstock.schedule.memory import (
     units,
 )
 from penstock.schedule.op import COMPUTE, Kind, Op
+from penstock.schedule.schedule import Schedule
 from penstock.values import expect
 
 BUSY = COMPUTE | {Kind.RECOMPUTE, Kind.UPDATE}
@@ -113,6 +114,11 @@ class Timeline:
             tuple(Span(op, rank, start, end) for op, start, end in zip(*row, strict=True))
             for rank, row in enumerate(self.rows)
         )
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The order of ops that it shows, of every kind that was recorded."""
+        return Schedule.of(self._ops, self.name)
 
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:

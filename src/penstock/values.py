@@ -105,6 +105,12 @@ def expect(value: object, kind: Any, what: str, remedy: str) -> None:
         raise InputError(f"{what} is of type {type(value).__name__}; {remedy}")
 
 
+def one_of(what: str, value: object, choices: Sequence[str]) -> None:
+    """Raise ``InputError`` unless ``value`` is one of the choices."""
+    if value not in choices:
+        raise InputError(f"{what} is {value!r}; use {' or '.join(choices)}")
+
+
 def is_number(value: Any) -> bool:
     """Whether ``value`` is a real number, numpy's included; True and False are none."""
     return isinstance(value, Real) and not isinstance(value, bool)

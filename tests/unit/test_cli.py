@@ -149,12 +149,15 @@ def test_profile_plan_train_report_hand_files_on(tmp_path):
     assert "rank 1 │" in run("draw", str(plan))
     answer = json.loads(
         run("train", workload, "--plan", str(plan), "--steps", "6", "--compare", "-o", str(folder),
-            "--json")
+            "--timeline", str(tmp_path / "step.json"), "--json")
     )  # fmt: skip
     assert answer["num_steps"] == 6
+    assert "1f1b, measured" in run("draw", str(tmp_path / "step.json"))
+    assert "1f1b" in run("compare", str(tmp_path / "step.json"), str(plan))
     assert answer["largest_loss_difference"] == 0
     (folder / "index.html").unlink()
-    assert "step time, measured" in run("report", str(folder))
+    told = run("report", str(folder))
+    assert "step time, measured" in told and "first op unlike its prediction" in told
     assert "<html" in (folder / "index.html").read_text()
     assert "1f1b, measured" in run("draw", str(folder / "run.json"))
 

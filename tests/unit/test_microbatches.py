@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from penstock import microbatches, tree
 from penstock.errors import InputError
+from penstock.microbatches import Weighting
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
 
@@ -60,22 +61,22 @@ def test_joining_undoes_splitting(minibatch, count):
 )
 def test_the_weights_of_a_mean_sum_to_one(rows, count, counts):
     parts = microbatches.split(torch.zeros(rows), min(count, rows))
-    weights = microbatches.loss_weights(parts, "mean", None)
+    weights = Weighting().of(parts)
     assert sum(weights) == pytest.approx(1.0)
     assert weights == [len(part) / rows for part in parts]
     if sum(counts):
-        weights = microbatches.loss_weights([*counts], "mean", torch.tensor)
+        weights = Weighting("mean", torch.tensor).of([*counts])
         assert sum(weights) == pytest.approx(1.0)
 
 
 def test_a_sum_is_not_weighted():
-    assert microbatches.loss_weights([1, 2, 3], "sum", None) == [1.0, 1.0, 1.0]
+    assert Weighting("sum").of([1, 2, 3]) == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("counts", [[0, 0], [-1, 2], [1, -1], [float("nan"), 1], [float("inf"), 1]])
 def test_weights_that_count_nothing_are_refused(counts):
     with pytest.raises(InputError, match="must count terms"):
-        microbatches.loss_weights(counts, "mean", float)
+        Weighting("mean", float).of(counts)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import NamedTuple
 
 import pytest
@@ -65,16 +66,16 @@ values = st.recursive(
 )
 
 
-def sent(value, microbatch=7):
+def sent(value, number=7):
     """(block, what arrives) of a value."""
-    header, parts = packing.describe(value)
-    block = packing.pack(microbatch, header, parts)
-    assert block.numel() == packing.block_size(header, parts)
+    layout, parts = packing.describe(value)
+    block = packing.pack(number, layout, parts)
+    assert block.numel() == layout.num_bytes
     # The receiver's block may be larger, since an edge remembers the largest.
     arrived = torch.cat([block, torch.zeros(100, dtype=torch.uint8)])
-    kind, number, header = packing.read_prefix(arrived)
-    assert (kind, number) == (BlockKind.VALUE, microbatch)
-    return arrived, packing.unpack(arrived, header)
+    kind, found, header = packing.read_prefix(packing.memory_of(arrived))
+    assert (kind, found) == (BlockKind.VALUE, number)
+    return arrived, packing.unpack(arrived.numpy(), packing.recognise(header, None))
 
 
 def bytes_of(tensor):
@@ -109,6 +110,44 @@ def test_tensors_in_one_block_do_not_overlap():
     assert [tensor.unique().tolist() for tensor in arrived] == [[2], [17], [18], [4]]
 
 
+def test_overwriting_one_arrived_tensor_does_not_worry_autograd_about_another():
+    _, (one, other) = sent((torch.ones(2), torch.ones(2)))
+    other.zero_()
+    assert one._version == 0
+
+
+@given(value=values, other=values)
+def test_the_last_layout_is_used_again_for_equal_layouts_only(value, other):
+    layout, _ = packing.describe(value)
+    again, parts = packing.describe(other, layout)
+    assert pickle.loads(again.header) == pickle.loads(packing.describe(other)[0].header)
+    assert len(parts) == len(tree.tensors(other))
+    assert packing.recognise(again.header, layout).header == again.header
+
+
+@pytest.mark.parametrize(
+    ("value", "other", "same"),
+    [
+        (torch.ones(2), torch.zeros(2), True),
+        ([torch.ones(2), None, {"a": 1}], [torch.zeros(2), None, {"a": 1}], True),
+        (torch.ones(2), torch.ones(3), False),
+        (torch.ones(2), torch.ones(2, dtype=torch.float64), False),
+        ((1,), (True,), False),
+        ((1,), [1], False),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, False),
+        ({"a": 1}, {"b": 1}, False),
+        ((0.0,), (-0.0,), False),
+        ({1: None}, {True: None}, False),
+        (Pair(1, 2), (1, 2), False),
+    ],
+)
+def test_which_layouts_are_the_same(value, other, same):
+    layout, _ = packing.describe(value)
+    assert (packing.describe(other, layout)[0] is layout) == same
+    header = packing.describe(other)[0].header
+    assert (packing.recognise(header, layout) is layout) == same
+
+
 def test_an_arrived_parameter_is_a_plain_tensor():
     _, arrived = sent(nn.Parameter(torch.ones(2)))
     assert type(arrived) is torch.Tensor
@@ -124,7 +163,7 @@ def test_conjugate_and_negative_views_arrive_resolved():
 @pytest.mark.parametrize("kind", [BlockKind.GROW, BlockKind.FAILURE])
 def test_a_notice_has_a_number_and_a_text(kind):
     block = packing.pack_notice(kind, 123, "rank 1 failed: ✗")
-    assert packing.read_prefix(block) == (kind, 123, "rank 1 failed: ✗".encode())
+    assert packing.read_prefix(packing.memory_of(block)) == (kind, 123, "rank 1 failed: ✗".encode())
 
 
 @pytest.mark.parametrize(
@@ -134,4 +173,4 @@ def test_a_notice_has_a_number_and_a_text(kind):
 def test_a_long_or_odd_notice_is_cut_to_what_can_be_read(text, length):
     block = packing.pack_notice(BlockKind.FAILURE, text=text)
     assert block.numel() <= 4096
-    assert len(packing.read_prefix(block)[2].decode()) == length
+    assert len(packing.read_prefix(packing.memory_of(block))[2].decode()) == length

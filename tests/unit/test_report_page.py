@@ -128,6 +128,47 @@ def test_the_page_says_everything():
     assert re.search(r"weights 1\sMiB", page) and "laptop" in page
 
 
+def text_of(part):
+    return re.sub(r"\s+", " ", re.sub("<[^>]*>", " ", part))
+
+
+def test_the_page_splits_the_idle_time_of_every_rank():
+    page = report_page(report())
+    section = page[page.index("Where the idle time comes from") :]
+    rows = re.findall("<tr>(.*?)</tr>", section[: section.index("</section>")])[1:]
+    assert [text_of(row).split()[:2] for row in rows[::2]] == [
+        ["0", "predicted"],
+        ["1", "predicted"],
+    ]
+    assert all(text_of(row).strip().startswith("measured") for row in rows[1::2])
+    # Four hops of 0.6 ms each are not hidden; costs are exact, so that no one waits for more.
+    idle, *parts = re.findall(r"[\d.]+ m?s", text_of(rows[0]))
+    assert float(idle.split()[0]) == pytest.approx(sum(float(part.split()[0]) for part in parts))
+    assert parts[1:] == ["0 s", "2.4 ms"]
+
+
+def test_the_page_names_the_op_where_the_timelines_part():
+    page = report_page(report())
+    words = (
+        "The first op to depart from the prediction is 1B0 on rank 1: it started at 25.2 ms "
+        "instead of 21.6 ms, for several reasons, the largest that 0F0 on rank 0 took 12.3 ms "
+        "instead of 10.5 ms."
+    )
+    assert words in text_of(page)
+    same = report_page(report(measured=TimelineRecord.of(PREDICTED)))
+    assert "No op departs from the prediction by more than 2% of the step" in same
+
+
+def test_timelines_that_cannot_be_compared_or_taken_apart_are_shown_all_the_same():
+    spans = [span for span in MEASURED.spans if span.op.microbatch and span.rank == 0]
+    part = TimelineRecord.of(Timeline.of(spans, 1, "", "measured"))
+    page = report_page(report(measured=part))
+    assert "One step, predicted and measured" in page
+    assert "The first op" not in page and "idle time comes from" not in page
+    alone = report_page(report(predicted=None, measured=part))
+    assert "idle time comes from" not in alone
+
+
 def test_what_is_not_known_is_left_out():
     page = report_page(Report(title="bare"))
     assert "<section" not in page and "<h1>bare</h1>" in page

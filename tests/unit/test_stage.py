@@ -60,10 +60,10 @@ def test_forward_and_backward_are_those_of_plain_autograd(name, last):
     expected.backward(seed)
 
     stage = stage_of(*modules)
-    output = stage.forward(0, inputs.clone())
+    output = stage.forward(0, inputs.clone()).value
     assert torch.equal(output, expected)
     assert not output.requires_grad
-    (gradient,) = stage.backward(0, [seed])
+    (gradient,) = stage.backward(0, [seed]).inputs
     assert torch.equal(gradient, plain.grad)
     theirs = nn.Sequential(*twins).parameters()
     for mine, other in zip(stage.parameters(), theirs, strict=True):
@@ -84,13 +84,13 @@ def test_microbatches_may_be_under_way_together_and_accumulate():
 def test_an_output_that_gets_no_gradient_contributes_none():
     stage = stage_of(Lambda(lambda value: (value * 2, value * 3)))
     stage.forward(0, torch.ones(2))
-    assert torch.equal(stage.backward(0, [None, torch.ones(2)])[0], torch.full((2,), 3.0))
+    assert torch.equal(stage.backward(0, [None, torch.ones(2)]).inputs[0], torch.full((2,), 3.0))
 
 
 def test_without_any_gradient_nothing_flows_on():
     stage = stage_of(nn.Linear(2, 2))
     stage.forward(0, torch.ones(1, 2))
-    assert stage.backward(0, [None]) == [None]
+    assert stage.backward(0, [None]).inputs == [None]
     assert next(stage.parameters()).grad is None
 
 
@@ -101,10 +101,10 @@ class Colour(Enum):
 def test_values_without_gradients_pass_through():
     extras = (torch.tensor([1, 2]), torch.tensor([True]), None, 3, "text", Colour.RED, torch.int8)
     stage = stage_of(Lambda(lambda value: (value[0] * 2, *value[1:])))
-    outputs = stage.forward(0, (torch.ones(2), *extras))
+    outputs = stage.forward(0, (torch.ones(2), *extras)).value
     assert torch.equal(outputs[1], extras[0])
     assert outputs[2:] == extras[1:]
-    gradients = stage.backward(0, [torch.ones(2), *[None] * len(extras)])
+    gradients = stage.backward(0, [torch.ones(2), *[None] * len(extras)]).inputs
     assert torch.equal(gradients[0], torch.full((2,), 2.0))
     assert gradients[1:] == [None] * len(extras)
 
@@ -112,13 +112,13 @@ def test_values_without_gradients_pass_through():
 def test_an_input_that_is_not_used_has_no_gradient():
     stage = stage_of(Lambda(lambda value: value["used"] * 2))
     stage.forward(0, {"unused": torch.ones(1), "used": torch.ones(1)})
-    assert stage.backward(0, [torch.ones(1)]) == [None, torch.tensor([2.0])]
+    assert stage.backward(0, [torch.ones(1)]).inputs == [None, torch.tensor([2.0])]
 
 
 def test_complex_values_have_gradients():
     stage = stage_of(Lambda(lambda value: value * 2j))
     stage.forward(0, torch.ones(2, dtype=torch.complex64))
-    assert torch.equal(stage.backward(0, [torch.ones(2) + 0j])[0], torch.full((2,), -2j))
+    assert torch.equal(stage.backward(0, [torch.ones(2) + 0j]).inputs[0], torch.full((2,), -2j))
 
 
 @pytest.mark.parametrize("value", [SimpleNamespace(hidden=torch.ones(1)), {1, 2}, object()])
@@ -131,7 +131,7 @@ def test_an_object_that_may_hide_tensors_is_refused(value):
 def test_the_first_stage_wants_no_gradient_of_its_input():
     stage = stage_of(nn.Linear(2, 2), first_layer=0)
     stage.forward(0, torch.ones(1, 2))
-    assert stage.backward(0, [torch.ones(1, 2)]) == [None]
+    assert stage.backward(0, [torch.ones(1, 2)]).inputs == [None]
     assert next(stage.parameters()).grad is not None
 
 
@@ -139,11 +139,11 @@ def test_frozen_parameters_pass_gradients_on_and_get_none():
     layer = nn.Linear(2, 2).requires_grad_(False)
     stage = stage_of(layer)
     stage.forward(0, torch.ones(1, 2))
-    assert torch.equal(stage.backward(0, [torch.ones(1, 2)])[0], layer.weight.sum(0)[None])
+    assert torch.equal(stage.backward(0, [torch.ones(1, 2)]).inputs[0], layer.weight.sum(0)[None])
     assert layer.weight.grad is None
     first = stage_of(nn.Linear(2, 2).requires_grad_(False), first_layer=0)
     first.forward(0, torch.ones(1, 2))
-    assert first.backward(0, [torch.ones(1, 2)]) == [None]
+    assert first.backward(0, [torch.ones(1, 2)]).inputs == [None]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_what_is_no_loss_is_refused(criterion, message):
 
 def test_a_loss_of_one_element_is_a_scalar():
     stage = stage_of(nn.Linear(3, 1))
-    loss = stage.forward(0, torch.ones(1, 3), criterion=lambda output: output)
+    loss = stage.forward(0, torch.ones(1, 3), criterion=lambda output: output).value
     assert loss.shape == ()
     stage.backward(0, [torch.tensor(2.0)])
     assert torch.equal(next(stage.parameters()).grad, torch.full((1, 3), 2.0))
@@ -175,7 +175,7 @@ def test_a_kept_loss_keeps_no_large_storage(loss):
     # torch's pipelining kept each microbatch's: mse_loss returns a view of a full-size buffer.
     stage = stage_of(nn.Linear(64, 64))
     inputs = torch.randn(32, 64)
-    kept = stage.forward(0, inputs, criterion=lambda output: loss(output, inputs))
+    kept = stage.forward(0, inputs, criterion=lambda output: loss(output, inputs)).value
     assert kept.untyped_storage().nbytes() == kept.element_size()
 
 
@@ -189,7 +189,7 @@ def test_a_sent_output_is_not_kept_alive(first_layer):
         return outputs[-1]
 
     stage = stage_of(nn.Linear(8, 8), Lambda(doubled), first_layer=first_layer)
-    sent = stage.forward(0, torch.ones(4, 8))
+    sent = stage.forward(0, torch.ones(4, 8)).value
     memory = StorageWeakRef(sent.untyped_storage())
     outputs.clear()
     del sent
@@ -216,7 +216,8 @@ def test_forgetting_drops_what_unfinished_microbatches_left():
     del inputs
     stage.forget()
     assert memory.expired()
-    with pytest.raises(KeyError):
+    assert stage.in_flight == 0
+    with pytest.raises(InputError, match="backward of microbatch 0 on stage 1 needs a forward"):
         stage.backward(0, [torch.ones(4, 8)])
 
 

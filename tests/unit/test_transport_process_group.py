@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from penstock.errors import DeadlineError, PeerError
+from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.transport import Edge, ProcessGroupTransport
 from tests.distributed.launch import torchrun
 
@@ -76,6 +76,57 @@ def what_was_sent_may_be_overwritten(rank, transport):
     return [torch.equal(transport.recv(FORWARD, 0, "rank 1"), torch.ones(100_000))]
 
 
+def discarded(rank, transport):
+    """Messages and failures of a step that was given up."""
+    if rank == 0:
+        for k in (7, 8):
+            transport.send(FORWARD, k, k)
+        transport.flush()
+        transport.fail("stale", [FORWARD])
+        transport.discard(100)
+        for k in range(100, 105):
+            transport.send(FORWARD, k, "fresh")
+        transport.discard(200)  # they leave room, though nobody takes them so far
+        transport.flush()
+        transport.send(FORWARD, 200, "fresher")
+        dist.barrier()
+        transport.flush()
+        return []
+    found = [transport.recv(FORWARD, 8, "rank 1")]  # 7 is early now
+    transport.discard(100)
+    found.append(transport.recv(FORWARD, 100, "rank 1"))
+    transport.discard(200)
+    dist.barrier()
+    found.append(transport.recv(FORWARD, 200, "rank 1"))
+    return [*found, len(transport._early)]
+
+
+def goodbye(rank, deadline_seconds):
+    """A rank that has closed is missed at once, after what it sent before."""
+    transport = ProcessGroupTransport(2, deadline_seconds)
+    start = time.monotonic()
+    if rank == 0:
+        transport.send(FORWARD, 0, "sent before")
+        transport.close("training is over")
+        transport.close("again")
+        found = [time.monotonic() - start]
+        try:
+            transport.send(FORWARD, 1, None)
+        except RunError as error:
+            found.append(str(error))
+        dist.barrier()
+        return found
+    found = [transport.recv(FORWARD, 0, "rank 1")]
+    for _ in range(2):
+        try:
+            transport.recv(FORWARD, 1, "rank 1")
+        except PeerError as error:
+            found.append(str(error))
+    found.append(time.monotonic() - start)
+    dist.barrier()
+    return found
+
+
 def failure(rank, transport):
     """News of a failure, in a text that is hard to send; then silence."""
     if rank == 0:
@@ -96,8 +147,12 @@ def main():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     transport = ProcessGroupTransport(2, DEADLINE_SECONDS)
-    parts = (sizes_change, many_under_way, what_was_sent_may_be_overwritten, failure)
-    report = {part.__name__: part(rank, transport) for part in parts}
+    report = {"goodbye": goodbye(rank, 60)}
+    parts = (
+        *(sizes_change, many_under_way, what_was_sent_may_be_overwritten),
+        *(discarded, failure),
+    )
+    report |= {part.__name__: part(rank, transport) for part in parts}
     start = time.monotonic()
     dist.destroy_process_group()
     report["seconds to leave"] = time.monotonic() - start
@@ -111,6 +166,14 @@ def test_messages_between_two_processes():
     assert zero["sizes_change"] == one["sizes_change"] == [True] * len(SIZES)
     assert zero["many_under_way"] == one["many_under_way"] == [True] * MANY
     assert one["what_was_sent_may_be_overwritten"] == [True]
+    assert one["discarded"] == [8, "fresh", "fresher", 0]
+    seconds, refused = zero["goodbye"]
+    assert seconds < 1
+    assert "has closed its pipeline (training is over)" in refused
+    before, told, again, seconds = one["goodbye"]
+    assert before == "sent before"
+    assert told == again == "rank 1: rank 0 closed its pipeline (training is over)"
+    assert seconds < 5
     told, silence = one["failure"]
     assert told.startswith(
         "PeerError: rank 1, waiting at 1RECV_F5: cancelled because rank 0 failed:"

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from penstock.errors import DeadlineError, PeerError
+from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.transport import Edge, ThreadExchange
 
 FORWARD, BACKWARD = Edge(0, 1, 0), Edge(0, 1, 1)
@@ -136,3 +136,36 @@ def test_reset_forgets_messages_and_failures(exchange):
     assert receiver.recv(FORWARD, 1, "rank 1") == "fresh"
     with pytest.raises(DeadlineError):
         receiver.recv(BACKWARD, 0, "rank 1")
+
+
+def test_a_step_that_was_given_up_is_forgotten(exchange):
+    sender, receiver, third = exchange.transports
+    sender.send(FORWARD, 1, "early")
+    sender.send(FORWARD, 0, "taken")
+    receiver.recv(FORWARD, 0, "rank 1")
+    sender.send(FORWARD, 2, "stale")
+    third.fail("boom", ())
+    receiver.discard(10)
+    sender.discard(10)
+    sender.send(FORWARD, 10, "fresh")
+    assert receiver.recv(FORWARD, 10, "rank 1") == "fresh"
+    for number in (1, 2):
+        with pytest.raises(DeadlineError):
+            receiver.recv(FORWARD, number, "rank 1")
+    sender.fail("again", ())
+    with pytest.raises(PeerError, match="again"):
+        receiver.recv(FORWARD, 11, "rank 1")
+
+
+def test_a_rank_that_closes_its_pipeline_is_missed_by_those_who_wait_for_it_alone():
+    sender, receiver, third = ThreadExchange(3, deadline_seconds=60).transports
+    sender.send(FORWARD, 1, "sent before")
+    sender.close("training is over")
+    sender.close("again")
+    third.send(Edge(2, 1, 0), 0, "from another")
+    assert receiver.recv(Edge(2, 1, 0), 0, "rank 1") == "from another"
+    assert receiver.recv(FORWARD, 1, "rank 1") == "sent before"
+    with pytest.raises(PeerError, match=r"rank 1: rank 0 closed its pipeline \(training is over\)"):
+        receiver.recv(FORWARD, 2, "rank 1")
+    with pytest.raises(RunError, match=r"rank 0 has closed its pipeline \(training is over\)"):
+        sender.send(FORWARD, 2, None)

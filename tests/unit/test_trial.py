@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 
 import pytest
 import torch.nn.functional as F
@@ -49,6 +50,22 @@ def test_the_report_holds_it_all_and_is_a_file(trial, tmp_path):
     assert report.measured.timeline() == trial.measured
     assert report.predicted.timeline() == trial.predicted
     assert len(report.stages) == 2
+
+
+def test_the_idle_time_is_split_and_the_first_op_unlike_its_prediction_named(trial):
+    numbers = trial.numbers()
+    for name in ("predicted", "measured"):
+        timeline = getattr(trial, name)
+        for idle, busy in zip(numbers[f"{name}_idle"], timeline.busy, strict=True):
+            assert sum(idle.values()) == pytest.approx(timeline.makespan - busy)
+    facts = {fact.label: fact for fact in trial.facts()}
+    # A plan without a profile predicts that everything takes no time.
+    named = facts["first op unlike its prediction"]
+    assert re.fullmatch(r"\d[FB]\d on rank \d", named.value)
+    assert named.value == numbers["parting"]
+    assert "instead of 0" in named.note
+    shares = re.findall(r"[\d.]+", facts["idle time, measured"].value)
+    assert sum(map(float, shares)) == pytest.approx(100 * trial.measured.bubble, abs=0.21)
 
 
 def test_batches_that_run_out_end_the_trial_early():

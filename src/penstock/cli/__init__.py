@@ -8,6 +8,7 @@ import click
 
 from penstock import __version__
 from penstock.cli.model_verbs import MODEL_VERBS
+from penstock.cli.rehearse_verb import rehearse
 from penstock.cli.schedule_verbs import SCHEDULE_VERBS
 from penstock.errors import PenstockError
 
@@ -21,7 +22,7 @@ def penstock() -> None:
     """
 
 
-for verb in (*MODEL_VERBS, *SCHEDULE_VERBS):
+for verb in (*MODEL_VERBS, *SCHEDULE_VERBS, rehearse):
     penstock.add_command(verb)
 
 

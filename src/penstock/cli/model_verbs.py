@@ -13,9 +13,10 @@ from penstock.drawing import read_report, write_report
 from penstock.graph import LayerGraph
 from penstock.planner import Plan
 from penstock.planner import plan as find_plan
+from penstock.values import write_atomically
 
 if TYPE_CHECKING:
-    from penstock.trial import Workload
+    from penstock.trial import Trial, Workload
 
 _WORKLOAD_HELP = (
     "WORKLOAD is module:function, where the function returns a penstock.trial.Workload; by default "
@@ -128,6 +129,11 @@ def plan(
 @options.steps_option
 @click.option("--compare/--no-compare", default=False, help="Train on one device beside it.")
 @click.option("-o", "--output", default="penstock-report", show_default=True, help="Report folder.")
+@click.option(
+    "--timeline",
+    type=click.Path(),
+    help="Also write the measured step (.json), for draw, compare and simulate.",
+)
 @options.json_option
 def train(
     workload: str,
@@ -138,6 +144,7 @@ def train(
     steps: int,
     compare: bool,
     output: str,
+    timeline: str | None,
     as_json: bool,
 ) -> None:
     """Train a workload through a pipeline and write a report."""
@@ -149,7 +156,10 @@ def train(
         chosen = find_plan(
             graph, Cluster.local(ranks), microbatches=microbatches, schedule=schedule, stages=ranks
         )
-    _train(loaded, chosen, steps, compare, output, as_json)
+    trial = _train(loaded, chosen, steps, compare, output, as_json)
+    if timeline is not None:
+        write_atomically(timeline, trial.measured.to_json() + "\n")
+        show.say(f"wrote {timeline}")
 
 
 @click.command()
@@ -177,7 +187,7 @@ def demo(steps: int, output: str, as_json: bool) -> None:
 
 def _train(
     workload: Workload, plan: Plan, steps: int, compare: bool, output: str, as_json: bool
-) -> None:
+) -> Trial:
     from penstock.trial import run_trial
 
     if not as_json:
@@ -191,6 +201,7 @@ def _train(
         click.echo(f"\n{draw_timeline(trial.measured)}\n")
         show.print_facts(trial.facts())
     show.say(f"report: {page}")
+    return trial
 
 
 @click.command()

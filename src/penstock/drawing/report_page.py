@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.analysis import find_parting
+from penstock.drawing import idle_section
 from penstock.drawing.chart import line_chart
 from penstock.drawing.html import document, scroll, viewer
 from penstock.drawing.markup import escaped, lines, tag
 from penstock.drawing.run_report import Fact, Report, Series, StageRow
 from penstock.drawing.svg import PAGE_WIDTHS, stacked
 from penstock.drawing.units import UnitName, bytes_, seconds
+from penstock.drawing.words import departure
+from penstock.errors import InputError, ScheduleError
 from penstock.timeline import Timeline
 
 TIMELINES_UNIT: UnitName = "seconds"
@@ -29,6 +33,7 @@ def report_page(report: Report) -> str:
         _head(report),
         _facts(report.facts),
         _timelines(report.timelines()),
+        _idle(report.timelines()),
         f'<div class="pair">\n{pair}\n</div>' if pair else "",
         _plan(report),
         "<footer>Drawn by Penstock. Everything on this page is in run.json beside it.</footer>",
@@ -66,9 +71,29 @@ def _timelines(timelines: dict[str, Timeline]) -> str:
     hint = "Both share one time axis. " if len(timelines) > 1 else ""
     return _section(
         f"One step, {names}",
-        f"{hint}A row per rank; what is empty is idle.",
+        f"{hint}A row per rank; what is empty is idle.{_departure(timelines)}",
         viewer(picture, f"Timeline, {names}"),
     )
+
+
+def _departure(timelines: dict[str, Timeline]) -> str:
+    """Where the measured step parts from the predicted one, if both show the same schedule."""
+    if len(timelines) < 2:
+        return ""
+    try:
+        predicted, measured = timelines.values()
+        return f" {departure(find_parting(predicted, measured))}"
+    except InputError:
+        return ""
+
+
+def _idle(timelines: dict[str, Timeline]) -> str:
+    try:
+        table = idle_section.idle_table(timelines)
+    except (InputError, ScheduleError):
+        # Parts of a step, or of two different jobs: nobody can say what their ops waited for.
+        return ""
+    return _section("Where the idle time comes from", idle_section.HINT, table) if table else ""
 
 
 def _losses(series: Sequence[Series]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from msgspec import field
@@ -14,7 +15,7 @@ from penstock.planner.stage_plan import StagePlan, bytes_of_ranks, costs_of, siz
 from penstock.planner.table import count_of, render
 from penstock.schedule import Schedule, families
 from penstock.schedule.check import check
-from penstock.schedule.lower import add_update
+from penstock.schedule.lower import add_recompute, add_update, first_microbatches
 from penstock.schedule.memory import Sizes
 from penstock.simulator import simulate
 from penstock.timeline import Timeline
@@ -109,9 +110,17 @@ class Plan(Value, frozen=True, kw_only=True):
     def build_schedule(self, num_microbatches: int | None = None) -> Schedule:
         """The checked schedule, for this or another number of microbatches."""
         count = self.num_microbatches if num_microbatches is None else num_microbatches
-        schedule = families.build(
-            self.schedule, num_ranks=self.num_ranks, num_microbatches=count, **self.options
-        )
+        build = partial(families.build, self.schedule, num_ranks=self.num_ranks, **self.options)
+        try:
+            schedule = build(num_microbatches=count)
+        except InputError:
+            if count >= self.num_microbatches:
+                raise
+            # The family wants more; what is left of a longer schedule is one, too.
+            schedule = first_microbatches(build(num_microbatches=self.num_microbatches), count)
+        again = [index for index, stage in enumerate(self.stages) if stage.recompute == "stage"]
+        if again:
+            schedule = add_recompute(schedule, again)
         check(schedule)
         return schedule
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from penstock.cost import Costs
 from penstock.errors import InputError
 from penstock.schedule.memory import Sizes
 from penstock.values import Value
+
+Recompute = Literal["none", "stage", "layers"]
 
 
 class StagePlan(Value, frozen=True, kw_only=True):
@@ -23,6 +26,8 @@ class StagePlan(Value, frozen=True, kw_only=True):
         optimizer_bytes: optimizer state.
         activation_bytes: kept from forward to backward, per microbatch in flight.
         peak_activations: microbatches in flight at the worst moment.
+        recompute: what runs again before its backward, so that less is kept: ``"stage"`` all of it
+            at once, ``"layers"`` layer by layer; ``"none"`` by default.
     """
 
     layers: tuple[str, ...]
@@ -36,9 +41,10 @@ class StagePlan(Value, frozen=True, kw_only=True):
     optimizer_bytes: int = 0
     activation_bytes: int = 0
     peak_activations: float = 0.0
+    recompute: Recompute = "none"
 
     def __post_init__(self) -> None:
-        for name in self.__struct_fields__[1:]:
+        for name in self.__struct_fields__[1:-1]:
             value = getattr(self, name)
             if not value >= 0:
                 raise InputError(f"{name} is {value}, but must be ≥ 0")
@@ -65,7 +71,11 @@ def costs_of(stages: Sequence[StagePlan]) -> Costs:
     """What the simulator needs to know of ``stages``."""
     return Costs(
         forward=[stage.forward_seconds for stage in stages],
-        backward_input=[stage.backward_input_seconds for stage in stages],
+        backward_input=[
+            stage.backward_input_seconds
+            + (stage.forward_seconds if stage.recompute == "layers" else 0.0)
+            for stage in stages
+        ],
         backward_weight=[stage.backward_weight_seconds for stage in stages],
         update=[stage.update_seconds for stage in stages],
         hop=[stage.hop_seconds for stage in stages],

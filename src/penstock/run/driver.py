@@ -3,31 +3,69 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Generic, TypeVar
 
-from penstock.errors import PeerError
+from penstock.errors import PeerError, PenstockError, StageError
+from penstock.run.minibatch import Minibatch
 from penstock.run.outcome import Outcome
-from penstock.run.worker import Minibatch
 from penstock.schedule import Schedule
 
+T = TypeVar("T")
 
-class Driver(ABC):
-    """Makes all ranks run a schedule on a minibatch."""
+
+class Driver(ABC, Generic[T]):
+    """Makes all ranks run schedules on minibatches, in the order in which they are submitted.
+
+    ``T`` is what stands for a submitted minibatch until it is collected.
+    """
 
     @abstractmethod
-    def run(self, schedule: Schedule, minibatch: Minibatch) -> Outcome:
-        """Run one minibatch; every rank gets the same loss or outputs.
+    def submit(self, schedule: Schedule, minibatch: Minibatch) -> T:
+        """Begin one minibatch."""
+
+    @abstractmethod
+    def collect(self, ticket: T) -> Outcome:
+        """Wait for a minibatch; every rank gets the same loss or outputs.
 
         Raises:
             RunError: the first failure of any rank.
         """
+
+    def run(self, schedule: Schedule, minibatch: Minibatch) -> Outcome:
+        """Run one minibatch from beginning to end."""
+        return self.collect(self.submit(schedule, minibatch))
 
     @abstractmethod
     def close(self) -> None:
         """End the workers; may be called twice."""
 
 
+def told(error: BaseException) -> str:
+    """What an exception says; its type's name if it says nothing, or fails when it is asked."""
+    with suppress(Exception):
+        if text := str(error):
+            return text
+    return type(error).__name__
+
+
 def failure_notice(rank: int, error: BaseException) -> str:
     """What to tell other ranks: what happened first, wherever that was."""
     if isinstance(error, PeerError):
         return error.reason
-    return f"rank {rank} failed: {error or type(error).__name__}"
+    return f"rank {rank} failed: {told(error)}"
+
+
+@contextmanager
+def naming(rank: int, step: int) -> Iterator[None]:
+    """Name the rank of an error that arose beside its ops, for example in a scheduler's step."""
+    try:
+        yield
+    except PenstockError:
+        raise
+    except Exception as error:
+        named = StageError(f"rank {rank}, step {step}: {type(error).__name__}: {told(error)}")
+        for note in getattr(error, "__notes__", ()):
+            named.add_note(note)
+        raise named from error

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from penstock.errors import RunError, StageError
+from penstock.run.journal import Journal, Record
 from penstock.schedule import Op
 
 
@@ -20,33 +21,31 @@ class Performer(Protocol):
         """Do what ``op`` says."""
 
 
-class Record(NamedTuple):
-    """When one op ran, in seconds of this host's monotonic clock."""
-
-    op: Op
-    start: float
-    end: float
+class Restart(Exception):
+    """What the ops so far have computed is void; the caller is to perform all of them again."""
 
 
-def perform_all(ops: Iterable[Op], performer: Performer) -> list[Record]:
-    """Perform ops in order.
+def perform_all(ops: Iterable[Op], performer: Performer, journal: Journal) -> None:
+    """Perform ops in order, and write down when each began and ended.
 
     Raises:
         StageError: the user's code raised; stage, microbatch and op are named, and the original is
             the cause.
         RunError: as raised by a transport.
+        Restart: as raised by an op.
     """
-    records = []
+    write = journal.records.append
     for op in ops:
-        start = time.perf_counter()
+        journal.current = op
+        journal.since = start = time.perf_counter()
         try:
             performer.perform(op)
-        except RunError:
+        except (RunError, Restart):
             raise
         except Exception as error:
             raise StageError(
                 f"stage {op.stage}, microbatch {op.microbatch}, op {op}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        records.append(Record(op, start, time.perf_counter()))
-    return records
+        write(Record(op, start, time.perf_counter()))
+    journal.current = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -11,13 +13,17 @@ from torch import Tensor
 from penstock.errors import ModelError, RunError
 from penstock.planner import Plan
 from penstock.run import outcome
+from penstock.run.agreement import FIRST_EXCHANGE
+from penstock.run.clocks import clock_offsets
 from penstock.run.driver import Driver, failure_notice
-from penstock.run.interpreter import Record
+from penstock.run.journal import Record
+from penstock.run.minibatch import Harvest, Minibatch
 from penstock.run.outcome import Outcome
-from penstock.run.worker import Harvest, Minibatch, Worker
+from penstock.run.worker import Worker
 from penstock.schedule import Schedule
 from penstock.timeline import Timeline
-from penstock.transport import Edge, ProcessGroupTransport
+from penstock.transport import Edge, Transport
+from penstock.transport.meeting import this_host
 
 _REPORT_TAG = 1 << 20
 
@@ -32,9 +38,18 @@ class Report(NamedTuple):
     times: Tensor | None
     losses: dict[int, Tensor]
     outputs: dict[int, Any]
+    metrics: dict[str, dict[int, Tensor]]
 
 
-class ProcessDriver(Driver):
+class Ticket(NamedTuple):
+    """A minibatch of which this rank's ops are done."""
+
+    schedule: Schedule
+    minibatch: Minibatch
+    harvest: Harvest
+
+
+class ProcessDriver(Driver[Ticket]):
     """Runs this process's worker and exchanges results with the other processes.
 
     Args:
@@ -42,66 +57,100 @@ class ProcessDriver(Driver):
         transport: its transport.
         num_ranks: how many processes take part.
         record: exchange records too, so that every rank can draw the whole timeline.
+        share_results: tell losses, metrics and outputs to every rank; otherwise only the ranks
+            that computed them have them.
+        clock_offset: by how many seconds this host's clock is ahead of rank 0's.
     """
 
     def __init__(
-        self, worker: Worker, transport: ProcessGroupTransport, num_ranks: int, record: bool
+        self,
+        worker: Worker,
+        transport: Transport,
+        num_ranks: int,
+        *,
+        record: bool,
+        share_results: bool,
+        clock_offset: float,
     ) -> None:
         self._worker = worker
         self._transport = transport
         self._num_ranks = num_ranks
         self._record = record
+        self._share_results = share_results
+        self._clock_offset = clock_offset
         self._failure: str | None = None
 
-    def run(self, schedule: Schedule, minibatch: Minibatch) -> Outcome:
+    def submit(self, schedule: Schedule, minibatch: Minibatch) -> Ticket:
+        """Perform this rank's ops and tell their results; the other ranks do likewise."""
         if self._failure:
             raise RunError(f"this pipeline has failed ({self._failure}); start the job again")
-        try:
+        with self._telling_failures(schedule):
             harvest = self._worker.run(schedule, minibatch)
-            reports = self._exchange(schedule, harvest, minibatch.step)
+            if self._worker.rank in self._telling(schedule):
+                own = self._report(harvest)
+                for edge in self._report_edges():
+                    self._transport.send(edge, FIRST_EXCHANGE + harvest.number, own)
+        return Ticket(schedule, minibatch, harvest)
+
+    def collect(self, ticket: Ticket) -> Outcome:
+        schedule, minibatch, harvest = ticket
+        with self._telling_failures(schedule):
+            reports = self._reports(schedule, harvest, minibatch.step)
+            if not minibatch.more_follow:
+                self._transport.flush()
+        return Outcome.of(
+            reports,
+            minibatch.weights,
+            self._timeline(schedule, reports) if self._record else None,
+            harvest.norm,
+        )
+
+    @contextmanager
+    def _telling_failures(self, schedule: Schedule) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:
             self._failure = str(error) or type(error).__name__
             edges = [*self._worker.outgoing(schedule), *self._report_edges()]
             self._transport.fail(failure_notice(self._worker.rank, error), edges)
             raise
-        losses = {k: loss for report in reports for k, loss in report.losses.items()}
-        outputs = {k: value for report in reports for k, value in report.outputs.items()}
-        return Outcome(
-            outcome.weighted_sum(losses, minibatch.weights),
-            outcome.joined(outputs),
-            self._timeline(schedule, reports) if self._record else None,
-        )
 
-    def _exchange(self, schedule: Schedule, harvest: Harvest, step: int) -> list[Report]:
+    def _report(self, harvest: Harvest) -> Report:
+        times = None
+        if self._record:
+            ahead = self._clock_offset
+            pairs = [(start - ahead, end - ahead) for _, start, end in harvest.records]
+            times = torch.tensor(pairs, dtype=torch.float64)
+        if self._share_results:
+            return Report(times, harvest.losses, harvest.outputs, harvest.metrics)
+        return Report(times, {}, {}, {})
+
+    def _reports(self, schedule: Schedule, harvest: Harvest, step: int) -> list[Report]:
         """Every rank's report that holds anything; of the others nothing is sent."""
-        rank, telling = self._worker.rank, self._telling(schedule)
-        times = [(start, end) for _, start, end in harvest.records] if self._record else None
-        own = Report(
-            None if times is None else torch.tensor(times, dtype=torch.float64),
-            harvest.losses,
-            harvest.outputs,
+        rank = self._worker.rank
+        own = self._report(harvest)._replace(
+            losses=harvest.losses, outputs=harvest.outputs, metrics=harvest.metrics
         )
-        for edge in self._report_edges() if rank in telling else ():
-            self._transport.send(edge, step, own)
-        reports = [
+        return [
             own
             if other == rank
-            else self._transport.recv(
-                Edge(other, rank, _REPORT_TAG),
-                step,
-                f"rank {rank}, waiting at the end of step {step} for rank {other}'s results",
+            else Report(
+                *self._transport.recv(
+                    Edge(other, rank, _REPORT_TAG),
+                    FIRST_EXCHANGE + harvest.number,
+                    f"rank {rank}, waiting at the end of step {step} for rank {other}'s results",
+                )
             )
-            for other in sorted({rank, *telling})
+            for other in sorted({rank, *self._telling(schedule)})
         ]
-        self._transport.flush()
-        return reports
 
     def _telling(self, schedule: Schedule) -> set[int]:
         """The ranks that have something to tell: records, or results of the last stage."""
         if self._record:
             return set(range(self._num_ranks))
         last = schedule.num_stages - 1
-        return {rank for op, rank in schedule.where.items() if op.stage == last}
+        have_results = {rank for op, rank in schedule.where.items() if op.stage == last}
+        return have_results if self._share_results else set()
 
     def _timeline(self, schedule: Schedule, reports: list[Report]) -> Timeline:
         records = [
@@ -116,14 +165,15 @@ class ProcessDriver(Driver):
         return [Edge(rank, other, _REPORT_TAG) for other in range(self._num_ranks) if other != rank]
 
     def close(self) -> None:
-        """Nothing to end: the process is the user's."""
+        self._worker.close()
+        self._transport.close(f"after {self._worker.num_runs} steps")
 
 
-def agree(transport: ProcessGroupTransport, plan: Plan, model: str, seed: int) -> tuple[Plan, int]:
+def agree(group: dist.ProcessGroup, plan: Plan, model: str, seed: int) -> tuple[Plan, int]:
     """Rank 0's plan and seed, on every process: each profiles and plans a little differently.
 
     Args:
-        transport: of this process.
+        group: of all processes.
         plan: this process's.
         model: fingerprint of this process's model.
         seed: this process's.
@@ -131,11 +181,18 @@ def agree(transport: ProcessGroupTransport, plan: Plan, model: str, seed: int) -
     Raises:
         ModelError: the processes have built different models.
     """
-    answers: list[Any] = [None] * dist.get_world_size(transport.group)
-    dist.all_gather_object(answers, (plan.to_json(), model, seed), group=transport.group)
+    answers: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(answers, (plan.to_json(), model, seed), group=group)
     others = [rank for rank, (_, other, _) in enumerate(answers) if other != answers[0][1]]
     if others:
         raise ModelError(
             f"rank {others[0]} has built another model than rank 0; build the same one everywhere"
         )
     return Plan.from_json(answers[0][0]), int(answers[0][2])
+
+
+def clock_offset(group: dist.ProcessGroup) -> float:
+    """By how many seconds this process's clock is ahead of rank 0's; collective."""
+    hosts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(hosts, this_host(), group=group)
+    return clock_offsets(group, hosts)[dist.get_rank(group)]

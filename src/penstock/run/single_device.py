@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from penstock import microbatches
 from penstock.allocator import keep_freed_pages
-from penstock.microbatches import Weight
+from penstock.microbatches import Weight, Weighting
 from penstock.profiler import OptimizerFactory
 from penstock.randomness import LayerStreams
-from penstock.spine import evaluation_mode, spine_of
+from penstock.spine import Skip, evaluation_mode, run_layer, spine_of
 
 
 class SingleDevice:
@@ -51,15 +51,14 @@ class SingleDevice:
         self._loss = loss
         self._optimizer = optimizer(model.parameters()) if optimizer else None
         self._streams = LayerStreams(torch.initial_seed() if seed is None else seed)
-        self._reduction = reduction
-        self._weight = weight
+        self._weighting = Weighting(reduction, weight)
         self._step = 0
 
     def step(self, inputs: Any, targets: Any) -> Tensor:
         """One minibatch: forward, backward, and the optimizer's step. Returns its loss."""
         count = min(self._num_microbatches, microbatches.num_rows(inputs, "inputs"))
         parts = microbatches.split(targets, count)
-        weights = microbatches.loss_weights(parts, self._reduction, self._weight)
+        weights = self._weighting.of(parts)
         total: Tensor | None = None
         for k, part in enumerate(microbatches.split(inputs, count)):
             output = self._forward(part, k)
@@ -83,8 +82,10 @@ class SingleDevice:
             return self._forward(inputs, 0)
 
     def _forward(self, value: Any, microbatch: int) -> Any:
+        skips: dict[str, Skip] = {}
         for index, layer in enumerate(self._layers):
-            value = self._run(index, layer.module, layer.module.training, value, microbatch)
+            run = partial(run_layer, layer, skips=skips)
+            value = self._run(index, run, layer.module.training, value, microbatch)
         return value
 
     def _run(

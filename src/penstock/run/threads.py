@@ -10,24 +10,41 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.run import outcome
-from penstock.run.driver import Driver, failure_notice
+from penstock.run.agreement import FIRST_EXCHANGE
+from penstock.run.driver import Driver, failure_notice, naming
+from penstock.run.minibatch import Harvest, Minibatch
 from penstock.run.outcome import Outcome
-from penstock.run.worker import Harvest, Minibatch, Worker
+from penstock.run.worker import Worker
 from penstock.schedule import Schedule
-from penstock.transport import ThreadTransport
+from penstock.transport import Edge, ThreadTransport
 
 _GRACE_SECONDS = 5.0
+_END_TAG = (1 << 20) + 2
 
 Task = Callable[[], Harvest]
 
 
-class ThreadDriver(Driver):
+@dataclass(eq=False)
+class Ticket:
+    """A submitted minibatch, and what the ranks will have of it.
+
+    ``num_updates`` holds how many steps each rank's optimizers had begun when it was through.
+    """
+
+    schedule: Schedule
+    minibatch: Minibatch
+    futures: list[Future[Harvest]]
+    num_updates: list[int]
+
+
+class ThreadDriver(Driver[Ticket]):
     """One thread per rank, for the life of the pipeline.
 
     Args:
@@ -41,6 +58,9 @@ class ThreadDriver(Driver):
         self._inboxes: list[queue.SimpleQueue[tuple[Task, Future[Harvest]] | None]] = []
         self._threads = []
         self._unusable: str | None = None
+        self._under_way: list[Ticket] = []
+        self._failed = False
+        self._updates_before = [worker.updater.num_updates for worker in workers]
         for worker in workers:
             inbox: queue.SimpleQueue[tuple[Task, Future[Harvest]] | None] = queue.SimpleQueue()
             thread = threading.Thread(
@@ -53,60 +73,114 @@ class ThreadDriver(Driver):
             self._threads.append(thread)
             thread.start()
 
-    def run(self, schedule: Schedule, minibatch: Minibatch) -> Outcome:
+    def submit(self, schedule: Schedule, minibatch: Minibatch) -> Ticket:
         if self._unusable:
             raise RunError(f"{self._unusable}; restore the weights and build a new Pipeline")
+        ticket = Ticket(
+            schedule, minibatch, [Future() for _ in self._workers], [0] * len(self._workers)
+        )
+        self._under_way.append(ticket)
+        pairs = zip(self._workers, self._inboxes, ticket.futures, strict=True)
+        for worker, inbox, future in pairs:
+            inbox.put((partial(self._run, worker, ticket), future))
+        return ticket
+
+    def collect(self, ticket: Ticket) -> Outcome:
+        futures = ticket.futures
+        if ticket not in self._under_way:
+            raise RunError("this step was cancelled because the one before it failed")
         # Until we know better: an interrupt may come at any line.
         self._unusable = "the last step was broken off"
-        updates_before = self._num_updates()
-        futures: list[Future[Harvest]] = [Future() for _ in self._workers]
         try:
-            for worker, inbox, future in zip(self._workers, self._inboxes, futures, strict=True):
-                inbox.put((partial(_run, worker, schedule, minibatch), future))
             wait(futures, return_when=FIRST_EXCEPTION)
         except BaseException:
             for worker in self._workers:
                 worker.transport.fail("the run was interrupted", ())
-            self._come_to_rest(futures, updates_before)
+            self._come_to_rest()
             raise
         if any(not future.done() or future.exception() for future in futures):
-            self._come_to_rest(futures, updates_before)
-            raise self._cause(futures)
+            begun = [*self._under_way]
+            self._come_to_rest()
+            raise self._cause(begun)
+        self._under_way.remove(ticket)
+        self._updates_before = ticket.num_updates
         self._unusable = None
         harvests = [future.result() for future in futures]
-        losses = {k: loss for harvest in harvests for k, loss in harvest.losses.items()}
-        outputs = {k: value for harvest in harvests for k, value in harvest.outputs.items()}
         records = [harvest.records for harvest in harvests]
-        return Outcome(
-            outcome.weighted_sum(losses, minibatch.weights),
-            outcome.joined(outputs),
-            outcome.timeline(records, schedule.name),
+        return Outcome.of(
+            harvests,
+            ticket.minibatch.weights,
+            outcome.timeline(records, ticket.schedule.name),
+            harvests[0].norm,
         )
 
-    def _num_updates(self) -> int:
-        return sum(worker.num_updates for worker in self._workers)
+    def _run(self, worker: Worker, ticket: Ticket) -> Harvest:
+        if self._failed:
+            raise PeerError("the step before this one failed")
+        minibatch = ticket.minibatch
+        try:
+            with naming(worker.rank, minibatch.step):
+                harvest = worker.run(ticket.schedule, minibatch)
+            ticket.num_updates[worker.rank] = worker.updater.num_updates
+            if not minibatch.more_follow:
+                self._await_next(worker, harvest, minibatch.step)
+            return harvest
+        except BaseException as error:
+            # First of all: nobody may begin the next minibatch.
+            self._failed = True
+            worker.transport.fail(failure_notice(worker.rank, error), ())
+            raise
 
-    def _come_to_rest(self, futures: list[Future[Harvest]], updates_before: int) -> None:
+    def _await_next(self, worker: Worker, harvest: Harvest, step: int) -> None:
+        """Wait until the next rank is through as well: nobody waits for its last ops, so otherwise
+        nobody would notice if it hung in one of them."""
+        rank, count = worker.rank, len(self._workers)
+        if count > 1:
+            number = FIRST_EXCHANGE + harvest.number
+            after, before = (rank + 1) % count, (rank - 1) % count
+            worker.transport.send(Edge(rank, before, _END_TAG), number, None)
+            waiting = f"rank {rank}, waiting at the end of step {step} for rank {after}"
+            worker.transport.recv(Edge(after, rank, _END_TAG), number, waiting)
+
+    def _come_to_rest(self) -> None:
         """Let cancelled workers stop; after a clean stop the next step may run."""
+        self._failed = True
+        futures = [future for ticket in self._under_way for future in ticket.futures]
+        self._under_way.clear()
         _, running = wait(futures, timeout=_GRACE_SECONDS)
-        stuck = [rank for rank, future in enumerate(futures) if future in running]
-        if stuck:
-            self._unusable = f"rank {stuck[0]} still runs an op of the failed step"
+        if running:
+            rank = min(futures.index(future) % len(self._workers) for future in running)
+            self._unusable = f"rank {rank} still runs an op of the failed step"
             return
         self._reset()
-        self._unusable = (
-            "in the failed step some stages were updated and others were not"
-            if self._num_updates() != updates_before
-            else None
-        )
+        self._failed = False
+        updaters = [worker.updater for worker in self._workers]
+        self._unusable = None
+        if [updater.num_updates for updater in updaters] != self._updates_before:
+            self._unusable = "in the failed step some stages were updated and others were not"
+        elif any(updater.pending for updater in updaters):
+            self._unusable = "updates were made on trust, which the failed step did not validate"
 
-    def _cause(self, futures: list[Future[Harvest]]) -> BaseException:
-        """The failure that made the others fail."""
+    def _cause(self, begun: Sequence[Ticket]) -> BaseException:
+        """The failure that made the others fail, with what every rank did last as notes."""
+        futures = [future for ticket in begun for future in ticket.futures]
         errors = [e for f in futures if f.done() and (e := f.exception()) is not None]
-        cause = next((error for error in errors if not isinstance(error, PeerError)), errors[0])
+        consequences = (PeerError, DeadlineError), PeerError, ()
+        cause = next(e for kinds in consequences for e in errors if not isinstance(e, kinds))
         if isinstance(cause, DeadlineError) and self._unusable:
             # Who waited may have waited for a rank that itself waited for the stuck one.
-            return DeadlineError(f"{cause} ({self._unusable})")
+            cause = DeadlineError(f"{cause} ({self._unusable})")
+        for rank, worker in enumerate(self._workers):
+            own = [ticket.futures[rank] for ticket in begun]
+            notes = [
+                note
+                for future in own
+                if future.done()
+                for note in getattr(future.exception(), "__notes__", ())
+            ]
+            for note in notes or [worker.dump()]:
+                if note not in getattr(cause, "__notes__", ()):
+                    cause.add_note(note)
         return cause
 
     def _reset(self) -> None:
@@ -116,20 +190,15 @@ class ThreadDriver(Driver):
                 worker.transport.reset()
 
     def close(self) -> None:
+        self._unusable = "this pipeline is closed"
         for inbox in self._inboxes:
             inbox.put(None)
         end = time.monotonic() + _GRACE_SECONDS
         for thread in self._threads:
             thread.join(timeout=max(0.0, end - time.monotonic()))
+        for worker in self._workers:
+            worker.close()
         torch.set_num_threads(self._num_threads_before)
-
-
-def _run(worker: Worker, schedule: Schedule, minibatch: Minibatch) -> Harvest:
-    try:
-        return worker.run(schedule, minibatch)
-    except BaseException as error:
-        worker.transport.fail(failure_notice(worker.rank, error), ())
-        raise
 
 
 def _serve(inbox: queue.SimpleQueue[tuple[Task, Future[Harvest]] | None], num_threads: int) -> None:

@@ -2,83 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.run.interpreter import Record, perform_all
+from penstock.batch_norm import MinibatchStatistics
+from penstock.run.interpreter import Restart, perform_all
+from penstock.run.journal import Journal
+from penstock.run.minibatch import Harvest, Minibatch, autocast, modes
+from penstock.run.program import Program, SkipRoute
+from penstock.run.recipe import Recipe
+from penstock.run.updater import Updater
 from penstock.schedule import Kind, Op, Schedule
-from penstock.stage import Criterion, Stage
+from penstock.stage import Criterion, InputGradients, Stage
 from penstock.transport import Edge, Transport
 
-Loss = Callable[[Any, Any], Tensor]
-
-
-def _autocast_here() -> dict[str, torch.dtype]:
-    return {
-        device: torch.get_autocast_dtype(device)
-        for device in ("cpu", "cuda")
-        if torch.is_autocast_enabled(device)
-    }
-
-
-@contextmanager
-def _autocast(dtypes: Mapping[str, torch.dtype], enabled: bool) -> Iterator[None]:
-    with ExitStack() as stack:
-        for device, dtype in dtypes.items():
-            stack.enter_context(torch.autocast(device, dtype, enabled))
-        yield
-
-
-@dataclass(frozen=True)
-class Minibatch:
-    """One minibatch, cut into microbatches.
-
-    Attributes:
-        step: its number, for random streams.
-        inputs: one value per microbatch.
-        targets: one per microbatch, or empty when only outputs are wanted.
-        weights: the factor on each microbatch's loss.
-        autocast: device types and dtypes for which the thread that made this had autocast on.
-    """
-
-    step: int
-    inputs: Sequence[Any]
-    targets: Sequence[Any] = ()
-    weights: Sequence[float] = ()
-    autocast: Mapping[str, torch.dtype] = field(default_factory=_autocast_here)
-
-
-@dataclass
-class Harvest:
-    """What a rank has after its ops.
-
-    Attributes:
-        records: when each op ran.
-        losses: of the microbatches whose last stage this rank ran, unweighted.
-        outputs: likewise, when there are no targets.
-    """
-
-    records: list[Record] = field(default_factory=list)
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    outputs: dict[int, Any] = field(default_factory=dict)
-
-
-@contextmanager
-def _modes(minibatch: Minibatch) -> Iterator[None]:
-    """What holds in any thread: gradients if there are targets; no autocast beside the forward."""
-    training = bool(minibatch.targets)
-    inference = torch.inference_mode(False) if training else nullcontext()
-    with inference, torch.set_grad_enabled(training), _autocast(_autocast_here(), enabled=False):
-        yield
-
-
-_NOTHING = (Schedule(()), Minibatch(0, ()), Harvest())
+_NUMBERS_PER_RUN = 1 << 20
+_NOTHING = (Minibatch(0, ()), Harvest())
+Gradients = list[Tensor | None]
 
 
 class Worker:
@@ -87,41 +31,58 @@ class Worker:
     Args:
         rank: which.
         stages: the stages it holds, by number.
-        num_stages: of the whole model.
         transport: its end of the channels to other ranks.
-        loss: from (output, targets) of a microbatch to a scalar, or ``None`` if never trained.
-        optimizers: by stage; a stage without one only accumulates gradients.
+        recipe: what to do with outputs and gradients.
+        updater: applies the gradients of these stages.
+        skips: values that travel beside the chain.
 
     Attributes:
-        num_updates: optimizer steps begun so far, over all its stages.
+        num_runs: minibatches completed.
     """
 
     def __init__(
         self,
         rank: int,
         stages: Mapping[int, Stage],
-        num_stages: int,
         transport: Transport,
-        loss: Loss | None,
-        optimizers: Mapping[int, torch.optim.Optimizer],
+        recipe: Recipe,
+        updater: Updater,
+        skips: Sequence[SkipRoute] = (),
     ) -> None:
         self.rank = rank
         self.stages = stages
         self.transport = transport
-        self._last_stage = num_stages - 1
-        self.num_updates = 0
-        self._loss = loss
-        self._optimizers = optimizers
+        self.updater = updater
+        self.num_runs = 0
+        self._recipe = recipe
+        self._skips = tuple(skips)
+        modules = [layer.module for stage in stages.values() for layer in stage.layers]
+        self._statistics = (
+            MinibatchStatistics(modules) if recipe.batch_norm == "minibatch" else None
+        )
+        self._programs: dict[int, Program] = {}
+        self._number = self._attempts = 0
+        self._journal = Journal()
         self._values: dict[tuple[int, int], Any] = {}
-        self._gradients: dict[tuple[int, int], list[Tensor | None]] = {}
-        self._schedule, self._minibatch, self._harvest = _NOTHING
+        self._gradients: dict[tuple[int, int], Gradients] = {}
+        self._skip_values: dict[tuple[int, int], Any] = {}
+        self._skip_gradients: dict[tuple[int, int], Gradients] = {}
+        self._program: Program | None = None
+        self._minibatch, self._harvest = _NOTHING
         self._perform: dict[Kind, Callable[[Op], None]] = {
             Kind.FORWARD: self._forward,
+            Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
             Kind.SEND_FORWARD: self._send_forward,
             Kind.RECV_FORWARD: self._recv_forward,
             Kind.SEND_BACKWARD: self._send_backward,
             Kind.RECV_BACKWARD: self._recv_backward,
+            Kind.FREE_INPUT_PART: self._freed,
+            Kind.FREE: self._freed,
+            Kind.REDUCE: self._reduce,
+            Kind.AGREE: self._agree,
             Kind.UPDATE: self._update,
         }
 
@@ -138,80 +99,225 @@ class Worker:
         Raises:
             RunError: an op failed; telling the peers is the driver's part.
         """
-        self._schedule, self._minibatch = schedule, minibatch
-        self._harvest = harvest = Harvest()
+        program = self._program = self.program(schedule)
+        self._minibatch = minibatch
+        buffers = self._buffers() if self.updater.pending else []
         try:
-            with _modes(minibatch):
-                harvest.records = perform_all(schedule.ranks[self.rank], self)
-            self.transport.flush()
-        except BaseException:
+            with modes(minibatch):
+                while True:
+                    try:
+                        return self._attempt(program)
+                    except Restart:
+                        self._start_again(buffers)
+        except BaseException as error:
+            error.add_note(self.dump())
             # What was accumulated must not leak into the next minibatch's gradients.
-            for optimizer in self._optimizers.values():
-                optimizer.zero_grad(set_to_none=True)
+            self.updater.drop_gradients()
             raise
         finally:
             self.forget()
+
+    def program(self, schedule: Schedule) -> Program:
+        """This rank's part of a schedule, worked out once."""
+        program = self._programs.get(id(schedule))
+        if program is None or program.schedule is not schedule:
+            program = self._programs[id(schedule)] = Program(schedule, self.rank, self._skips)
+        return program
+
+    def _attempt(self, program: Program) -> Harvest:
+        self._number = self._next_number()
+        self.updater.begin(self._number)
+        harvest = self._harvest = Harvest(number=self._number)
+        self._journal = Journal()
+        perform_all(program.ops, self, self._journal)
+        harvest.records = self._journal.records
+        if self._statistics is not None:
+            self._statistics.commit()
+        if not self._minibatch.more_follow:
+            self.updater.settle()
+        harvest.norm = self.updater.norm
+        self.num_runs += 1
         return harvest
+
+    def _next_number(self) -> int:
+        """What tells the messages of this attempt from all others, on every rank alike. Ranks that
+        disagree on whether to train or to evaluate must not take each other's messages."""
+        self._attempts += 1
+        purpose = bool(self._minibatch.targets)
+        return self._attempts * _NUMBERS_PER_RUN + purpose * (_NUMBERS_PER_RUN // 2)
+
+    def dump(self) -> str:
+        """This rank's last ops and what it does now; may be asked from any thread."""
+        program = self._program
+        return self._journal.text(self.rank, program.waiting if program else {})
+
+    def _start_again(self, buffers: list[tuple[Tensor, Tensor]]) -> None:
+        """The weights that this minibatch has used so far were not to be: forget the attempt."""
+        program, minibatch = self._program, self._minibatch
+        self.forget()
+        self._program, self._minibatch = program, minibatch
+        self.transport.discard((self._attempts + 1) * _NUMBERS_PER_RUN)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+    def _buffers(self) -> list[tuple[Tensor, Tensor]]:
+        modules = (layer.module for stage in self.stages.values() for layer in stage.layers)
+        return [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
+
+    def close(self) -> None:
+        """Leave the model as it would be without this worker."""
+        if self._statistics is not None:
+            self._statistics.close()
 
     def forget(self) -> None:
         """Drop everything of the current minibatch, finished or not."""
+        if self._statistics is not None:
+            self._statistics.forget()
         for stage in self.stages.values():
             stage.forget()
-        self._values.clear()
-        self._gradients.clear()
-        self._schedule, self._minibatch, self._harvest = _NOTHING
+        for kept in (self._values, self._gradients, self._skip_values, self._skip_gradients):
+            kept.clear()
+        self._program = None
+        self._minibatch, self._harvest = _NOTHING
 
     def outgoing(self, schedule: Schedule) -> set[Edge]:
         """The edges on which others wait for this rank."""
-        sends = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
-        return {self._edge(op, schedule) for op in schedule.ranks[self.rank] if op.kind in sends}
+        return self.program(schedule).outgoing() | self.updater.outgoing()
 
     def perform(self, op: Op) -> None:
         """Do what ``op`` says."""
-        self._perform[op.kind](op)
+        perform = self._perform[op.kind]
+        if self._statistics is None or op.kind is Kind.FORWARD:
+            perform(op)
+        else:
+            with self._statistics.paused():  # what runs forward again counts no second time
+                perform(op)
+
+    @property
+    def _now(self) -> Program:
+        assert self._program is not None
+        return self._program
 
     def _forward(self, op: Op) -> None:
         stage, _, microbatch, _ = op
-        minibatch = self._minibatch
+        minibatch, program = self._minibatch, self._now
         key = (stage, microbatch)
         value = minibatch.inputs[microbatch] if stage == 0 else self._values.pop(key)
-        with _autocast(minibatch.autocast, enabled=True):
-            result = self.stages[stage].forward(
-                microbatch, value, minibatch.step, self._criterion(stage, microbatch)
+        skips = {
+            route.key: self._take(route, op, backward=False) for route in program.recalls[stage]
+        }
+        with autocast(minibatch.autocast, enabled=True):
+            produced = self.stages[stage].forward(
+                microbatch,
+                value,
+                minibatch.step,
+                self._criterion(stage, microbatch),
+                program.keeps[key],
+                skips,
             )
-        if stage < self._last_stage:
-            self._values[stage + 1, microbatch] = result
+        for route in program.stashes[stage]:
+            self._hand(route, op, produced.skips[route.key], backward=False)
+        if stage < program.last_stage:
+            self._values[stage + 1, microbatch] = produced.value
         elif minibatch.targets:
-            self._harvest.losses[microbatch] = result
+            self._keep_loss(microbatch, produced.value)
         else:
-            self._harvest.outputs[microbatch] = result
+            self._harvest.outputs[microbatch] = produced.value
+
+    def _keep_loss(self, microbatch: int, loss: Tensor) -> None:
+        # The mean of no terms is NaN, and counts for nothing.
+        if self._recipe.stop_at_nan and self._minibatch.weights[microbatch] and not loss.is_cuda:
+            value = loss.item()
+            if not math.isfinite(value):
+                raise ArithmeticError(
+                    f"the loss is {value}; no weight has been updated with it. Lower the learning "
+                    "rate, clip gradients, or look at this minibatch"
+                )
+        self._harvest.losses[microbatch] = loss
 
     def _criterion(self, stage: int, microbatch: int) -> Criterion | None:
-        if stage < self._last_stage or not self._minibatch.targets or self._loss is None:
+        loss, metrics = self._recipe.loss, self._recipe.metrics
+        if stage < self._now.last_stage or not self._minibatch.targets or loss is None:
             return None
-        return partial(_loss_of, self._loss, self._minibatch.targets[microbatch])
+        targets = self._minibatch.targets[microbatch]
+
+        def criterion(outputs: Any) -> Tensor:
+            if metrics:
+                with torch.no_grad():
+                    for name, metric in metrics.items():
+                        measured = torch.as_tensor(metric(outputs, targets)).detach().clone()
+                        self._harvest.metrics.setdefault(name, {})[microbatch] = measured
+            return loss(outputs, targets)
+
+        return criterion
+
+    def _recompute(self, op: Op) -> None:
+        key = (op.stage, op.microbatch)
+        self.stages[op.stage].recompute(op.microbatch, self._now.keeps_again[key])
 
     def _backward(self, op: Op) -> None:
-        stage, _, microbatch, _ = op
-        if stage == self._last_stage:
-            # d(sum of weighted losses) / d(this loss) is the weight.
-            weight = self._minibatch.weights[microbatch]
-            gradients: list[Tensor | None] = [
-                torch.full_like(self._harvest.losses[microbatch], weight) if weight else None
-            ]
+        result = self.stages[op.stage].backward(op.microbatch, *self._incoming(op))
+        self._pass_on(op, result)
+
+    def _backward_input(self, op: Op) -> None:
+        result = self.stages[op.stage].backward_input(op.microbatch, *self._incoming(op))
+        self._pass_on(op, result)
+
+    def _backward_weight(self, op: Op) -> None:
+        self.stages[op.stage].backward_weight(op.microbatch)
+
+    def _incoming(self, op: Op) -> tuple[Gradients, dict[str, Gradients]]:
+        """The gradients of a stage's output and of the skips that it stashed."""
+        skips = {
+            route.key: self._take(route, op, backward=True) for route in self._now.stashes[op.stage]
+        }
+        if op.stage < self._now.last_stage:
+            return self._gradients.pop((op.stage, op.microbatch)), skips
+        # d(sum of weighted losses) / d(this loss) is the weight.
+        weight = self._minibatch.weights[op.microbatch] * self._minibatch.share
+        if not weight:
+            return [None], skips
+        seed = torch.full_like(self._harvest.losses[op.microbatch], weight)
+        if self.updater.loss_scale is not None:
+            seed *= self.updater.loss_scale.scale
+        return [seed], skips
+
+    def _pass_on(self, op: Op, result: InputGradients) -> None:
+        if op.stage > 0:
+            self._gradients[op.stage - 1, op.microbatch] = result.inputs
+        for route in self._now.recalls[op.stage]:
+            self._hand(route, op, result.skips[route.key], backward=True)
+
+    def _hand(self, route: SkipRoute, op: Op, value: Any, *, backward: bool) -> None:
+        """Give a skip to the stage that recalls it, or its gradient to the one that stashed it.
+
+        The chain carries the same microbatch there later, so nobody waits for it.
+        """
+        edge = self._now.skip_edge(route, op.microbatch, backward=backward)
+        if edge is not None:
+            self.transport.send(edge, self._number + op.microbatch, value)
+        elif backward:
+            self._skip_gradients[route.number, op.microbatch] = value
         else:
-            gradients = self._gradients.pop((stage, microbatch))
-        result = self.stages[stage].backward(microbatch, gradients)
-        if stage > 0:
-            self._gradients[stage - 1, microbatch] = result
+            self._skip_values[route.number, op.microbatch] = value
+
+    def _take(self, route: SkipRoute, op: Op, *, backward: bool) -> Any:
+        edge = self._now.skip_edge(route, op.microbatch, backward=backward)
+        if edge is not None:
+            what = "the gradient of skip" if backward else "skip"
+            waiting = self._now.awaiting(op, f"{what} {route.key!r} of rank {edge.source}")
+            return self.transport.recv(edge, self._number + op.microbatch, waiting)
+        kept: dict[tuple[int, int], Any] = self._skip_gradients if backward else self._skip_values
+        return kept.pop((route.number, op.microbatch))
 
     def _send_forward(self, op: Op) -> None:
         value = self._values.pop((op.stage + 1, op.microbatch))
-        self.transport.send(self._edge(op, self._schedule), op.microbatch, value)
+        self.transport.send(self._now.edges[op], self._number + op.microbatch, value)
 
     def _send_backward(self, op: Op) -> None:
         gradients = self._gradients.pop((op.stage - 1, op.microbatch))
-        self.transport.send(self._edge(op, self._schedule), op.microbatch, gradients)
+        self.transport.send(self._now.edges[op], self._number + op.microbatch, gradients)
 
     def _recv_forward(self, op: Op) -> None:
         self._values[op.stage, op.microbatch] = self._receive(op)
@@ -220,28 +326,23 @@ class Worker:
         self._gradients[op.stage, op.microbatch] = self._receive(op)
 
     def _receive(self, op: Op) -> Any:
-        needed = self._schedule.dependencies(op)[0]
-        edge = self._edge(needed, self._schedule)
-        waiting = f"rank {self.rank}, waiting at {op} for {needed} of rank {edge.source}"
-        return self.transport.recv(edge, op.microbatch, waiting)
+        program = self._now
+        number = self._number + op.microbatch
+        return self.transport.recv(program.edges[op], number, program.waiting[op])
 
-    def _edge(self, send: Op, schedule: Schedule) -> Edge:
-        """The edge on which a send op sends: forward and backward messages have tags of their own,
-        since they may be awaited in any order."""
-        forward = send.kind is Kind.SEND_FORWARD
-        kind, neighbour = (
-            (Kind.RECV_FORWARD, send.stage + 1) if forward else (Kind.RECV_BACKWARD, send.stage - 1)
-        )
-        target = schedule.where[Op(neighbour, kind, send.microbatch)]
-        return Edge(schedule.where[send], target, 2 * send.stage + (not forward))
+    def _freed(self, op: Op) -> None:
+        """The stage has freed it with the op that this one follows."""
+
+    def _reduce(self, op: Op) -> None:
+        self.updater.hand_in(op.stage)
+
+    def _agree(self, op: Op) -> None:
+        """Before updates: wait for all ranks' norms. After them, in the next minibatch: see whether
+        the updates stand."""
+        if not self._recipe.post_validate:
+            self.updater.agree()
+        elif not self.updater.settle():
+            raise Restart
 
     def _update(self, op: Op) -> None:
-        optimizer = self._optimizers.get(op.stage)
-        if optimizer is not None:
-            self.num_updates += 1
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-
-def _loss_of(loss: Loss, targets: Any, outputs: Any) -> Tensor:
-    return loss(outputs, targets)
+        self.updater.update(op.stage)

@@ -13,7 +13,7 @@ from itertools import islice
 
 from penstock.errors import ScheduleError
 from penstock.schedule.channels import check_capacity, other_end, room_needed
-from penstock.schedule.lower import add_communication
+from penstock.schedule.lower import add_communication, last_gradients
 from penstock.schedule.op import COMMUNICATION, COMPUTE, RELEASING, Kind, Op
 from penstock.schedule.schedule import Schedule
 from penstock.values import expect
@@ -137,9 +137,8 @@ def _check_updates(schedule: Schedule) -> None:
     kinds = {op.kind for op in schedule.where}
     for rank, ops in enumerate(schedule.ranks):
         last = {op.stage: at for at, op in enumerate(ops) if op.kind in RELEASING}
-        newest = {op.stage: op for op in sorted(ops) if op.kind in RELEASING}
-        for stage, gradient in newest.items():
-            needed = []
+        for gradient in last_gradients(ops):
+            stage, needed = gradient.stage, []
             if schedule.copies[stage] > 1 and kinds & {Kind.REDUCE, Kind.UPDATE}:
                 needed.append(Kind.REDUCE)
             if Kind.UPDATE in kinds:

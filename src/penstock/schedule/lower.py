@@ -77,27 +77,64 @@ def add_free(schedule: Schedule) -> Schedule:
     return _each(schedule, lowered)
 
 
-def add_reduce(schedule: Schedule) -> Schedule:
-    """Where a stage has copies on several ranks, let each hand in its gradients behind its last
-    weight gradient; a schedule without copies stays as it is."""
+def add_reduce(schedule: Schedule, shared: Collection[int] = ()) -> Schedule:
+    """Where a stage has copies on several ranks, or shares weights with others, let it hand in its
+    gradients behind its last weight gradient; any other schedule stays as it is.
+
+    Args:
+        schedule: any.
+        shared: the stages that share weights with stages on other ranks.
+    """
     _refuse_twice(schedule, {Kind.REDUCE})
-    return _behind_last_gradient(schedule, Kind.REDUCE, lambda stage: schedule.copies[stage] > 1)
+    return _behind_last_gradient(
+        schedule, Kind.REDUCE, lambda stage: schedule.copies[stage] > 1 or stage in shared
+    )
 
 
-def add_update(schedule: Schedule) -> Schedule:
-    """Put the flush's weight update of each stage behind its last weight gradient. Copies of a
-    stage reduce first, and its update comes last on the rank: the sum has the rank's other work to
-    arrive in, and no two ranks wait for each other's next reduction."""
+def add_update(schedule: Schedule, *, together: bool = False) -> Schedule:
+    """Put the flush's weight update of each stage behind its last weight gradient. A stage that
+    shares its weights reduces first, and its update comes last on the rank: the sum has the rank's
+    other work to arrive in, and no two ranks wait for each other's next reduction.
+
+    Args:
+        schedule: any.
+        together: put all updates last, because ranks agree on something before the first.
+    """
     _refuse_twice(schedule, {Kind.UPDATE})
     if not any(op.kind is Kind.REDUCE for op in schedule.where):
         schedule = add_reduce(schedule)  # without, the copies would drift apart
     reduced = {op.stage for op in schedule.where if op.kind is Kind.REDUCE}
-    updated = _behind_last_gradient(schedule, Kind.UPDATE, lambda stage: stage not in reduced)
+    late = set(range(schedule.num_stages)) if together else reduced
+    updated = _behind_last_gradient(schedule, Kind.UPDATE, lambda stage: stage not in late)
     ranks = (
-        (*ops, *(op._replace(kind=Kind.UPDATE) for op in ops if op.kind is Kind.REDUCE))
+        (*ops, *(op._replace(kind=Kind.UPDATE) for op in last_gradients(ops) if op.stage in late))
         for ops in updated.ranks
     )
     return Schedule.of(ranks, schedule.name)
+
+
+def add_agreement(schedule: Schedule, *, late: bool = False) -> Schedule:
+    """Let each rank wait for every rank's share of the gradients' norm.
+
+    Args:
+        schedule: with updates; those of a rank together unless ``late``.
+        late: not before the rank's first update, but before its first backward, so about the
+            previous minibatch: post-validation. When a rank gets there, all others have begun the
+            same minibatch and told their share long ago. Qi et al., "Zero Bubble Pipeline
+            Parallelism", arXiv 2401.10241, section 4.
+    """
+    _refuse_twice(schedule, {Kind.AGREE})
+    followers = BACKWARD if late else {Kind.UPDATE}
+
+    def lowered(ops: tuple[Op, ...]) -> Iterator[Op]:
+        named = next((op for op in ops if op.kind is Kind.UPDATE), None)
+        for op in ops:
+            if named is not None and op.kind in followers:
+                yield named._replace(kind=Kind.AGREE)
+                named = None
+            yield op
+
+    return Schedule.of(map(lowered, schedule.ranks), schedule.name)
 
 
 def add_communication(schedule: Schedule, capacity: int | None = None) -> Schedule:
@@ -140,6 +177,12 @@ def forward_only(schedule: Schedule) -> Schedule:
     return Schedule.of(ranks, f"{schedule.name} forward")
 
 
+def first_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """The same order with only the first microbatches, for a minibatch that has no more."""
+    ranks = (tuple(op for op in ops if op.microbatch < num_microbatches) for ops in schedule.ranks)
+    return Schedule.of(ranks, schedule.name)
+
+
 def compute_only(schedule: Schedule) -> Schedule:
     """Undo the passes: the compute ops in their order."""
     ranks = (tuple(op for op in ops if op.kind in COMPUTE) for ops in schedule.ranks)
@@ -164,8 +207,7 @@ def _behind_last_gradient(
     """Put one op per wanted stage and rank, named after the last microbatch it stands for."""
 
     def lowered(ops: tuple[Op, ...]) -> Iterator[Op]:
-        gradients = [op for op in ops if op.kind in RELEASING]
-        newest = {op.stage: op.microbatch for op in sorted(gradients)}
+        newest = {op.stage: op for op in last_gradients(ops)}
         last = {
             op.stage: at
             for at, op in enumerate(ops)
@@ -174,9 +216,20 @@ def _behind_last_gradient(
         for at, op in enumerate(ops):
             yield op
             if last.get(op.stage) == at:
-                yield Op(op.stage, kind, newest[op.stage])
+                yield newest[op.stage]._replace(kind=kind)
 
     return Schedule.of(map(lowered, schedule.ranks), schedule.name)
+
+
+def last_gradients(ops: Iterable[Op]) -> list[Op]:
+    """Of each stage of a rank, the gradient of its last microbatch; in the order in which the
+    stages are done."""
+    newest: dict[int, Op] = {}
+    for op in ops:
+        if op.kind in RELEASING:
+            best = max(newest.pop(op.stage, op), op, key=lambda one: one.microbatch)
+            newest[op.stage] = best._replace(slice=0)
+    return list(newest.values())
 
 
 def _messages(schedule: Schedule, op: Op, rank: int) -> tuple[list[Op], list[Op]]:

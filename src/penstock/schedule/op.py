@@ -37,7 +37,11 @@ class Kind(StrEnum):
     FREE = "FREE"
     """Drop whatever is still kept of this microbatch at this stage."""
     REDUCE = "REDUCE"
-    """Hand this rank's gradients, complete with this microbatch, to the stage's other copies."""
+    """Hand this rank's gradients, complete with this microbatch, to whoever shares their weights:
+    the stage's other copies, or a stage with tied weights."""
+    AGREE = "AGREE"
+    """Wait until every rank has told its share of the gradients' norm and whether they are finite:
+    what clipping and skipping an update depend on."""
     UPDATE = "UPDATE"
     """Apply the gradients of all microbatches up to this one to the stage's weights."""
 
@@ -116,6 +120,7 @@ NEEDS: dict[Kind, tuple[tuple[tuple[int, Kind], ...], ...]] = {
     Kind.FREE_INPUT_PART: (((0, _I),),),
     Kind.FREE: (_WEIGHT_GRADIENT,),
     Kind.REDUCE: (_WEIGHT_GRADIENT,),
+    Kind.AGREE: (),
     Kind.UPDATE: (_WEIGHT_GRADIENT,),
 }
 """What each kind needs. Every need lists (stages further, kind) of the ops that can meet it; the
@@ -123,7 +128,7 @@ first that is present does."""
 
 
 def dependencies(
-    op: Op, last_stage: int, present: Container[Op], reduces: Iterable[Op] = ()
+    op: Op, last_stage: int, present: Container[Op], exchanges: Iterable[Op] = ()
 ) -> tuple[Op, ...]:
     """The ops whose results ``op`` needs: the one rule that check, passes, simulator and
     interpreter ask.
@@ -138,7 +143,7 @@ def dependencies(
         op: the op that is asked about.
         last_stage: the number of the last stage.
         present: the ops of the schedule.
-        reduces: the ``REDUCE`` ops of the op's stage, one per copy; an update waits for all.
+        exchanges: the ``REDUCE`` and ``AGREE`` ops that an update waits for.
 
     >>> dependencies(Op(0, Kind.BACKWARD, 3), last_stage=1, present=())
     (Op(stage=0, kind=<Kind.FORWARD: 'F'>, microbatch=3, slice=0), \
@@ -158,7 +163,7 @@ Op(stage=1, kind=<Kind.BACKWARD: 'B'>, microbatch=3, slice=0))
         after = [Op(stage, kind, microbatch, slice_ + 1) for kind in (_I, _B)]
         found += [one for one in after if one in present]
     elif kind is Kind.UPDATE:
-        found += reduces
+        found += exchanges
     elif kind is Kind.FREE:
         # The rest goes after the part that goes earlier, if that is said.
         part = op._replace(kind=Kind.FREE_INPUT_PART)

@@ -127,17 +127,29 @@ class Schedule:
     def dependencies(self, op: Op) -> tuple[Op, ...]:
         """The ops in this schedule whose results ``op`` needs."""
         if op not in self._needs:
-            reduces = self._reduces[op.stage] if op.kind is Kind.UPDATE else ()
-            self._needs[op] = dependencies(op, self.num_stages - 1, self.where, reduces)
+            exchanges = self._exchanges(op.stage) if op.kind is Kind.UPDATE else ()
+            self._needs[op] = dependencies(op, self.num_stages - 1, self.where, exchanges)
         return self._needs[op]
 
+    def _exchanges(self, stage: int) -> list[Op]:
+        """What the update of a stage waits for: the gradients of its copies, or if it has none but
+        hands in gradients, of the stages that share weights; and all ranks' agreement."""
+        reduces, agrees = self._reduces_and_agrees
+        handed = reduces[stage]
+        if handed and self.copies[stage] == 1:
+            handed = [op for own in reduces.values() for op in own if self.copies[op.stage] == 1]
+        return handed + agrees
+
     @cached_property
-    def _reduces(self) -> dict[int, list[Op]]:
-        found: dict[int, list[Op]] = defaultdict(list)
+    def _reduces_and_agrees(self) -> tuple[dict[int, list[Op]], list[Op]]:
+        reduces: dict[int, list[Op]] = defaultdict(list)
+        agrees = []
         for op in self.where:
             if op.kind is Kind.REDUCE:
-                found[op.stage].append(op)
-        return found
+                reduces[op.stage].append(op)
+            elif op.kind is Kind.AGREE:
+                agrees.append(op)
+        return reduces, agrees
 
     @cached_property
     def _needs(self) -> dict[Op, tuple[Op, ...]]:

@@ -1,7 +1,21 @@
-"""How tensors move between ranks: threads of one process, or a process group."""
+"""How tensors move between ranks: threads of one process, shared memory, or a process group."""
 
 from penstock.transport.base import Edge, Transport
+from penstock.transport.meeting import SharedMemoryExchange
 from penstock.transport.process_group import ProcessGroupTransport
+from penstock.transport.processes import ProcessTransport, Way, connect
+from penstock.transport.shared_memory import SharedMemoryTransport
 from penstock.transport.threads import ThreadExchange, ThreadTransport
 
-__all__ = ["Edge", "ProcessGroupTransport", "ThreadExchange", "ThreadTransport", "Transport"]
+__all__ = [
+    "Edge",
+    "ProcessGroupTransport",
+    "ProcessTransport",
+    "SharedMemoryExchange",
+    "SharedMemoryTransport",
+    "ThreadExchange",
+    "ThreadTransport",
+    "Transport",
+    "Way",
+    "connect",
+]

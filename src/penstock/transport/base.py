@@ -1,8 +1,8 @@
 """The transport interface: eager sends, receives with a deadline, and news of failures.
 
 ``send`` never waits for the receiver (beyond a bounded number of messages under way, which the
-schedule check proves harmless); ``recv`` returns the value of exactly the microbatch asked for,
-whatever its shapes, or raises before the deadline.
+schedule check proves harmless); ``recv`` returns exactly the message asked for, whatever its
+shapes, or raises before the deadline.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, NamedTuple
+
+LARGEST_NUMBER = 2**62 - 1
 
 
 class Edge(NamedTuple):
@@ -27,23 +29,38 @@ class Edge(NamedTuple):
 
 
 class Transport(ABC):
-    """One rank's end of all its channels."""
+    """One rank's end of all its channels; used by one thread."""
 
     @abstractmethod
-    def send(self, edge: Edge, microbatch: int, value: Any) -> None:
-        """Hand over a value (a tensor, or tensors nested in tuples, lists, dicts)."""
+    def send(self, edge: Edge, number: int, value: Any) -> None:
+        """Hand over a value (a tensor, or tensors nested in tuples, lists, dicts).
+
+        Args:
+            edge: to whom.
+            number: of the message, 0 … ``LARGEST_NUMBER``; both ends agree on it.
+            value: its tensors may be overwritten as soon as this returns, except between threads,
+                which hand over tensors as they are.
+
+        Raises:
+            PeerError: the target died, or has closed its pipeline.
+            DeadlineError: too many messages are under way, and none was taken in time.
+            RunError: there is no memory for the message.
+        """
 
     @abstractmethod
-    def recv(self, edge: Edge, microbatch: int, waiting: str) -> Any:
-        """Wait for the value of ``microbatch``.
+    def recv(self, edge: Edge, number: int, waiting: str) -> Any:
+        """Wait for the message with a number; others of the edge may come before or after.
 
         Args:
             edge: from whom.
-            microbatch: which one.
-            waiting: what waits, for errors; for example ``"rank 0, 0RECV_B3"``.
+            number: which one.
+            waiting: what waits, for errors; for example ``"rank 0, waiting at 0RECV_B3"``.
+
+        Returns:
+            The value. Its tensors belong to the caller, who may overwrite them.
 
         Raises:
-            PeerError: the source died or failed.
+            PeerError: the source died, failed or has closed its pipeline.
             DeadlineError: nothing came in time.
         """
 
@@ -57,3 +74,18 @@ class Transport(ABC):
     @abstractmethod
     def flush(self) -> None:
         """Wait until everything sent has left; called at the end of a step."""
+
+    @abstractmethod
+    def discard(self, before: int) -> None:
+        """Forget messages whose number is below ``before``, arrived or still to come.
+
+        So too failures of ranks that had not yet called this with a number as high. Call it on
+        every rank after a step was given up, and use higher numbers from then on.
+        """
+
+    @abstractmethod
+    def close(self, reason: str) -> None:
+        """Leave for good: who waits for this rank gets a ``PeerError`` with the reason at once.
+
+        Received tensors stay valid. Does not raise and does not wait; may be called twice.
+        """

@@ -2,11 +2,12 @@
 
 ::
 
-    | kind | microbatch | header size | header (pickled) | pad | tensor | pad | tensor | …
+    | kind | number | header size | header (pickled) | pad | tensor | pad | tensor | …
 
 A block carries its own description, so shapes and dtypes may change with every message and no dry
-run is needed. Tensors start at multiples of 64 bytes, so that the receiver can use the block itself
-as their memory.
+run is needed. Mostly they do not change: both ends remember the last layout of an edge, so that
+only a new one is pickled and unpickled. Tensors start at multiples of 64 bytes, so that the
+receiver can use the block itself as their memory.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from __future__ import annotations
 import math
 import pickle
 import struct
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,6 +29,9 @@ from penstock import tree
 
 PREFIX = struct.Struct("<qqq")
 _ALIGNMENT = 64
+_LONGEST_TEXT_BYTES = 2048
+
+Bytes = npt.NDArray[np.uint8]
 
 
 class BlockKind(IntEnum):
@@ -32,9 +39,11 @@ class BlockKind(IntEnum):
 
     VALUE = 0
     GROW = 1
-    """No value: the next block is larger, of the size given in place of the microbatch."""
+    """No value: the next block is larger, of the size given in place of the number."""
     FAILURE = 2
     """No value: the sender has failed, the header says why."""
+    CLOSED = 3
+    """No value: the sender has left for good, the header says why."""
 
 
 @dataclass(frozen=True)
@@ -44,76 +53,159 @@ class _Slot:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
-def describe(value: Any) -> tuple[bytes, list[Tensor]]:
-    """The header of a value, which is the value with a slot for each tensor; and its tensors."""
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How a value lies in a block: everything but the bytes of its tensors.
+
+    Attributes:
+        header: the value with a slot for each tensor, pickled.
+        structure, leaves: the same, taken apart.
+        offsets: bytes from the block's start to each tensor.
+        num_bytes: of the whole block.
+        signature: equal for values of equal layout; ``None`` if that takes pickling to tell.
+    """
+
+    header: bytes
+    structure: tree.Structure
+    leaves: Sequence[Any]
+    offsets: Sequence[int]
+    num_bytes: int
+    signature: Any = field(default=None)
+
+    @classmethod
+    def read(cls, header: bytes, signature: Any = None) -> Layout:
+        """The layout that a header tells."""
+        leaves, structure = tree.flatten(pickle.loads(header))
+        offset, offsets = _aligned(PREFIX.size + len(header)), []
+        for slot in leaves:
+            if isinstance(slot, _Slot):
+                offsets.append(offset)
+                offset += _aligned(slot.num_bytes)
+        return cls(header, structure, leaves, offsets, offset, signature)
+
+
+def describe(value: Any, last: Layout | None = None) -> tuple[Layout, list[Tensor]]:
+    """The layout of a value, which is ``last`` if nothing has changed; and its tensors."""
+    found: list[Tensor] = []
+    signature = _signature(value, found)
+    if signature is not None and last is not None and last.signature == signature:
+        return last, [tensor.detach() for tensor in found]
     skeleton = tree.replace(Tensor, lambda tensor: _Slot(tuple(tensor.shape), tensor.dtype), value)
-    return pickle.dumps(skeleton), [tensor.detach() for tensor in tree.tensors(value)]
+    layout = Layout.read(pickle.dumps(skeleton), signature)
+    return layout, [tensor.detach() for tensor in tree.tensors(value)]
 
 
-def block_size(header: bytes, tensors: list[Tensor]) -> int:
-    """Bytes that ``pack`` needs."""
-    return _aligned(PREFIX.size + len(header)) + sum(_aligned(_num_bytes(t)) for t in tensors)
+def _signature(value: Any, found: list[Tensor]) -> Any:
+    """Something cheap that is equal only for values of equal layout, or ``None``.
+
+    ``found`` takes the tensors in order. What is equal and yet not the same (``1`` and ``True``,
+    ``0.0`` and ``-0.0``) must not look alike, so only a few types are dealt with.
+    """
+    if isinstance(value, Tensor):
+        found.append(value)
+        return value.shape, value.dtype
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return kind, value
+    if kind is dict and all(type(key) is str for key in value):
+        parts, keys = value.values(), tuple(value)
+    elif kind in (tuple, list):
+        parts, keys = value, ()
+    else:
+        return None
+    inner = [_signature(part, found) for part in parts]
+    return None if None in inner else (kind, keys, inner)
 
 
-def pack(microbatch: int, header: bytes, tensors: list[Tensor]) -> Tensor:
+def pack(number: int, layout: Layout, tensors: list[Tensor]) -> Tensor:
     """A block with a value, as a tensor of bytes."""
-    block = torch.empty(block_size(header, tensors), dtype=torch.uint8)
-    _write(block, 0, PREFIX.pack(BlockKind.VALUE, microbatch, len(header)) + header)
-    offset = _aligned(PREFIX.size + len(header))
-    for tensor in tensors:
-        size = _num_bytes(tensor)
-        if size:
-            target = block[offset : offset + size].view(tensor.dtype).view(tensor.shape)
-            target.copy_(tensor)
-        offset += _aligned(size)
+    block = torch.empty(layout.num_bytes, dtype=torch.uint8)
+    write_header(memory_of(block), number, layout)
+    write_tensors(places(block, layout), tensors)
     return block
+
+
+def write_header(memory: memoryview, number: int, layout: Layout) -> None:
+    """Write all of a block but its tensors."""
+    data = PREFIX.pack(BlockKind.VALUE, number, len(layout.header)) + layout.header
+    memory[: len(data)] = data
+
+
+def places(block: Tensor, layout: Layout) -> list[Tensor | None]:
+    """Where in a block each tensor belongs; ``None`` for an empty one."""
+    slots = [slot for slot in layout.leaves if isinstance(slot, _Slot)]
+    return [
+        block[offset : offset + slot.num_bytes].view(slot.dtype).view(slot.shape)
+        if slot.num_bytes
+        else None
+        for slot, offset in zip(slots, layout.offsets, strict=True)
+    ]
+
+
+def write_tensors(places: list[Tensor | None], tensors: list[Tensor]) -> None:
+    """Copy tensors to their places."""
+    for place, tensor in zip(places, tensors, strict=True):
+        if place is not None:
+            place.copy_(tensor)
 
 
 def pack_notice(kind: BlockKind, number: int = 0, text: str = "") -> Tensor:
     """A block without a value."""
-    # Cut between two letters; and a text that cannot be encoded must not hide the failure it tells.
-    data = text.encode(errors="replace")[:2048].decode(errors="ignore").encode()
+    data = short(text)
     block = torch.empty(PREFIX.size + len(data), dtype=torch.uint8)
-    _write(block, 0, PREFIX.pack(kind, number, len(data)) + data)
+    memory_of(block)[:] = PREFIX.pack(kind, number, len(data)) + data
     return block
 
 
-def read_prefix(block: Tensor) -> tuple[BlockKind, int, bytes]:
-    """(kind, microbatch or number, header) of a block."""
-    memory = _memory(block)
+def short(text: str) -> bytes:
+    """A text, cut to what fits in a notice: at most 2048 bytes of UTF-8."""
+    # Cut between two letters; and a text that cannot be encoded must not hide the failure it tells.
+    data = text.encode(errors="replace")[:_LONGEST_TEXT_BYTES]
+    return data.decode(errors="ignore").encode()
+
+
+def read_prefix(memory: memoryview) -> tuple[BlockKind, int, bytes]:
+    """(kind, number, header) of a block."""
     kind, number, size = PREFIX.unpack_from(memory)
     return BlockKind(kind), number, bytes(memory[PREFIX.size : PREFIX.size + size])
 
 
-def unpack(block: Tensor, header: bytes) -> Any:
-    """The value in a block; its tensors are views of the block."""
-    offset = _aligned(PREFIX.size + len(header))
-
-    def tensor_in(slot: _Slot) -> Tensor:
-        nonlocal offset
-        size = math.prod(slot.shape) * slot.dtype.itemsize
-        if not size:
-            return torch.empty(slot.shape, dtype=slot.dtype)
-        data = block[offset : offset + size]
-        offset += _aligned(size)
-        return data.view(slot.dtype).view(slot.shape)
-
-    return tree.replace(_Slot, tensor_in, pickle.loads(header))
+def recognise(header: bytes, last: Layout | None) -> Layout:
+    """The layout that a header tells, which is ``last`` if it is the same."""
+    return last if last is not None and last.header == header else Layout.read(header)
 
 
-def _write(block: Tensor, offset: int, data: bytes) -> None:
-    _memory(block)[offset : offset + len(data)] = data
+def unpack(block: Bytes, layout: Layout) -> Any:
+    """The value in a block; its tensors use the block as their memory and keep it alive.
+
+    Every tensor counts its own versions: overwriting one must not make autograd think that another
+    one was, which two views of one tensor would.
+    """
+    offsets = iter(layout.offsets)
+    leaves = [
+        _tensor(block, leaf, next(offsets)) if isinstance(leaf, _Slot) else leaf
+        for leaf in layout.leaves
+    ]
+    return tree.unflatten(leaves, layout.structure)
 
 
-def _memory(block: Tensor) -> memoryview:
-    array: Any = block.numpy()
-    return memoryview(array)
+def _tensor(block: Bytes, slot: _Slot, offset: int) -> Tensor:
+    count = math.prod(slot.shape)
+    if not count:
+        return torch.empty(slot.shape, dtype=slot.dtype)
+    flat = torch.frombuffer(block, dtype=slot.dtype, count=count, offset=offset)
+    return flat.view(slot.shape)
+
+
+def memory_of(block: Tensor) -> memoryview:
+    """The bytes of a block, to read and write."""
+    return memoryview(block.numpy())  # type: ignore[arg-type]
 
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -21,7 +21,7 @@ from torch import Tensor
 from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.transport import packing
 from penstock.transport.base import Edge, Transport
-from penstock.transport.packing import BlockKind
+from penstock.transport.packing import BlockKind, Layout
 
 _FIRST_CAPACITY = 4096
 _MOST_UNDER_WAY = 4
@@ -43,15 +43,21 @@ class ProcessGroupTransport(Transport):
         self.group = dist.new_group(list(range(num_ranks)), timeout=timeout, backend="gloo")
         self._capacity: dict[Edge, int] = defaultdict(lambda: _FIRST_CAPACITY)
         self._under_way: dict[Edge, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
+        self._discarded: list[tuple[dist.Work, Tensor]] = []
+        self._layouts: dict[Edge, Layout] = {}
         self._early: dict[tuple[Edge, int], Any] = {}
+        self._farewells: dict[Edge, str] = {}
+        self._lowest = 0
+        self._closed: str | None = None
 
-    def send(self, edge: Edge, microbatch: int, value: Any) -> None:
-        header, tensors = packing.describe(value)
-        size = packing.block_size(header, tensors)
-        if size > self._capacity[edge]:
-            self._post(edge, packing.pack_notice(BlockKind.GROW, size))
-            self._capacity[edge] = size
-        self._post(edge, packing.pack(microbatch, header, tensors))
+    def send(self, edge: Edge, number: int, value: Any) -> None:
+        self._check_open()
+        layout, tensors = packing.describe(value, self._layouts.get(edge))
+        self._layouts[edge] = layout
+        if layout.num_bytes > self._capacity[edge]:
+            self._post(edge, packing.pack_notice(BlockKind.GROW, layout.num_bytes))
+            self._capacity[edge] = layout.num_bytes
+        self._post(edge, packing.pack(number, layout, tensors))
 
     def _post(self, edge: Edge, block: Tensor) -> None:
         under_way = self._under_way[edge]
@@ -71,19 +77,31 @@ class ProcessGroupTransport(Transport):
         except RuntimeError as error:
             raise self._translated(error, peer, waiting) from error
 
-    def recv(self, edge: Edge, microbatch: int, waiting: str) -> Any:
-        wanted = (edge, microbatch)
+    def recv(self, edge: Edge, number: int, waiting: str) -> Any:
+        self._check_open()
+        wanted = (edge, number)
         while wanted not in self._early:
-            block = self._receive(edge, waiting)
-            kind, number, header = packing.read_prefix(block)
-            if kind is BlockKind.FAILURE:
-                reason = header.decode()
-                raise PeerError(f"{waiting}: cancelled because {reason}", reason)
-            if kind is BlockKind.GROW:
-                self._capacity[edge] = number
-                continue
-            self._early[edge, number] = packing.unpack(block, header)
+            if farewell := self._farewells.get(edge):
+                raise PeerError(f"{waiting}: {farewell}", farewell)
+            self._take_in(self._receive(edge, waiting), edge, waiting)
         return self._early.pop(wanted)
+
+    def _take_in(self, block: Tensor, edge: Edge, waiting: str) -> None:
+        kind, number, header = packing.read_prefix(packing.memory_of(block))
+        if kind is BlockKind.GROW:
+            self._capacity[edge] = number
+        elif kind is BlockKind.CLOSED:
+            reason = header.decode()
+            self._farewells[edge] = f"rank {edge.source} closed its pipeline ({reason})"
+        elif number < self._lowest:
+            return
+        elif kind is BlockKind.FAILURE:
+            reason = header.decode()
+            raise PeerError(f"{waiting}: cancelled because {reason}", reason)
+        else:
+            layout = packing.recognise(header, self._layouts.get(edge))
+            self._layouts[edge] = layout
+            self._early[edge, number] = packing.unpack(block.numpy(), layout)
 
     def _receive(self, edge: Edge, waiting: str) -> Tensor:
         block = torch.empty(self._capacity[edge], dtype=torch.uint8)
@@ -103,7 +121,7 @@ class ProcessGroupTransport(Transport):
         return PeerError(f"{waiting}: {reason}", reason)
 
     def fail(self, reason: str, edges: Iterable[Edge]) -> None:
-        notice = packing.pack_notice(BlockKind.FAILURE, text=reason)
+        notice = packing.pack_notice(BlockKind.FAILURE, self._lowest, reason)
         parting = []
         for edge in edges:
             # A rank that is gone needs no notice.
@@ -119,3 +137,29 @@ class ProcessGroupTransport(Transport):
             waiting = f"rank {edge.source}, end of the step, sending to rank {edge.target}"
             while under_way:
                 self._finish(under_way.popleft()[0], edge.target, waiting)
+
+    def discard(self, before: int) -> None:
+        self._lowest = max(self._lowest, before)
+        # The receiver will come to them in time; they must not be in the way of other messages.
+        for under_way in self._under_way.values():
+            self._discarded += under_way
+            under_way.clear()
+        for key in [key for key in self._early if key[1] < self._lowest]:
+            del self._early[key]
+
+    def close(self, reason: str) -> None:
+        if self._closed is not None:
+            return
+        self._closed = reason
+        self._early.clear()
+        notice = packing.pack_notice(BlockKind.CLOSED, text=reason)
+        # It leaves when a rank waits on one of these edges, as long as this process lives.
+        for edge, under_way in self._under_way.items():
+            with contextlib.suppress(RuntimeError):
+                work = dist.isend(notice, edge.target, group=self.group, tag=edge.tag)
+                if work is not None:
+                    under_way.append((work, notice))
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise RunError(f"this rank has closed its pipeline ({self._closed})")

@@ -7,18 +7,28 @@ import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from penstock.errors import DeadlineError, PeerError
+from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.transport.base import Edge, Transport
 
 
 class _Message(NamedTuple):
     edge: Edge
-    microbatch: int
+    number: int
     value: Any
 
 
 class _Failure(NamedTuple):
     reason: str
+    number: int
+    """The lowest number that the failing rank had not discarded."""
+
+
+class _Farewell(NamedTuple):
+    rank: int
+    reason: str
+
+
+_Notice = _Message | _Failure | _Farewell
 
 
 class ThreadExchange:
@@ -31,7 +41,7 @@ class ThreadExchange:
 
     def __init__(self, num_ranks: int, deadline_seconds: float) -> None:
         self.deadline_seconds = deadline_seconds
-        self.inboxes: list[queue.SimpleQueue[_Message | _Failure]] = [
+        self.inboxes: list[queue.SimpleQueue[_Notice]] = [
             queue.SimpleQueue() for _ in range(num_ranks)
         ]
         self.transports = [ThreadTransport(self, rank) for rank in range(num_ranks)]
@@ -44,24 +54,36 @@ class ThreadTransport(Transport):
         self._exchange = exchange
         self._rank = rank
         self._early: dict[tuple[Edge, int], Any] = {}
+        self._farewells: dict[int, str] = {}
+        self._lowest = 0
+        self._closed: str | None = None
 
-    def send(self, edge: Edge, microbatch: int, value: Any) -> None:
-        self._exchange.inboxes[edge.target].put(_Message(edge, microbatch, value))
+    def send(self, edge: Edge, number: int, value: Any) -> None:
+        self._check_open()
+        self._exchange.inboxes[edge.target].put(_Message(edge, number, value))
 
-    def recv(self, edge: Edge, microbatch: int, waiting: str) -> Any:
-        wanted = (edge, microbatch)
-        if wanted in self._early:
-            return self._early.pop(wanted)
+    def recv(self, edge: Edge, number: int, waiting: str) -> Any:
+        self._check_open()
+        wanted = (edge, number)
         end = time.monotonic() + self._exchange.deadline_seconds
-        while True:
-            message = self._next(end, edge, waiting)
-            if isinstance(message, _Failure):
-                raise PeerError(f"{waiting}: cancelled because {message.reason}", message.reason)
-            if (message.edge, message.microbatch) == wanted:
-                return message.value
-            self._early[message.edge, message.microbatch] = message.value
+        while wanted not in self._early:
+            if farewell := self._farewells.get(edge.source):
+                raise PeerError(f"{waiting}: {farewell}", farewell)
+            self._take_in(self._next(end, edge, waiting), waiting)
+        return self._early.pop(wanted)
 
-    def _next(self, end: float, edge: Edge, waiting: str) -> _Message | _Failure:
+    def _take_in(self, notice: _Notice, waiting: str) -> None:
+        match notice:
+            case _Message(edge, number, value):
+                if number >= self._lowest:
+                    self._early[edge, number] = value
+            case _Failure(reason, number):
+                if number >= self._lowest:
+                    raise PeerError(f"{waiting}: cancelled because {reason}", reason)
+            case _Farewell(rank, reason):
+                self._farewells[rank] = f"rank {rank} closed its pipeline ({reason})"
+
+    def _next(self, end: float, edge: Edge, waiting: str) -> _Notice:
         try:
             return self._exchange.inboxes[self._rank].get(timeout=max(0, end - time.monotonic()))
         except queue.Empty:
@@ -73,12 +95,30 @@ class ThreadTransport(Transport):
 
     def fail(self, reason: str, edges: Iterable[Edge]) -> None:
         # All ranks share this process, so none needs to hear it from a neighbour.
-        for rank, inbox in enumerate(self._exchange.inboxes):
-            if rank != self._rank:
-                inbox.put(_Failure(reason))
+        self._tell_all(_Failure(reason, self._lowest))
 
     def flush(self) -> None:
         """Nothing is ever under way: the receiver's inbox has it at once."""
+
+    def discard(self, before: int) -> None:
+        self._lowest = max(self._lowest, before)
+        for key in [key for key in self._early if key[1] < self._lowest]:
+            del self._early[key]
+
+    def close(self, reason: str) -> None:
+        if self._closed is None:
+            self._closed = reason
+            self._early.clear()
+            self._tell_all(_Farewell(self._rank, reason))
+
+    def _tell_all(self, notice: _Notice) -> None:
+        for rank, inbox in enumerate(self._exchange.inboxes):
+            if rank != self._rank:
+                inbox.put(notice)
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise RunError(f"rank {self._rank} has closed its pipeline ({self._closed})")
 
     def reset(self) -> None:
         """Forget messages of a failed step."""

@@ -47,7 +47,9 @@ class Contestant:
         """Train on one minibatch; note its loss and how long it took."""
         with intra_op_threads(self.num_threads):
             start = time.perf_counter()
-            loss = float(self.trainer.step(*batch))
+            told = self.trainer.step(*batch)
+            assert told is not None  # only a pipeline that was asked to keeps its results
+            loss = float(told)
             self.seconds.append(time.perf_counter() - start)
         self.losses.append(loss)
         if isinstance(self.trainer, Pipeline):

@@ -12,7 +12,9 @@ from functools import cached_property
 
 import torch
 
+from penstock.analysis import find_parting, idle_of
 from penstock.drawing import Fact, Report, Series, StageRow, TimelineRecord
+from penstock.drawing.words import reason
 from penstock.planner import Plan
 from penstock.timeline import Timeline
 from penstock.trial.contestants import Contestant
@@ -92,6 +94,9 @@ class Trial:
             "predicted_stage_bubble": self.predicted.stage_bubble,
             "measured_bubble": self.measured.bubble,
             "measured_stage_bubble": self.measured.stage_bubble,
+            "predicted_idle": [idle._asdict() for idle in idle_of(self.predicted)],
+            "measured_idle": [idle._asdict() for idle in idle_of(self.measured)],
+            "parting": self._parting().value,
             "units_per_second": self.units_per_second,
             "losses": self.pipeline.losses,
             "held_out": self.pipeline.held_out,
@@ -160,6 +165,21 @@ class Trial:
                 value=f"{measured.bubble:.1%}",
                 note=f"stage bubble {measured.stage_bubble:.1%}",
             ),
+            Fact(
+                label="idle time, measured",
+                value=_shares(measured),
+                note="bubble, waiting for slow peers, communication, of all rank time",
+            ),
+            self._parting(),
+        )
+
+    def _parting(self) -> Fact:
+        """The first op that did not run as predicted, and why."""
+        parting = find_parting(self.predicted, self.measured)
+        return Fact(
+            label="first op unlike its prediction",
+            value=f"{parting.measured.op} on rank {parting.measured.rank}" if parting else "none",
+            note=reason(parting) if parting else "in the measured step",
         )
 
     def _learning(self) -> Sequence[Fact]:
@@ -228,6 +248,13 @@ def _finite(loss: float) -> float | None:
 
 def _difference(value: float) -> str:
     return "0, equal to the bit" if value == 0 else f"{value:.2g}"
+
+
+def _shares(timeline: Timeline) -> str:
+    """Each part of the idle time of all ranks together, as a share of their time."""
+    parts = map(sum, zip(*idle_of(timeline), strict=True))
+    whole = timeline.num_ranks * timeline.makespan
+    return " + ".join(f"{100 * part / whole:.1f}" for part in parts) + " %"
 
 
 def _milliseconds(seconds: float) -> str:

@@ -1,0 +1,216 @@
+"""``penstock rehearse``: perform a plan with real processes and messages before renting devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import get_args
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from penstock.cli import options, show, sources
+from penstock.cost import Costs
+from penstock.drawing import Fact, Report, TimelineRecord, draw_stacked
+from penstock.drawing.units import seconds
+from penstock.errors import InputError
+from penstock.planner import Plan
+from penstock.rehearsal import Comparison, Rehearsal
+from penstock.rehearsal import rehearse as perform
+from penstock.rehearsal.costs import scaled
+from penstock.rehearsal.performance import TransportName
+from penstock.schedule import Schedule
+from penstock.simulator import simulate
+
+_SOURCE_HELP = (
+    "SOURCE is a .json plan, a schedule's name, or a .csv of ops. A plan has its own times; for "
+    "the others, --costs gives them in units of --op-ms milliseconds."
+)
+_QUIET_SECONDS = 2.0
+
+
+@click.command(epilog=_SOURCE_HELP)
+@click.argument("source")
+@options.ranks_option(4)
+@options.microbatches_option(8)
+@options.costs_option
+@click.option(
+    "--op-ms", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True,
+    help="Milliseconds of a cost of 1.",
+)  # fmt: skip
+@click.option(
+    "--scale", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True,
+    help="Multiplies all times: 0.1 rehearses a slow plan in a tenth of its time.",
+)  # fmt: skip
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=5, show_default=True,
+    help="Minibatches; the first is warm-up.",
+)  # fmt: skip
+@click.option(
+    "--message-kib", type=click.IntRange(min=1), default=64, show_default=True,
+    help="Size of a message between stages.",
+)  # fmt: skip
+@click.option(
+    "--transport", type=click.Choice(get_args(TransportName)), default="shared-memory",
+    show_default=True, help="Between processes, or between threads of one process.",
+)  # fmt: skip
+@options.output_option("Picture to write (.svg, .html, .txt), or all that was found (.json).")
+@options.json_option
+def rehearse(
+    source: str,
+    ranks: int,
+    microbatches: int,
+    costs: Costs,
+    op_ms: float,
+    scale: float,
+    steps: int,
+    message_kib: int,
+    transport: TransportName,
+    output: str | None,
+    as_json: bool,
+) -> None:
+    """Perform a plan on emulated devices: real processes and messages, compute that only waits.
+
+    Eight or sixteen ranks run on two cores. Prints what was measured beside what was predicted.
+    """
+    if output is not None:
+        _check_suffix(output)
+    plan, op_costs = _plan(source, ranks, microbatches, costs, op_ms / 1e3)
+    expected_seconds = steps * scale * _step_seconds(plan, op_costs)
+    with _bar(expected_seconds) as progress:
+        found = perform(
+            plan,
+            op_costs,
+            steps=steps,
+            scale=scale,
+            message_bytes=message_kib * 1024,
+            transport=transport,
+            progress=progress,
+        )
+    if output is not None:
+        _write(found, output)
+    if as_json:
+        show.print_json(_numbers(found))
+    else:
+        _print(found)
+    if output is not None:
+        show.say(f"wrote {output}")
+
+
+def _plan(
+    source: str, ranks: int, microbatches: int, costs: Costs, unit_seconds: float
+) -> tuple[Plan | Schedule, Costs | None]:
+    """What to perform, and the seconds of its ops if it does not have its own."""
+    suffix = Path(source).suffix.lower()
+    if suffix == ".json":
+        return Plan.load(source), None
+    schedule = (
+        sources.read_csv(source)
+        if suffix == ".csv"
+        else sources.load(source, ranks, microbatches, costs).schedule
+    )
+    assert schedule is not None  # a name always means one
+    per_rank = schedule.num_stages / schedule.num_ranks
+    return schedule, scaled(costs.spread(per_rank), unit_seconds)
+
+
+@contextmanager
+def _bar(expected_seconds: float) -> Iterator[Callable[[int, int], None]]:
+    """A bar of the steps, if the rehearsal takes its time."""
+    bar = Progress(
+        TextColumn("rehearsing"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True),
+        console=Console(stderr=True),
+        transient=True,
+        disable=expected_seconds < _QUIET_SECONDS,
+    )
+    with bar:
+        task = bar.add_task("steps", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _step_seconds(plan: Plan | Schedule, costs: Costs | None) -> float:
+    timeline = plan.simulate() if isinstance(plan, Plan) else simulate(plan, costs)
+    return timeline.makespan
+
+
+def _check_suffix(output: str) -> None:
+    """Before the rehearsal, which may take long."""
+    if Path(output).suffix.lower() not in (".svg", ".html", ".txt", ".json"):
+        raise InputError(f"cannot write {output!r}: end the name in .svg, .html, .txt or .json")
+
+
+def _write(found: Rehearsal, output: str) -> None:
+    if Path(output).suffix.lower() != ".json":
+        titled = [("Predicted", found.predicted), ("Measured", found.measured)]
+        draw_stacked(titled, output)
+        return
+    report = Report(
+        title=f"Rehearsal of {found.measured.name or 'a schedule'}",
+        facts=_facts(found),
+        predicted=TimelineRecord.of(found.predicted),
+        measured=TimelineRecord.of(found.measured),
+    )
+    report.save(output)
+
+
+def _print(found: Rehearsal) -> None:
+    rows = [
+        (one.name, *_shown(one), f"{100 * one.difference:+.1f} {'points' if one.is_share else '%'}")
+        for one in found.comparisons
+    ]
+    name = found.measured.name or "schedule"
+    show.print_table((name, "predicted", "measured", "difference"), rows)
+    click.echo("\n" + "\n".join(f"{fact.label}: {fact.value}" for fact in _circumstances(found)))
+
+
+def _shown(one: Comparison) -> tuple[str, str]:
+    if one.is_share:
+        return f"{one.predicted:.1%}", f"{one.measured:.1%}"
+    return seconds(one.predicted), seconds(one.measured)
+
+
+def _circumstances(found: Rehearsal) -> list[Fact]:
+    """How the figures came about."""
+    shortest, longest = (seconds(find(found.step_seconds)) for find in (min, max))
+    facts = [
+        Fact(label="steps", value=f"median of {len(found.step_seconds)}, {shortest} to {longest}"),
+        Fact(
+            label="a message takes",
+            value=f"{seconds(found.hop_seconds)} more than planned, which the prediction includes",
+        ),
+    ]
+    if found.num_held_up:
+        value = f"{found.num_held_up} took 1 ms longer than they should: this machine was busy"
+        facts.append(Fact(label="ops held up", value=value))
+    return facts
+
+
+def _facts(found: Rehearsal) -> tuple[Fact, ...]:
+    compared = (
+        Fact(label=one.name, value=_shown(one)[1], note=f"{_shown(one)[0]} predicted")
+        for one in found.comparisons
+    )
+    return (*compared, *_circumstances(found))
+
+
+def _numbers(found: Rehearsal) -> dict[str, object]:
+    """For ``--json``: times in seconds, bubbles as shares of 1."""
+    return {
+        "name": found.measured.name,
+        "num_ranks": found.measured.num_ranks,
+        **{
+            one.name.replace(" ", "_"): {
+                "predicted": one.predicted,
+                "measured": one.measured,
+                "difference": one.difference,
+            }
+            for one in found.comparisons
+        },
+        "hop_seconds": found.hop_seconds,
+        "step_seconds": found.step_seconds,
+    }

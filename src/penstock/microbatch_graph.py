@@ -1,0 +1,110 @@
+"""The autograd graph of one microbatch on one stage, cut off at the stage's borders.
+
+Inputs come in detached and leave their gradients in leaves of their own; of the outputs only the
+graph edge is kept, which is all that a backward needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from penstock import tree
+from penstock.deferral import Deferral
+from penstock.errors import InputError
+from penstock.randomness import NoDraws
+
+Gradients = Sequence[Tensor | None]
+"""One per leaf of a value, ``None`` where nothing flows back."""
+
+
+class InputGradients(NamedTuple):
+    """What a backward gives; ``None`` where there is no gradient.
+
+    Attributes:
+        inputs: one per leaf of the input.
+        skips: one per leaf, by key, of every skip that came from another stage.
+    """
+
+    inputs: list[Tensor | None]
+    skips: dict[str, list[Tensor | None]]
+
+
+@dataclass(frozen=True)
+class MicrobatchGraph:
+    """What one microbatch leaves behind until its backward.
+
+    Attributes:
+        inputs: leaves of the input, where gradients will be.
+        recalled: likewise, of the skips that came from earlier stages.
+        outputs: edges of the output's leaves.
+        stashed: likewise, of the skips that went to later stages.
+        drew: whether a layer drew random numbers.
+        deferral: where weight gradients wait, if the backward is split.
+    """
+
+    inputs: list[Any]
+    recalled: dict[str, list[Any]]
+    outputs: list[GradientEdge | None]
+    stashed: dict[str, list[GradientEdge | None]]
+    drew: bool
+    deferral: Deferral | None
+
+    def backward(
+        self, gradients: Gradients, skip_gradients: Mapping[str, Gradients]
+    ) -> InputGradients:
+        """Go back once; what is not deferred accumulates in ``.grad`` of the parameters.
+
+        Raises:
+            InputError: a gradient belongs to a skip that the stage did not stash.
+        """
+        unknown = sorted(skip_gradients.keys() - self.stashed.keys())
+        if unknown:
+            raise InputError(
+                f"there are gradients of the skips {unknown}, but the forward gave "
+                f"{sorted(self.stashed)}"
+            )
+        given = [(self.outputs, gradients)]
+        given += [(self.stashed[key], those) for key, those in skip_gradients.items()]
+        pairs = [
+            (edge, gradient)
+            for ends, seeds in given
+            for edge, gradient in zip(ends, seeds, strict=True)
+            if edge is not None and gradient is not None
+        ]
+        if pairs:
+            starts, seeds = zip(*pairs, strict=True)
+            refusing = NoDraws() if self.drew else nullcontext()
+            with refusing, self.deferral or nullcontext():
+                torch.autograd.backward(starts, seeds)
+        if self.deferral is not None:
+            self.deferral.settle()
+        return InputGradients(
+            _gradients(self.inputs),
+            {key: _gradients(leaves) for key, leaves in self.recalled.items()},
+        )
+
+
+def cut(value: Any, wants_gradient: bool) -> tuple[list[Any], Any]:
+    """(the leaves where gradients will be, the value to compute with)."""
+    leaves, structure = tree.flatten(value)
+    pairs = [tree.cut(leaf, wants_gradient) for leaf in leaves]
+    return [pair[0] for pair in pairs], tree.unflatten([pair[1] for pair in pairs], structure)
+
+
+def edges(value: Any) -> list[GradientEdge | None]:
+    """Where the graph of each leaf ends; ``None`` for what has no gradient."""
+    return [
+        get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
+        for leaf in tree.flatten(value)[0]
+    ]
+
+
+def _gradients(leaves: list[Any]) -> list[Tensor | None]:
+    return [leaf.grad if isinstance(leaf, Tensor) else None for leaf in leaves]

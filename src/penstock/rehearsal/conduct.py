@@ -1,0 +1,121 @@
+"""``rehearse``: perform a plan with every rank a real process and only the compute a wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any, get_args
+
+from penstock.cost import Costs
+from penstock.errors import InputError
+from penstock.planner import Plan
+from penstock.rehearsal.costs import costs_of_slices, default_costs, scaled
+from penstock.rehearsal.job import Job, WaitsName, flattened
+from penstock.rehearsal.performance import TransportName, perform
+from penstock.rehearsal.result import Rehearsal, rehearsal_of
+from penstock.schedule import Kind, Schedule
+from penstock.schedule.check import check
+from penstock.schedule.lower import add_communication, add_update
+from penstock.schedule.op import COMPUTE
+from penstock.simulator import simulate
+from penstock.values import expect, is_number, is_whole
+
+MOST_RANKS = 128
+"""More processes than this would only show how this machine switches between them."""
+_DEADLINE_SECONDS = 30.0
+
+
+def rehearse(
+    plan: Plan | Schedule,
+    costs: Costs | None = None,
+    *,
+    steps: int = 5,
+    scale: float = 1.0,
+    message_bytes: int = 64 * 1024,
+    transport: TransportName = "shared-memory",
+    waits: WaitsName = "relative",
+    progress: Callable[[int, int], None] | None = None,
+) -> Rehearsal:
+    """Perform a plan on emulated devices: every rank is a real process with a real worker, which
+    performs its lowered schedule and sends real messages; only its compute is a wait, as long as
+    planned. Eight or sixteen ranks run on two cores.
+
+    Args:
+        plan: a plan, or a schedule of compute ops.
+        costs: seconds of each op, as for ``simulate``; by default the plan's, or 10 ms each for F,
+            I and W of all of a rank's layers. A planned hop is kept, by not using a message sooner;
+            so is ``reduce``, by not updating sooner.
+        steps: how often to perform it; the first one is warm-up if there are several.
+        scale: multiplies all costs: 0.1 rehearses a slow plan in a tenth of its time.
+        message_bytes: of an output and of a gradient.
+        transport: ``"shared-memory"`` between processes, or ``"threads"`` of this one.
+        waits: ``"relative"``, each op waits from when it starts; or ``"logical"``, until the
+            prediction says that it ends, which hides all overhead and is for tests of order.
+        progress: called after each step with the steps done and their number.
+
+    Returns:
+        The predicted and the measured timeline, and what they say.
+
+    Raises:
+        InputError: an argument makes no sense, or the costs do not fit the schedule.
+        ScheduleError: the schedule is incomplete or deadlocks.
+        RunError: a rank failed or died.
+    """
+    expect(plan, Plan | Schedule, "the plan", "give a penstock.Plan or a penstock.Schedule")
+    schedule = plan.build_schedule() if isinstance(plan, Plan) else plan
+    if costs is None:
+        costs = plan.costs if isinstance(plan, Plan) else default_costs(schedule)
+    expect(costs, Costs, "costs", "give a penstock.Costs")
+    _check_arguments(steps, scale, message_bytes, transport, waits)
+    check(schedule)
+    costs.check_stages(schedule.num_stages)
+    _check_size(schedule)
+    costs = scaled(costs, scale)
+    lowered = performable(schedule)
+    job = Job(
+        ops=str(flattened(lowered)),
+        costs=costs_of_slices(costs, schedule.num_slices),
+        num_steps=steps,
+        message_bytes=message_bytes,
+        waits=waits,
+        deadline_seconds=_DEADLINE_SECONDS + 2 * simulate(lowered, costs).makespan,
+    )
+    done = []
+    with closing(perform(job, transport)) as performed:
+        for times in performed:
+            done.append(times)
+            if progress is not None:
+                progress(len(done), steps)
+    return rehearsal_of(lowered, costs, done)
+
+
+def performable(schedule: Schedule) -> Schedule:
+    """What a rank performs of a schedule: its compute in its order, and all that this takes."""
+    kept = COMPUTE | {Kind.RECOMPUTE}
+    ranks = (tuple(op for op in ops if op.kind in kept) for ops in schedule.ranks)
+    return add_communication(add_update(Schedule.of(ranks, schedule.name)))
+
+
+def _check_arguments(
+    steps: Any, scale: Any, message_bytes: Any, transport: Any, waits: Any
+) -> None:
+    if not is_whole(steps) or steps < 1:
+        raise InputError(f"steps is {steps!r}, but must be a whole number ≥ 1")
+    if not is_number(scale) or not 0 < scale < float("inf"):
+        raise InputError(f"scale is {scale!r}, but must be a number > 0; 1 is the planned pace")
+    if not is_whole(message_bytes) or message_bytes < 1:
+        raise InputError(f"message_bytes is {message_bytes!r}, but must be a whole number ≥ 1")
+    for name, value, choices in (
+        ("transport", transport, get_args(TransportName)),
+        ("waits", waits, get_args(WaitsName)),
+    ):
+        if value not in choices:
+            raise InputError(f"{name} is {value!r}; take {' or '.join(map(repr, choices))}")
+
+
+def _check_size(schedule: Schedule) -> None:
+    if schedule.num_ranks > MOST_RANKS:
+        raise InputError(
+            f"the schedule has {schedule.num_ranks} ranks, and each is a process here; rehearse "
+            f"with {MOST_RANKS} at most, and simulate what is larger"
+        )

@@ -1,0 +1,122 @@
+"""A stage without layers: it takes its time and hands over as much as a real one would."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.randomness import LayerStreams
+from penstock.rehearsal.waits import Waits
+from penstock.schedule import Kind, Op
+from penstock.spine import NamedLayer
+from penstock.stage import Criterion, Gradients, InputGradients, Keep, Produced, Stage
+
+_NO_SKIPS: Mapping[str, Any] = MappingProxyType({})
+
+
+class EmulatedStage(Stage):
+    """A ``Stage`` whose compute is a wait.
+
+    Args:
+        index: the stage's number.
+        is_last: its output is a loss.
+        message_bytes: of its output, and of the gradient of its input.
+        waits: how the time of an op passes.
+    """
+
+    def __init__(self, index: int, is_last: bool, message_bytes: int, waits: Waits) -> None:
+        nothing = NamedLayer(f"emulated {index}", "", nn.Identity())
+        super().__init__(index, [nothing], index, LayerStreams(0))
+        self._waits = waits
+        self._kept: dict[int, Any] = {}
+        # What is in a message is nobody's business, so that one block of memory serves for all:
+        # fresh ones would cost page faults that no plan asked for.
+        self._message = torch.zeros(message_bytes, dtype=torch.uint8)
+        self._output = torch.zeros(()) if is_last else self._message
+
+    @property
+    def in_flight(self) -> int:
+        """Microbatches of which the input is still kept."""
+        return len(self._kept)
+
+    def forward(
+        self,
+        microbatch: int,
+        inputs: Any,
+        step: int = 0,
+        criterion: Criterion | None = None,
+        keep: Keep = Keep.EVERYTHING,
+        skips: Mapping[str, Any] = _NO_SKIPS,
+    ) -> Produced:
+        """F: wait. Keeps the input until B or W, as a real stage does."""
+        self._kept[microbatch] = inputs
+        self._wait(Kind.FORWARD, microbatch)
+        return Produced(self._output, {})
+
+    def recompute(self, microbatch: int, keep: Keep = Keep.EVERYTHING) -> None:
+        """R: wait."""
+        self._wait(Kind.RECOMPUTE, microbatch)
+
+    def backward(
+        self,
+        microbatch: int,
+        gradients: Gradients,
+        skip_gradients: Mapping[str, Gradients] = _NO_SKIPS,
+    ) -> InputGradients:
+        """B: wait."""
+        self._wait(Kind.BACKWARD, microbatch)
+        del self._kept[microbatch]
+        return self._input_gradients()
+
+    def backward_input(
+        self,
+        microbatch: int,
+        gradients: Gradients,
+        skip_gradients: Mapping[str, Gradients] = _NO_SKIPS,
+    ) -> InputGradients:
+        """I: wait."""
+        self._wait(Kind.BACKWARD_INPUT, microbatch)
+        return self._input_gradients()
+
+    def backward_weight(self, *microbatches: int) -> None:
+        """W of one or several: wait for each."""
+        for microbatch in microbatches:
+            self._wait(Kind.BACKWARD_WEIGHT, microbatch)
+            del self._kept[microbatch]
+
+    def forget(self) -> None:
+        """Drop what unfinished microbatches have left."""
+        self._kept.clear()
+
+    def _input_gradients(self) -> InputGradients:
+        gradients: list[Tensor | None] = [self._message]
+        return InputGradients(gradients, {})
+
+    def _wait(self, kind: Kind, microbatch: int) -> None:
+        self._waits.wait(Op(self.index, kind, microbatch))
+
+
+class EmulatedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose step is a wait.
+
+    Args:
+        parameters: the stage's; they stay as they are, gradients too, for they are never computed.
+        update: the op that it stands for.
+        waits: how its time passes.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], update: Op, waits: Waits) -> None:
+        super().__init__(parameters, {})
+        self._update = update
+        self._waits = waits
+
+    def step(self, closure: Any = None) -> Any:
+        """UPDATE: wait."""
+        self._waits.wait(self._update)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Gradients of the right size serve for every step."""

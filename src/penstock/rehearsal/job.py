@@ -1,0 +1,46 @@
+"""What a rehearsal's processes need to know: one value, which travels as a line of JSON."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from penstock.cost import Costs
+from penstock.schedule import Op, Schedule
+from penstock.values import Value
+
+WaitsName = Literal["relative", "logical"]
+
+
+class Job(Value, frozen=True, kw_only=True):
+    """One rehearsal.
+
+    Attributes:
+        ops: a lowered schedule as CSV; slices are microbatches of their own (``flattened``).
+        costs: seconds of these ops.
+        num_steps: how often to perform them, warm-up included.
+        message_bytes: of an output, and of its gradient.
+        waits: what ops do instead of computing.
+        deadline_seconds: how long a receive waits.
+    """
+
+    ops: str
+    costs: Costs
+    num_steps: int
+    message_bytes: int
+    waits: WaitsName
+    deadline_seconds: float
+
+    def schedule(self) -> Schedule:
+        """The ops, read."""
+        return Schedule.parse(self.ops)
+
+
+def flattened(schedule: Schedule) -> Schedule:
+    """Each slice as a microbatch of its own, so that two numbers name all work. What slices need of
+    each other within a stage, the order of their rank already gives."""
+    num_slices = schedule.num_slices
+
+    def flat(op: Op) -> Op:
+        return op._replace(microbatch=op.microbatch * num_slices + op.slice, slice=0)
+
+    return Schedule.of(([flat(op) for op in ops] for ops in schedule.ranks), schedule.name)

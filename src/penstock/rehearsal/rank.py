@@ -1,0 +1,147 @@
+"""One rank's part in a rehearsal: a real worker with emulated stages, step after step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from penstock.errors import PeerError, RunError
+from penstock.rehearsal.emulated_stage import EmulatedOptimizer, EmulatedStage
+from penstock.rehearsal.job import Job
+from penstock.rehearsal.links import PlannedLinks
+from penstock.rehearsal.waits import Alarm, LogicalWaits, RelativeWaits, Waits
+from penstock.run.minibatch import Minibatch
+from penstock.run.program import Program
+from penstock.run.recipe import Parameters, Recipe
+from penstock.run.updater import Holding, SharedWeights, Updater
+from penstock.run.worker import Worker
+from penstock.schedule import Kind, Op, Schedule
+from penstock.schedule.channels import other_end
+from penstock.simulator import simulate
+from penstock.transport import Transport
+
+
+class Failure(NamedTuple):
+    """What a rank says last if it fails.
+
+    Attributes:
+        kind: the class of the error.
+        message: its text.
+        followed: it is only about another rank's failure.
+    """
+
+    kind: str
+    message: str
+    followed: bool
+
+
+def play(
+    job: Job, rank: int, connect: Callable[[], Transport], alarm: Alarm, channel: Connection
+) -> None:
+    """Perform a rank's ops whenever the conductor names a moment to start, until it names none.
+
+    Says over ``channel`` that it is ready; after each step, start and end of every op; or what has
+    gone wrong.
+    """
+    try:
+        _perform_steps(job, rank, connect(), alarm, channel)
+    except Exception as error:
+        said = str(error) if isinstance(error, RunError) else f"rank {rank}: {error}"
+        failure = Failure(type(error).__name__, said, isinstance(error, PeerError))
+        with suppress(OSError):  # nobody listens any more
+            channel.send(failure)
+
+
+def _perform_steps(
+    job: Job, rank: int, transport: Transport, alarm: Alarm, channel: Connection
+) -> None:
+    schedule = job.schedule()
+    waits = _waits(job, schedule, alarm)
+    worker = _worker(job, schedule, rank, transport, alarm, waits)
+    count = schedule.num_microbatches
+    nothing = torch.zeros(())
+    channel.send(None)
+    for step, start in enumerate(iter(partial(_next_start, channel), None)):
+        minibatch = Minibatch(step, [nothing] * count, [nothing] * count, [1.0] * count)
+        waits.begin(start)
+        alarm.until(start)
+        records = worker.run(schedule, minibatch).records
+        channel.send([time for _, *times in records for time in times])
+
+
+def _next_start(channel: Connection) -> float | None:
+    try:
+        start: float | None = channel.recv()
+    except EOFError:
+        return None
+    return start
+
+
+def _waits(job: Job, schedule: Schedule, alarm: Alarm) -> Waits:
+    if job.waits == "relative":
+        return RelativeWaits(alarm, job.costs)
+    planned = simulate(schedule, job.costs)
+    return LogicalWaits(alarm, {span.op: span.end for span in planned.spans})
+
+
+def _worker(
+    job: Job, schedule: Schedule, rank: int, transport: Transport, alarm: Alarm, waits: Waits
+) -> Worker:
+    own = schedule.stages_of[rank]
+    last = schedule.num_stages - 1
+    stages = {stage: EmulatedStage(stage, stage == last, job.message_bytes, waits) for stage in own}
+    weights = {stage: _weights(job.message_bytes) for stage in own}
+    holdings = {stage: Holding({str(stage): parameter}, {}) for stage, parameter in weights.items()}
+    shared = [
+        SharedWeights(stage, _holders(schedule, stage), frozenset({stage}), (weights[stage],))
+        for stage in own
+        if schedule.copies[stage] > 1
+    ]
+    updates = {op.stage: op for op in schedule.ranks[rank] if op.kind is Kind.UPDATE}
+
+    def optimizer(parameters: Parameters) -> EmulatedOptimizer:
+        ((stage, _),) = parameters.named()
+        return EmulatedOptimizer(parameters, updates[int(stage)], waits)
+
+    recipe = Recipe(optimizer=optimizer)  # no loss: what a last stage gives is one already
+    links = _planned_links(job, schedule, rank, transport, alarm)
+    updater = Updater(rank, schedule.num_ranks, holdings, links, recipe, shared)
+    return Worker(rank, stages, links, recipe, updater)
+
+
+def _weights(num_bytes: int) -> nn.Parameter:
+    """A stage's weights with their gradient, which its copies exchange."""
+    weights = nn.Parameter(torch.zeros(-(-num_bytes // 4)))
+    weights.grad = torch.zeros_like(weights)
+    return weights
+
+
+def _holders(schedule: Schedule, stage: int) -> tuple[int, ...]:
+    return tuple(rank for rank, stages in enumerate(schedule.stages_of) if stage in stages)
+
+
+def _planned_links(
+    job: Job, schedule: Schedule, rank: int, transport: Transport, alarm: Alarm
+) -> Transport:
+    """The transport, slowed down where the plan's links are slower."""
+    edges = Program(schedule, rank).edges.items()
+    hops = {edge: _hop(job, op) for op, edge in edges}
+    reduces = [
+        job.costs.delay(op, op)
+        for op in schedule.ranks[rank]
+        if op.kind is Kind.UPDATE and schedule.copies[op.stage] > 1
+    ]
+    if not any([*hops.values(), *reduces]):
+        return transport
+    return PlannedLinks(transport, alarm, hops, max(reduces, default=0.0))
+
+
+def _hop(job: Job, op: Op) -> float:
+    """Of the message that a send sends or a receive receives."""
+    return job.costs.delay(op, other_end(op))

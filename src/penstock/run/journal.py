@@ -1,0 +1,51 @@
+"""What a rank has done last and what it does now, for whoever must find out why a job stands."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from penstock.schedule import Op
+
+NUM_SHOWN = 10
+
+
+class Record(NamedTuple):
+    """When one op ran, in seconds of this host's monotonic clock."""
+
+    op: Op
+    start: float
+    end: float
+
+
+class Journal:
+    """Of one rank during one minibatch; written by its thread, read by any.
+
+    Attributes:
+        records: of the ops that are done.
+        current: the op that is being performed.
+        since: when it began.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.current: Op | None = None
+        self.since = 0.0
+
+    def text(self, rank: int, waiting: Mapping[Op, str]) -> str:
+        """One line: the last ops, and what the rank does now.
+
+        Args:
+            rank: whose journal it is.
+            waiting: what ops that receive wait for.
+        """
+        done = " ".join(str(record.op) for record in self.records[-NUM_SHOWN:]) or "nothing"
+        op = self.current
+        if op is None:
+            return f"rank {rank}: did {done}; idle"
+        seconds = time.perf_counter() - self.since
+        doing = f"at {op} for {seconds:.3g} s"
+        if op in waiting:
+            doing += f" ({waiting[op]})"
+        return f"rank {rank}: did {done}; {doing}"

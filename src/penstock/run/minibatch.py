@@ -1,0 +1,83 @@
+"""What goes into a rank's ops, and what comes out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.run.journal import Record
+
+
+def _autocast_here() -> dict[str, torch.dtype]:
+    return {
+        device: torch.get_autocast_dtype(device)
+        for device in ("cpu", "cuda")
+        if torch.is_autocast_enabled(device)
+    }
+
+
+@contextmanager
+def autocast(dtypes: Mapping[str, torch.dtype], enabled: bool) -> Iterator[None]:
+    """Autocast on or off for device types."""
+    with ExitStack() as stack:
+        for device, dtype in dtypes.items():
+            stack.enter_context(torch.autocast(device, dtype, enabled))
+        yield
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """One minibatch, cut into microbatches.
+
+    Attributes:
+        step: its number, for random streams.
+        inputs: one value per microbatch.
+        targets: one per microbatch, or empty when only outputs are wanted.
+        weights: the factor on each microbatch's loss.
+        share: the factor on the gradients alone, where several minibatches make one update.
+        more_follow: the caller goes on at once, so that what is still open may be settled then.
+        autocast: device types and dtypes for which the thread that made this had autocast on.
+    """
+
+    step: int
+    inputs: Sequence[Any]
+    targets: Sequence[Any] = ()
+    weights: Sequence[float] = ()
+    share: float = 1.0
+    more_follow: bool = False
+    autocast: Mapping[str, torch.dtype] = field(default_factory=_autocast_here)
+
+
+@dataclass
+class Harvest:
+    """What a rank has after its ops.
+
+    Attributes:
+        records: when each op ran.
+        losses: of the microbatches whose last stage this rank ran, unweighted.
+        outputs: likewise, when there are no targets.
+        metrics: likewise, by name.
+        norm: of the whole model's gradients, where ranks agree on it.
+        number: tells this run of the worker from others.
+    """
+
+    records: list[Record] = field(default_factory=list)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+    metrics: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    norm: Tensor | None = None
+    number: int = 0
+
+
+@contextmanager
+def modes(minibatch: Minibatch) -> Iterator[None]:
+    """What holds in any thread: gradients if there are targets; no autocast beside the forward."""
+    training = bool(minibatch.targets)
+    inference = torch.inference_mode(False) if training else nullcontext()
+    with inference, torch.set_grad_enabled(training), autocast(_autocast_here(), enabled=False):
+        yield

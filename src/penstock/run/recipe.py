@@ -1,0 +1,128 @@
+"""What to do with outputs and gradients: the part of training that is not the model's spread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import InputError
+from penstock.values import one_of
+
+BatchNormStatistics = Literal["microbatch", "minibatch"]
+Loss = Callable[[Any, Any], Tensor]
+Metric = Callable[[Any, Any], Tensor | float]
+SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+class Parameters(list[nn.Parameter]):
+    """The parameters of one stage, as the optimizer factory gets them.
+
+    Args:
+        named: (the name in the whole model, parameter) of each.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        super().__init__(parameter for _, parameter in named)
+        self._named = tuple(named)
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name in the whole model, parameter) of each, to make parameter groups by name."""
+        return iter(self._named)
+
+
+OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """The state of ``torch.amp.GradScaler`` as a value, with its rule.
+
+    Every rank follows the rule for itself, from the same verdicts.
+    """
+
+    scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    growth_tracker: int
+
+    @classmethod
+    def of(cls, scaler: torch.amp.GradScaler) -> LossScale | None:
+        """A scaler's state; ``None`` if it is not enabled."""
+        state = scaler.state_dict()
+        return cls(**{key.lstrip("_"): value for key, value in state.items()}) if state else None
+
+    def store(self, scaler: torch.amp.GradScaler) -> None:
+        """Make a scaler's state this one."""
+        keys = scaler.state_dict()
+        scaler.load_state_dict({key: getattr(self, key.lstrip("_")) for key in keys})
+
+    @property
+    def inverse(self) -> float:
+        """What gradients are multiplied by before they are used; rounded as torch rounds it."""
+        return float(torch.tensor(self.scale).double().reciprocal().float())
+
+    def after(self, finite: bool) -> LossScale:
+        """The scale after a step whose gradients were or were not finite."""
+        if not finite:
+            return replace(self, scale=_times(self.scale, self.backoff_factor), growth_tracker=0)
+        tracker = self.growth_tracker + 1
+        if tracker < self.growth_interval:
+            return replace(self, growth_tracker=tracker)
+        grown = _times(self.scale, self.growth_factor)
+        unbounded = grown == float("inf")
+        return replace(self, scale=self.scale if unbounded else grown, growth_tracker=0)
+
+
+def _times(scale: float, factor: float) -> float:
+    return float(torch.tensor(scale) * factor)  # in float32, as the scaler keeps it
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train.
+
+    Attributes:
+        loss: from (output, targets) of a microbatch to a scalar, or ``None`` if never trained.
+        optimizer: makes the optimizer of a stage; without one, gradients only accumulate.
+        lr_scheduler: makes the scheduler of an optimizer; stepped after each update.
+        clip_norm: the most that the global norm of the gradients may be.
+        loss_scale: what the loss is multiplied by so that small gradients survive.
+        post_validate: update before the global norm is known, and undo it if that was wrong.
+        metrics: by name, from (output, targets) of a microbatch to a number.
+        stop_at_nan: raise when the loss of a microbatch is not finite.
+        batch_norm: whose statistics the running ones of batch norm are made of.
+    """
+
+    loss: Loss | None = None
+    optimizer: OptimizerFactory | None = None
+    lr_scheduler: SchedulerFactory | None = None
+    clip_norm: float | None = None
+    loss_scale: LossScale | None = None
+    post_validate: bool = False
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    stop_at_nan: bool = True
+    batch_norm: BatchNormStatistics = "microbatch"
+
+    def __post_init__(self) -> None:
+        one_of("batch_norm", self.batch_norm, get_args(BatchNormStatistics))
+        if self.clip_norm is not None and not 0 < self.clip_norm < float("inf"):
+            raise InputError(f"clip_norm is {self.clip_norm}, but must be > 0 and finite")
+        if self.optimizer is None:
+            for name in ("lr_scheduler", "clip_norm", "loss_scale"):
+                if getattr(self, name) is not None:
+                    raise InputError(f"{name} needs an optimizer; give optimizer=… as well")
+        if self.post_validate and not self.needs_agreement:
+            raise InputError(
+                "post_validate is for updates that depend on all ranks: give clip_norm or a "
+                "grad_scaler too, or leave it out; other updates wait for nobody anyway"
+            )
+
+    @property
+    def needs_agreement(self) -> bool:
+        """Whether an update depends on the gradients of all ranks."""
+        return self.clip_norm is not None or self.loss_scale is not None

@@ -1,0 +1,307 @@
+"""From gradients to weights, on one rank: sums of shared weights, unscaling, clipping, steps.
+
+Three ways to update, all with the result of one device:
+
+- Nothing global is asked for: each stage steps as soon as its gradients are complete.
+- Ranks agree first: all tell their norms, wait for the others', clip or skip, then step.
+- Post-validated: each stage steps at once, and its rank tells the norms; the verdict is read when
+  the next minibatch is under way; where it was wrong to step, the step is undone and made again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from penstock.run.agreement import FIRST_EXCHANGE, Share, Verdict, hear, tell
+from penstock.run.recipe import Parameters, Recipe
+from penstock.transport import Edge, Transport
+
+_SHARED_TAGS = 1 << 22
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one stage of a rank trains.
+
+    Attributes:
+        named: its parameters by their name in the model; a parameter that several stages of the
+            rank use is in the first of them only.
+        counted: those whose norm this rank tells, by their place in the model: of every weight,
+            one of its holders does.
+    """
+
+    named: Mapping[str, nn.Parameter]
+    counted: Mapping[int, nn.Parameter]
+
+
+class SharedWeights(NamedTuple):
+    """Weights of which several ranks hold a copy: tied ones, or those of a stage with copies.
+
+    Attributes:
+        tag: tells their messages from others.
+        ranks: that hold a copy, ascending.
+        stages: of this rank, that use them.
+        parameters: this rank's copies.
+    """
+
+    tag: int
+    ranks: tuple[int, ...]
+    stages: frozenset[int]
+    parameters: tuple[nn.Parameter, ...]
+
+
+class _Undo(NamedTuple):
+    """What it takes to take back the step of one stage."""
+
+    weights: list[tuple[nn.Parameter, Tensor]]
+    gradients: list[tuple[nn.Parameter, Tensor | None]]
+    optimizer: dict[str, Any]
+
+
+_NOTHING = Share({}, finite=True)
+
+
+class Updater:
+    """Applies the gradients of one rank's stages.
+
+    Args:
+        rank: which.
+        num_ranks: how many take part in an agreement.
+        holdings: of this rank, by stage.
+        transport: of this rank.
+        recipe: how to train.
+        shared: weights of which this rank holds one of several copies.
+
+    Attributes:
+        optimizers: by stage; a stage without parameters has none.
+        num_updates: steps begun so far, over all stages.
+        loss_scale: as of the last verdict.
+        norm: of all gradients at the last verdict, before clipping; ``None`` without one.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        holdings: Mapping[int, Holding],
+        transport: Transport,
+        recipe: Recipe,
+        shared: Sequence[SharedWeights] = (),
+    ) -> None:
+        self.num_updates = 0
+        self.loss_scale = recipe.loss_scale
+        self.norm: Tensor | None = None
+        self.optimizers = {
+            stage: recipe.optimizer(Parameters([*holding.named.items()]))
+            for stage, holding in holdings.items()
+            if recipe.optimizer is not None and holding.named
+        }
+        make = recipe.lr_scheduler
+        self._schedulers = [make(one) for one in self.optimizers.values()] if make else []
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._holdings = holdings
+        self._transport = transport
+        self._recipe = recipe
+        self._shared = shared
+        self._number = 0
+        self._to_hand_in: list[set[int]] = []
+        self._to_sum: set[int] = set()
+        self._to_update: set[int] = set()
+        self._verdict: Verdict | None = None
+        self._pending: tuple[int, Share, dict[int, _Undo]] | None = None
+        self._share = _NOTHING
+        self._undo: dict[int, _Undo] = {}
+
+    @property
+    def pending(self) -> bool:
+        """Whether steps have been made that are not validated yet."""
+        return self._pending is not None or bool(self._undo)
+
+    def begin(self, number: int) -> None:
+        """Start a minibatch; ``number`` tells its messages from those of others."""
+        self._number = FIRST_EXCHANGE + number
+        self._to_hand_in = [set(one.stages) for one in self._shared]
+        self._to_sum = set(range(len(self._shared)))
+        self._to_update = set(self._holdings)
+        self._verdict = None
+        self._share = _NOTHING
+        self._undo = {}
+
+    def outgoing(self) -> set[Edge]:
+        """The edges on which others may wait for this rank's gradients."""
+        return {
+            Edge(self._rank, other, _SHARED_TAGS + one.tag)
+            for one in self._shared
+            for other in one.ranks
+            if other != self._rank
+        }
+
+    def hand_in(self, stage: int) -> None:
+        """The gradients of a stage are complete here: send those that others wait for."""
+        for one, left in zip(self._shared, self._to_hand_in, strict=True):
+            if stage in left:
+                left.remove(stage)
+                if not left:
+                    self._send(one)
+
+    def _send(self, one: SharedWeights) -> None:
+        gradients = [parameter.grad for parameter in one.parameters]
+        for other in one.ranks:
+            if other != self._rank:
+                edge = Edge(self._rank, other, _SHARED_TAGS + one.tag)
+                self._transport.send(edge, self._number, gradients)
+
+    def _sum_shared(self, stage: int | None = None) -> None:
+        """Complete the gradients of shared weights, in the order of the ranks on every rank."""
+        for index in sorted(self._to_sum):
+            one = self._shared[index]
+            if stage is None or stage in one.stages:
+                self._to_sum.remove(index)
+                self._sum(one)
+
+    def _sum(self, one: SharedWeights) -> None:
+        columns = []
+        for rank in one.ranks:
+            if rank == self._rank:
+                columns.append([parameter.grad for parameter in one.parameters])
+                continue
+            waiting = (
+                f"rank {self._rank}, waiting before its update for rank {rank}'s gradients of "
+                "weights that both hold"
+            )
+            edge = Edge(rank, self._rank, _SHARED_TAGS + one.tag)
+            columns.append(self._transport.recv(edge, self._number, waiting))
+        for parameter, *gradients in zip(one.parameters, *columns, strict=True):
+            there = [gradient for gradient in gradients if gradient is not None]
+            if there:
+                # Never in place: under threads, the others read the same tensors.
+                parameter.grad = sum(there[1:], there[0].clone())
+            if self._recipe.optimizer is None and self._rank != one.ranks[0]:
+                parameter.grad = None  # one holder keeps the sum, or the next would count it twice
+
+    def agree(self) -> None:
+        """Wait for all ranks' norms, and make the gradients what the verdict says."""
+        self._sum_shared()
+        self._unscale(self._holdings)
+        share = Share.of(self._counted())
+        tell(self._transport, self._rank, self._num_ranks, self._number, share)
+        self._judge(self._number, share)
+
+    def _judge(self, number: int, share: Share) -> Verdict:
+        shares = hear(self._transport, self._rank, self._num_ranks, number, share)
+        verdict = Verdict.of(shares, self._recipe.clip_norm)
+        self._verdict = verdict
+        self.norm = verdict.norm
+        if self.loss_scale is not None:
+            self.loss_scale = self.loss_scale.after(verdict.finite)
+        return verdict
+
+    def _counted(self) -> dict[int, nn.Parameter]:
+        return {
+            place: one for held in self._holdings.values() for place, one in held.counted.items()
+        }
+
+    def _unscale(self, stages: Iterable[int]) -> None:
+        if self.loss_scale is not None:
+            inverse = self.loss_scale.inverse
+            for gradient in self._gradients(stages):
+                gradient.mul_(inverse)
+
+    def _gradients(self, stages: Iterable[int]) -> list[Tensor]:
+        return [
+            parameter.grad
+            for stage in stages
+            for parameter in self._holdings[stage].named.values()
+            if parameter.grad is not None
+        ]
+
+    def update(self, stage: int) -> None:
+        """Step one stage whose gradients are complete."""
+        self._to_update.discard(stage)
+        if self._recipe.post_validate:
+            self._step_on_trust(stage)
+            return
+        self._sum_shared(stage)
+        optimizer = self.optimizers.get(stage)
+        if optimizer is not None:
+            self.num_updates += 1
+            self._step(stage, self._verdict)
+        if not self._to_update:
+            self._step_schedulers()
+
+    def _step(self, stage: int, verdict: Verdict | None) -> None:
+        optimizer = self.optimizers[stage]
+        if verdict is None or verdict.finite or self.loss_scale is None:
+            if verdict is not None and verdict.factor != 1.0:
+                for gradient in self._gradients([stage]):
+                    gradient.mul_(verdict.factor)
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def _step_schedulers(self) -> None:
+        for scheduler in self._schedulers:
+            scheduler.step()
+
+    def _step_on_trust(self, stage: int) -> None:
+        holding = self._holdings[stage]
+        self._sum_shared(stage)
+        self._unscale([stage])
+        share = Share.of(holding.counted)
+        self._share = Share(self._share.norms | share.norms, self._share.finite and share.finite)
+        if not self._to_update:
+            # All else that this step does is this rank's own affair: let the others go on.
+            tell(self._transport, self._rank, self._num_ranks, self._number, self._share)
+        optimizer = self.optimizers.get(stage)
+        if optimizer is not None:
+            self.num_updates += 1
+            own = holding.named.values()
+            self._undo[stage] = _Undo(
+                [(parameter, parameter.detach().clone()) for parameter in own],
+                [(parameter, parameter.grad) for parameter in own],
+                copy.deepcopy(optimizer.state_dict()),
+            )
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if not self._to_update:
+            self._pending = self._number, self._share, self._undo
+            self._undo = {}
+
+    def settle(self) -> bool:
+        """Read the verdict on the steps made on trust, if there are any.
+
+        Returns:
+            Whether they stand. If not, they have been undone and made as the verdict says, and
+            whatever was computed with the wrong weights must be computed again.
+        """
+        if self._pending is None:
+            return True
+        number, share, steps = self._pending
+        self._pending = None
+        verdict = self._judge(number, share)
+        stands = verdict.factor == 1.0 and (verdict.finite or self.loss_scale is None)
+        if not stands:
+            for stage, undo in steps.items():
+                self._take_back(stage, undo)
+                self._step(stage, verdict)
+        self._step_schedulers()
+        return stands
+
+    def _take_back(self, stage: int, undo: _Undo) -> None:
+        with torch.no_grad():
+            for parameter, before in undo.weights:
+                parameter.copy_(before)
+        for parameter, gradient in undo.gradients:
+            parameter.grad = gradient
+        self.optimizers[stage].load_state_dict(undo.optimizer)
+
+    def drop_gradients(self) -> None:
+        """Forget what a failed step has accumulated."""
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad(set_to_none=True)

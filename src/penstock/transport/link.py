@@ -1,0 +1,121 @@
+"""A socket between two ranks of one host: small notices, each a packet, and the end of the peer.
+
+The notices tell what lies in shared memory. When the other process ends, however it ends, the
+kernel closes its socket, and the reader of this one sees the end of file at once.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import sys
+from enum import IntEnum
+from typing import NamedTuple
+
+from penstock.errors import RunError
+from penstock.transport import packing
+
+_FIELDS = struct.Struct("<qqqq")
+_LARGEST_NOTICE_BYTES = 4096
+_TRUNCATED = 8
+"""``MSG_CTRUNC`` as a plain number, which takes a tenth of the time."""
+
+_DESCRIPTOR_BYTES = struct.calcsize("i")
+
+
+class NoticeKind(IntEnum):
+    """What a notice says."""
+
+    NEW_SLOT = 0
+    """A slot, of a segment that comes with it; the number is the segment's bytes."""
+    OLD_SLOT = 1
+    """A slot will not be used again."""
+    MESSAGE = 2
+    """A slot holds a message."""
+    FAILURE = 3
+    """The sender failed, the text says why; the number is the lowest that it had not discarded."""
+    CLOSED = 4
+    """The sender left for good, the text says why."""
+
+
+class Notice(NamedTuple):
+    """What one rank tells another."""
+
+    kind: NoticeKind
+    slot: int = 0
+    tag: int = 0
+    number: int = 0
+    text: str = ""
+    descriptor: int = -1
+    """Of a segment; the receiver closes it."""
+
+
+class Link:
+    """One end of the socket.
+
+    Args:
+        rank: whose end.
+        peer: the rank at the other end.
+        connection: a connected ``SOCK_SEQPACKET`` socket.
+    """
+
+    def __init__(self, rank: int, peer: int, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._rank = rank
+        self._peer = peer
+        self._connection = connection
+        self._ancillary_bytes = socket.CMSG_SPACE(_DESCRIPTOR_BYTES)
+
+    def fileno(self) -> int:
+        """For ``poll``."""
+        return self._connection.fileno()
+
+    def tell(self, notice: Notice) -> bool:
+        """Send a notice; ``False`` if the peer has not read so many that there is no room.
+
+        Raises:
+            ConnectionError: the peer is gone.
+        """
+        kind, slot, tag, number, text, descriptor = notice
+        data = _FIELDS.pack(kind, slot, tag, number)
+        try:
+            if descriptor >= 0:
+                socket.send_fds(self._connection, [data], [descriptor])
+            else:
+                self._connection.send(data + packing.short(text) if text else data)
+        except BlockingIOError:
+            return False
+        return True
+
+    def read(self) -> Notice | None:
+        """The next notice, when there is one; ``None`` if the peer is gone.
+
+        Raises:
+            RunError: this process cannot take a segment, since it has too many open files.
+        """
+        try:
+            data, ancillary, flags, _ = self._connection.recvmsg(
+                _LARGEST_NOTICE_BYTES, self._ancillary_bytes, socket.MSG_CMSG_CLOEXEC
+            )
+        except ConnectionError:
+            return None
+        if not data:
+            return None
+        if flags & _TRUNCATED:
+            raise RunError(
+                f"rank {self._rank} could not take shared memory from rank {self._peer}: too many "
+                "files are open; raise the limit (ulimit -n) or use transport='process-group'"
+            )
+        kind, slot, tag, number = _FIELDS.unpack_from(data)
+        descriptor = _descriptor(ancillary) if ancillary else -1
+        text = data[_FIELDS.size :].decode()
+        return Notice(NoticeKind(kind), slot, tag, number, text, descriptor)
+
+    def close(self) -> None:
+        """This process's end."""
+        self._connection.close()
+
+
+def _descriptor(ancillary: list[tuple[int, int, bytes]]) -> int:
+    _, _, data = ancillary[0]
+    return int.from_bytes(data[:_DESCRIPTOR_BYTES], sys.byteorder)

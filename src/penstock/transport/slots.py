@@ -1,0 +1,180 @@
+"""Slots of shared memory: one holds one message, from when it is sent until it is no longer used.
+
+The sender owns a slot and fills it; the receiver's tensors lie in it; when the last of them is
+dropped, the slot is the sender's again. So there are as many slots as messages have been under way
+or in use at once, and no more. A slot begins with a byte that says whose it is, which both
+processes see: giving a slot back costs neither side a system call.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from enum import IntEnum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.transport import packing
+from penstock.transport.packing import Bytes, Layout
+
+_BLOCK_START = 64
+"""Of the block in a slot; the state has a cache line of its own."""
+
+_PAGE_BYTES = mmap.PAGESIZE
+_IDLE_STEPS = 16
+
+
+class SlotState(IntEnum):
+    """Whose a slot is."""
+
+    FREE = 0
+    """The sender may fill it."""
+    WAITING = 1
+    """Filled; the receiver has not asked for messages of this edge so far."""
+    TAKEN = 2
+    """The receiver has, and will free it."""
+
+
+class Slot:
+    """The sender's end of a slot.
+
+    Attributes:
+        index: its number in the pool, by which the receiver knows it.
+        capacity_bytes: of the largest block that fits.
+        tag, number: of the edge whose message it held last, and of the message.
+    """
+
+    def __init__(self, index: int, memory: mmap.mmap) -> None:
+        self.index = index
+        self.capacity_bytes = len(memory) - _BLOCK_START
+        self._state = memoryview(memory)[:1]
+        self._bytes = memoryview(memory)[_BLOCK_START:]
+        self._block = torch.frombuffer(memory, dtype=torch.uint8, offset=_BLOCK_START)
+        self._layout: Layout | None = None
+        self._places: list[Tensor | None] = []
+        self._idle_steps = 0
+        self.tag = self.number = 0
+
+    @property
+    def state(self) -> int:
+        """A ``SlotState``."""
+        return self._state[0]
+
+    def fill(self, tag: int, number: int, layout: Layout, tensors: list[Tensor]) -> None:
+        """Write a message, which the receiver must then be told of."""
+        if layout is not self._layout:
+            self._layout, self._places = layout, packing.places(self._block, layout)
+        packing.write_header(self._bytes, number, layout)
+        packing.write_tensors(self._places, tensors)
+        self._idle_steps, self.tag, self.number = 0, tag, number
+        self._state[0] = SlotState.WAITING
+
+    def take_back(self) -> None:
+        """The receiver could not be told of the message."""
+        self._state[0] = SlotState.FREE
+
+    def end_step(self) -> bool:
+        """Whether it has not been needed for many steps."""
+        self._idle_steps += 1
+        return self._idle_steps > _IDLE_STEPS and self.state == SlotState.FREE
+
+
+class SlotPool:
+    """All slots for messages from this rank to one other."""
+
+    def __init__(self) -> None:
+        self._slots: list[Slot] = []
+        self._num_made = 0
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @property
+    def num_bytes(self) -> int:
+        """That all slots hold together."""
+        return sum(slot.capacity_bytes for slot in self._slots)
+
+    def free(self, num_bytes: int) -> Slot | None:
+        """The smallest free slot for a block of a size."""
+        for slot in self._slots:
+            if slot.capacity_bytes >= num_bytes and slot.state == SlotState.FREE:
+                return slot
+        return None
+
+    def make(self, memory: mmap.mmap) -> Slot:
+        """A slot with a new index, to be added when the receiver knows of it."""
+        self._num_made += 1
+        return Slot(self._num_made, memory)
+
+    def add(self, slot: Slot) -> None:
+        """Use a slot from now on."""
+        self._slots.append(slot)
+        self._slots.sort(key=lambda slot: slot.capacity_bytes)
+
+    def largest_free(self) -> Slot | None:
+        """The largest slot that is free."""
+        free = (slot for slot in reversed(self._slots) if slot.state == SlotState.FREE)
+        return next(free, None)
+
+    def num_waiting(self, tag: int, lowest: int) -> int:
+        """Messages of an edge for which the receiver has not asked so far.
+
+        Those below the ``lowest`` number are discarded and do not count, lest they be in the way of
+        others before the receiver has seen them.
+        """
+        return sum(
+            slot.tag == tag and slot.number >= lowest and slot.state == SlotState.WAITING
+            for slot in self._slots
+        )
+
+    def end_step(self) -> list[Slot]:
+        """The slots that have not been needed for many steps."""
+        return [slot for slot in self._slots if slot.end_step()]
+
+    def remove(self, slot: Slot) -> None:
+        """Take a free slot out; its memory goes with it."""
+        self._slots.remove(slot)
+
+
+def segment_size(num_bytes: int) -> int:
+    """Bytes of a segment for a block: a little more, since the next one may be a little larger."""
+    needed = num_bytes + _BLOCK_START
+    step = max(_PAGE_BYTES, 1 << max(0, needed.bit_length() - 4))
+    return -(-needed // step) * step
+
+
+class RemoteSlot:
+    """The receiver's end of a slot."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._state = memoryview(memory)[:1]
+        self._bytes = memoryview(memory)[_BLOCK_START:]
+        self._block: Bytes = np.frombuffer(memory, dtype=np.uint8)
+
+    def header(self) -> bytes:
+        """Of the message in it."""
+        return packing.read_prefix(self._bytes)[2]
+
+    def take(self) -> None:
+        """Let the sender send more on the message's edge."""
+        self._state[0] = SlotState.TAKEN
+
+    def give_back(self) -> None:
+        """Nothing in it will be used."""
+        self._state[0] = SlotState.FREE
+
+    def lend(self) -> Bytes:
+        """The block, for one message; when the last tensor in it is dropped it is given back."""
+        block = self._block[_BLOCK_START:]
+        # At the end of the process there is no one left to give it to.
+        weakref.finalize(block, _free, self._state, os.getpid()).atexit = False
+        return block
+
+
+def _free(state: memoryview, process: int) -> None:
+    # A forked child drops its copies of the tensors, but its parent still uses them.
+    if os.getpid() == process:
+        state[0] = SlotState.FREE

@@ -1,0 +1,101 @@
+"""Processes of one host find each other; here they are threads."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from penstock.errors import DeadlineError, RunError
+from penstock.transport import SharedMemoryExchange
+from penstock.transport.meeting import Doorway, this_host
+
+
+def knock(address, words):
+    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    stranger.connect(address)
+    stranger.send(words)
+    return stranger
+
+
+def test_who_does_not_know_the_secret_is_not_let_in():
+    first, second = Doorway(2), Doorway(2)
+    invitations = {0: first.invitation, 1: second.invitation}
+    rank_one = (1).to_bytes(8, "big")
+    strangers = [
+        knock(first.invitation.address, words) for words in (b"\0" * 16 + rank_one, rank_one, b"x")
+    ]
+    with ThreadPoolExecutor() as pool:
+        zero = pool.submit(first.connections, 0, {1: invitations[1]}, 5)
+        one = pool.submit(second.connections, 1, {0: invitations[0]}, 5)
+    zero.result()[1].send(b"hello")
+    assert one.result()[0].recv(10) == b"hello"
+    for stranger in strangers:
+        assert stranger.recv(10) == b""
+        stranger.close()
+    for connection in (zero.result()[1], one.result()[0]):
+        connection.close()
+    first.close()
+    second.close()
+
+
+def test_a_rank_that_does_not_come_is_named_and_nothing_stays_open():
+    before = len(os.listdir("/proc/self/fd"))
+    doorways = [Doorway(3) for _ in range(3)]
+    others = {rank: doorways[rank].invitation for rank in (0, 2)}
+    start = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"rank 1, connecting .*: rank 2 did not come"):
+        doorways[1].connections(1, others, 0.1)
+    assert time.monotonic() - start < 5
+    for doorway in doorways:
+        doorway.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_rank_that_ended_before_it_came_is_told_apart_from_a_late_one():
+    exchange = SharedMemoryExchange(2, deadline_seconds=5)
+    exchange._doorways[0].close()
+    with pytest.raises(RunError, match=r"rank 1 could not connect .* has ended before it came"):
+        exchange.transport(1)
+
+
+def test_a_lone_rank_needs_nobody():
+    transport = SharedMemoryExchange(1, deadline_seconds=5).transport(0)
+    assert transport.ranks == frozenset()
+    transport.flush()
+    transport.close("done")
+
+
+def test_all_pairs_of_many_ranks_are_connected():
+    """Children have closed the doorways of others; threads would close them for each other."""
+    doorways = [Doorway(6) for _ in range(6)]
+    invitations = {rank: doorway.invitation for rank, doorway in enumerate(doorways)}
+    found = {}
+
+    def meet(rank):
+        others = {other: it for other, it in invitations.items() if other != rank}
+        found[rank] = doorways[rank].connections(rank, others, 10)
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in invitations]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rank, connections in found.items():
+        for other, connection in connections.items():
+            connection.send(f"{rank} to {other}".encode())
+    for rank, connections in found.items():
+        for other, connection in connections.items():
+            assert connection.recv(100).decode() == f"{other} to {rank}"
+            connection.close()
+    for doorway in doorways:
+        doorway.close()
+
+
+def test_one_host_has_one_name():
+    assert this_host() == this_host()
+    assert socket.gethostname() in this_host()
