@@ -11,6 +11,7 @@ from benchmarks.peers import Peer
 from benchmarks.works import Work
 from penstock import schedules
 from penstock.planner import Plan, StagePlan
+from penstock.run.assembly import TransportName
 from penstock.schedule import Schedule
 from penstock.spine import spine_fingerprint, spine_of
 
@@ -38,7 +39,9 @@ def plan_for(work: Work, model: nn.Module, family: str) -> Plan:
     )
 
 
-def penstock_peer(family: str, transport: str, *, ahead: bool = False) -> Callable[[Work], Peer]:
+def penstock_peer(
+    family: str, transport: TransportName, *, ahead: bool = False
+) -> Callable[[Work], Peer]:
     """A peer with a schedule; with threads it runs on the calling rank alone.
 
     Args:

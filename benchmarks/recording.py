@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from penstock.run import outcome
-from penstock.run.interpreter import Record, perform_all
+from penstock.run.interpreter import perform_all
+from penstock.run.journal import Journal, Record
 from penstock.schedule import Kind, Op
 
 NUM_OPS = 20
@@ -69,7 +70,7 @@ def in_turns(performer: Nothing | Products, rounds: int) -> tuple[float, float, 
     for number in range(rounds):
         pair = [
             (without, lambda: unrecorded(ops, performer)),
-            (recorded, lambda: perform_all(ops, performer)),
+            (recorded, lambda: perform_all(ops, performer, Journal())),
         ]
         # Whoever comes second finds warmer caches: take turns in that too.
         for times, work in pair if number % 2 else reversed(pair):

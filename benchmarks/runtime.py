@@ -40,6 +40,7 @@ from benchmarks.torch_peers import data_parallel, torch_pipeline
 from benchmarks.turns import Contest, Measured, measure_in_turns
 from benchmarks.works import WORKS, Work
 from penstock import simulate
+from penstock.run.assembly import TransportName
 
 ALONE = "one process"
 BOTH = "one process on each rank, both at once"
@@ -51,7 +52,7 @@ FAMILIES = {
     "ZB-V": "zb-v",
 }
 AHEAD = ("1F1B", "ZB-V")
-TRANSPORTS = {"threads": "threads", "processes": "shared-memory"}
+TRANSPORTS: dict[str, TransportName] = {"threads": "threads", "processes": "shared-memory"}
 SECONDS_PER_ROUND = 0.25
 """About how long each contestant runs in a round."""
 

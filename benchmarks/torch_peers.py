@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,9 +49,7 @@ def torch_pipeline(family: str) -> Callable[[Work], Peer]:
     return build
 
 
-def _pipeline(
-    work: Work, num_stages: int, mine: Sequence[int], make: Callable[..., object]
-) -> Peer:
+def _pipeline(work: Work, num_stages: int, mine: Sequence[int], make: Callable[..., Any]) -> Peer:
     layers, cut = work.layers(), work.stages(num_stages)
     parts = [nn.Sequential(*(layers[index] for index in indices)) for indices in cut]
     values = [work.inputs.chunk(work.num_microbatches)[0]]
@@ -60,7 +59,7 @@ def _pipeline(
     values[1:] = [value.requires_grad_() for value in values[1:]]
     device = torch.device("cpu")
     stages = [
-        PipelineStage(parts[index], index, num_stages, device, *values[index : index + 2])
+        PipelineStage(parts[index], index, num_stages, device, values[index], values[index + 1])
         for index in mine
     ]
     schedule = make(stages, work.num_microbatches, loss_fn=work.loss)

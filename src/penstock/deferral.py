@@ -122,6 +122,11 @@ class Deferral(TorchFunctionMode):
             (self._entries if waits else finished).append(entry)
         _accumulate_all(finished)
 
+    def held(self) -> list[Tensor]:
+        """What is kept for the gradients that are still to be computed."""
+        held = [tensor for entry in self._entries for tensor in (entry.gradient, entry.saved)]
+        return [tensor for tensor in held if tensor is not None]
+
     def run(self) -> None:
         """Compute what was deferred and accumulate it in ``.grad``."""
         _accumulate_all(self._entries)

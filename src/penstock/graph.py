@@ -24,6 +24,9 @@ class Layer(Value, frozen=True, kw_only=True):
         backward_weight_seconds: the gradient with respect to its parameters.
         update_seconds: the optimizer's step on its parameters, once per minibatch.
         activation_bytes: what autograd keeps from forward until backward.
+        held_input_bytes: its input, if autograd does not keep that anyway; what a stage that begins
+            with it holds besides.
+        weight_kept_bytes: what stays between the two halves of a split backward.
         output_bytes: what travels to the next layer, and as a gradient back from it.
         parameter_bytes: parameters; their gradients take as much again.
         optimizer_bytes: the optimizer's state for them.
@@ -37,6 +40,8 @@ class Layer(Value, frozen=True, kw_only=True):
     backward_weight_seconds: float
     update_seconds: float = 0.0
     activation_bytes: int = 0
+    held_input_bytes: int = 0
+    weight_kept_bytes: int = 0
     output_bytes: int = 0
     parameter_bytes: int = 0
     optimizer_bytes: int = 0

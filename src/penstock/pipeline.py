@@ -20,6 +20,7 @@ from penstock.planner import Plan
 from penstock.planner.runnable import obstacle
 from penstock.run.assembly import Results, Running, TransportName, assemble
 from penstock.run.cutter import Cutter
+from penstock.run.driver import told
 from penstock.run.lowering import lowered
 from penstock.run.minibatch import Minibatch
 from penstock.run.outcome import Outcome
@@ -238,12 +239,24 @@ class Pipeline:
                     yield self._loss_of(driver.collect(under_way.pop(0)))
             except RunError:
                 raise
-            except BaseException:
+            except BaseException as error:
                 # The caller has left the loop, or the loader has raised: end what was begun.
-                for ticket in under_way:
-                    self._loss_of(driver.collect(ticket))
-                driver.run(self._nothing_to_do, Minibatch(self._step, ()))
+                try:
+                    self._end(under_way)
+                except RunError as failure:
+                    if isinstance(error, GeneratorExit):
+                        raise
+                    error.add_note(f"What was under way could not be ended: {told(failure)}")
                 raise
+
+    def _end(self, under_way: list[Any]) -> None:
+        """Let minibatches come to their end, and settle what was done on trust."""
+        if self._closed:
+            return
+        driver = self._parts.driver
+        for ticket in under_way:
+            self._loss_of(driver.collect(ticket))
+        driver.run(self._nothing_to_do, Minibatch(self._step, ()))
 
     def evaluate(self, inputs: Any) -> Any:
         """Run forward only, in evaluation mode and without gradients.
@@ -355,9 +368,12 @@ class Pipeline:
 
     def close(self) -> None:
         """End the workers. Leaving the ``with`` block does it."""
+        self._close()
+
+    def _close(self, why: str = "") -> None:
         if not self._closed:
             self._closed = True
-            self._parts.driver.close()
+            self._parts.driver.close(why)
             if self._parts.owns_group:
                 dist.destroy_process_group()
 
@@ -368,8 +384,8 @@ class Pipeline:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._close("" if error is None else f"{type(error).__name__}: {told(error)}")
 
 
 def _with_more(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from penstock import microbatches, tree
 from penstock.allocator import keep_freed_pages
 from penstock.errors import InputError, ModelError
+from penstock.footprint import measure_footprints
 from penstock.graph import Layer, LayerGraph
 from penstock.spine import NamedLayer, Skip, run_layer, spine_of
 
@@ -76,12 +77,12 @@ def profile(
     keep_freed_pages()
     runs = _runs(layers, loss, targets)
     with _undisturbed(model, num_threads):
-        activation_bytes, output_bytes = _measure_bytes(layers, runs, inputs)
+        footprints = measure_footprints([layer.module for layer in layers], runs, inputs)
         passes = _Passes(layers, runs, inputs)
         passes.repeat(repeats, progress)
         updates = [_measure_update(layer.module, optimizer) for layer in layers]
         hop_seconds = measure_hand_over()
-    measured = zip(layers, passes.medians(), activation_bytes, output_bytes, updates, strict=True)
+    measured = zip(layers, passes.medians(), footprints, updates, strict=True)
     return LayerGraph(
         layers=tuple(
             Layer(
@@ -91,13 +92,15 @@ def profile(
                 backward_input_seconds=backward_input,
                 backward_weight_seconds=backward_weight,
                 update_seconds=update,
-                activation_bytes=activation,
-                output_bytes=output,
+                activation_bytes=footprint.activation,
+                held_input_bytes=footprint.held_input,
+                weight_kept_bytes=footprint.weight_kept,
+                output_bytes=footprint.output,
                 parameter_bytes=_num_bytes(layer.module.parameters()),
                 optimizer_bytes=state,
                 signature=layer.signature,
             )
-            for layer, (forward, backward_input, backward_weight), activation, output, (
+            for layer, (forward, backward_input, backward_weight), footprint, (
                 update,
                 state,
             ) in measured
@@ -237,39 +240,6 @@ def _backward(
         )
     by_leaf = {id(leaf): gradient for leaf, gradient in zip(wanted, found, strict=False)}
     return [by_leaf.get(id(leaf)) for leaf in inputs]
-
-
-def _measure_bytes(
-    layers: Sequence[NamedLayer], runs: Sequence[Run], inputs: Any
-) -> tuple[list[int], list[int]]:
-    """(bytes kept for backward, bytes of the output) of every layer.
-
-    A storage that several layers keep is counted once, for the first; parameters are not counted.
-    """
-    seen = {
-        parameter.untyped_storage().data_ptr()
-        for layer in layers
-        for parameter in layer.module.parameters()
-    }
-    kept_bytes, output_bytes, alive, value = [], [], [], inputs
-    for index, run in enumerate(runs):
-        kept: list[int] = []
-
-        def keep(tensor: Tensor, kept: list[int] = kept) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                kept.append(storage.nbytes())
-            return tensor
-
-        _, value = _cut(value, index)
-        before = value
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            value = run(value)
-        alive.append((before, value))  # so that no storage address is used twice
-        kept_bytes.append(sum(kept))
-        output_bytes.append(_num_bytes(tree.tensors(value)))
-    return kept_bytes, output_bytes
 
 
 def _measure_update(

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from penstock.errors import InputError, RunError, StageError
+from penstock.errors import InputError, StageError
 from tests.helpers import make_batch, make_mlp, make_plan, runnable_families, same_order_families
 from tests.one_device import OneDevice, assert_same, assert_same_gradients, same
 
@@ -121,7 +121,7 @@ def test_a_loop_that_is_left_early_leaves_everything_in_order(schedule, options,
         elif end == "loader":
             with pytest.raises(Trouble):
                 found.extend(pipeline.steps(failing_loader(3)))
-            num_steps = 3
+            num_steps = 2  # whether more will follow is asked before a step begins
         else:
             loop = pipeline.steps(BATCHES)
             found.append(next(loop))
@@ -224,18 +224,19 @@ def test_a_loss_that_is_not_finite_stops_before_any_weight_has_changed(schedule,
 def test_a_loss_that_is_not_finite_stops_a_loop_at_its_step(schedule, options):
     ours, _ = pair()
     batches = [*BATCHES[:2], spoilt(BATCHES[2]), *BATCHES[3:]]
-    theirs, expected = trained(2, **options)
+    tolerance = tolerance_of(schedule)
+    theirs, expected = trained(6, **options)
     found = []
     with pipeline_of(ours, schedule, **options) as pipeline:
         with pytest.raises(StageError, match="the loss is nan"):
             found.extend(pipeline.steps(batches))
-        with pytest.raises(RunError, match="restore the weights") if options.get(
-            "post_validate"
-        ) else pytest.raises(RunError):
-            pipeline.step(*BATCHES[3])
-    assert same(torch.stack(found), torch.stack(expected), tolerance_of(schedule))
-    if not options.get("post_validate"):
-        assert_same(ours, theirs, tolerance_of(schedule) and 1e-11)
+        assert same(torch.stack(found), torch.stack(expected[: len(found)]), tolerance)
+        if options.get("post_validate"):
+            return  # whether it may go on depends on who had read the last verdict
+        assert_same(ours, trained(2, **options)[0], tolerance and 1e-11)
+        for batch, loss in zip(BATCHES[2:], expected[2:], strict=True):
+            assert same(pipeline.step(*batch), loss, tolerance)
+    assert_same(ours, theirs, tolerance and 1e-11)
 
 
 def test_a_loss_that_is_not_finite_is_returned_if_one_wants_it():

@@ -152,11 +152,11 @@ def test_a_rank_that_begins_late_is_the_cause():
 
 def test_what_is_early_is_traced_along_the_way_that_was_predicted():
     foretold = timeline(
-        ("0F0", 0, 0, 1), ("0F1", 0, 1, 5), ("1F0", 1, 1, 4.625), ("1F1", 1, 5, 6),
+        ("0F0", 0, 0, 2), ("0F1", 0, 2, 4), ("1F0", 1, 2, 3.5), ("1F1", 1, 4, 5.75),
         source="predicted",
     )  # fmt: skip
     shown = timeline(
-        ("0F0", 0, 0, 0.75), ("0F1", 0, 0.75, 4.5), ("1F0", 1, 0.75, 4.5), ("1F1", 1, 4.5, 5.5)
+        ("0F0", 0, 0, 1.75), ("0F1", 0, 1.75, 3.5), ("1F0", 1, 1.75, 3.5), ("1F1", 1, 3.5, 5.25)
     )
     found = find_parting(foretold, shown, tolerance=0.4 / 6)
     assert (str(found.measured.op), str(found.cause.op), found.cause.what) == ("1F1", "0F0", "op")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock import Op, Timeline
 from penstock.run import outcome
-from penstock.run.interpreter import Record
+from penstock.run.journal import Record
 
 
 def records(*rows):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -247,7 +248,7 @@ def test_a_job_travels_as_text():
 
 def played(schedule, costs, late_seconds):
     """Times as if every message came so late."""
-    timeline = simulate(schedule, Costs(costs.forward, 1.0, 1.0, hop=late_seconds))
+    timeline = simulate(schedule, replace(costs, hop=late_seconds))
     return [
         [time for span in spans for time in (span.start, span.end)] for spans in timeline.by_rank
     ]
@@ -259,6 +260,11 @@ def test_the_measured_hop_is_what_waiting_ranks_waited():
     assert found.hop_seconds == pytest.approx(0.125)
     assert found.predicted.makespan == pytest.approx(found.measured.makespan)
     assert [one.difference for one in found.comparisons] == pytest.approx([0, 0, 0])
+
+
+def test_messages_that_lie_waiting_for_their_rank_do_not_count_as_slow():
+    schedule, costs = lower(build("gpipe", 2, 8)), Costs([1.0, 5.0], [5.0, 1.0])
+    assert rehearsal_of(schedule, costs, [played(schedule, costs, 0.25)]).hop_seconds == 0.25
 
 
 def test_the_first_step_is_warm_up_and_the_median_step_is_shown():
@@ -315,12 +321,13 @@ def test_a_rank_that_dies_ends_everything_with_one_clear_error(nothing_left_behi
         ranks = [child for child in ours if parent_of(child) in ours]  # the launcher's children
         assert len(ranks) == 3
         os.kill(min(ranks), signal.SIGKILL)
+        killed.append(time.monotonic())
 
-    started = time.monotonic()
+    killed = []
     with pytest.raises(RunError, match=r"rank 0's process was ended by SIGKILL.* in step 2 of 3"):
         costs = Costs(0.05, 0.05, 0.05, update=2.0)
         rehearse(build("1f1b", 3), costs, steps=3, progress=kill_one)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - killed[0] < 15
 
 
 def test_a_rank_that_fails_says_why(nothing_left_behind):
@@ -333,21 +340,18 @@ INTERRUPTED = """
 from penstock import Costs, schedules
 from penstock.rehearsal import rehearse
 schedule = schedules.build("1f1b", num_ranks=2, num_microbatches=2)
-def progress(done, total):
-    print("step", flush=True)
-rehearse(schedule, Costs(0.1, 0.1, 0.1), steps=1000, progress=progress)
+rehearse(schedule, Costs(100.0, 100.0, 100.0))
 """
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_whoever_ends_the_asking_process_ends_the_ranks(how, nothing_left_behind):
-    asking = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert asking.stdout is not None
-    assert asking.stdout.readline() == b"step\n"
-    ranks = descendants(asking.pid)
+    asking = subprocess.Popen([sys.executable, "-c", INTERRUPTED], stderr=subprocess.PIPE)
+    end = time.monotonic() + 60
+    while len(ranks := descendants(asking.pid)) < 3 and time.monotonic() < end:
+        time.sleep(0.05)
     assert len(ranks) == 3
+    time.sleep(1)
     asking.send_signal(how)
     asking.communicate(timeout=20)
     end = time.monotonic() + 10

@@ -104,10 +104,21 @@ def test_an_error_ends_the_trial_and_its_workers():
         run_trial(asked, make_plan(make_mlp(), 2, 4), 3)
 
 
-def test_not_a_number_is_reported_as_it_is():
-    def poisoned(outputs, targets):
-        return F.cross_entropy(outputs, targets) * float("nan")
+def nan_if(condition):
+    def loss(outputs, targets):
+        return F.cross_entropy(outputs, targets) * (float("nan") if condition(outputs) else 1.0)
 
-    asked = dataclasses.replace(workload(), loss=poisoned)
+    return dataclasses.replace(workload(), loss=loss)
+
+
+def test_a_loss_that_is_not_a_number_ends_the_trial():
+    asked = nan_if(lambda outputs: True)
+    with pytest.raises(errors.StageError, match="op 1F0: ArithmeticError: the loss is nan"):
+        run_trial(asked, make_plan(make_mlp(), 2, 4), 2, compare=False)
+
+
+def test_a_held_out_loss_that_is_not_a_number_is_reported_as_it_is():
+    asked = nan_if(lambda outputs: not outputs.requires_grad)
     trial = run_trial(asked, make_plan(make_mlp(), 2, 4), 2, compare=False)
-    assert trial.report().losses[0].points[0] == (1, None)
+    training, held_out = trial.report().losses
+    assert held_out.points[0] == (1, None) and training.points[0][1] is not None

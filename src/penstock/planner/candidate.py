@@ -71,11 +71,8 @@ class Task:
         """Bytes of parameters, optimizer state and one microbatch's activations of a stage with
         layers ``[start, stop)``."""
         parameters, optimizer, activations = self._sums
-        # Beyond what autograd keeps for its layers, a stage holds its output (the root of its
-        # backward) and the input it received (whose gradient it hands back) until the backward.
-        # Where a layer keeps one of them anyway it counts twice: an upper bound.
-        layers = self.graph.layers
-        held = layers[stop - 1].output_bytes + (layers[start - 1].output_bytes if start else 0)
+        # A stage hands back the gradient of its input, so it holds that whatever its layers keep.
+        held = self.graph.layers[start].held_input_bytes
         return (
             parameters[stop] - parameters[start],
             optimizer[stop] - optimizer[start],
@@ -98,6 +95,10 @@ class Task:
             parameter_bytes=parameters,
             optimizer_bytes=optimizer,
             activation_bytes=activations,
+            weight_kept_bytes=sum(layer.weight_kept_bytes for layer in layers),
+            input_bytes=(
+                self.graph.layers[start - 1].output_bytes if start else self.graph.input_bytes
+            ),
             peak_activations=setting.peaks[rank],
         )
 

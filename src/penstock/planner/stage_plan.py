@@ -25,6 +25,8 @@ class StagePlan(Value, frozen=True, kw_only=True):
         parameter_bytes: weights; gradients take as much again.
         optimizer_bytes: optimizer state.
         activation_bytes: kept from forward to backward, per microbatch in flight.
+        weight_kept_bytes: kept between the two halves of a split backward.
+        input_bytes: of the stage's input: all that is kept where the whole stage runs again.
         peak_activations: microbatches in flight at the worst moment.
         recompute: what runs again before its backward, so that less is kept: ``"stage"`` all of it
             at once, ``"layers"`` layer by layer; ``"none"`` by default.
@@ -40,6 +42,8 @@ class StagePlan(Value, frozen=True, kw_only=True):
     parameter_bytes: int = 0
     optimizer_bytes: int = 0
     activation_bytes: int = 0
+    weight_kept_bytes: int = 0
+    input_bytes: int = 0
     peak_activations: float = 0.0
     recompute: Recompute = "none"
 
@@ -83,8 +87,16 @@ def costs_of(stages: Sequence[StagePlan]) -> Costs:
 
 
 def sizes_of(stages: Sequence[StagePlan]) -> Sizes:
-    """What one microbatch keeps at each stage, in bytes; all of it until its backward is done."""
-    return Sizes([stage.activation_bytes for stage in stages])
+    """What one microbatch keeps at each stage, in bytes.
+
+    The gradients of outputs that wait for W with the inputs of their layers can make it keep a
+    little more then than before; that is left out, since a split is there to free memory.
+    """
+    return Sizes(
+        activation=[stage.activation_bytes for stage in stages],
+        kept_for_weight=[min(one.weight_kept_bytes, one.activation_bytes) for one in stages],
+        stage_input=[stage.input_bytes for stage in stages],
+    )
 
 
 def bytes_of_ranks(stages: Sequence[StagePlan]) -> tuple[int, ...]:

@@ -14,7 +14,6 @@ from penstock.schedule import Kind, Schedule
 from penstock.simulator import simulate
 from penstock.timeline import BUSY, Span, Timeline
 
-
 _HELD_UP_SECONDS = 1e-3
 
 

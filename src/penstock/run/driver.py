@@ -38,8 +38,12 @@ class Driver(ABC, Generic[T]):
         return self.collect(self.submit(schedule, minibatch))
 
     @abstractmethod
-    def close(self) -> None:
-        """End the workers; may be called twice."""
+    def close(self, why: str = "") -> None:
+        """End the workers; may be called twice.
+
+        Args:
+            why: what made this process leave, for those that still wait for it.
+        """
 
 
 def told(error: BaseException) -> str:

@@ -13,9 +13,9 @@ from torch import Tensor
 from penstock.errors import ModelError, RunError
 from penstock.planner import Plan
 from penstock.run import outcome
-from penstock.run.agreement import FIRST_EXCHANGE
+from penstock.run.agreement import AGREEMENT_TAG, FIRST_EXCHANGE
 from penstock.run.clocks import clock_offsets
-from penstock.run.driver import Driver, failure_notice
+from penstock.run.driver import Driver, failure_notice, naming, told
 from penstock.run.journal import Record
 from penstock.run.minibatch import Harvest, Minibatch
 from penstock.run.outcome import Outcome
@@ -23,6 +23,7 @@ from penstock.run.worker import Worker
 from penstock.schedule import Schedule
 from penstock.timeline import Timeline
 from penstock.transport import Edge, Transport
+from penstock.transport.base import LARGEST_NUMBER
 from penstock.transport.meeting import this_host
 
 _REPORT_TAG = 1 << 20
@@ -84,35 +85,45 @@ class ProcessDriver(Driver[Ticket]):
         """Perform this rank's ops and tell their results; the other ranks do likewise."""
         if self._failure:
             raise RunError(f"this pipeline has failed ({self._failure}); start the job again")
-        with self._telling_failures(schedule):
+        with self._telling_failures(schedule, minibatch.step):
             harvest = self._worker.run(schedule, minibatch)
             if self._worker.rank in self._telling(schedule):
                 own = self._report(harvest)
-                for edge in self._report_edges():
+                for edge in self._edges_to_all(_REPORT_TAG):
                     self._transport.send(edge, FIRST_EXCHANGE + harvest.number, own)
         return Ticket(schedule, minibatch, harvest)
 
     def collect(self, ticket: Ticket) -> Outcome:
         schedule, minibatch, harvest = ticket
-        with self._telling_failures(schedule):
+        with self._telling_failures(schedule, minibatch.step):
             reports = self._reports(schedule, harvest, minibatch.step)
             if not minibatch.more_follow:
                 self._transport.flush()
         return Outcome.of(
             reports,
             minibatch.weights,
-            self._timeline(schedule, reports) if self._record else None,
+            self._timeline(schedule, reports) if self._record and schedule.where else None,
             harvest.norm,
         )
 
     @contextmanager
-    def _telling_failures(self, schedule: Schedule) -> Iterator[None]:
+    def _telling_failures(self, schedule: Schedule, step: int) -> Iterator[None]:
+        rank = self._worker.rank
         try:
-            yield
+            with naming(rank, step):
+                yield
         except BaseException as error:
-            self._failure = str(error) or type(error).__name__
-            edges = [*self._worker.outgoing(schedule), *self._report_edges()]
-            self._transport.fail(failure_notice(self._worker.rank, error), edges)
+            self._failure = told(error)
+            if not getattr(error, "__notes__", ()):
+                error.add_note(self._worker.dump())
+            edges = [
+                *self._worker.outgoing(schedule),
+                *self._edges_to_all(AGREEMENT_TAG),
+                *self._edges_to_all(_REPORT_TAG),
+            ]
+            # Others may have given up this attempt already: the notice must not seem a part of it.
+            self._transport.discard(LARGEST_NUMBER)
+            self._transport.fail(failure_notice(rank, error), edges)
             raise
 
     def _report(self, harvest: Harvest) -> Report:
@@ -146,6 +157,8 @@ class ProcessDriver(Driver[Ticket]):
 
     def _telling(self, schedule: Schedule) -> set[int]:
         """The ranks that have something to tell: records, or results of the last stage."""
+        if not schedule.where:
+            return set()  # others may be in the middle of something
         if self._record:
             return set(range(self._num_ranks))
         last = schedule.num_stages - 1
@@ -160,13 +173,13 @@ class ProcessDriver(Driver[Ticket]):
         ]
         return outcome.timeline(records, schedule.name)
 
-    def _report_edges(self) -> list[Edge]:
+    def _edges_to_all(self, tag: int) -> list[Edge]:
         rank = self._worker.rank
-        return [Edge(rank, other, _REPORT_TAG) for other in range(self._num_ranks) if other != rank]
+        return [Edge(rank, other, tag) for other in range(self._num_ranks) if other != rank]
 
-    def close(self) -> None:
+    def close(self, why: str = "") -> None:
         self._worker.close()
-        self._transport.close(f"after {self._worker.num_runs} steps")
+        self._transport.close(f"after {self._worker.num_runs} steps{why and f', {why}'}")
 
 
 def agree(group: dist.ProcessGroup, plan: Plan, model: str, seed: int) -> tuple[Plan, int]:

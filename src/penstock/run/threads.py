@@ -8,8 +8,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,6 +25,7 @@ from penstock.run.outcome import Outcome
 from penstock.run.worker import Worker
 from penstock.schedule import Schedule
 from penstock.transport import Edge, ThreadTransport
+from penstock.transport.base import LARGEST_NUMBER
 
 _GRACE_SECONDS = 5.0
 _END_TAG = (1 << 20) + 2
@@ -59,7 +61,6 @@ class ThreadDriver(Driver[Ticket]):
         self._threads = []
         self._unusable: str | None = None
         self._under_way: list[Ticket] = []
-        self._failed = False
         self._updates_before = [worker.updater.num_updates for worker in workers]
         for worker in workers:
             inbox: queue.SimpleQueue[tuple[Task, Future[Harvest]] | None] = queue.SimpleQueue()
@@ -79,23 +80,22 @@ class ThreadDriver(Driver[Ticket]):
         ticket = Ticket(
             schedule, minibatch, [Future() for _ in self._workers], [0] * len(self._workers)
         )
-        self._under_way.append(ticket)
-        pairs = zip(self._workers, self._inboxes, ticket.futures, strict=True)
-        for worker, inbox, future in pairs:
-            inbox.put((partial(self._run, worker, ticket), future))
+        with self._until_we_know_better():
+            self._under_way.append(ticket)
+            pairs = zip(self._workers, self._inboxes, ticket.futures, strict=True)
+            for worker, inbox, future in pairs:
+                inbox.put((partial(self._run, worker, ticket), future))
+        self._unusable = None
         return ticket
 
     def collect(self, ticket: Ticket) -> Outcome:
         futures = ticket.futures
         if ticket not in self._under_way:
             raise RunError("this step was cancelled because the one before it failed")
-        # Until we know better: an interrupt may come at any line.
-        self._unusable = "the last step was broken off"
         try:
-            wait(futures, return_when=FIRST_EXCEPTION)
+            with self._until_we_know_better():
+                wait(futures, return_when=FIRST_EXCEPTION)
         except BaseException:
-            for worker in self._workers:
-                worker.transport.fail("the run was interrupted", ())
             self._come_to_rest()
             raise
         if any(not future.done() or future.exception() for future in futures):
@@ -114,9 +114,18 @@ class ThreadDriver(Driver[Ticket]):
             harvests[0].norm,
         )
 
+    @contextmanager
+    def _until_we_know_better(self) -> Iterator[None]:
+        """No further step is possible if this is interrupted, which may happen at any line."""
+        self._unusable = "the last step was broken off"
+        try:
+            yield
+        except BaseException:
+            for worker in self._workers:
+                worker.transport.fail("the run was interrupted", ())
+            raise
+
     def _run(self, worker: Worker, ticket: Ticket) -> Harvest:
-        if self._failed:
-            raise PeerError("the step before this one failed")
         minibatch = ticket.minibatch
         try:
             with naming(worker.rank, minibatch.step):
@@ -126,8 +135,10 @@ class ThreadDriver(Driver[Ticket]):
                 self._await_next(worker, harvest, minibatch.step)
             return harvest
         except BaseException as error:
-            # First of all: nobody may begin the next minibatch.
-            self._failed = True
+            if worker.updater.pending:
+                # Others may have given up this attempt already: the notice must not seem a part of
+                # it. This rank takes no message any more, since no step will follow.
+                worker.transport.discard(LARGEST_NUMBER)
             worker.transport.fail(failure_notice(worker.rank, error), ())
             raise
 
@@ -144,7 +155,6 @@ class ThreadDriver(Driver[Ticket]):
 
     def _come_to_rest(self) -> None:
         """Let cancelled workers stop; after a clean stop the next step may run."""
-        self._failed = True
         futures = [future for ticket in self._under_way for future in ticket.futures]
         self._under_way.clear()
         _, running = wait(futures, timeout=_GRACE_SECONDS)
@@ -153,7 +163,6 @@ class ThreadDriver(Driver[Ticket]):
             self._unusable = f"rank {rank} still runs an op of the failed step"
             return
         self._reset()
-        self._failed = False
         updaters = [worker.updater for worker in self._workers]
         self._unusable = None
         if [updater.num_updates for updater in updaters] != self._updates_before:
@@ -171,14 +180,10 @@ class ThreadDriver(Driver[Ticket]):
             # Who waited may have waited for a rank that itself waited for the stuck one.
             cause = DeadlineError(f"{cause} ({self._unusable})")
         for rank, worker in enumerate(self._workers):
-            own = [ticket.futures[rank] for ticket in begun]
-            notes = [
-                note
-                for future in own
-                if future.done()
-                for note in getattr(future.exception(), "__notes__", ())
-            ]
-            for note in notes or [worker.dump()]:
+            own = (ticket.futures[rank] for ticket in begun)
+            failed = (e for f in own if f.done() and (e := f.exception()) is not None)
+            # The first: after it, the rank may have begun the next minibatch.
+            for note in getattr(next(failed, None), "__notes__", [worker.dump()]):
                 if note not in getattr(cause, "__notes__", ()):
                     cause.add_note(note)
         return cause
@@ -189,7 +194,7 @@ class ThreadDriver(Driver[Ticket]):
             if isinstance(worker.transport, ThreadTransport):
                 worker.transport.reset()
 
-    def close(self) -> None:
+    def close(self, why: str = "") -> None:
         self._unusable = "this pipeline is closed"
         for inbox in self._inboxes:
             inbox.put(None)

@@ -76,10 +76,13 @@ TROUBLES = {t.__name__: t for t in (succeed, fail, kill, kill_with_child, stall,
 def child_of_a_rank(rank, transport):
     """A rank's forked child drops its copies of tensors and ends as a process does."""
     if rank == 0:
+        # Only now are the ring's slots free that will be, so that the first one is taken again.
+        transport.recv(Edge(1, 0, 1), NUM_ROUNDS, "rank 0")
         for k in range(NUM_ROUNDS):
             transport.send(Edge(0, 1, 1), k, torch.full((100,), float(k)))
             transport.recv(Edge(1, 0, 1), k, "rank 0")
     if rank == 1:
+        transport.send(Edge(1, 0, 1), NUM_ROUNDS, None)
         held = transport.recv(Edge(0, 1, 1), 0, "rank 1")
         child = os.fork()
         if child == 0:
