@@ -32,6 +32,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.goals import goals
 from benchmarks.peers import Peer, Watch, one_process, prove_same, reference, two_ranks
@@ -112,10 +113,8 @@ def enter(
     work: Work, contestants: Mapping[str, Contestant], rank: int, ends: ExitStack
 ) -> dict[str, Contest]:
     """Build everybody, prove them equal to one process, and say what each does in a round."""
-    start = time.perf_counter()
     expected = reference(work)
-    num_steps = max(1, round(2 * SECONDS_PER_ROUND * 2 / (time.perf_counter() - start)))
-    num_steps = agreed(num_steps)
+    num_steps = steps_per_round(work)
     batch = (work.inputs, work.targets)
     found = {}
     for name, (build, on_one_rank, _, ahead) in contestants.items():
@@ -133,10 +132,16 @@ def enter(
     return found
 
 
-def agreed(number: int) -> int:
-    """Rank 0's number."""
-    numbers = [number]
-    torch.distributed.broadcast_object_list(numbers)
+def steps_per_round(work: Work) -> int:
+    """How many steps a contestant does in a round: rank 0's answer, on both."""
+    single, seconds = one_process(work), []
+    for _ in range(3):
+        start = time.perf_counter()
+        single.step(work.inputs, work.targets)
+        seconds.append(time.perf_counter() - start)
+    # Two ranks take about half as long as one.
+    numbers = [max(1, round(2 * SECONDS_PER_ROUND / min(seconds)))]
+    dist.broadcast_object_list(numbers)
     return numbers[0]
 
 

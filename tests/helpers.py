@@ -32,6 +32,8 @@ def runnable_cases(ranks, microbatches) -> list[tuple[str, int, int]]:
         except InputError:
             continue
         full = families.build(name, num_ranks=num_ranks, num_microbatches=2 * num_ranks)
+        if built.stages_of != full.stages_of:
+            continue  # too few microbatches for all copies of the stages
         if not obstacle(full) and built.num_stages <= MLP_LAYERS:
             found.append((name, num_ranks, count))
     return found

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from penstock.microbatches import Microbatches
     from penstock.pipeline import Pipeline
     from penstock.profiler import profile
+    from penstock.rehearsal import rehearse
     from penstock.spine import run_spine
 
 __version__ = "0.1.0"
@@ -50,6 +51,7 @@ __all__ = [
     "errors",
     "plan",
     "profile",
+    "rehearse",
     "run_spine",
     "schedules",
     "simulate",
@@ -59,6 +61,7 @@ _NEEDS_TORCH = {
     "Microbatches": "penstock.microbatches",
     "Pipeline": "penstock.pipeline",
     "profile": "penstock.profiler",
+    "rehearse": "penstock.rehearsal",
     "run_spine": "penstock.spine",
 }
 

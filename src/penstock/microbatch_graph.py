@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,9 @@ from penstock.randomness import NoDraws
 
 Gradients = Sequence[Tensor | None]
 """One per leaf of a value, ``None`` where nothing flows back."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
+"""What may pass between stages beside tensors: it can hold none."""
 
 
 class InputGradients(NamedTuple):
@@ -104,6 +108,28 @@ def edges(value: Any) -> list[GradientEdge | None]:
         get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
         for leaf in tree.flatten(value)[0]
     ]
+
+
+def sent(value: Any, stage: int) -> Any:
+    """What leaves a stage: the value, detached.
+
+    Raises:
+        InputError: a leaf is an object that may hold tensors.
+    """
+    leaves, structure = tree.flatten(value)
+    return tree.unflatten([_sent_leaf(leaf, stage) for leaf in leaves], structure)
+
+
+def _sent_leaf(output: Any, stage: int) -> Any:
+    if isinstance(output, Tensor):
+        return output.detach()
+    if isinstance(output, _PLAIN):
+        return output
+    raise InputError(
+        f"stage {stage} returned a {type(output).__name__}, whose tensors (if any) cannot be seen; "
+        "return tensors nested in tuples, lists and dicts, or register the class with "
+        "torch.utils._pytree"
+    )
 
 
 def _gradients(leaves: list[Any]) -> list[Tensor | None]:

@@ -19,6 +19,7 @@ from penstock.microbatches import Microbatches, Weight, Weighting
 from penstock.planner import Plan
 from penstock.planner.runnable import obstacle
 from penstock.run.assembly import Results, Running, TransportName, assemble
+from penstock.run.counting import Peak
 from penstock.run.cutter import Cutter
 from penstock.run.driver import told
 from penstock.run.lowering import lowered
@@ -80,6 +81,8 @@ class Pipeline:
         transport: ``"threads"``; ``"shared-memory"`` or ``"process-group"`` between processes;
             ``"auto"``: threads if the job has one process, else shared memory between ranks of one
             host and the process group between hosts.
+        count_memory: count what every rank keeps for backwards, see ``peaks``. Costs a few per cent
+            of a step.
         batch_norm: the running statistics of batch norm, with which the model is evaluated, are
             moved by every ``"microbatch"``, as by accumulation on one device, or once by each
             ``"minibatch"``, as by GPipe. Both normalise each microbatch by itself.
@@ -114,6 +117,7 @@ class Pipeline:
         metrics: Mapping[str, Metric] | None = None,
         results: Results = "every rank",
         stop_at_nan: bool | None = None,
+        count_memory: bool = False,
         batch_norm: BatchNormStatistics = "microbatch",
         transport: TransportName = "auto",
         seed: int | None = None,
@@ -151,6 +155,7 @@ class Pipeline:
             metrics=metrics or {},
             stop_at_nan=grad_scaler is None if stop_at_nan is None else stop_at_nan,
             batch_norm=batch_norm,
+            count_memory=count_memory,
         )
         weighting = Weighting(reduction, weight)
         running = Running(
@@ -336,6 +341,18 @@ class Pipeline:
         none or tells no results."""
         tells = self._last is not None and self._results == "every rank"
         return dict(self._last.metrics) if self._last is not None and tells else {}
+
+    @property
+    def peaks(self) -> tuple[Peak, ...]:
+        """The most that each rank held for backwards during the last training step, in bytes of
+        activations and in microbatches; beside ``Timeline.peak_bytes(plan.sizes)``.
+
+        Raises:
+            InputError: there has been no step yet, or memory is not counted.
+        """
+        if self._last is None or not self._last.peaks:
+            raise InputError("no peaks yet: give count_memory=True, and run a step")
+        return self._last.peaks
 
     @property
     def grad_norm(self) -> Tensor:

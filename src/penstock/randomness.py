@@ -144,9 +144,12 @@ class NoDraws(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
 
 
-def stream_seed(seed: int, step: int, microbatch: int, layer: int) -> int:
-    """The seed of one microbatch's stream at one layer: 63 bits, the same on every machine."""
-    text = f"{seed}/{step}/{microbatch}/{layer}"
+def stream_seed(seed: int, step: int, microbatch: int, layer: int, part: int = 0) -> int:
+    """The seed of one microbatch's stream at one layer: 63 bits, the same on every machine.
+
+    ``part``: which slice of the microbatch; the first one draws as the whole would.
+    """
+    text = f"{seed}/{step}/{microbatch}/{layer}{f'/{part}' if part else ''}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -163,12 +166,13 @@ class LayerStreams:
         self._quiet: set[tuple[int, bool]] = set()
 
     def stream(
-        self, layer: int, training: bool, step: int, microbatch: int
+        self, layer: int, training: bool, step: int, microbatch: int, part: int = 0
     ) -> AbstractContextManager[RandomStream | None]:
-        """The context in which ``layer`` (its index in the whole spine) must run."""
+        """The context in which ``layer`` (its index in the whole spine) must run on one slice
+        (``part``) of a microbatch."""
         if (layer, training) in self._quiet:
             return contextlib.nullcontext()
-        return RandomStream(stream_seed(self.seed, step, microbatch, layer))
+        return RandomStream(stream_seed(self.seed, step, microbatch, layer, part))
 
     def learn(self, layer: int, training: bool, stream: RandomStream | None) -> None:
         """Remember whether the layer drew; call after it ran."""

@@ -208,7 +208,15 @@ def call_layer(
     Raises:
         ModelError: it does not return the skips that it says it stashes.
     """
-    result = layer.module(value, **recalled)
+    return parted(layer, layer.module(value, **recalled))
+
+
+def parted(layer: NamedLayer, result: Any) -> tuple[Any, dict[str, Any]]:
+    """What a layer returned, as its output and what it stashes.
+
+    Raises:
+        ModelError: it is not what the layer says it stashes.
+    """
     if not layer.stashes:
         return result, {}
     match result:

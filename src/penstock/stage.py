@@ -12,6 +12,8 @@ What may happen to a microbatch::
     forward(EVERYTHING) ──────────────────────────────▶ backward
     forward(SPLIT) ───────────────────────────────────▶ backward_input ──▶ backward_weight
     forward(INPUT) ──▶ recompute(EVERYTHING or SPLIT) ──▶ as above
+
+Where microbatches are sliced, this happens to each slice; forwards in order, backwards in reverse.
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ from torch import Tensor, nn
 from penstock import tree
 from penstock.deferral import Deferral, undeferred_parameters
 from penstock.errors import InputError
-from penstock.microbatch_graph import Gradients, InputGradients, MicrobatchGraph, cut, edges
+from penstock.microbatch_graph import Gradients, InputGradients, MicrobatchGraph, cut, edges, sent
 from penstock.randomness import LayerStreams
 from penstock.replay import Past, Run, first_run_only, recomputed, repeating
-from penstock.spine import NamedLayer, Skip, call_layer
+from penstock.slices import Call, Relay, call_of, slice_name
+from penstock.spine import NamedLayer, Skip
 
 __all__ = ["Criterion", "Gradients", "InputGradients", "Keep", "Produced", "Stage"]
 
@@ -40,9 +43,6 @@ Criterion = Callable[[Any], Tensor]
 """From a stage's output to the loss of that microbatch."""
 
 K = TypeVar("K")
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
-"""What may pass between stages beside tensors: it can hold none."""
 
 _NO_SKIPS: Mapping[str, Any] = MappingProxyType({})
 
@@ -69,11 +69,11 @@ class Produced(NamedTuple):
 
 @dataclass(frozen=True)
 class _Given:
-    """What a forward was called with."""
+    """What a forward was called with; ``where``: (step, microbatch, slice), for random streams."""
 
     microbatch: int
     inputs: Any
-    step: int
+    where: tuple[int, int, int]
     criterion: Criterion | None
     skips: Mapping[str, Any]
 
@@ -88,6 +88,8 @@ class Stage:
         streams: where layers draw random numbers.
         recompute_layers: keep only each layer's input, and run the layer again when its backward
             comes. Only the first run changes buffers; forward hooks of users may fire in both.
+        num_slices: of a microbatch. With more than one, the number of a microbatch stands for that
+            of a slice in all functions: microbatch × ``num_slices`` + slice.
 
     Attributes:
         recalls: keys of the skips that it takes from earlier stages.
@@ -100,6 +102,7 @@ class Stage:
         first_layer: int,
         streams: LayerStreams,
         recompute_layers: bool = False,
+        num_slices: int = 1,
     ) -> None:
         if not layers:
             raise InputError(f"stage {index} has no layers")
@@ -108,6 +111,11 @@ class Stage:
         self._first_layer = first_layer
         self._streams = streams
         self._recompute_layers = recompute_layers
+        self._num_slices = num_slices
+        self._calls = [call_of(layer, num_slices) for layer in self.layers]
+        carries = [key for _, key in self._calls if key is not None]
+        self._carried = Relay(index, carries, num_slices, backward=False)
+        self._carried_back = Relay(index, carries, num_slices, backward=True)
         modules = [layer.module for layer in self.layers]
         self._modules = tuple({id(m): m for module in modules for m in module.modules()}.values())
         self._undeferred = undeferred_parameters(self._modules)
@@ -152,13 +160,16 @@ class Stage:
                 f"stage {self.index} recalls {sorted(self.recalls)} from earlier stages, but "
                 f"was given {sorted(skips)}"
             )
-        given = _Given(microbatch, inputs, step, criterion, skips)
+        taken = self._carried.take(microbatch)
+        where = (step, *divmod(microbatch, self._num_slices))
+        given = _Given(microbatch, inputs, where, criterion, {**skips, **taken})
         if torch.is_grad_enabled() and keep is Keep.INPUT:
-            return self._forward_keeping_input(given)
-        produced, graph = self._run(given, keep)
-        if torch.is_grad_enabled():
-            self._graphs[microbatch] = graph
-        return produced
+            produced = self._forward_keeping_input(given)
+        else:
+            produced, graph = self._run(given, keep)
+            if torch.is_grad_enabled():
+                self._graphs[microbatch] = graph
+        return produced._replace(skips=self._carried.leave(microbatch, produced.skips))
 
     def recompute(self, microbatch: int, keep: Keep = Keep.EVERYTHING) -> None:
         """R: run the forward again, which had kept the input only.
@@ -196,7 +207,7 @@ class Stage:
             InputError: there is nothing to go back through.
         """
         graph = self._take(self._graphs, microbatch, "backward", "a forward")
-        result = graph.backward(gradients, skip_gradients)
+        result = self._go_back(microbatch, graph, gradients, skip_gradients)
         if graph.deferral is not None:
             graph.deferral.run()
         return result
@@ -220,7 +231,7 @@ class Stage:
         if graph is None or graph.deferral is None:
             raise self._missing(microbatch, "backward_input", wanted)
         del self._graphs[microbatch]
-        result = graph.backward(gradients, skip_gradients)
+        result = self._go_back(microbatch, graph, gradients, skip_gradients)
         self._deferred[microbatch] = graph.deferral
         return result
 
@@ -233,11 +244,25 @@ class Stage:
         for microbatch in microbatches:
             self._take(self._deferred, microbatch, "backward_weight", "its backward_input").run()
 
+    def held(self, microbatch: int) -> list[Tensor]:
+        """What is kept of a microbatch outside of autograd's graph, for those who count memory."""
+        held: list[Any] = []
+        if microbatch in self._past:
+            given, _ = self._past[microbatch]
+            held += [given.inputs, dict(given.skips)]
+        if microbatch in self._graphs:
+            graph = self._graphs[microbatch]
+            held += [graph.inputs, graph.recalled]
+        if microbatch in self._deferred:
+            held += self._deferred[microbatch].held()
+        return tree.tensors(held)
+
     def forget(self) -> None:
         """Drop what unfinished microbatches have left, after a failed step."""
-        self._graphs.clear()
-        self._past.clear()
-        self._deferred.clear()
+        for kept in (self._graphs, self._past, self._deferred):
+            kept.clear()
+        self._carried.forget()
+        self._carried_back.forget()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Every parameter once."""
@@ -271,9 +296,20 @@ class Stage:
         elif microbatch in self._deferred:
             state = "its backward_input is done and its backward_weight is due"
         return InputError(
-            f"{what} of microbatch {microbatch} on stage {self.index} needs {wanted} before it, "
-            f"but {state}"
+            f"{what} of {slice_name(microbatch, self._num_slices)} on stage {self.index} needs "
+            f"{wanted} before it, but {state}"
         )
+
+    def _go_back(
+        self,
+        microbatch: int,
+        graph: MicrobatchGraph,
+        gradients: Gradients,
+        skip_gradients: Mapping[str, Gradients],
+    ) -> InputGradients:
+        carried = self._carried_back.take(microbatch)
+        result = graph.backward(gradients, {**skip_gradients, **carried})
+        return result._replace(skips=self._carried_back.leave(microbatch, result.skips))
 
     def _forward_keeping_input(self, given: _Given) -> Produced:
         inputs, skips = tree.replace(Tensor, Tensor.detach, (given.inputs, dict(given.skips)))
@@ -292,8 +328,8 @@ class Stage:
 
         ``again``: the whole stage will run again, so no layer needs to prepare for that.
         """
-        wants = torch.is_grad_enabled() and self._first_layer > 0
-        leaves, value = cut(given.inputs, wants)
+        wants = torch.is_grad_enabled()
+        leaves, value = cut(given.inputs, wants and self._first_layer > 0)
         recalled = {key: cut(skip, wants) for key, skip in given.skips.items()}
         skips = {key: Skip.of(skip) for key, (_, skip) in recalled.items()}
         splits = keep is Keep.SPLIT and torch.is_grad_enabled()
@@ -309,8 +345,8 @@ class Stage:
             drew=drew,
             deferral=deferral,
         )
-        sent = {key: self._sent(skip) for key, skip in left.items()}
-        return Produced(self._sent(value), sent), graph
+        stashed = {key: sent(skip, self.index) for key, skip in left.items()}
+        return Produced(sent(value, self.index), stashed), graph
 
     def _run_layers(
         self, value: Any, skips: dict[str, Skip], given: _Given, again: bool
@@ -321,48 +357,35 @@ class Stage:
         """
         drew = False
         per_layer = self._recompute_layers and torch.is_grad_enabled() and not again
-        for index, layer in enumerate(self.layers, start=self._first_layer):
-            run = self._in_stream(layer, index, given)
+        pairs = zip(self.layers, self._calls, strict=True)
+        for index, (layer, (call, carry)) in enumerate(pairs, start=self._first_layer):
+            run = self._in_stream(layer, call, index, given)
             if per_layer:
                 run = recomputed(layer.module, run)
-            recalled = {key: skips.pop(key).taken(key) for key in layer.recalls}
+            keys = (*layer.recalls, carry) if carry in skips else layer.recalls
+            recalled = {key: skips.pop(key).taken(key) for key in keys}
             value, layer_drew, stashed = run(value, recalled)
             skips.update((key, Skip.of(skip)) for key, skip in stashed.items())
             drew = drew or layer_drew
         if given.criterion is None:
             return value, drew
         index = self._first_layer + len(self.layers)
-        with self._streams.stream(index, True, given.step, given.microbatch) as stream:
+        with self._streams.stream(index, True, *given.where) as stream:
             value = given.criterion(value)
         self._streams.learn(index, True, stream)
         # A scalar out of a fused loss can be a view that keeps a full-size tensor alive.
         loss = _scalar(value, torch.is_grad_enabled()).clone()
         return loss, drew or (stream is not None and stream.drew)
 
-    def _in_stream(self, layer: NamedLayer, index: int, given: _Given) -> Run:
+    def _in_stream(self, layer: NamedLayer, call: Call, index: int, given: _Given) -> Run:
         def run(value: Any, recalled: dict[str, Any]) -> tuple[Any, bool, dict[str, Any]]:
             mode = layer.module.training
-            with self._streams.stream(index, mode, given.step, given.microbatch) as stream:
-                value, stashed = call_layer(layer, value, recalled)
+            with self._streams.stream(index, mode, *given.where) as stream:
+                value, stashed = call(layer, value, recalled)
             self._streams.learn(index, mode, stream)
             return value, stream is not None and stream.drew, stashed
 
         return run
-
-    def _sent(self, value: Any) -> Any:
-        leaves, structure = tree.flatten(value)
-        return tree.unflatten([self._sent_leaf(leaf) for leaf in leaves], structure)
-
-    def _sent_leaf(self, output: Any) -> Any:
-        if isinstance(output, Tensor):
-            return output.detach()
-        if isinstance(output, _PLAIN):
-            return output
-        raise InputError(
-            f"stage {self.index} returned a {type(output).__name__}, whose tensors (if any) cannot "
-            "be seen; return tensors nested in tuples, lists and dicts, or register the class with "
-            "torch.utils._pytree"
-        )
 
 
 def _scalar(loss: Any, training: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""Real jobs of several processes under torchrun, with gloo."""
+"""Real jobs of several processes under torchrun, over the process group and shared memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from tests.distributed.launch import torchrun
 JOBS = Path(__file__).parent / "jobs"
 
 
-def failing_job(how, victim):
-    return torchrun(JOBS / "failure.py", 3, how, str(victim))
+TRANSPORTS = ["process-group", "shared-memory"]
 
 
+def failing_job(how, victim, transport):
+    return torchrun(JOBS / "failure.py", 3, how, str(victim), transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_training_equals_one_device_to_the_bit(num_ranks):
-    job = torchrun(JOBS / "equality.py", num_ranks)
+def test_training_equals_one_device_to_the_bit(num_ranks, transport):
+    job = torchrun(JOBS / "equality.py", num_ranks, transport)
     assert job.returncode == 0, job.output
     assert {rank: report["differences"] for rank, report in job.reports.items()} == {
         rank: [] for rank in range(num_ranks)
@@ -35,9 +39,10 @@ def test_gradients_equal_those_of_torch_pipelining(num_ranks):
     }
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_killed_rank_ends_all_others_with_its_name(victim):
-    job = failing_job("kill", victim)
+def test_a_killed_rank_ends_all_others_with_its_name(victim, transport):
+    job = failing_job("kill", victim, transport)
     assert set(job.reports) == {0, 1, 2} - {victim}, job.output
     for rank, report in job.reports.items():
         assert report["kind"] == "PeerError"
@@ -47,8 +52,9 @@ def test_a_killed_rank_ends_all_others_with_its_name(victim):
         assert names_the_op, report["message"]
 
 
-def test_an_error_in_one_stage_surfaces_on_every_rank():
-    job = failing_job("raise", 1)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_error_in_one_stage_surfaces_on_every_rank(transport):
+    job = failing_job("raise", 1, transport)
     assert set(job.reports) == {0, 1, 2}, job.output
     for rank, report in job.reports.items():
         assert report["kind"] == ("StageError" if rank == 1 else "PeerError")
@@ -56,8 +62,9 @@ def test_an_error_in_one_stage_surfaces_on_every_rank():
         assert report["seconds"] < DEADLINE_SECONDS
 
 
-def test_a_stalled_rank_is_given_up_at_the_deadline():
-    job = failing_job("stall", 1)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_stalled_rank_is_given_up_at_the_deadline(transport):
+    job = failing_job("stall", 1, transport)
     assert {0, 2} <= set(job.reports), job.output
     for rank in (0, 2):
         assert job.reports[rank]["kind"] in ("DeadlineError", "PeerError")

@@ -243,7 +243,7 @@ def test_a_loss_keeps_neither_its_graph_nor_more_than_one_number():
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 256), nn.Tanh())
     with pipeline_of(model, "1f1b", num_microbatches=6, loss=loss) as pipeline:
         alive = []
-        model[0].register_full_backward_hook(
+        model[1].register_full_backward_hook(
             lambda *_: alive.append(sum(not one.expired() for one in graphs))
         )
         found = pipeline.step(torch.randn(12, 16), torch.zeros(12, 256))

@@ -117,9 +117,7 @@ def test_updates_with_infinite_gradients_are_skipped_everywhere(schedule, clip_n
     options = {"optimizer": adamw, "clip_norm": clip_norm}
     reference = OneDevice(theirs, 4, grad_scaler=theirs_scaler, **options)
     skipped = 0
-    with pipeline_of(
-        ours, schedule, grad_scaler=ours_scaler, **options
-    ) as pipeline:
+    with pipeline_of(ours, schedule, grad_scaler=ours_scaler, **options) as pipeline:
         for step in range(7):
             batch = infinite_batch() if step in (1, 4) else make_batch(13, seed=step)
             before = copy.deepcopy(ours.state_dict())

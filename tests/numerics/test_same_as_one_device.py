@@ -7,13 +7,14 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import penstock as pk
 from penstock.run.single_device import SingleDevice
 from tests.helpers import make_batch, make_mlp, make_plan, runnable_cases
+from tests.one_device import assert_same, same
 
 ALL_CASES = runnable_cases([1, 2, 3, 4], range(1, 10))
 
@@ -31,15 +32,16 @@ def pipeline_of(model, plan, **options):
     ("schedule", "num_ranks", "num_microbatches"), runnable_cases([1, 2, 3, 4], [1, 2, 3, 8])
 )
 def test_training_equals_microbatch_accumulation_to_the_bit(schedule, num_ranks, num_microbatches):
-    ours, theirs = make_mlp(), make_mlp()
+    # Chimera halves the microbatches between two copies of each stage: the sums' order differs.
+    dtype, tolerance = (torch.float64, 1e-11) if schedule == "chimera" else (torch.float32, 0.0)
+    ours, theirs = make_mlp(dtype=dtype), make_mlp(dtype=dtype)
     reference = SingleDevice(theirs, num_microbatches, F.cross_entropy, adamw, seed=3)
     plan = make_plan(ours, num_ranks, num_microbatches, schedule)
     with pipeline_of(ours, plan, optimizer=adamw) as pipeline:
         for step, rows in enumerate([13, 8, 5]):  # ragged, and fewer rows than microbatches
-            inputs, targets = make_batch(rows, seed=step)
-            assert torch.equal(pipeline.step(inputs, targets), reference.step(inputs, targets))
-    for key, value in theirs.state_dict().items():
-        assert torch.equal(ours.state_dict()[key], value), key
+            batch = make_batch(rows, dtype, seed=step)
+            assert same(pipeline.step(*batch), reference.step(*batch), tolerance)
+    assert_same(ours, theirs, tolerance)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +99,6 @@ def test_dropout_differs_between_microbatches_and_steps():
 )
 def test_any_batch_size_is_weighted_as_on_one_device(rows, case):
     schedule, num_ranks, num_microbatches = case
-    # With fewer rows there are fewer microbatches, which some families refuse.
-    assume((schedule, num_ranks, min(rows, num_microbatches)) in ALL_CASES)
     ours = make_mlp(dropout=0.0, dtype=torch.float64)
     theirs = copy.deepcopy(ours)
     inputs, targets = make_batch(rows, torch.float64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import inspect
 import itertools
 import re
 import sys
@@ -11,18 +12,20 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
 from penstock.schedule import families
+from tests.helpers import make_plan
 
 ROOT = Path(__file__).parents[2]
 
 
-def python_block(page: str) -> str:
-    """The first Python block of a page."""
+def python_block(page: str, at=0) -> str:
+    """A Python block of a page."""
     text = (ROOT / page).read_text()
-    return re.search(r"```python\n(.*?)```", text, flags=re.DOTALL)[1]
+    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[at]
 
 
 def test_the_script_in_the_readme_runs(tmp_path, monkeypatch, capsys):
@@ -49,6 +52,31 @@ def test_the_spine_in_the_docs_can_be_cut():
     assert [layer.name for layer in graph.layers] == [
         "embedding", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head",
     ]  # fmt: skip
+
+
+def test_the_skips_in_the_docs_cross_stages():
+    namespace = {"nn": nn, "F": F, "torch": torch, "pk": pk}
+    exec(python_block("docs/models.md", at=1), namespace)
+    model, image = namespace["UNet"](), torch.randn(4, 3, 8, 8)
+    with pk.Pipeline(model, make_plan(model, 3, 2), deadline_seconds=10) as pipeline:
+        outputs = pipeline.evaluate(image)
+    torch.testing.assert_close(outputs, model(image).detach())
+
+
+def test_the_training_in_the_docs_runs(capsys):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    batch = (torch.randn(8, 6), torch.randint(0, 3, (8,)))
+    namespace = {
+        "torch": torch, "F": F, "pk": pk, "model": model, "plan": make_plan(model, 2, 4),
+        "loader": [batch] * 3, "held_out": batch[0],
+    }  # fmt: skip
+    exec(python_block("docs/training.md"), namespace)
+    assert namespace["outputs"].shape == (8, 3)
+    assert "tensor" in capsys.readouterr().out
+    # Every argument that the page names is one.
+    words = re.findall(r"`(\w+)=", (ROOT / "docs/training.md").read_text())
+    arguments = inspect.signature(pk.Pipeline).parameters
+    assert set(words) - {"update", "share", "transport"} <= set(arguments)
 
 
 def test_a_schedule_takes_one_file_and_one_line(monkeypatch):

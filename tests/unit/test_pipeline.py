@@ -143,10 +143,10 @@ def test_intra_op_threads_are_those_of_the_plan_and_restored_afterwards():
     assert seen == [2]
 
 
-def test_a_nan_loss_is_returned_as_it_is():
+def test_a_nan_loss_is_returned_as_it_is_where_one_asks_for_it():
     model, (inputs, targets) = make_mlp(), make_batch(8)
     inputs[3] = torch.nan
-    with pipeline_of(model) as pipeline:
+    with pipeline_of(model, stop_at_nan=False) as pipeline:
         assert pipeline.step(inputs, targets).isnan()
         assert pipeline.step(*make_batch(8)).isfinite()
 
@@ -254,7 +254,7 @@ def test_outputs_of_an_evaluation_are_freed_with_their_last_user():
         outputs = pipeline.evaluate(make_batch(8)[0])
         whole = StorageWeakRef(outputs.untyped_storage())
         # The workers' threads go on waiting; they must not hold on to the last step meanwhile.
-        for thread in pipeline._driver._threads:
+        for thread in pipeline._parts.driver._threads:
             thread.join(timeout=0.05)
         assert [part.expired() for part in parts] == [True, True]
         del outputs

@@ -72,7 +72,7 @@ def test_an_error_of_a_stage_is_named_soon_and_the_step_can_be_repeated(layer, b
         start = time.monotonic()
         kind, stage = ("B" if backward else "F"), {0: 0, 3: 1, 5: 2}[layer]
         op = f"{stage}{kind}{microbatch}"
-        message = f"^stage {stage}, microbatch {microbatch}, op {op}: ValueError: boom$"
+        message = f"(?m)^stage {stage}, microbatch {microbatch}, op {op}: ValueError: boom$"
         with pytest.raises(StageError, match=message) as caught:
             pipeline.step(*make_batch(8))
         assert time.monotonic() - start < SOON_SECONDS
@@ -221,7 +221,7 @@ def test_an_interrupt_stops_all_ranks_and_the_next_step_is_right(interrupt_from,
     trouble = Trouble(ours[3], act)
     interrupt_from(entered)
     with pipeline_of(ours) as pipeline:
-        last = pipeline._driver._workers[-1].transport
+        last = pipeline._parts.driver._workers[-1].transport
         fail = last.fail
         monkeypatch.setattr(last, "fail", lambda *notice: (fail(*notice), cancelled.set()))
         start = time.monotonic()
@@ -256,7 +256,7 @@ def test_an_interrupt_during_a_hang_leaves_soon(short_grace, interrupt_from):
 
 def test_an_interrupt_before_all_ranks_have_their_work_makes_no_mess(monkeypatch, short_grace):
     pipeline = pipeline_of(make_mlp())
-    inbox = pipeline._driver._inboxes[1]
+    inbox = pipeline._parts.driver._inboxes[1]
 
     class Interrupting:
         def put(self, work):
@@ -264,7 +264,7 @@ def test_an_interrupt_before_all_ranks_have_their_work_makes_no_mess(monkeypatch
                 raise KeyboardInterrupt
             inbox.put(work)
 
-    pipeline._driver._inboxes[1] = Interrupting()
+    pipeline._parts.driver._inboxes[1] = Interrupting()
     with pytest.raises(KeyboardInterrupt):
         pipeline.step(*make_batch(8))
     with pytest.raises(RunError, match="build a new Pipeline"):
@@ -357,7 +357,7 @@ def test_evaluating_needs_no_loss_and_stepping_does():
         ({"deadline_seconds": -1.0}, "must be > 0"),
         ({"deadline_seconds": float("nan")}, "must be > 0"),
         ({"deadline_seconds": float("inf")}, "not infinite"),
-        ({"transport": "carrier pigeon"}, "'carrier pigeon'; use auto, threads or process-group"),
+        ({"transport": "carrier pigeon"}, "'carrier pigeon'; use auto or threads or shared-memory or process-group"),
         ({"reduction": "max"}, "reduction is 'max'; use mean or sum"),
         ({"reduction": "sum", "weight": len}, "a sum needs none"),
     ],

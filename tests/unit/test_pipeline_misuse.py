@@ -92,7 +92,7 @@ def test_a_second_step_at_the_same_time_is_refused_and_harms_nothing():
         first = threading.Thread(target=pipeline.step, args=make_batch(4))
         first.start()
         assert started.wait(20)
-        with pytest.raises(pk.errors.InputError, match="running a step in another thread"):
+        with pytest.raises(pk.errors.InputError, match="running already, in another thread"):
             pipeline.step(*make_batch(4))
         go_on.set()
         first.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -18,8 +19,10 @@ from penstock import Costs, Plan, Schedule, schedules, simulate
 from penstock.errors import InputError, RunError, ScheduleError
 from penstock.planner import StagePlan
 from penstock.rehearsal import rehearse
+from penstock.rehearsal.conduct import performable
 from penstock.rehearsal.costs import costs_of_slices, default_costs, scaled
 from penstock.rehearsal.job import Job, flattened
+from penstock.rehearsal.performance import perform
 from penstock.rehearsal.result import rehearsal_of
 from penstock.schedule import Kind
 from penstock.schedule.lower import add_communication, add_recompute, add_update, lower
@@ -293,7 +296,7 @@ def test_ops_that_the_machine_held_up_are_counted():
         ({"scale": 0}, "scale is 0"),
         ({"scale": float("inf")}, "scale is inf"),
         ({"message_bytes": 0}, "message_bytes is 0"),
-        ({"transport": "pigeons"}, "transport is 'pigeons'; take 'shared-memory' or 'threads'"),
+        ({"transport": "pigeons"}, "transport is 'pigeons'; use shared-memory or threads"),
         ({"waits": "none"}, "waits is 'none'"),
         ({"costs": Costs([1.0, 1.0, 1.0])}, "has 3 numbers"),
         ({"costs": 3}, "costs is of type int"),
@@ -313,18 +316,28 @@ def test_a_bad_schedule_or_too_many_ranks_are_refused_before_anything_starts():
         rehearse(build("1f1b", 200))
 
 
-def test_a_rank_that_dies_ends_everything_with_one_clear_error(nothing_left_behind):
+@pytest.mark.parametrize(
+    ("victim", "words"),
+    [
+        ("a rank", r"rank 0's process was ended by SIGKILL.* in step 2 of 3"),
+        ("the launcher", r"ended with exit code -9"),
+    ],
+)
+def test_a_process_that_dies_ends_everything_with_one_clear_error(
+    victim, words, nothing_left_behind
+):
     before = descendants(os.getpid())
 
     def kill_one(done, total):
         ours = descendants(os.getpid()) - before
         ranks = [child for child in ours if parent_of(child) in ours]  # the launcher's children
         assert len(ranks) == 3
-        os.kill(min(ranks), signal.SIGKILL)
+        (launcher,) = ours - set(ranks)
+        os.kill(min(ranks) if victim == "a rank" else launcher, signal.SIGKILL)
         killed.append(time.monotonic())
 
     killed = []
-    with pytest.raises(RunError, match=r"rank 0's process was ended by SIGKILL.* in step 2 of 3"):
+    with pytest.raises(RunError, match=words):
         costs = Costs(0.05, 0.05, 0.05, update=2.0)
         rehearse(build("1f1b", 3), costs, steps=3, progress=kill_one)
     assert time.monotonic() - killed[0] < 15
@@ -358,3 +371,34 @@ def test_whoever_ends_the_asking_process_ends_the_ranks(how, nothing_left_behind
     while any(Path(f"/proc/{rank}").exists() for rank in ranks) and time.monotonic() < end:
         time.sleep(0.05)
     assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
+
+
+def test_steps_on_trust_overlap():
+    schedule = build("zb-h2", 2, 4)
+    job = Job(
+        ops=str(performable(schedule, "post-validated")),
+        costs=Costs(0.004, 0.004, 0.004),
+        num_steps=6,
+        message_bytes=64,
+        waits="relative",
+        updates="post-validated",
+        deadline_seconds=20,
+    )
+    steps = list(perform(job, "shared-memory"))
+    # Rank 0 has begun the next step when rank 1 is still in this one.
+    pairs = itertools.pairwise(steps)
+    assert any(following[0][0] < current[1][-1] for current, following in pairs)
+
+
+def test_ranks_agree_before_updates_or_read_the_verdict_before_the_next_backward():
+    schedule = build("zb-v", 2, 4)
+    agreed = rehearse(schedule, TWO_MS, steps=2, updates="agreed")
+    trusting = rehearse(schedule, TWO_MS, steps=2, updates="post-validated")
+    for row in agreed.measured.rows:
+        kinds = [op.kind for op in row.ops]
+        assert kinds[-3:] == [Kind.AGREE, Kind.UPDATE, Kind.UPDATE]
+    for row in trusting.measured.rows:
+        kinds = [op.kind for op in row.ops]
+        assert kinds.count(Kind.AGREE) == 1
+        assert kinds.index(Kind.AGREE) < kinds.index(Kind.BACKWARD_INPUT)
+    assert trusting.pace_seconds > 0

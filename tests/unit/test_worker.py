@@ -8,11 +8,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock.errors import DeadlineError, StageError
-from penstock.planner.runnable import PERFORMED
 from penstock.randomness import LayerStreams
-from penstock.run.worker import Minibatch, Worker
+from penstock.run.minibatch import Minibatch
+from penstock.run.recipe import Recipe
+from penstock.run.updater import Holding, Updater
+from penstock.run.worker import Worker
 from penstock.schedule import Schedule
-from penstock.schedule.op import COMPUTE
+from penstock.schedule.op import Kind
 from penstock.spine import spine_of
 from penstock.stage import Stage
 from penstock.transport import Edge, Transport
@@ -26,32 +28,40 @@ class Notebook(Transport):
         self.sent = []
         self.incoming = dict(incoming)
         self.waiting = []
-        self.flushes = 0
 
-    def send(self, edge, microbatch, value):
-        self.sent.append((edge, microbatch, value))
+    def send(self, edge, number, value):
+        self.sent.append((edge, number % 2**19, value))  # of all runs, there is only one
 
-    def recv(self, edge, microbatch, waiting):
+    def recv(self, edge, number, waiting):
         self.waiting.append(waiting)
-        if (edge, microbatch) not in self.incoming:
+        if (edge, number % 2**19) not in self.incoming:
             raise DeadlineError(waiting)
-        return self.incoming.pop((edge, microbatch))
+        return self.incoming.pop((edge, number % 2**19))
 
     def fail(self, reason, edges):
         raise AssertionError("telling the peers is the driver's part")
 
     def flush(self):
-        self.flushes += 1
+        """Nothing is under way."""
+
+    def discard(self, before):
+        raise AssertionError("there is nothing to discard")
+
+    def close(self, reason):
+        raise AssertionError("closing is the driver's part")
 
 
 def worker_of(rank, stages, num_stages, transport, model=None, optimizer=None):
     """A worker with some of the stages of a model of ``num_stages`` layers."""
     layers = spine_of(model or nn.Sequential(*[nn.Linear(3, 3) for _ in range(num_stages)]))
     built = {index: Stage(index, [layers[index]], index, LayerStreams(0)) for index in stages}
-    optimizers = {
-        index: optimizer(stage.parameters()) for index, stage in built.items() if optimizer
+    recipe = Recipe(loss=F.mse_loss, optimizer=optimizer)
+    holdings = {
+        index: Holding({str(at): one for at, one in enumerate(stage.parameters())}, {})
+        for index, stage in built.items()
     }
-    return Worker(rank, built, num_stages, transport, F.mse_loss, optimizers)
+    updater = Updater(rank, 2, holdings, transport, recipe)
+    return Worker(rank, built, transport, recipe, updater)
 
 
 TWO_RANKS = Schedule.parse("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
@@ -72,7 +82,6 @@ def test_the_last_rank_receives_computes_and_sends_back():
     ((edge, microbatch, (gradient,)),) = transport.sent
     assert (edge, microbatch, gradient.shape) == (BACKWARD, 0, (2, 3))
     assert transport.waiting == ["rank 1, waiting at 1RECV_F0 for 0SEND_F0 of rank 0"]
-    assert transport.flushes == 1
 
 
 def test_the_first_rank_sends_and_waits_for_the_gradient():
@@ -118,9 +127,10 @@ def test_gradients_do_not_depend_on_the_callers_mode(around):
 
 def test_a_kind_that_it_does_not_know_is_an_error_that_names_the_op():
     worker = worker_of(0, [0], 1, Notebook())
-    assert worker.kinds & COMPUTE == PERFORMED
-    with pytest.raises(StageError, match="stage 0, microbatch 0, op 0I0: KeyError"):
-        worker.run(Schedule.parse("0F0,0I0,0W0\n"), minibatch())
+    assert worker.kinds == set(Kind)
+    worker._perform.pop(Kind.BACKWARD)
+    with pytest.raises(StageError, match="stage 0, microbatch 0, op 0B0: KeyError"):
+        worker.run(Schedule.parse("0F0,0B0\n"), minibatch())
 
 
 def sgd(parameters):
@@ -132,7 +142,7 @@ def test_an_update_is_counted_and_clears_the_gradients():
     (weight, _) = worker.stages[0].parameters()
     before = weight.detach().clone()
     worker.run(Schedule.parse("0F0,0B0,0UPDATE0\n"), minibatch())
-    assert worker.num_updates == 1
+    assert worker.updater.num_updates == 1
     assert weight.grad is None
     assert not torch.equal(weight, before)
 
@@ -146,11 +156,11 @@ def test_a_failed_step_leaves_neither_gradients_nor_messages():
     data = Minibatch(0, [torch.ones(2, 3)] * 2, [torch.zeros(2, 3)] * 2, [0.5, 0.5])
     with pytest.raises(DeadlineError, match="rank 1, waiting at 1RECV_F1"):
         worker.run(schedule, data)
-    assert worker.num_updates == 0
+    assert worker.updater.num_updates == 0
     assert all(parameter.grad is None for parameter in worker.stages[1].parameters())
     assert not worker._values
     assert not worker._gradients
-    assert not worker.stages[1]._stash
+    assert not worker.stages[1].in_flight
 
 
 def test_microbatches_without_any_term_do_not_flow_back():
@@ -202,4 +212,4 @@ def test_the_worker_of_a_stage_without_parameters_needs_no_optimizer():
     worker = worker_of(0, [0, 1], 2, Notebook(), make_mlp()[:2])
     data = Minibatch(0, [torch.ones(2, 16)], [torch.zeros(2, 32)], [1.0])
     worker.run(Schedule.parse("0F0,1F0,1B0,1UPDATE0,0B0,0UPDATE0\n"), data)
-    assert worker.num_updates == 0
+    assert worker.updater.num_updates == 0

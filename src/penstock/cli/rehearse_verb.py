@@ -20,8 +20,9 @@ from penstock.planner import Plan
 from penstock.rehearsal import Comparison, Rehearsal
 from penstock.rehearsal import rehearse as perform
 from penstock.rehearsal.costs import scaled
+from penstock.rehearsal.job import Updates
 from penstock.rehearsal.performance import TransportName
-from penstock.schedule import Schedule
+from penstock.schedule import Kind, Schedule
 from penstock.simulator import simulate
 
 _SOURCE_HELP = (
@@ -56,6 +57,10 @@ _QUIET_SECONDS = 2.0
     "--transport", type=click.Choice(get_args(TransportName)), default="shared-memory",
     show_default=True, help="Between processes, or between threads of one process.",
 )  # fmt: skip
+@click.option(
+    "--updates", type=click.Choice(get_args(Updates)), default="separate", show_default=True,
+    help="Each stage for itself; when all ranks agree (clipping); or on trust, steps overlapping.",
+)  # fmt: skip
 @options.output_option("Picture to write (.svg, .html, .txt), or all that was found (.json).")
 @options.json_option
 def rehearse(
@@ -68,6 +73,7 @@ def rehearse(
     steps: int,
     message_kib: int,
     transport: TransportName,
+    updates: Updates,
     output: str | None,
     as_json: bool,
 ) -> None:
@@ -87,6 +93,7 @@ def rehearse(
             scale=scale,
             message_bytes=message_kib * 1024,
             transport=transport,
+            updates=updates,
             progress=progress,
         )
     if output is not None:
@@ -184,6 +191,9 @@ def _circumstances(found: Rehearsal) -> list[Fact]:
             value=f"{seconds(found.hop_seconds)} more than planned, which the prediction includes",
         ),
     ]
+    if any(op.kind is Kind.AGREE for op in found.measured.rows[0].ops):
+        value = f"{seconds(found.pace_seconds)} a step, one after the other"
+        facts.append(Fact(label="pace", value=value))
     if found.num_held_up:
         value = f"{found.num_held_up} took 1 ms longer than they should: this machine was busy"
         facts.append(Fact(label="ops held up", value=value))
@@ -211,6 +221,7 @@ def _numbers(found: Rehearsal) -> dict[str, object]:
             }
             for one in found.comparisons
         },
+        "pace_seconds": found.pace_seconds,
         "hop_seconds": found.hop_seconds,
         "step_seconds": found.step_seconds,
     }

@@ -96,11 +96,15 @@ class Task:
             optimizer_bytes=optimizer,
             activation_bytes=activations,
             weight_kept_bytes=sum(layer.weight_kept_bytes for layer in layers),
-            input_bytes=(
-                self.graph.layers[start - 1].output_bytes if start else self.graph.input_bytes
-            ),
+            input_bytes=self._input_bytes[start],
+            layer_input_bytes=sum(self._input_bytes[start:stop]),
             peak_activations=setting.peaks[rank],
         )
+
+    @cached_property
+    def _input_bytes(self) -> list[int]:
+        """Of every layer."""
+        return [self.graph.input_bytes, *(layer.output_bytes for layer in self.graph.layers)]
 
     @cached_property
     def _sums(self) -> tuple[list[int], ...]:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from msgspec import field
+from msgspec.structs import replace
 
 from penstock.cost import Costs
 from penstock.errors import InputError, ModelError
-from penstock.planner.stage_plan import StagePlan, bytes_of_ranks, costs_of, sizes_of
+from penstock.planner.stage_plan import (
+    Recompute,
+    StagePlan,
+    bytes_of_ranks,
+    costs_of,
+    sizes_of,
+)
 from penstock.planner.table import count_of, render
 from penstock.schedule import Schedule, families
 from penstock.schedule.check import check
@@ -19,7 +26,7 @@ from penstock.schedule.lower import add_recompute, add_update, first_microbatche
 from penstock.schedule.memory import Sizes
 from penstock.simulator import simulate
 from penstock.timeline import Timeline
-from penstock.values import Value
+from penstock.values import Value, one_of
 
 
 class Plan(Value, frozen=True, kw_only=True):
@@ -123,6 +130,30 @@ class Plan(Value, frozen=True, kw_only=True):
             schedule = add_recompute(schedule, again)
         check(schedule)
         return schedule
+
+    def recomputing(self, how: Recompute, stages: Collection[int] | None = None) -> Plan:
+        """This plan with some stages keeping less and running forward twice.
+
+        Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
+
+        Args:
+            how: ``"stage"`` keeps only the stage's input, ``"layers"`` the input of every layer,
+                ``"none"`` everything.
+            stages: their numbers; all by default.
+
+        Raises:
+            InputError: no such way, or no such stage.
+        """
+        one_of("how", how, get_args(Recompute))
+        chosen = range(len(self.stages)) if stages is None else stages
+        absent = sorted(set(chosen) - set(range(len(self.stages))))
+        if absent:
+            raise InputError(f"there is no stage {absent[0]}: the plan has {len(self.stages)}")
+        changed = (
+            replace(stage, recompute=how) if index in chosen else stage
+            for index, stage in enumerate(self.stages)
+        )
+        return replace(self, stages=tuple(changed))
 
     def simulate(self) -> Timeline:
         """The predicted timeline of one step, weight update included."""

@@ -27,6 +27,7 @@ class StagePlan(Value, frozen=True, kw_only=True):
         activation_bytes: kept from forward to backward, per microbatch in flight.
         weight_kept_bytes: kept between the two halves of a split backward.
         input_bytes: of the stage's input: all that is kept where the whole stage runs again.
+        layer_input_bytes: of the inputs of all its layers: what is kept where layers run again.
         peak_activations: microbatches in flight at the worst moment.
         recompute: what runs again before its backward, so that less is kept: ``"stage"`` all of it
             at once, ``"layers"`` layer by layer; ``"none"`` by default.
@@ -44,6 +45,7 @@ class StagePlan(Value, frozen=True, kw_only=True):
     activation_bytes: int = 0
     weight_kept_bytes: int = 0
     input_bytes: int = 0
+    layer_input_bytes: int = 0
     peak_activations: float = 0.0
     recompute: Recompute = "none"
 
@@ -59,10 +61,15 @@ class StagePlan(Value, frozen=True, kw_only=True):
         return self.forward_seconds + self.backward_input_seconds + self.backward_weight_seconds
 
     @property
+    def kept_bytes(self) -> int:
+        """What a microbatch keeps from its forward, or its recompute, until its backward."""
+        return self.layer_input_bytes if self.recompute == "layers" else self.activation_bytes
+
+    @property
     def memory_bytes(self) -> int:
         """Weights, gradients, optimizer state and the activations in flight."""
         return stage_bytes(
-            self.parameter_bytes, self.optimizer_bytes, self.activation_bytes, self.peak_activations
+            self.parameter_bytes, self.optimizer_bytes, self.kept_bytes, self.peak_activations
         )
 
 
@@ -87,14 +94,10 @@ def costs_of(stages: Sequence[StagePlan]) -> Costs:
 
 
 def sizes_of(stages: Sequence[StagePlan]) -> Sizes:
-    """What one microbatch keeps at each stage, in bytes.
-
-    The gradients of outputs that wait for W with the inputs of their layers can make it keep a
-    little more then than before; that is left out, since a split is there to free memory.
-    """
+    """What one microbatch keeps at each stage, in bytes."""
     return Sizes(
-        activation=[stage.activation_bytes for stage in stages],
-        kept_for_weight=[min(one.weight_kept_bytes, one.activation_bytes) for one in stages],
+        activation=[stage.kept_bytes for stage in stages],
+        kept_for_weight=[stage.weight_kept_bytes for stage in stages],
         stage_input=[stage.input_bytes for stage in stages],
     )
 

@@ -10,22 +10,22 @@ from penstock.cost import Costs
 from penstock.errors import InputError
 from penstock.planner import Plan
 from penstock.rehearsal.costs import costs_of_slices, default_costs, scaled
-from penstock.rehearsal.job import Job, WaitsName, flattened
+from penstock.rehearsal.job import Job, Updates, WaitsName, flattened
 from penstock.rehearsal.performance import TransportName, perform
 from penstock.rehearsal.result import Rehearsal, rehearsal_of
 from penstock.schedule import Kind, Schedule
 from penstock.schedule.check import check
-from penstock.schedule.lower import add_communication, add_update
+from penstock.schedule.lower import add_agreement, add_communication, add_update
 from penstock.schedule.op import COMPUTE
 from penstock.simulator import simulate
-from penstock.values import expect, is_number, is_whole
+from penstock.values import expect, is_number, is_whole, one_of
 
 MOST_RANKS = 128
 """More processes than this would only show how this machine switches between them."""
 _DEADLINE_SECONDS = 30.0
 
 
-def rehearse(
+def rehearse(  # noqa: PLR0913 - each has a default that most callers keep
     plan: Plan | Schedule,
     costs: Costs | None = None,
     *,
@@ -34,6 +34,7 @@ def rehearse(
     message_bytes: int = 64 * 1024,
     transport: TransportName = "shared-memory",
     waits: WaitsName = "relative",
+    updates: Updates = "separate",
     progress: Callable[[int, int], None] | None = None,
 ) -> Rehearsal:
     """Perform a plan on emulated devices: every rank is a real process with a real worker, which
@@ -51,6 +52,10 @@ def rehearse(
         transport: ``"shared-memory"`` between processes, or ``"threads"`` of this one.
         waits: ``"relative"``, each op waits from when it starts; or ``"logical"``, until the
             prediction says that it ends, which hides all overhead and is for tests of order.
+        updates: ``"separate"``: each stage updates when its gradients are complete; ``"agreed"``:
+            when all ranks have told theirs, as clipping by the global norm wants it;
+            ``"post-validated"``: at once, and ranks go from step to step without waiting for each
+            other, so that ``Rehearsal.pace_seconds`` is what a step takes.
         progress: called after each step with the steps done and their number.
 
     Returns:
@@ -66,18 +71,20 @@ def rehearse(
     if costs is None:
         costs = plan.costs if isinstance(plan, Plan) else default_costs(schedule)
     expect(costs, Costs, "costs", "give a penstock.Costs")
-    _check_arguments(steps, scale, message_bytes, transport, waits)
-    check(schedule)
-    costs.check_stages(schedule.num_stages)
-    _check_size(schedule)
+    _check_arguments(steps, scale, message_bytes)
+    one_of("transport", transport, get_args(TransportName))
+    one_of("waits", waits, get_args(WaitsName))
+    one_of("updates", updates, get_args(Updates))
+    _check_schedule(schedule, costs)
     costs = scaled(costs, scale)
-    lowered = performable(schedule)
+    lowered = performable(schedule, updates)
     job = Job(
         ops=str(flattened(lowered)),
         costs=costs_of_slices(costs, schedule.num_slices),
         num_steps=steps,
         message_bytes=message_bytes,
         waits=waits,
+        updates=updates,
         deadline_seconds=_DEADLINE_SECONDS + 2 * simulate(lowered, costs).makespan,
     )
     done = []
@@ -89,31 +96,28 @@ def rehearse(
     return rehearsal_of(lowered, costs, done)
 
 
-def performable(schedule: Schedule) -> Schedule:
+def performable(schedule: Schedule, updates: Updates = "separate") -> Schedule:
     """What a rank performs of a schedule: its compute in its order, and all that this takes."""
     kept = COMPUTE | {Kind.RECOMPUTE}
     ranks = (tuple(op for op in ops if op.kind in kept) for ops in schedule.ranks)
-    return add_communication(add_update(Schedule.of(ranks, schedule.name)))
+    updated = add_update(Schedule.of(ranks, schedule.name), together=updates == "agreed")
+    if updates != "separate":
+        updated = add_agreement(updated, late=updates == "post-validated")
+    return add_communication(updated)
 
 
-def _check_arguments(
-    steps: Any, scale: Any, message_bytes: Any, transport: Any, waits: Any
-) -> None:
+def _check_arguments(steps: Any, scale: Any, message_bytes: Any) -> None:
     if not is_whole(steps) or steps < 1:
         raise InputError(f"steps is {steps!r}, but must be a whole number ≥ 1")
     if not is_number(scale) or not 0 < scale < float("inf"):
         raise InputError(f"scale is {scale!r}, but must be a number > 0; 1 is the planned pace")
     if not is_whole(message_bytes) or message_bytes < 1:
         raise InputError(f"message_bytes is {message_bytes!r}, but must be a whole number ≥ 1")
-    for name, value, choices in (
-        ("transport", transport, get_args(TransportName)),
-        ("waits", waits, get_args(WaitsName)),
-    ):
-        if value not in choices:
-            raise InputError(f"{name} is {value!r}; take {' or '.join(map(repr, choices))}")
 
 
-def _check_size(schedule: Schedule) -> None:
+def _check_schedule(schedule: Schedule, costs: Costs) -> None:
+    check(schedule)
+    costs.check_stages(schedule.num_stages)
     if schedule.num_ranks > MOST_RANKS:
         raise InputError(
             f"the schedule has {schedule.num_ranks} ranks, and each is a process here; rehearse "

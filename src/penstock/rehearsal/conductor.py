@@ -35,16 +35,26 @@ class Conductor:
         self._watched = watched
         self._death = death
 
-    def steps(self, num_steps: int) -> Iterator[StepTimes]:
+    def steps(self, num_steps: int, *, overlapping: bool = False) -> Iterator[StepTimes]:
         """Let the ranks perform, give the times of each step as it ends, and dismiss the ranks.
+
+        Args:
+            num_steps: how many.
+            overlapping: each rank begins a step when its own last one has ended; otherwise all
+                begin together.
 
         Raises:
             RunError: a rank has failed or died.
         """
         self._answers("before the first step")
+        lead = _LEAD_SECONDS + _LEAD_PER_RANK_SECONDS * len(self._channels)
+        if overlapping:
+            start = time.perf_counter() + lead
+            for _ in range(num_steps):
+                self._say(start)
         for step in range(num_steps):
-            lead = _LEAD_SECONDS + _LEAD_PER_RANK_SECONDS * len(self._channels)
-            self._say(time.perf_counter() + lead)
+            if not overlapping:
+                self._say(time.perf_counter() + lead)
             yield self._answers(f"in step {step + 1} of {num_steps}")
         self._say(None)
 

@@ -9,6 +9,7 @@ from penstock.schedule import Op, Schedule
 from penstock.values import Value
 
 WaitsName = Literal["relative", "logical"]
+Updates = Literal["separate", "agreed", "post-validated"]
 
 
 class Job(Value, frozen=True, kw_only=True):
@@ -20,6 +21,8 @@ class Job(Value, frozen=True, kw_only=True):
         num_steps: how often to perform them, warm-up included.
         message_bytes: of an output, and of its gradient.
         waits: what ops do instead of computing.
+        updates: whether stages update each for itself, when all ranks have agreed, or on trust. In
+            the last case ranks go from step to step without waiting for each other's ends.
         deadline_seconds: how long a receive waits.
     """
 
@@ -28,7 +31,13 @@ class Job(Value, frozen=True, kw_only=True):
     num_steps: int
     message_bytes: int
     waits: WaitsName
+    updates: Updates = "separate"
     deadline_seconds: float
+
+    @property
+    def overlapping(self) -> bool:
+        """Whether steps follow each other without a common start."""
+        return self.updates == "post-validated"
 
     def schedule(self) -> Schedule:
         """The ops, read."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import select
 import signal
 import sys
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -47,7 +48,7 @@ def main() -> None:
         with _ranks(job) as ranks:
             watched = [sys.stdin.fileno(), *(rank.process.sentinel for rank in ranks)]
             conductor = Conductor([rank.channel for rank in ranks], watched, lambda: _death(ranks))
-            for times in conductor.steps(job.num_steps):
+            for times in conductor.steps(job.num_steps, overlapping=job.overlapping):
                 _write(StepDone(times))
             for rank in ranks:
                 rank.process.join()
@@ -68,8 +69,11 @@ def _ranks(job: Job) -> Iterator[list[Rank]]:
         for number in range(num_ranks):
             here, there = context.Pipe()
             process = context.Process(
-                target=play,
-                args=(job, number, partial(exchange.transport, number), alarm, there),
+                target=_be_rank,
+                args=(
+                    [here, *(rank.channel for rank in ranks)],
+                    (job, number, partial(exchange.transport, number), alarm, there),
+                ),
                 daemon=True,
             )
             process.start()
@@ -82,6 +86,14 @@ def _ranks(job: Job) -> Iterator[list[Rank]]:
         for rank in ranks:
             rank.process.join()
         exchange.close()
+
+
+def _be_rank(inherited: Sequence[Connection], play_arguments: tuple[Any, ...]) -> None:
+    """In the fork: hold open nothing by whose closing the end of the launcher is seen."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for channel in inherited:
+        channel.close()
+    play(*play_arguments)
 
 
 def _death(ranks: Sequence[Rank]) -> str:

@@ -67,11 +67,11 @@ def _launcher(complaints: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         with suppress(BrokenPipeError):
             launcher.stdin.close()  # asks it to end its ranks, and itself
-        try:
+        with suppress(subprocess.TimeoutExpired):
             launcher.wait(_GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):  # as it should be: nobody of the group is left
             os.killpg(launcher.pid, signal.SIGKILL)
-            launcher.wait()
+        launcher.wait()
         launcher.stdout.close()
 
 
@@ -104,7 +104,9 @@ def _in_threads(job: Job) -> Generator[StepTimes]:
     try:
         for thread in threads:
             thread.start()
-        yield from Conductor([here for here, _ in pipes]).steps(job.num_steps)
+        yield from Conductor([here for here, _ in pipes]).steps(
+            job.num_steps, overlapping=job.overlapping
+        )
     finally:
         for transport in exchange.transports:
             transport.fail("the rehearsal has ended", ())

@@ -68,7 +68,13 @@ def _perform_steps(
     nothing = torch.zeros(())
     channel.send(None)
     for step, start in enumerate(iter(partial(_next_start, channel), None)):
-        minibatch = Minibatch(step, [nothing] * count, [nothing] * count, [1.0] * count)
+        minibatch = Minibatch(
+            step,
+            [nothing] * count,
+            [nothing] * count,
+            [1.0] * count,
+            more_follow=job.overlapping,
+        )
         waits.begin(start)
         alarm.until(start)
         records = worker.run(schedule, minibatch).records
@@ -109,7 +115,9 @@ def _worker(
         ((stage, _),) = parameters.named()
         return EmulatedOptimizer(parameters, updates[int(stage)], waits)
 
-    recipe = Recipe(optimizer=optimizer)  # no loss: what a last stage gives is one already
+    # No loss: what a last stage gives is one already. Nothing is clipped, but all ranks ask.
+    clip_norm = None if job.updates == "separate" else 1.0
+    recipe = Recipe(optimizer=optimizer, clip_norm=clip_norm, post_validate=job.overlapping)
     links = _planned_links(job, schedule, rank, transport, alarm)
     updater = Updater(rank, schedule.num_ranks, holdings, links, recipe, shared)
     return Worker(rank, stages, links, recipe, updater)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,12 +51,15 @@ class Rehearsal:
         predicted: the simulator's timeline, with hops as long as they were measured in this run.
         measured: the timeline of the median step.
         step_seconds: makespan of every step after the warm-up.
+        pace_seconds: from the end of one step to the end of the next, where steps follow each other
+            without a pause; the median.
         hop_seconds: how long a message took from rank to rank beyond its planned hop; median.
     """
 
     predicted: Timeline
     measured: Timeline
     step_seconds: tuple[float, ...]
+    pace_seconds: float
     hop_seconds: float
 
     @property
@@ -98,8 +102,19 @@ def rehearsal_of(schedule: Schedule, costs: Costs, steps: Sequence[StepTimes]) -
         simulate(schedule, with_hop(costs, hop_seconds)),
         timelines[lengths.index(middle)],
         lengths,
+        _pace(steps),
         hop_seconds,
     )
+
+
+def _pace(steps: Sequence[StepTimes]) -> float:
+    """The slowest rank's, which in the long run is everybody's."""
+    ends = [[own[-1] for own in times] for times in steps]
+    paces = [
+        [after - before for before, after in zip(*pair, strict=True)]
+        for pair in itertools.pairwise(ends)
+    ]
+    return max(map(statistics.median, zip(*paces, strict=True)), default=0.0)
 
 
 def _timeline(schedule: Schedule, times: StepTimes) -> Timeline:

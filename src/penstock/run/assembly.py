@@ -17,7 +17,7 @@ from penstock.planner import Plan
 from penstock.randomness import LayerStreams
 from penstock.run.driver import Driver
 from penstock.run.layout import Layout
-from penstock.run.processes import ProcessDriver, agree, clock_offset
+from penstock.run.processes import ProcessDriver, agree, offsets_of_clocks
 from penstock.run.recipe import Recipe
 from penstock.run.threads import ThreadDriver
 from penstock.run.updater import Updater
@@ -147,7 +147,7 @@ def _in_processes(
         num_ranks,
         record=running.record,
         share_results=running.results == "every rank",
-        clock_offset=clock_offset(transport.group) if running.record else 0.0,
+        clock_offsets=offsets_of_clocks(transport.group) if running.record else None,
     )
     return Assembly(plan, driver, layout, streams, [worker], worker.stages, owns_group)
 

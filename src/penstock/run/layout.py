@@ -234,8 +234,8 @@ class Layout:
     def follow(self) -> None:
         """Let twins follow what has happened to the model since the last step: training mode, what
         is frozen, and weights that were loaded or changed by hand."""
-        for original, twin in self._twins:
-            for theirs, ours in zip(original.modules(), twin.modules(), strict=True):
+        for original, copied in self._twins:
+            for theirs, ours in zip(original.modules(), copied.modules(), strict=True):
                 ours.training = theirs.training
         with torch.no_grad():
             for parameter, twin in self._equal:

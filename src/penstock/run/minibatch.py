@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.run.counting import Peak
 from penstock.run.journal import Record
 
 
@@ -32,15 +33,16 @@ def autocast(dtypes: Mapping[str, torch.dtype], enabled: bool) -> Iterator[None]
 
 @dataclass(frozen=True)
 class Minibatch:
-    """One minibatch, cut into microbatches.
+    """One minibatch, cut into microbatches, and these into slices if they have any.
 
     Attributes:
         step: its number, for random streams.
-        inputs: one value per microbatch.
-        targets: one per microbatch, or empty when only outputs are wanted.
-        weights: the factor on each microbatch's loss.
+        inputs: one value per microbatch or, with slices, per slice; likewise below.
+        targets: as many, or empty when only outputs are wanted.
+        weights: the factor on each one's loss.
         share: the factor on the gradients alone, where several minibatches make one update.
         more_follow: the caller goes on at once, so that what is still open may be settled then.
+        num_slices: of a microbatch.
         autocast: device types and dtypes for which the thread that made this had autocast on.
     """
 
@@ -50,7 +52,13 @@ class Minibatch:
     weights: Sequence[float] = ()
     share: float = 1.0
     more_follow: bool = False
+    num_slices: int = 1
     autocast: Mapping[str, torch.dtype] = field(default_factory=_autocast_here)
+
+    @property
+    def num_microbatches(self) -> int:
+        """How many there are."""
+        return len(self.inputs) // self.num_slices
 
 
 @dataclass
@@ -59,10 +67,11 @@ class Harvest:
 
     Attributes:
         records: when each op ran.
-        losses: of the microbatches whose last stage this rank ran, unweighted.
+        losses: of the microbatches (or slices) whose last stage this rank ran, unweighted.
         outputs: likewise, when there are no targets.
         metrics: likewise, by name.
         norm: of the whole model's gradients, where ranks agree on it.
+        peak: the most that the rank held at once, where that is counted.
         number: tells this run of the worker from others.
     """
 
@@ -71,6 +80,7 @@ class Harvest:
     outputs: dict[int, Any] = field(default_factory=dict)
     metrics: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     norm: Tensor | None = None
+    peak: Peak | None = None
     number: int = 0
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from penstock.run.counting import Peak
 from penstock.run.journal import Record
 from penstock.timeline import Row, Timeline
 
@@ -28,6 +29,10 @@ class Part(Protocol):
     def metrics(self) -> Mapping[str, Mapping[int, Tensor]]:
         """By name and microbatch, unweighted."""
 
+    @property
+    def peak(self) -> Peak | None:
+        """Where memory is counted."""
+
 
 class Outcome(NamedTuple):
     """The result of one minibatch.
@@ -38,6 +43,7 @@ class Outcome(NamedTuple):
         metrics: weighted like the loss.
         timeline: measured; ``None`` where recording is off.
         norm: of all gradients before clipping, where ranks agree on it.
+        peaks: of every rank, where memory is counted and told.
     """
 
     loss: Tensor | None
@@ -45,6 +51,7 @@ class Outcome(NamedTuple):
     metrics: dict[str, Tensor]
     timeline: Timeline | None
     norm: Tensor | None
+    peaks: tuple[Peak, ...]
 
     @classmethod
     def of(
@@ -75,6 +82,7 @@ class Outcome(NamedTuple):
             {name: value for name, value in sums.items() if value is not None},
             timeline,
             norm,
+            tuple(part.peak for part in parts if part.peak is not None),
         )
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import ModelError, RunError
+from penstock.errors import DeadlineError, ModelError, PeerError, RunError
 from penstock.planner import Plan
 from penstock.run import outcome
 from penstock.run.agreement import AGREEMENT_TAG, FIRST_EXCHANGE
 from penstock.run.clocks import clock_offsets
+from penstock.run.counting import Peak
 from penstock.run.driver import Driver, failure_notice, naming, told
 from penstock.run.journal import Record
 from penstock.run.minibatch import Harvest, Minibatch
@@ -22,11 +24,14 @@ from penstock.run.outcome import Outcome
 from penstock.run.worker import Worker
 from penstock.schedule import Schedule
 from penstock.timeline import Timeline
-from penstock.transport import Edge, Transport
+from penstock.transport import Edge, ProcessTransport
 from penstock.transport.base import LARGEST_NUMBER
 from penstock.transport.meeting import this_host
+from penstock.transport.packing import short
 
 _REPORT_TAG = 1 << 20
+_HEARSAY_SECONDS = 0.5
+_LOOK_AGAIN_SECONDS = 0.01
 
 
 class Report(NamedTuple):
@@ -40,6 +45,7 @@ class Report(NamedTuple):
     losses: dict[int, Tensor]
     outputs: dict[int, Any]
     metrics: dict[str, dict[int, Tensor]]
+    peak: Peak | None
 
 
 class Ticket(NamedTuple):
@@ -48,6 +54,59 @@ class Ticket(NamedTuple):
     schedule: Schedule
     minibatch: Minibatch
     harvest: Harvest
+
+
+class Board:
+    """Where ranks write why they failed, beside the channels.
+
+    gloo ends all connections of a rank whose wait runs out, so that its neighbours hear nothing but
+    that it is gone; and of ranks that wait for each other in a row, all run out at once.
+
+    Args:
+        group: of all ranks; they write into its store.
+        rank: which one writes.
+        num_ranks: how many do.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, num_ranks: int) -> None:
+        self._store = group.get_group_store()
+        self._rank = rank
+        self._others = [other for other in range(num_ranks) if other != rank]
+
+    def write(self, notice: str) -> None:
+        """Tell those who will look."""
+        with suppress(RuntimeError):  # the store may be gone with the rank that kept it
+            self._store.set(_key(self._rank), short(notice).decode())
+
+    def explained(self, error: PeerError | DeadlineError) -> PeerError | DeadlineError:
+        """The error, with what other ranks have said about the cause, if it was not known."""
+        heard = self._hear()
+        news = {notice for notice in heard.values() if notice not in told(error)}
+        if isinstance(error, DeadlineError):
+            silent = [str(other) for other in self._others if other not in heard]
+            news |= {f"nothing was heard of rank {' and '.join(silent)}"} if silent else set()
+        if not news:
+            return error
+        message = f"{error}; meanwhile {', '.join(sorted(news))}"
+        if isinstance(error, PeerError):
+            return PeerError(message, error.reason)
+        return DeadlineError(message)
+
+    def _hear(self) -> dict[int, str]:
+        """What others have written; some do so only now."""
+        end = time.monotonic() + _HEARSAY_SECONDS
+        heard: dict[int, str] = {}
+        with suppress(RuntimeError):
+            while len(heard) < len(self._others) and time.monotonic() < end:
+                for other in self._others:
+                    if other not in heard and self._store.check([_key(other)]):
+                        heard[other] = self._store.get(_key(other)).decode()
+                time.sleep(_LOOK_AGAIN_SECONDS)
+        return heard
+
+
+def _key(rank: int) -> str:
+    return f"why rank {rank} failed"
 
 
 class ProcessDriver(Driver[Ticket]):
@@ -60,26 +119,27 @@ class ProcessDriver(Driver[Ticket]):
         record: exchange records too, so that every rank can draw the whole timeline.
         share_results: tell losses, metrics and outputs to every rank; otherwise only the ranks
             that computed them have them.
-        clock_offset: by how many seconds this host's clock is ahead of rank 0's.
+        clock_offsets: by how many seconds each rank's clock is ahead of rank 0's.
     """
 
     def __init__(
         self,
         worker: Worker,
-        transport: Transport,
+        transport: ProcessTransport,
         num_ranks: int,
         *,
         record: bool,
         share_results: bool,
-        clock_offset: float,
+        clock_offsets: Sequence[float] | None,
     ) -> None:
         self._worker = worker
         self._transport = transport
         self._num_ranks = num_ranks
         self._record = record
         self._share_results = share_results
-        self._clock_offset = clock_offset
+        self._clock_offsets = clock_offsets
         self._failure: str | None = None
+        self._board = Board(transport.group, worker.rank, num_ranks)
 
     def submit(self, schedule: Schedule, minibatch: Minibatch) -> Ticket:
         """Perform this rank's ops and tell their results; the other ranks do likewise."""
@@ -123,18 +183,23 @@ class ProcessDriver(Driver[Ticket]):
             ]
             # Others may have given up this attempt already: the notice must not seem a part of it.
             self._transport.discard(LARGEST_NUMBER)
-            self._transport.fail(failure_notice(rank, error), edges)
+            notice = failure_notice(rank, error)
+            self._transport.fail(notice, edges)
+            self._board.write(notice)
+            if isinstance(error, PeerError | DeadlineError):
+                explained = self._board.explained(error)
+                explained.__notes__ = error.__notes__
+                raise explained from error.__cause__
             raise
 
     def _report(self, harvest: Harvest) -> Report:
         times = None
         if self._record:
-            ahead = self._clock_offset
-            pairs = [(start - ahead, end - ahead) for _, start, end in harvest.records]
+            pairs = [(start, end) for _, start, end in harvest.records]
             times = torch.tensor(pairs, dtype=torch.float64)
         if self._share_results:
-            return Report(times, harvest.losses, harvest.outputs, harvest.metrics)
-        return Report(times, {}, {}, {})
+            return Report(times, harvest.losses, harvest.outputs, harvest.metrics, harvest.peak)
+        return Report(times, {}, {}, {}, harvest.peak)
 
     def _reports(self, schedule: Schedule, harvest: Harvest, step: int) -> list[Report]:
         """Every rank's report that holds anything; of the others nothing is sent."""
@@ -156,10 +221,10 @@ class ProcessDriver(Driver[Ticket]):
         ]
 
     def _telling(self, schedule: Schedule) -> set[int]:
-        """The ranks that have something to tell: records, or results of the last stage."""
+        """The ranks that have something to tell: records, peaks, or results of the last stage."""
         if not schedule.where:
             return set()  # others may be in the middle of something
-        if self._record:
+        if self._record or self._worker.counts_memory:
             return set(range(self._num_ranks))
         last = schedule.num_stages - 1
         have_results = {rank for op, rank in schedule.where.items() if op.stage == last}
@@ -171,7 +236,7 @@ class ProcessDriver(Driver[Ticket]):
             for ops, report in zip(schedule.ranks, reports, strict=True)
             if report.times is not None
         ]
-        return outcome.timeline(records, schedule.name)
+        return outcome.timeline(records, schedule.name, self._clock_offsets)
 
     def _edges_to_all(self, tag: int) -> list[Edge]:
         rank = self._worker.rank
@@ -179,7 +244,10 @@ class ProcessDriver(Driver[Ticket]):
 
     def close(self, why: str = "") -> None:
         self._worker.close()
-        self._transport.close(f"after {self._worker.num_runs} steps{why and f', {why}'}")
+        reason = f"after {self._worker.num_runs} steps{why and f', {why}'}"
+        if not self._failure:
+            self._board.write(f"rank {self._worker.rank} closed its pipeline ({reason})")
+        self._transport.close(reason)
 
 
 def agree(group: dist.ProcessGroup, plan: Plan, model: str, seed: int) -> tuple[Plan, int]:
@@ -204,8 +272,8 @@ def agree(group: dist.ProcessGroup, plan: Plan, model: str, seed: int) -> tuple[
     return Plan.from_json(answers[0][0]), int(answers[0][2])
 
 
-def clock_offset(group: dist.ProcessGroup) -> float:
-    """By how many seconds this process's clock is ahead of rank 0's; collective."""
+def offsets_of_clocks(group: dist.ProcessGroup) -> tuple[float, ...]:
+    """By how many seconds each rank's clock is ahead of rank 0's; collective."""
     hosts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(hosts, this_host(), group=group)
-    return clock_offsets(group, hosts)[dist.get_rank(group)]
+    return clock_offsets(group, hosts)

@@ -2,12 +2,15 @@
 
 What an op sends where, what its errors will say, and what a forward has to keep follow from the
 schedule alone. It is looked up here once, not with every microbatch.
+
+A unit of work is a microbatch or, where microbatches are sliced, one slice of it. Units are numbered
+through, microbatch × number of slices + slice, so that one number names a message or a loss.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.schedule import Kind, Op, Schedule
@@ -46,7 +49,8 @@ class Program:
 
     Attributes:
         ops: in order.
-        keeps: what the forward of a (stage, microbatch) keeps for its backward.
+        num_slices: of a microbatch.
+        keeps: what the forward of a (stage, unit) keeps for its backward.
         keeps_again: likewise what its recomputation keeps.
         edges: of every send and receive.
         waiting: of every receive, what to say if nothing comes.
@@ -58,7 +62,8 @@ class Program:
         self.rank = rank
         self.ops = schedule.ranks[rank]
         self.last_stage = schedule.num_stages - 1
-        self.keeps, self.keeps_again = _keeps(self.ops)
+        self.num_slices = schedule.num_slices
+        self.keeps, self.keeps_again = self._keeps()
         self.edges: dict[Op, Edge] = {}
         self.waiting: dict[Op, str] = {}
         for op in self.ops:
@@ -68,6 +73,19 @@ class Program:
         for route in skips:
             self.stashes[route.source].append(route)
             self.recalls[route.target].append(route)
+
+    def unit(self, op: Op) -> int:
+        """The number of the microbatch, or of its slice, that an op works on."""
+        return op.microbatch * self.num_slices + op.slice
+
+    def _keeps(self) -> tuple[dict[tuple[int, int], Keep], dict[tuple[int, int], Keep]]:
+        def units(kind: Kind) -> list[tuple[int, int]]:
+            return [(op.stage, self.unit(op)) for op in self.ops if op.kind is kind]
+
+        split, again = set(units(Kind.BACKWARD_INPUT)), set(units(Kind.RECOMPUTE))
+        forwards = units(Kind.FORWARD)
+        complete = {one: Keep.SPLIT if one in split else Keep.EVERYTHING for one in forwards}
+        return {one: Keep.INPUT if one in again else complete[one] for one in forwards}, complete
 
     def _route(self, op: Op) -> None:
         if op.kind in _SENDS:
@@ -111,13 +129,3 @@ class Program:
                 )
                 found.update(edge for edge in edges if edge is not None)
         return found
-
-
-def _keeps(
-    ops: Iterable[Op],
-) -> tuple[dict[tuple[int, int], Keep], dict[tuple[int, int], Keep]]:
-    split = {(op.stage, op.microbatch) for op in ops if op.kind is Kind.BACKWARD_INPUT}
-    again = {(op.stage, op.microbatch) for op in ops if op.kind is Kind.RECOMPUTE}
-    forwards = [(op.stage, op.microbatch) for op in ops if op.kind is Kind.FORWARD]
-    complete = {one: Keep.SPLIT if one in split else Keep.EVERYTHING for one in forwards}
-    return {one: Keep.INPUT if one in again else complete[one] for one in forwards}, complete

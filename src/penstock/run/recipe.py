@@ -79,7 +79,8 @@ class LossScale:
 
 
 def _times(scale: float, factor: float) -> float:
-    return float(torch.tensor(scale) * factor)  # in float32, as the scaler keeps it
+    # Multiplied in double precision and kept in single, as torch does it.
+    return float(torch.tensor(scale * factor, dtype=torch.float32))
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class Recipe:
         post_validate: update before the global norm is known, and undo it if that was wrong.
         metrics: by name, from (output, targets) of a microbatch to a number.
         stop_at_nan: raise when the loss of a microbatch is not finite.
+        count_memory: count what each rank keeps for backwards.
         batch_norm: whose statistics the running ones of batch norm are made of.
     """
 
@@ -107,6 +109,7 @@ class Recipe:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     stop_at_nan: bool = True
     batch_norm: BatchNormStatistics = "microbatch"
+    count_memory: bool = False
 
     def __post_init__(self) -> None:
         one_of("batch_norm", self.batch_norm, get_args(BatchNormStatistics))

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.run.agreement import FIRST_EXCHANGE, Share, Verdict, hear, tell
-from penstock.run.recipe import Parameters, Recipe
+from penstock.run.recipe import OptimizerFactory, Parameters, Recipe
 from penstock.transport import Edge, Transport
+from penstock.values import expect
 
 _SHARED_TAGS = 1 << 22
 
@@ -98,7 +99,7 @@ class Updater:
         self.loss_scale = recipe.loss_scale
         self.norm: Tensor | None = None
         self.optimizers = {
-            stage: recipe.optimizer(Parameters([*holding.named.items()]))
+            stage: _optimizer(recipe.optimizer, holding)
             for stage, holding in holdings.items()
             if recipe.optimizer is not None and holding.named
         }
@@ -305,3 +306,10 @@ class Updater:
         """Forget what a failed step has accumulated."""
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
+
+
+def _optimizer(make: OptimizerFactory, holding: Holding) -> torch.optim.Optimizer:
+    made = make(Parameters([*holding.named.items()]))
+    remedy = "it must return one, as lambda parameters: torch.optim.AdamW(parameters) does"
+    expect(made, torch.optim.Optimizer, "what the optimizer function made", remedy)
+    return made

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.batch_norm import MinibatchStatistics
+from penstock.run.counting import Counter
 from penstock.run.interpreter import Restart, perform_all
 from penstock.run.journal import Journal
 from penstock.run.minibatch import Harvest, Minibatch, autocast, modes
@@ -17,6 +19,7 @@ from penstock.run.program import Program, SkipRoute
 from penstock.run.recipe import Recipe
 from penstock.run.updater import Updater
 from penstock.schedule import Kind, Op, Schedule
+from penstock.schedule.op import COMPUTE
 from penstock.stage import Criterion, InputGradients, Stage
 from penstock.transport import Edge, Transport
 
@@ -60,6 +63,7 @@ class Worker:
         self._statistics = (
             MinibatchStatistics(modules) if recipe.batch_norm == "minibatch" else None
         )
+        self._counter = Counter(stages) if recipe.count_memory else None
         self._programs: dict[int, Program] = {}
         self._number = self._attempts = 0
         self._journal = Journal()
@@ -85,6 +89,11 @@ class Worker:
             Kind.AGREE: self._agree,
             Kind.UPDATE: self._update,
         }
+
+    @property
+    def counts_memory(self) -> bool:
+        """Whether its harvest tells what it held."""
+        return self._counter is not None
 
     @property
     def kinds(self) -> frozenset[Kind]:
@@ -129,6 +138,8 @@ class Worker:
         self.updater.begin(self._number)
         harvest = self._harvest = Harvest(number=self._number)
         self._journal = Journal()
+        if self._counter is not None:
+            self._counter.begin()
         perform_all(program.ops, self, self._journal)
         harvest.records = self._journal.records
         if self._statistics is not None:
@@ -136,6 +147,8 @@ class Worker:
         if not self._minibatch.more_follow:
             self.updater.settle()
         harvest.norm = self.updater.norm
+        if self._counter is not None:
+            harvest.peak = self._counter.peak(program.num_slices)
         self.num_runs += 1
         return harvest
 
@@ -174,6 +187,8 @@ class Worker:
         """Drop everything of the current minibatch, finished or not."""
         if self._statistics is not None:
             self._statistics.forget()
+        if self._counter is not None:
+            self._counter.forget()
         for stage in self.stages.values():
             stage.forget()
         for kept in (self._values, self._gradients, self._skip_values, self._skip_gradients):
@@ -188,11 +203,23 @@ class Worker:
     def perform(self, op: Op) -> None:
         """Do what ``op`` says."""
         perform = self._perform[op.kind]
-        if self._statistics is None or op.kind is Kind.FORWARD:
+        if self._statistics is None and self._counter is None:
             perform(op)
+        elif op.kind in COMPUTE or op.kind is Kind.RECOMPUTE:
+            self._perform_observed(op, perform)
         else:
-            with self._statistics.paused():  # what runs forward again counts no second time
-                perform(op)
+            perform(op)
+
+    def _perform_observed(self, op: Op, perform: Callable[[Op], None]) -> None:
+        with ExitStack() as stack:
+            if self._statistics is not None and op.kind is not Kind.FORWARD:
+                # What runs forward again counts no second time.
+                stack.enter_context(self._statistics.paused())
+            if self._counter is not None and op.kind in (Kind.FORWARD, Kind.RECOMPUTE):
+                stack.enter_context(self._counter.watching(op.stage, self._now.unit(op)))
+            perform(op)
+        if self._counter is not None:
+            self._counter.after(op.stage, self._now.unit(op))
 
     @property
     def _now(self) -> Program:
@@ -200,92 +227,92 @@ class Worker:
         return self._program
 
     def _forward(self, op: Op) -> None:
-        stage, _, microbatch, _ = op
         minibatch, program = self._minibatch, self._now
-        key = (stage, microbatch)
-        value = minibatch.inputs[microbatch] if stage == 0 else self._values.pop(key)
+        stage, unit = key = op.stage, program.unit(op)
+        value = minibatch.inputs[unit] if stage == 0 else self._values.pop(key)
         skips = {
             route.key: self._take(route, op, backward=False) for route in program.recalls[stage]
         }
         with autocast(minibatch.autocast, enabled=True):
             produced = self.stages[stage].forward(
-                microbatch,
+                unit,
                 value,
                 minibatch.step,
-                self._criterion(stage, microbatch),
+                self._criterion(stage, unit),
                 program.keeps[key],
                 skips,
             )
         for route in program.stashes[stage]:
             self._hand(route, op, produced.skips[route.key], backward=False)
         if stage < program.last_stage:
-            self._values[stage + 1, microbatch] = produced.value
+            self._values[stage + 1, unit] = produced.value
         elif minibatch.targets:
-            self._keep_loss(microbatch, produced.value)
+            self._keep_loss(unit, produced.value)
         else:
-            self._harvest.outputs[microbatch] = produced.value
+            self._harvest.outputs[unit] = produced.value
 
-    def _keep_loss(self, microbatch: int, loss: Tensor) -> None:
+    def _keep_loss(self, unit: int, loss: Tensor) -> None:
         # The mean of no terms is NaN, and counts for nothing.
-        if self._recipe.stop_at_nan and self._minibatch.weights[microbatch] and not loss.is_cuda:
+        if self._recipe.stop_at_nan and self._minibatch.weights[unit] and not loss.is_cuda:
             value = loss.item()
             if not math.isfinite(value):
                 raise ArithmeticError(
                     f"the loss is {value}; no weight has been updated with it. Lower the learning "
                     "rate, clip gradients, or look at this minibatch"
                 )
-        self._harvest.losses[microbatch] = loss
+        self._harvest.losses[unit] = loss
 
-    def _criterion(self, stage: int, microbatch: int) -> Criterion | None:
+    def _criterion(self, stage: int, unit: int) -> Criterion | None:
         loss, metrics = self._recipe.loss, self._recipe.metrics
         if stage < self._now.last_stage or not self._minibatch.targets or loss is None:
             return None
-        targets = self._minibatch.targets[microbatch]
+        targets = self._minibatch.targets[unit]
 
         def criterion(outputs: Any) -> Tensor:
             if metrics:
                 with torch.no_grad():
                     for name, metric in metrics.items():
                         measured = torch.as_tensor(metric(outputs, targets)).detach().clone()
-                        self._harvest.metrics.setdefault(name, {})[microbatch] = measured
+                        self._harvest.metrics.setdefault(name, {})[unit] = measured
             return loss(outputs, targets)
 
         return criterion
 
     def _recompute(self, op: Op) -> None:
-        key = (op.stage, op.microbatch)
-        self.stages[op.stage].recompute(op.microbatch, self._now.keeps_again[key])
+        stage, unit = key = op.stage, self._now.unit(op)
+        self.stages[stage].recompute(unit, self._now.keeps_again[key])
 
     def _backward(self, op: Op) -> None:
-        result = self.stages[op.stage].backward(op.microbatch, *self._incoming(op))
+        result = self.stages[op.stage].backward(self._now.unit(op), *self._incoming(op))
         self._pass_on(op, result)
 
     def _backward_input(self, op: Op) -> None:
-        result = self.stages[op.stage].backward_input(op.microbatch, *self._incoming(op))
+        result = self.stages[op.stage].backward_input(self._now.unit(op), *self._incoming(op))
         self._pass_on(op, result)
 
     def _backward_weight(self, op: Op) -> None:
-        self.stages[op.stage].backward_weight(op.microbatch)
+        self.stages[op.stage].backward_weight(self._now.unit(op))
 
     def _incoming(self, op: Op) -> tuple[Gradients, dict[str, Gradients]]:
         """The gradients of a stage's output and of the skips that it stashed."""
         skips = {
             route.key: self._take(route, op, backward=True) for route in self._now.stashes[op.stage]
         }
+        unit = self._now.unit(op)
         if op.stage < self._now.last_stage:
-            return self._gradients.pop((op.stage, op.microbatch)), skips
+            return self._gradients.pop((op.stage, unit)), skips
         # d(sum of weighted losses) / d(this loss) is the weight.
-        weight = self._minibatch.weights[op.microbatch] * self._minibatch.share
+        weight = self._minibatch.weights[unit] * self._minibatch.share
         if not weight:
             return [None], skips
-        seed = torch.full_like(self._harvest.losses[op.microbatch], weight)
+        seed = torch.full_like(self._harvest.losses[unit], weight)
         if self.updater.loss_scale is not None:
             seed *= self.updater.loss_scale.scale
         return [seed], skips
 
     def _pass_on(self, op: Op, result: InputGradients) -> None:
         if op.stage > 0:
-            self._gradients[op.stage - 1, op.microbatch] = result.inputs
+            self._gradients[op.stage - 1, self._now.unit(op)] = result.inputs
         for route in self._now.recalls[op.stage]:
             self._hand(route, op, result.skips[route.key], backward=True)
 
@@ -295,39 +322,43 @@ class Worker:
         The chain carries the same microbatch there later, so nobody waits for it.
         """
         edge = self._now.skip_edge(route, op.microbatch, backward=backward)
+        unit = self._now.unit(op)
         if edge is not None:
-            self.transport.send(edge, self._number + op.microbatch, value)
+            self.transport.send(edge, self._number + unit, value)
         elif backward:
-            self._skip_gradients[route.number, op.microbatch] = value
+            self._skip_gradients[route.number, unit] = value
         else:
-            self._skip_values[route.number, op.microbatch] = value
+            self._skip_values[route.number, unit] = value
 
     def _take(self, route: SkipRoute, op: Op, *, backward: bool) -> Any:
         edge = self._now.skip_edge(route, op.microbatch, backward=backward)
+        unit = self._now.unit(op)
         if edge is not None:
             what = "the gradient of skip" if backward else "skip"
             waiting = self._now.awaiting(op, f"{what} {route.key!r} of rank {edge.source}")
-            return self.transport.recv(edge, self._number + op.microbatch, waiting)
+            return self.transport.recv(edge, self._number + unit, waiting)
         kept: dict[tuple[int, int], Any] = self._skip_gradients if backward else self._skip_values
-        return kept.pop((route.number, op.microbatch))
+        return kept.pop((route.number, unit))
 
     def _send_forward(self, op: Op) -> None:
-        value = self._values.pop((op.stage + 1, op.microbatch))
-        self.transport.send(self._now.edges[op], self._number + op.microbatch, value)
+        self._send(op, self._values.pop((op.stage + 1, self._now.unit(op))))
 
     def _send_backward(self, op: Op) -> None:
-        gradients = self._gradients.pop((op.stage - 1, op.microbatch))
-        self.transport.send(self._now.edges[op], self._number + op.microbatch, gradients)
+        self._send(op, self._gradients.pop((op.stage - 1, self._now.unit(op))))
 
     def _recv_forward(self, op: Op) -> None:
-        self._values[op.stage, op.microbatch] = self._receive(op)
+        self._values[op.stage, self._now.unit(op)] = self._receive(op)
 
     def _recv_backward(self, op: Op) -> None:
-        self._gradients[op.stage, op.microbatch] = self._receive(op)
+        self._gradients[op.stage, self._now.unit(op)] = self._receive(op)
+
+    def _send(self, op: Op, value: Any) -> None:
+        program = self._now
+        self.transport.send(program.edges[op], self._number + program.unit(op), value)
 
     def _receive(self, op: Op) -> Any:
         program = self._now
-        number = self._number + op.microbatch
+        number = self._number + program.unit(op)
         return self.transport.recv(program.edges[op], number, program.waiting[op])
 
     def _freed(self, op: Op) -> None:

@@ -23,12 +23,13 @@ class Sizes:
 
     Attributes:
         activation: from the forward until the backward.
-        kept_for_weight: the part of ``activation`` that stays from I until W; the rest is free
-            after I. All of it by default.
+        kept_for_weight: from I until W: the part of ``activation`` that the weight gradient needs,
+            and the gradients of outputs, so that it can be more than ``activation``. As much by
+            default.
         stage_input: what is kept instead of ``activation`` until a recompute. Nothing by default.
 
     Raises:
-        InputError: the numbers differ in count, or the part is more than the whole.
+        InputError: the numbers differ in count, or are negative.
     """
 
     activation: Sequence[float]
@@ -48,12 +49,6 @@ class Sizes:
                 raise InputError(
                     f"sizes: {field.name} has {len(numbers)} numbers, but activation has "
                     f"{len(self.activation)}; give one per stage"
-                )
-        for stage, (whole, part) in enumerate(zip(self.activation, kept, strict=True)):
-            if part > whole:
-                raise InputError(
-                    f"sizes: stage {stage} keeps {part} for its weight gradient, more than its "
-                    f"whole activation of {whole}"
                 )
 
     def check_stages(self, num_stages: int) -> None:

@@ -24,7 +24,7 @@ from penstock.transport.base import Edge, Transport
 from penstock.transport.packing import BlockKind, Layout
 
 _FIRST_CAPACITY = 4096
-_MOST_UNDER_WAY = 4
+_MOST_UNDER_WAY = 64
 _PARTING_SECONDS = 1.0
 
 

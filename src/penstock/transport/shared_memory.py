@@ -25,7 +25,7 @@ from penstock.transport.link import Link, Notice, NoticeKind
 from penstock.transport.packing import Layout
 from penstock.transport.slots import RemoteSlot, Slot, SlotPool, segment_size
 
-_MOST_UNDER_WAY = 4
+_MOST_UNDER_WAY = 64
 _LOOK_AGAIN_MILLISECONDS = 1.0
 _PARTING_SECONDS = 1.0
 

@@ -34,13 +34,19 @@ def stall(*_):
 def main() -> None:
     # torchrun ends the survivors of a failed job by this signal; here they must end by themselves.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    how, victim, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    how, victim, transport, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model = make_mlp()
     plan = make_plan(model, dist.get_world_size(), 6)
-    pipeline = pk.Pipeline(model, plan, loss=F.cross_entropy, deadline_seconds=DEADLINE_SECONDS)
+    pipeline = pk.Pipeline(
+        model,
+        plan,
+        loss=F.cross_entropy,
+        deadline_seconds=DEADLINE_SECONDS,
+        transport=transport,
+    )
     pipeline.step(*make_batch(12))
     if rank == victim:
         first = next(iter(pipeline.stages.values())).layers[0].module

@@ -1,6 +1,7 @@
 """Many faults, one after the other, each in a new Pipeline over the same process group.
 
-    torchrun ... faults.py TRANSPORT SEED FOLDER
+    torchrun ... faults.py TRANSPORT SEED MOST FOLDER
+    torchrun ... faults.py TRANSPORT kill VICTIM FOLDER
 
 Each rank reports how each fault ended for it: ``report-<rank>.json``.
 """
@@ -30,7 +31,7 @@ from penstock.errors import PenstockError
 from penstock.schedule import families
 from tests.helpers import make_batch, make_mlp, make_plan
 
-DEADLINE_SECONDS = 3.0
+DEADLINE_SECONDS = 2.0
 STALL_SECONDS = 2 * DEADLINE_SECONDS
 NUM_MICROBATCHES = 4
 NUM_STEPS = 3
@@ -57,11 +58,13 @@ class Fault(NamedTuple):
     call: int
 
 
-def faults_of(seed: int, num_ranks: int) -> list[Fault]:
-    """One of every kind, the rest by chance; the same on every rank."""
+def faults_of(seed: int, num_ranks: int, most: int = 100) -> list[Fault]:
+    """At most one of every kind, the rest by chance; the same on every rank."""
     chance = random.Random(seed)
     kinds = [*((kind, "plainly") for kind in RAISING), *((kind, "") for kind in MISUSES)]
     kinds += [("forward", "at length"), ("forward", "without words"), ("backward", "stalls")]
+    chance.shuffle(kinds)
+    kinds = kinds[:most]
     found = []
     for kind, how in kinds:
         family = chance.choice(FAMILIES)
@@ -70,7 +73,8 @@ def faults_of(seed: int, num_ranks: int) -> list[Fault]:
         victim = last if kind in ("loss", "metric", "nan") else chance.randrange(num_ranks)
         step = chance.randrange(NUM_STEPS)
         if kind in ("optimizer", "lr_scheduler"):
-            call = len(stages_of[victim]) * step
+            # The first stage is sure to train something.
+            victim, call = next(r for r, own in enumerate(stages_of) if 0 in own), step
         else:
             call = NUM_MICROBATCHES * step + chance.randrange(NUM_MICROBATCHES)
         update, many = chance.choice([*UPDATES]), chance.random() < 0.5
@@ -110,7 +114,9 @@ class Culprit:
 
     def call(self, kind: str) -> None:
         if self.strikes(kind):
-            if self.fault.how == "stalls":
+            if self.fault.how == "kills":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif self.fault.how == "stalls":
                 time.sleep(STALL_SECONDS)
             else:
                 raise ACTS[self.fault.how]
@@ -232,7 +238,7 @@ def num_open() -> int:
 def main() -> None:
     # torchrun ends the survivors of a failed job by this signal; here they must end by themselves.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    transport, seed, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[-1])
+    transport, seed, most, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[-1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -240,8 +246,13 @@ def main() -> None:
         name = f"host {rank // 2}"
         socket.gethostname = lambda: name
         transport = "auto"
+    if seed == "kill":
+        fault = Fault("backward", "kills", "zb-h1", "clip", True, most, 1, NUM_MICROBATCHES + 1)
+        report = {"faults": [outcome_of(fault, transport)]}
+        (folder / f"report-{rank}.json").write_text(json.dumps(report))
+        os._exit(1)
     reports, opened = [], []
-    for fault in faults_of(seed, dist.get_world_size()):
+    for fault in faults_of(int(seed), dist.get_world_size(), most):
         reports.append(outcome_of(fault, transport))
         dist.barrier()
         opened.append(num_open())

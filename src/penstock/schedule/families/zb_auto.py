@@ -101,6 +101,14 @@ def zb_auto(
     if sizes is not None:
         expect(sizes, Sizes, "zb-auto: sizes", "give a penstock.Sizes")
         sizes.check_stages(len(ranks))
+        for stage, (whole, part) in enumerate(
+            zip(sizes.activation, sizes.kept_for_weight, strict=True)
+        ):
+            if part > whole:
+                raise InputError(
+                    f"zb-auto: sizes: stage {stage} keeps {part} for its weight gradient, more "
+                    f"than its whole activation of {whole}; a split backward frees no memory there"
+                )
     problem = Problem(
         placement=ranks,
         num_microbatches=num_microbatches,

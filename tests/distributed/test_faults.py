@@ -1,0 +1,93 @@
+"""Nothing hangs between processes: each fault ends every rank in time, with the first cause."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.jobs.faults import DEADLINE_SECONDS, STALL_SECONDS, faults_of
+from tests.distributed.launch import torchrun
+
+JOB = Path(__file__).parent / "jobs" / "faults.py"
+NUM_RANKS = 3
+GRACE_SECONDS = 4.0
+CAUSES = {
+    "plainly": r"stage \d, microbatch \d, op \d[A-Z]+\d: ValueError: boom|"
+    r"rank \d, step \d: ValueError: boom",
+    "at length": r"op \dF\d: ValueError: boom!!!",
+    "without words": r"rank \d, step \d: RuntimeError: no words",
+    "stalls": r"rank {victim} did not answer within|nothing was heard of rank {victim}",
+    "kills": r"rank {victim} is gone \(its process ended or was killed\)",
+}
+MISUSED = {
+    "loader ends": r"rank {victim} closed its pipeline \(after \d steps\)|"
+    r"rank {victim} did not answer within|rank {victim} failed",
+    "loader raises": r"rank {victim} closed its pipeline \(after \d steps, OSError: disk gone\)",
+    "closes early": r"rank {victim} closed its pipeline \(after \d steps\)",
+    "evaluates": r"did not answer within",
+    "fewer microbatches": r"did not answer within|Expected input batch_size",
+}
+
+
+def cause_of(fault):
+    if fault.kind == "nan":
+        return r"op \dF\d: ArithmeticError: the loss is nan"
+    return (MISUSED.get(fault.kind) or CAUSES[fault.how]).format(victim=fault.victim)
+
+
+def check(fault, rank, report):
+    """A rank has ended in time, knows the cause, and tells what it did last."""
+    own = rank == fault.victim
+    limit = (STALL_SECONDS if fault.how == "stalls" else DEADLINE_SECONDS) + GRACE_SECONDS
+    assert report["seconds"] < limit
+    if own and fault.kind in ("closes early", "loader ends"):
+        return
+    if own and fault.kind == "loader raises":
+        assert report["message"] == "disk gone"
+        return
+    assert report["kind"] in ("StageError", "PeerError", "DeadlineError")
+    if own and fault.how == "stalls":
+        assert "within" in report["message"]
+    else:
+        assert re.search(cause_of(fault), report["message"])
+    if not own:
+        assert re.match(rf"rank {rank}, (waiting|sending|end of)", report["message"])
+    assert report["notes"][-1].startswith(f"rank {rank}: did ")
+    assert re.match("this pipeline has failed.*start the job again", report["again"], re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("transport", "seed", "most"),
+    [("shared-memory", 0, 100), ("process-group", 3, 4), ("two hosts", 5, 4)],
+)
+def test_every_fault_ends_every_rank_in_time_with_the_first_cause(transport, seed, most):
+    job = torchrun(JOB, NUM_RANKS, transport, str(seed), str(most))
+    assert set(job.reports) == set(range(NUM_RANKS)), job.output
+    for index, fault in enumerate(faults_of(seed, NUM_RANKS, most)):
+        for rank, report in job.reports.items():
+            try:
+                check(fault, rank, report["faults"][index])
+            except AssertionError as error:
+                raise AssertionError(
+                    f"rank {rank}, {transport}, seed {seed}, {fault}: {report['faults'][index]}"
+                ) from error
+    for report in job.reports.values():
+        assert report["left"] == []
+        assert report["threads"] == 1
+
+
+@pytest.mark.parametrize(
+    ("transport", "victim"), [("shared-memory", 1), ("process-group", 0), ("two hosts", 2)]
+)
+def test_a_killed_rank_is_named_by_every_other(transport, victim):
+    job = torchrun(JOB, NUM_RANKS, transport, "kill", str(victim))
+    assert set(job.reports) == set(range(NUM_RANKS)) - {victim}, job.output
+    for rank, report in job.reports.items():
+        (told,) = report["faults"]
+        assert told["kind"] == "PeerError", told
+        assert f"rank {victim} is gone (its process ended or was killed)" in told["message"]
+        assert re.match(rf"rank {rank}, (waiting|sending|end of)", told["message"])
+        assert told["seconds"] < DEADLINE_SECONDS
+        assert told["notes"][-1].startswith(f"rank {rank}: did ")
