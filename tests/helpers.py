@@ -9,7 +9,6 @@ from torch import nn
 
 from penstock.errors import InputError
 from penstock.planner import Plan, StagePlan
-from penstock.planner.runnable import obstacle
 from penstock.schedule import families
 from penstock.spine import spine_fingerprint, spine_of
 
@@ -34,7 +33,7 @@ def runnable_cases(ranks, microbatches) -> list[tuple[str, int, int]]:
         full = families.build(name, num_ranks=num_ranks, num_microbatches=2 * num_ranks)
         if built.stages_of != full.stages_of:
             continue  # too few microbatches for all copies of the stages
-        if not obstacle(full) and built.num_stages <= MLP_LAYERS:
+        if full.num_slices == 1 and built.num_stages <= MLP_LAYERS:
             found.append((name, num_ranks, count))
     return found
 

@@ -19,7 +19,6 @@ from penstock.cli.sources import Source, load
 from penstock.cost import Costs
 from penstock.drawing import draw, draw_scatter, draw_stacked
 from penstock.errors import InputError
-from penstock.planner.runnable import obstacle
 from penstock.schedule import Schedule, families
 from penstock.schedule.about import About, about
 from penstock.simulator import simulate
@@ -119,10 +118,10 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], num_texts: int
 
 def _runs(schedule: Schedule | None) -> str:
     assert schedule is not None  # it comes from a family
-    reason = obstacle(schedule)
-    if reason:
-        return f"Penstock's runtime does not perform it yet ({reason}); all else works."
-    return "Penstock's runtime performs it, with the results of one device."
+    runs = "Penstock's runtime performs it, with the results of one device"
+    if schedule.num_slices > 1:
+        return f"{runs}, where layers say how they work on a slice (see `penstock.slices`)."
+    return f"{runs}."
 
 
 def _family_page(one: About) -> str:

@@ -101,9 +101,13 @@ def _run_linear(weight: Tensor, bias: Tensor | None, given: Tensor) -> Tensor:
 def _linear_gradients(
     dtypes: Sequence[torch.dtype], gradient: Tensor, given: Tensor
 ) -> tuple[Tensor, ...]:
-    rows = gradient.reshape(-1, gradient.shape[-1])
-    weight = (rows.t() @ given.reshape(-1, given.shape[-1])).to(dtypes[0])
-    return (weight,) if len(dtypes) == 1 else (weight, rows.sum(0).to(dtypes[1]))
+    if gradient.dim() != 2:
+        gradient = gradient.reshape(-1, gradient.shape[-1])
+        given = given.reshape(-1, given.shape[-1])
+    weight = gradient.t().mm(given)
+    if weight.dtype is not dtypes[0]:
+        weight = weight.to(dtypes[0])
+    return (weight,) if len(dtypes) == 1 else (weight, gradient.sum(0).to(dtypes[1]))
 
 
 def _convolution(

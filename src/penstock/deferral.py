@@ -20,7 +20,7 @@ that might also be deferred are queued as well, as finished gradients (``_Use``)
 from __future__ import annotations
 
 import types
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -188,23 +188,26 @@ def undeferred_parameters(modules: Iterable[nn.Module]) -> frozenset[int]:
     return frozenset(held[True] - held[False])
 
 
-@torch.no_grad()
 def _accumulate_all(entries: deque[_Entry]) -> None:
     """Sum every parameter's gradients in their order, then add the sum to its ``.grad``."""
-    left = Counter(id(parameter) for entry in entries for parameter in entry.parameters)
+    left: dict[int, int] = {}
+    for entry in entries:
+        for parameter in entry.parameters:
+            left[id(parameter)] = left.get(id(parameter), 0) + 1
     sums: dict[int, Tensor] = {}
-    while entries:
-        entry = entries.popleft()
-        for parameter, gradient in zip(entry.parameters, entry.gradients(), strict=True):
-            key = id(parameter)
-            before = sums.pop(key, None)
-            total = gradient if before is None else before + gradient
-            left[key] -= 1
-            if left[key]:
-                sums[key] = total
-            else:
-                owned = before is not None or entry.formula is not None
-                _accumulate(parameter, total, owned)
+    with torch.no_grad():
+        while entries:
+            entry = entries.popleft()
+            for parameter, gradient in zip(entry.parameters, entry.gradients(), strict=True):
+                key = id(parameter)
+                before = sums.pop(key, None)
+                total = gradient if before is None else before + gradient
+                left[key] -= 1
+                if left[key]:
+                    sums[key] = total
+                else:
+                    owned = before is not None or entry.formula is not None
+                    _accumulate(parameter, total, owned)
 
 
 def _accumulate(parameter: Tensor, gradient: Tensor, owned: bool) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from penstock import microbatches
 from penstock.allocator import keep_freed_pages
-from penstock.errors import InputError, PlanError, RunError
+from penstock.errors import InputError, RunError
 from penstock.microbatches import Microbatches, Weight, Weighting
 from penstock.planner import Plan
-from penstock.planner.runnable import obstacle
 from penstock.run.assembly import Results, Running, TransportName, assemble
 from penstock.run.counting import Peak
-from penstock.run.cutter import Cutter
+from penstock.run.cutter import Cutter, with_more
 from penstock.run.driver import told
 from penstock.run.lowering import lowered
 from penstock.run.minibatch import Minibatch
@@ -38,14 +37,6 @@ from penstock.schedule import Schedule
 from penstock.spine import evaluation_mode, spine_fingerprint, spine_of
 from penstock.timeline import Timeline
 from penstock.values import expect
-
-_EXAMPLES = {
-    "loss": "loss=torch.nn.functional.cross_entropy",
-    "optimizer": "optimizer=lambda parameters: torch.optim.AdamW(parameters)",
-    "lr_scheduler": "lr_scheduler=lambda optimizer: LinearLR(optimizer)",
-    "weight": "weight=lambda targets: (targets != -100).sum()",
-}
-T = TypeVar("T")
 
 
 class Pipeline:
@@ -87,7 +78,7 @@ class Pipeline:
             moved by every ``"microbatch"``, as by accumulation on one device, or once by each
             ``"minibatch"``, as by GPipe. Both normalise each microbatch by itself.
         seed: of dropout and other random layers; by default torch's initial seed. Draws depend on
-            the seed, the step, the microbatch and the layer, on nothing else.
+            the seed, the step, the microbatch (or its slice) and the layer, on nothing else.
         reduction: ``"mean"`` if the loss is a mean over its rows, ``"sum"`` if it is a sum.
         weight: for a mean over something else than rows (say, tokens that are not padding): how
             many terms the targets of one microbatch contribute.
@@ -127,24 +118,9 @@ class Pipeline:
         record: bool = True,
     ) -> None:
         expect(plan, Plan, "the plan", "make one with penstock.plan, or Plan.load a file")
-        functions = {
-            "loss": loss,
-            "optimizer": optimizer,
-            "lr_scheduler": lr_scheduler,
-            "weight": weight,
-        }
-        for name, function in functions.items():
-            if function is not None:
-                expect(function, Callable, name, f"give a function, as in {_EXAMPLES[name]}")
         keep_freed_pages()
         layers = spine_of(model)
         plan.check_model([layer.name for layer in layers], spine_fingerprint(layers))
-        reason = obstacle(plan.build_schedule())
-        if reason:
-            raise PlanError(
-                f"the runtime cannot perform {plan.schedule} yet: {reason}; it can be simulated "
-                "and drawn"
-            )
         self._recipe = Recipe(
             loss=loss,
             optimizer=optimizer,
@@ -171,13 +147,14 @@ class Pipeline:
         self._model = model
         self._grad_scaler = grad_scaler
         self._results = results
-        self._cutter = Cutter(self.plan.num_microbatches, weighting, self._parts.layout.has_copies)
+        layout = self._parts.layout
+        self._cutter = Cutter(
+            self.plan.num_microbatches, layout.num_slices, weighting, layout.has_copies
+        )
         self._step = 0
         self._last: Outcome | None = None
         self._closed = False
-        self._lowered = lru_cache(maxsize=32)(
-            partial(lowered, self.plan, self._parts.layout, self._recipe)
-        )
+        self._lowered = lru_cache(maxsize=32)(partial(lowered, self.plan, layout, self._recipe))
         self._running = threading.Lock()
 
     def step(
@@ -188,7 +165,8 @@ class Pipeline:
         Args:
             inputs: a tensor, or tensors nested in tuples, lists or dicts; rows first. Any number of
                 rows works; with fewer rows than microbatches there are fewer microbatches. Or
-                ``penstock.Microbatches``, cut already, whose shapes may differ.
+                ``penstock.Microbatches``, cut already, whose shapes may differ. With slices, the
+                second dimension of every tensor is the sequence.
             targets: likewise, with as many rows.
             update: whether weights are updated; otherwise gradients accumulate until they are.
             share: the factor on this minibatch's gradients, and not on the loss that is returned;
@@ -205,11 +183,12 @@ class Pipeline:
 
         Gradients are computed even under ``torch.no_grad``, and ``torch.autocast`` around the call
         holds for the forward and the loss. After an error in threads, the same step may be tried
-        again, unless the next call says otherwise; without an optimizer, clear ``.grad`` first.
-        Buffers, such as batch-norm statistics, keep what the failed step did to them.
+        again, unless the next call says otherwise; without an optimizer, clear ``.grad`` first, and
+        with one, what earlier calls without an update have accumulated is dropped. Buffers, such as
+        batch-norm statistics, keep what the failed step did to them.
         """
         minibatch = self._to_train(inputs, targets, step=self._step, share=share)
-        schedule = self._lowered(len(minibatch.inputs), True, update)
+        schedule = self._lowered(minibatch.num_microbatches, True, update)
         with self._exclusively():
             return self._loss_of(self._run(schedule, minibatch))
 
@@ -232,11 +211,11 @@ class Pipeline:
         with self._exclusively():
             driver = self._parts.driver
             try:
-                for (inputs, targets), more in _with_more(batches):
+                for (inputs, targets), more in with_more(batches):
                     minibatch = self._to_train(
                         inputs, targets, step=self._step + len(under_way), more_follow=more
                     )
-                    schedule = self._lowered(len(minibatch.inputs), True, True)
+                    schedule = self._lowered(minibatch.num_microbatches, True, True)
                     under_way.append(driver.submit(schedule, minibatch))
                     if len(under_way) > 1:
                         yield self._loss_of(driver.collect(under_way.pop(0)))
@@ -279,10 +258,10 @@ class Pipeline:
             self._exclusively(),
             evaluation_mode(self._model, *layers, *self._parts.layout.twins),
         ):
-            outcome = self._run(self._lowered(len(minibatch.inputs), False, False), minibatch)
+            outcome = self._run(self._lowered(minibatch.num_microbatches, False, False), minibatch)
         if self._results == "none":
             return None
-        outputs = list(outcome.outputs)
+        outputs = microbatches.join_slices(list(outcome.outputs), minibatch.num_slices)
         return outputs if isinstance(inputs, Microbatches) else microbatches.join(outputs)
 
     def _to_train(self, inputs: Any, targets: Any, **how: Any) -> Minibatch:
@@ -306,13 +285,17 @@ class Pipeline:
                 "this Pipeline is running already, in another thread or a loop over steps(); wait "
                 "for it, or leave the loop"
             )
+        updaters = [worker.updater for worker in self._parts.workers]
         try:
             self._parts.layout.follow()
+            if self._grad_scaler is not None:  # its state may have been loaded meanwhile
+                for updater in updaters:
+                    updater.loss_scale = LossScale.of(self._grad_scaler)
             yield
-            scale = self._parts.workers[0].updater.loss_scale
+        finally:
+            scale = updaters[0].loss_scale
             if scale is not None and self._grad_scaler is not None:
                 scale.store(self._grad_scaler)
-        finally:
             self._running.release()
 
     def _loss_of(self, outcome: Outcome) -> Tensor | None:
@@ -356,7 +339,8 @@ class Pipeline:
 
     @property
     def grad_norm(self) -> Tensor:
-        """The norm of all gradients of the last training step, before clipping.
+        """The norm of all gradients of the last training step, before clipping; in a loop over
+        ``steps`` with ``post_validate``, of the step before.
 
         Raises:
             InputError: there has been no step yet, or neither clip_norm nor a grad_scaler asks for
@@ -403,14 +387,3 @@ class Pipeline:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._close("" if error is None else f"{type(error).__name__}: {told(error)}")
-
-
-def _with_more(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Each item, and whether another one follows."""
-    held: list[T] = []
-    for item in batches:
-        if held:
-            yield held.pop(), True
-        held.append(item)
-    if held:
-        yield held.pop(), False

@@ -16,6 +16,9 @@ be any nested tensors and plain numbers. Gradients flow back through it, from th
 first. What the layer recalls is given to it by keyword, and what it stashes stands beside its
 output, as in ``forward``; forward hooks of the layer itself do not fire.
 
+Each slice draws its own random numbers: dropout can be repeated and does not depend on the number
+of stages, but its masks are not those of the whole sequence.
+
 To a stage, a carry is a skip from one slice to the next.
 """
 

@@ -64,6 +64,28 @@ def test_shorter_sequences_are_fine_and_longer_ones_say_what_to_do(tiny):
         tiny(random_tokens(length=9))
 
 
+@pytest.mark.parametrize("lengths", [[8], [4, 4], [1, 5, 2], [1] * 8])
+def test_slices_joined_equal_the_whole(tiny, lengths):
+    tiny.double()
+    tokens = random_tokens()
+    whole, joined = tokens, tokens.split(lengths, 1)
+    for layer in tiny.spine():
+        whole, carry, outputs = layer(whole), None, []
+        for part in joined:
+            if getattr(layer, "by_position", False):
+                outputs.append(layer(part))
+            else:
+                output, carry = layer.forward_slice(part, carry)
+                outputs.append(output)
+        joined = outputs
+        torch.testing.assert_close(torch.cat(joined, 1), whole, rtol=1e-12, atol=1e-12)
+
+
+def test_slices_may_not_exceed_the_context_together(tiny):
+    with pytest.raises(InputError, match=r"9 tokens.*context is 8"):
+        tiny.embedding.forward_slice(random_tokens(length=4), 5)
+
+
 def test_initial_loss_is_that_of_a_uniform_guess(tiny):
     value = loss(tiny(random_tokens()), random_tokens(seed=2))
     assert value.shape == ()

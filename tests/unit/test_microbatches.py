@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock import microbatches, tree
 from penstock.errors import InputError
-from penstock.microbatches import Weighting
+from penstock.microbatches import Weighting, join_slices, sequence_length, split_sequence
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
 
@@ -107,3 +107,61 @@ def test_outputs_that_cannot_be_joined_are_refused(values, message):
     # A first microbatch's number for all of them, or a lost row, would be silent.
     with pytest.raises(InputError, match=message):
         microbatches.join(values)
+
+
+@given(
+    rows=st.integers(1, 4),
+    length=st.integers(1, 12),
+    num_slices=st.integers(1, 12),
+    count=st.integers(1, 3),
+)
+def test_joining_undoes_slicing(rows, length, num_slices, count):
+    num_slices = min(num_slices, length)
+    values = [
+        {"a": torch.randn(rows, length, 2), "b": (torch.arange(rows * length).view(rows, -1), 3)}
+        for _ in range(count)
+    ]
+    parts = [one for value in values for one in split_sequence(value, num_slices, "values")]
+    lengths = [sequence_length(part, "parts") for part in parts[:num_slices]]
+    assert sum(lengths) == length
+    assert max(lengths) - min(lengths) <= 1
+    assert lengths == sorted(lengths, reverse=True)
+    for ours, theirs in zip(join_slices(parts, num_slices), values, strict=True):
+        assert torch.equal(ours["a"], theirs["a"])
+        assert torch.equal(ours["b"][0], theirs["b"][0])
+        assert ours["b"][1] == 3
+
+
+def test_slices_have_memory_of_their_own():
+    value = torch.zeros(2, 6)
+    for part in split_sequence(value, 3, "values"):
+        part.add_(1)
+    assert not value.any()
+
+
+@given(
+    rows=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    length=st.integers(2, 9),
+    num_slices=st.integers(2, 5),
+)
+def test_a_slice_counts_by_its_rows_and_positions(rows, length, num_slices):
+    num_slices = min(num_slices, length)
+    parts = [
+        part for n in rows for part in split_sequence(torch.zeros(n, length), num_slices, "targets")
+    ]
+    weights = Weighting().of(parts, sliced=True)
+    total = sum(rows) * length
+    assert weights == pytest.approx([part.numel() / total for part in parts])
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.zeros(3), r"values cannot be cut into slices.* their shapes are \(3,\); choose"),
+        ([torch.zeros(3, 4), torch.zeros(3, 5)], r"shapes are \(3, 4\), \(3, 5\)"),
+        (torch.zeros(3, 4), "values have 4 positions, which do not make 5 slices; give longer"),
+    ],
+)
+def test_what_has_no_sequence_cannot_be_sliced(value, message):
+    with pytest.raises(InputError, match=message):
+        split_sequence(value, 5, "values")

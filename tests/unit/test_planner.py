@@ -12,7 +12,13 @@ KIB = 1024
 
 
 def chain(count=4, seconds=0.01, **fields):
-    sizes = {"activation_bytes": 8 * KIB, "output_bytes": 2 * KIB, "parameter_bytes": KIB}
+    sizes = {
+        "activation_bytes": 8 * KIB,
+        "held_input_bytes": 2 * KIB,
+        "weight_kept_bytes": 5 * KIB,
+        "output_bytes": 2 * KIB,
+        "parameter_bytes": KIB,
+    }
     layers = (
         Layer(
             name=f"layer{index}",
@@ -77,8 +83,11 @@ def test_what_a_stage_is_made_of():
     assert (first.update_seconds, first.hop_seconds) == (0.002, pytest.approx(0.002))
     assert (last.rank, last.hop_seconds) == (1, 0)
     assert (first.parameter_bytes, first.optimizer_bytes) == (2 * KIB, 6 * KIB)
-    # The layers' own, the output, and what was received.
-    assert (first.activation_bytes, last.activation_bytes) == (18 * KIB, 20 * KIB)
+    # The layers' own, and what was received.
+    assert (first.activation_bytes, last.activation_bytes) == (18 * KIB, 18 * KIB)
+    assert (first.weight_kept_bytes, last.weight_kept_bytes) == (10 * KIB, 10 * KIB)
+    assert (first.input_bytes, last.input_bytes) == (0, 2 * KIB)
+    assert (first.layer_input_bytes, last.layer_input_bytes) == (2 * KIB, 4 * KIB)
     assert (first.peak_activations, last.peak_activations) == (2, 1)
     assert first.memory_bytes == (2 * 2 + 6 + 2 * 18) * KIB
 
@@ -121,16 +130,16 @@ def test_too_little_memory_names_the_closest_plan_and_what_it_misses():
     with pytest.raises(PlanError) as caught:
         plan(chain(), devices(2), microbatches=8, stages=2, memory_bytes=20 * KIB)
     assert str(caught.value) == (
-        "no plan fits in memory; the closest, 2 stages with 1f1b, needs 34 KiB on rank 1 (d1), "
-        "14 KiB over the 20 KiB allowed: allow that much, or profile smaller microbatches"
+        "no plan fits in memory; the closest, 2 stages with 1f1b, needs 32 KiB on rank 1 (d1), "
+        "12 KiB over the 20 KiB allowed: allow that much, or profile smaller microbatches"
     )
-    assert plan(chain(), devices(2), microbatches=8, stages=2, memory_bytes=34 * KIB)
+    assert plan(chain(), devices(2), microbatches=8, stages=2, memory_bytes=32 * KIB)
 
 
 def test_ranks_that_share_memory():
     cluster = Cluster(devices=devices(2).devices, memory_bytes=60 * KIB)
     assert plan(chain(), cluster, microbatches=8).num_ranks == 1
-    with pytest.raises(PlanError, match=r"64 KiB on all ranks together.* 4 KiB over the 60 KiB"):
+    with pytest.raises(PlanError, match=r"62 KiB on all ranks together.* 2 KiB over the 60 KiB"):
         plan(chain(), cluster, microbatches=8, stages=2)
 
 
@@ -176,7 +185,7 @@ def test_a_plan_in_print():
     assert lines[0] == "1f1b: 2 stages on 2 ranks, 8 microbatches"
     row = next(line for line in lines if "layer2" in line)
     cells = " ".join(row.split())
-    assert cells == "1 2: layer2 … layer3 20 ms 40 ms 100% 2 KiB 0 20 KiB × 1 24 KiB"
+    assert cells == "1 2: layer2 … layer3 20 ms 40 ms 100% 2 KiB 0 18 KiB × 1 22 KiB"
     assert any(line.startswith("predicted: 540 ms a step, bubble 11.1%") for line in lines)
     assert any(line.startswith("rank 1 │") for line in lines)
     assert lines[-1] == PLAN.reason

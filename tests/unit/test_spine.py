@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from penstock.errors import InputError, ModelError
+from penstock.errors import ModelError
 from penstock.spine import spine_of
 from tests.helpers import make_plan
 
@@ -165,16 +165,32 @@ def test_a_repeated_stateless_layer_may_stand_in_several_stages():
 
 
 @pytest.mark.parametrize("tie", ["module", "parameter"])
-def test_weights_tied_across_stages_are_refused(tie):
+def test_weights_tied_across_stages_stay_tied(tie):
     # Megatron, DeepSpeed: tied weights that drifted apart without a word.
     first, last = nn.Linear(4, 4), nn.Linear(4, 4)
     if tie == "module":
         last = first
     else:
         last.weight = first.weight
-    model = nn.Sequential(first, nn.ReLU(), last)
-    with pytest.raises(InputError, match=r"stages 0 and 1 share a parameter .*\(4, 4\).*untie"):
-        pk.Pipeline(model, make_plan(model, 2, 2))
+    ours = nn.Sequential(first, nn.Tanh(), last).double()
+    theirs = copy.deepcopy(ours)
+    inputs, targets = torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 4, (6,))
+    sgd = torch.optim.SGD(theirs.parameters(), lr=0.5)
+    with pk.Pipeline(
+        ours,
+        make_plan(ours, 2, 2),
+        loss=F.cross_entropy,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+    ) as pipeline:
+        for _ in range(3):
+            pipeline.step(inputs, targets)
+            F.cross_entropy(theirs(inputs), targets).backward()
+            sgd.step()
+            sgd.zero_grad()
+        for key, value in theirs.state_dict().items():
+            torch.testing.assert_close(ours.state_dict()[key], value, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(pipeline.state_dict()[key], value, rtol=1e-12, atol=1e-12)
+    assert ours[2].weight is ours[0].weight
 
 
 def test_the_signature_tells_shapes_and_dtypes_apart():

@@ -3,14 +3,20 @@
 It is an ordinary ``nn.Module``. The one thing it does for pipelining is ``spine()``: the layers in
 the order in which they run, each fed with nothing but the output of the one before. ``forward``
 runs exactly that list, so cutting it anywhere cannot change what is computed.
+
+Its layers also work on slices of the sequence (see ``penstock.slices``).
 """
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.errors import InputError
+
+KeysValues = tuple[Tensor, Tensor]
+"""Of attention: ``[rows, heads, positions, features]`` each."""
 
 
 class GPT(nn.Module):
@@ -94,14 +100,19 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Add the embedding of each token and of its position."""
-        length, context = tokens.shape[1], self.positions.num_embeddings
+        return self.forward_slice(tokens, None)[0]
+
+    def forward_slice(self, tokens: Tensor, start: int | None) -> tuple[Tensor, int]:
+        """``start``: how many positions were before."""
+        start = start or 0
+        length, context = start + tokens.shape[1], self.positions.num_embeddings
         if length > context:
             raise InputError(
                 f"the sequence has {length} tokens, but the model's context is {context}; "
                 f"shorten the input or build GPT(context={length})"
             )
-        hidden = self.tokens(tokens) + self.positions.weight[:length]
-        return self.dropout(hidden)  # type: ignore[no-any-return]
+        hidden = self.tokens(tokens) + self.positions.weight[start:length]
+        return self.dropout(hidden), length
 
 
 class Block(nn.Module):
@@ -119,6 +130,12 @@ class Block(nn.Module):
         hidden = hidden + self.attention(self.attention_norm(hidden))
         return hidden + self.mlp(self.mlp_norm(hidden))  # type: ignore[no-any-return]
 
+    def forward_slice(self, hidden: Tensor, past: KeysValues | None) -> tuple[Tensor, KeysValues]:
+        """``past``: keys and values of the positions before."""
+        mixed, past = self.attention.forward_slice(self.attention_norm(hidden), past)
+        hidden = hidden + mixed
+        return hidden + self.mlp(self.mlp_norm(hidden)), past
+
 
 class Attention(nn.Module):
     """Causal multi-head self-attention: ``[rows, length, width] → [rows, length, width]``."""
@@ -132,19 +149,31 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Every position attends to itself and to those before it."""
+        return self.forward_slice(hidden, None)[0]
+
+    def forward_slice(self, hidden: Tensor, past: KeysValues | None) -> tuple[Tensor, KeysValues]:
+        """``past``: keys and values of the positions before."""
         rows, length, width = hidden.shape
         split = self.queries_keys_values(hidden).view(rows, length, 3, self.heads, -1)
         queries, keys, values = split.permute(2, 0, 3, 1, 4)
+        mask = None
+        if past is not None:
+            keys, values = torch.cat((past[0], keys), 2), torch.cat((past[1], values), 2)
+            # is_causal would count queries from the first key on.
+            total = keys.shape[2]
+            mask = hidden.new_ones(length, total, dtype=torch.bool).tril(total - length)
         dropout = self.dropout.p if self.training else 0.0
         mixed = F.scaled_dot_product_attention(
-            queries, keys, values, dropout_p=dropout, is_causal=True
+            queries, keys, values, mask, dropout_p=dropout, is_causal=mask is None
         )
         mixed = mixed.transpose(1, 2).reshape(rows, length, width)
-        return self.dropout(self.project(mixed))  # type: ignore[no-any-return]
+        return self.dropout(self.project(mixed)), (keys, values)
 
 
 class MLP(nn.Module):
     """Four times as wide inside, with GELU: ``[rows, length, width] → [rows, length, width]``."""
+
+    by_position = True
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -159,6 +188,8 @@ class MLP(nn.Module):
 
 class Head(nn.Module):
     """Final norm and logits: ``[rows, length, width] → [rows, length, vocabulary]``."""
+
+    by_position = True
 
     def __init__(self, width: int, vocabulary: int) -> None:
         super().__init__()

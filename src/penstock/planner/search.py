@@ -17,10 +17,9 @@ from penstock.graph import LayerGraph
 from penstock.partition import balance
 from penstock.planner.candidate import Candidate, Setting, Task
 from penstock.planner.plan import Plan
-from penstock.planner.runnable import obstacle
 from penstock.planner.stage_plan import stage_bytes
 from penstock.planner.table import format_bytes, format_seconds, format_speed_up
-from penstock.schedule import families
+from penstock.schedule import Kind, families
 from penstock.values import expect
 
 _SAME = 0.01
@@ -103,10 +102,7 @@ def _settings(task: Task, schedule: str | None, stages: int | None) -> list[Sett
             except InputError as error:
                 refusals.append(error)
                 continue
-            # Unasked, nobody gets a plan that cannot be run, nor several stages per rank: what each
-            # op costs on top of its layers is not in a profile yet.
-            plain = made.num_stages == num_ranks and not obstacle(made.schedule)
-            if schedule is not None or plain:
+            if schedule is not None or _is_plain(made):
                 built.append(made)
     if not built:
         raise PlanError(f"no schedule can be built for this request: {refusals[0]}")
@@ -117,6 +113,15 @@ def _settings(task: Task, schedule: str | None, stages: int | None) -> list[Sett
             f"for {', '.join(map(str, counts))} or give a cluster with more devices"
         )
     return [one for one in built if stages in (None, one.num_stages)]
+
+
+def _is_plain(setting: Setting) -> bool:
+    """Whether one may get it unasked. Not every model is capable of slices; and what each op costs
+    on top of its layers (several stages per rank), or a backward in two halves, is not in a profile
+    yet."""
+    schedule = setting.schedule
+    split = any(op.kind is Kind.BACKWARD_INPUT for op in schedule.where)
+    return setting.num_stages == setting.num_ranks and schedule.num_slices == 1 and not split
 
 
 def _setting(task: Task, name: str, num_ranks: int) -> Setting:

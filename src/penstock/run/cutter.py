@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock import microbatches
 from penstock.errors import InputError
 from penstock.microbatches import Microbatches, Weighting
 from penstock.run.minibatch import Minibatch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -17,12 +20,14 @@ class Cutter:
 
     Attributes:
         num_microbatches: of a plan; with fewer rows there are fewer.
+        num_slices: of a microbatch.
         weighting: how much each microbatch counts.
         fills_up: whether there must be as many all the same, because every copy of a stage must
             have something to do, or it would not be updated.
     """
 
     num_microbatches: int
+    num_slices: int
     weighting: Weighting
     fills_up: bool
 
@@ -50,18 +55,30 @@ class Cutter:
             if rows != others:
                 raise InputError(f"inputs have {rows} rows, but targets have {others}")
         count = self._count(inputs)
-        cut_inputs, cut_targets = _cut(inputs, "inputs", count), _cut(targets, "targets", count)
-        weights = self.weighting.of(cut_targets)
+        parts, wanted = _cut(inputs, "inputs", count), _cut(targets, "targets", count)
+        if self.num_slices > 1:
+            _check_lengths(parts, wanted)
+            parts, wanted = self._slices(parts, "inputs"), self._slices(wanted, "targets")
+        weights = self.weighting.of(wanted, self.num_slices > 1)
         if self.fills_up:
-            missing = max(0, self.num_microbatches - count)
-            cut_inputs += [_own(cut_inputs[0]) for _ in range(missing)]
-            cut_targets += cut_targets[:1] * missing
-            weights += [0.0] * missing  # they count for nothing
-        return Minibatch(step, cut_inputs, cut_targets, weights, share, more_follow)
+            first = range(self.num_slices)
+            for _ in range(count, self.num_microbatches):
+                parts += [_own(parts[index]) for index in first]
+                wanted += [wanted[index] for index in first]
+                weights += [0.0 for _ in first]  # they count for nothing
+        return Minibatch(step, parts, wanted, weights, share, more_follow, self.num_slices)
 
     def to_evaluate(self, inputs: Any, *, step: int) -> Minibatch:
         """A minibatch of which only outputs are wanted."""
-        return Minibatch(step, _cut(inputs, "inputs", self._count(inputs)))
+        parts = self._slices(_cut(inputs, "inputs", self._count(inputs)), "inputs")
+        return Minibatch(step, parts, num_slices=self.num_slices)
+
+    def _slices(self, parts: list[Any], what: str) -> list[Any]:
+        return [
+            one
+            for part in parts
+            for one in microbatches.split_sequence(part, self.num_slices, what)
+        ]
 
     def _count(self, inputs: Any) -> int:
         """How many microbatches these inputs make."""
@@ -70,6 +87,13 @@ class Cutter:
                 raise InputError("inputs hold no microbatch")
             return len(inputs)
         return min(self.num_microbatches, microbatches.num_rows(inputs, "inputs"))
+
+
+def _check_lengths(inputs: list[Any], targets: list[Any]) -> None:
+    for pair in zip(inputs, targets, strict=True):
+        length, other = map(microbatches.sequence_length, pair, ("inputs", "targets"))
+        if length != other:
+            raise InputError(f"inputs have {length} positions, but targets have {other}")
 
 
 def _cut(value: Any, what: str, count: int) -> list[Any]:
@@ -84,3 +108,14 @@ def _own(part: Any) -> Any:
     """A microbatch with memory of its own; a first layer may work in place."""
     (copied,) = microbatches.split(part, 1)
     return copied
+
+
+def with_more(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Each item, and whether another one follows."""
+    held: list[T] = []
+    for item in batches:
+        if held:
+            yield held.pop(), True
+        held.append(item)
+    if held:
+        yield held.pop(), False

@@ -43,9 +43,14 @@ def perform_all(ops: Iterable[Op], performer: Performer, journal: Journal) -> No
         except (RunError, Restart):
             raise
         except Exception as error:
-            raise StageError(
-                f"stage {op.stage}, microbatch {op.microbatch}, op {op}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            raise stage_error(op, error) from error
         write(Record(op, start, time.perf_counter()))
     journal.current = None
+
+
+def stage_error(op: Op, error: Exception) -> StageError:
+    """What the user's code raised, with where."""
+    where = f"stage {op.stage}, microbatch {op.microbatch}, op {op}"
+    found = StageError(f"{where}: {type(error).__name__}: {error}")
+    found.__cause__ = error
+    return found

@@ -22,6 +22,7 @@ from penstock.planner import Plan
 from penstock.randomness import LayerStreams
 from penstock.run.program import SkipRoute
 from penstock.run.updater import Holding, SharedWeights
+from penstock.slices import check_sliceable
 from penstock.spine import NamedLayer
 from penstock.stage import Stage
 
@@ -79,6 +80,8 @@ class Layout:
         self._layers_of = [tuple(layers[start:stop]) for start, stop in borders]
         self._plan = plan
         self._schedule = plan.build_schedule()
+        if self.num_slices > 1:
+            check_sliceable(layers)
         self._streams = streams
         self._one_process = one_process
         self._weights = self._find_weights(model)
@@ -124,6 +127,11 @@ class Layout:
             stage for one in self._weights if len(one.ranks) > 1 for _, stage in one.users
         )
 
+    @property
+    def num_slices(self) -> int:
+        """Of a microbatch's sequence."""
+        return self._schedule.num_slices
+
     @cached_property
     def has_copies(self) -> bool:
         """Whether a stage is on several ranks, each with microbatches of its own."""
@@ -159,6 +167,7 @@ class Layout:
                 first[stage],
                 self._streams,
                 self._plan.stages[stage].recompute == "layers",
+                self.num_slices,
             )
             for stage in self._schedule.stages_of[rank]
         }

@@ -3,7 +3,7 @@
 What an op sends where, what its errors will say, and what a forward has to keep follow from the
 schedule alone. It is looked up here once, not with every microbatch.
 
-A unit of work is a microbatch or, where microbatches are sliced, one slice of it. Units are numbered
+A unit is a microbatch or, where microbatches are sliced, one slice of it. Units are numbered
 through, microbatch × number of slices + slice, so that one number names a message or a loss.
 """
 

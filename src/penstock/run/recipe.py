@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import InputError
-from penstock.values import one_of
+from penstock.values import expect, one_of
 
 BatchNormStatistics = Literal["microbatch", "minibatch"]
 Loss = Callable[[Any, Any], Tensor]
@@ -34,6 +34,11 @@ class Parameters(list[nn.Parameter]):
         return iter(self._named)
 
 
+_EXAMPLES = {
+    "loss": "torch.nn.functional.cross_entropy",
+    "optimizer": "lambda parameters: torch.optim.AdamW(parameters)",
+    "lr_scheduler": "lambda optimizer: LinearLR(optimizer)",
+}
 OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
 
 
@@ -112,6 +117,10 @@ class Recipe:
     count_memory: bool = False
 
     def __post_init__(self) -> None:
+        for name, example in _EXAMPLES.items():
+            function = getattr(self, name)
+            if function is not None:
+                expect(function, Callable, name, f"give a function, as in {name}={example}")
         one_of("batch_norm", self.batch_norm, get_args(BatchNormStatistics))
         if self.clip_norm is not None and not 0 < self.clip_norm < float("inf"):
             raise InputError(f"clip_norm is {self.clip_norm}, but must be > 0 and finite")

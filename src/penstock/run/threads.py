@@ -189,7 +189,9 @@ class ThreadDriver(Driver[Ticket]):
         return cause
 
     def _reset(self) -> None:
+        num_attempts = max(worker.num_attempts for worker in self._workers)
         for worker in self._workers:
+            worker.num_attempts = num_attempts  # one may have failed when another began anew
             worker.forget()
             if isinstance(worker.transport, ThreadTransport):
                 worker.transport.reset()

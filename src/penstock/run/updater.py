@@ -284,7 +284,6 @@ class Updater:
         if self._pending is None:
             return True
         number, share, steps = self._pending
-        self._pending = None
         verdict = self._judge(number, share)
         stands = verdict.factor == 1.0 and (verdict.finite or self.loss_scale is None)
         if not stands:
@@ -292,6 +291,7 @@ class Updater:
                 self._take_back(stage, undo)
                 self._step(stage, verdict)
         self._step_schedulers()
+        self._pending = None
         return stands
 
     def _take_back(self, stage: int, undo: _Undo) -> None:

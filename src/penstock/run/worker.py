@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock import tree
 from penstock.batch_norm import MinibatchStatistics
+from penstock.errors import StageError
 from penstock.run.counting import Counter
-from penstock.run.interpreter import Restart, perform_all
+from penstock.run.interpreter import Restart, perform_all, stage_error
 from penstock.run.journal import Journal
 from penstock.run.minibatch import Harvest, Minibatch, autocast, modes
 from penstock.run.program import Program, SkipRoute
@@ -20,12 +23,21 @@ from penstock.run.recipe import Recipe
 from penstock.run.updater import Updater
 from penstock.schedule import Kind, Op, Schedule
 from penstock.schedule.op import COMPUTE
-from penstock.stage import Criterion, InputGradients, Stage
+from penstock.stage import Criterion, InputGradients, Produced, Stage
 from penstock.transport import Edge, Transport
 
 _NUMBERS_PER_RUN = 1 << 20
 _NOTHING = (Minibatch(0, ()), Harvest())
 Gradients = list[Tensor | None]
+
+
+class Void(Enum):
+    """Stands for a value that could not be computed with weights on trust; it can travel."""
+
+    VOID = "void"
+
+
+VOID = Void.VOID
 
 
 class Worker:
@@ -41,6 +53,8 @@ class Worker:
 
     Attributes:
         num_runs: minibatches completed.
+        num_attempts: begun, whether completed or not; equal on all ranks between steps, since it
+            numbers their messages.
     """
 
     def __init__(
@@ -65,13 +79,14 @@ class Worker:
         )
         self._counter = Counter(stages) if recipe.count_memory else None
         self._programs: dict[int, Program] = {}
-        self._number = self._attempts = 0
+        self._number = self.num_attempts = 0
         self._journal = Journal()
         self._values: dict[tuple[int, int], Any] = {}
         self._gradients: dict[tuple[int, int], Gradients] = {}
         self._skip_values: dict[tuple[int, int], Any] = {}
         self._skip_gradients: dict[tuple[int, int], Gradients] = {}
         self._program: Program | None = None
+        self._failed_on_trust: StageError | None = None
         self._minibatch, self._harvest = _NOTHING
         self._perform: dict[Kind, Callable[[Op], None]] = {
             Kind.FORWARD: self._forward,
@@ -120,8 +135,9 @@ class Worker:
                         self._start_again(buffers)
         except BaseException as error:
             error.add_note(self.dump())
-            # What was accumulated must not leak into the next minibatch's gradients.
-            self.updater.drop_gradients()
+            if minibatch.targets:
+                # What was accumulated must not leak into the next minibatch's gradients.
+                self.updater.drop_gradients()
             raise
         finally:
             self.forget()
@@ -155,9 +171,9 @@ class Worker:
     def _next_number(self) -> int:
         """What tells the messages of this attempt from all others, on every rank alike. Ranks that
         disagree on whether to train or to evaluate must not take each other's messages."""
-        self._attempts += 1
+        self.num_attempts += 1
         purpose = bool(self._minibatch.targets)
-        return self._attempts * _NUMBERS_PER_RUN + purpose * (_NUMBERS_PER_RUN // 2)
+        return self.num_attempts * _NUMBERS_PER_RUN + purpose * (_NUMBERS_PER_RUN // 2)
 
     def dump(self) -> str:
         """This rank's last ops and what it does now; may be asked from any thread."""
@@ -169,7 +185,7 @@ class Worker:
         program, minibatch = self._program, self._minibatch
         self.forget()
         self._program, self._minibatch = program, minibatch
-        self.transport.discard((self._attempts + 1) * _NUMBERS_PER_RUN)
+        self.transport.discard((self.num_attempts + 1) * _NUMBERS_PER_RUN)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -194,6 +210,7 @@ class Worker:
         for kept in (self._values, self._gradients, self._skip_values, self._skip_gradients):
             kept.clear()
         self._program = None
+        self._failed_on_trust = None
         self._minibatch, self._harvest = _NOTHING
 
     def outgoing(self, schedule: Schedule) -> set[Edge]:
@@ -229,10 +246,22 @@ class Worker:
     def _forward(self, op: Op) -> None:
         minibatch, program = self._minibatch, self._now
         stage, unit = key = op.stage, program.unit(op)
-        value = minibatch.inputs[unit] if stage == 0 else self._values.pop(key)
+        value = self._input(unit) if stage == 0 else self._values.pop(key)
         skips = {
             route.key: self._take(route, op, backward=False) for route in program.recalls[stage]
         }
+        on_trust = self.updater.pending or value is VOID
+        produced = (self._compute_on_trust if on_trust else self._compute)(op, value, skips)
+        for route in program.stashes[stage]:
+            self._hand(route, op, produced.skips[route.key], backward=False)
+        if stage < program.last_stage:
+            self._values[stage + 1, unit] = produced.value
+        elif not minibatch.targets:
+            self._harvest.outputs[unit] = produced.value
+
+    def _compute(self, op: Op, value: Any, skips: dict[str, Any]) -> Produced:
+        minibatch, program = self._minibatch, self._now
+        stage, unit = key = op.stage, program.unit(op)
         with autocast(minibatch.autocast, enabled=True):
             produced = self.stages[stage].forward(
                 unit,
@@ -242,14 +271,27 @@ class Worker:
                 program.keeps[key],
                 skips,
             )
-        for route in program.stashes[stage]:
-            self._hand(route, op, produced.skips[route.key], backward=False)
-        if stage < program.last_stage:
-            self._values[stage + 1, unit] = produced.value
-        elif minibatch.targets:
+        if stage == program.last_stage and minibatch.targets:
             self._keep_loss(unit, produced.value)
-        else:
-            self._harvest.outputs[unit] = produced.value
+        return produced
+
+    def _compute_on_trust(self, op: Op, value: Any, skips: dict[str, Any]) -> Produced:
+        """With weights that may not be allowed to stand. If these make it fail, others must get on
+        to where the verdict is read, so something is handed on in place of the value."""
+        nothing = Produced(VOID, dict.fromkeys((r.key for r in self._now.stashes[op.stage]), VOID))
+        if any(given is VOID for given in (value, *skips.values())):
+            return nothing
+        try:
+            return self._compute(op, value, skips)
+        except Exception as error:  # whatever the user's code raises
+            if self._failed_on_trust is None:
+                self._failed_on_trust = stage_error(op, error)
+            return nothing
+
+    def _input(self, unit: int) -> Any:
+        value = self._minibatch.inputs[unit]
+        # The first layer may overwrite it, which must not show if the minibatch is begun anew.
+        return tree.replace(Tensor, Tensor.clone, value) if self.updater.pending else value
 
     def _keep_loss(self, unit: int, loss: Tensor) -> None:
         # The mean of no terms is NaN, and counts for nothing.
@@ -374,6 +416,8 @@ class Worker:
             self.updater.agree()
         elif not self.updater.settle():
             raise Restart
+        elif self._failed_on_trust is not None:
+            raise self._failed_on_trust
 
     def _update(self, op: Op) -> None:
         self.updater.update(op.stage)

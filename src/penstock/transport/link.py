@@ -10,7 +10,7 @@ import socket
 import struct
 import sys
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.errors import RunError
 from penstock.transport import packing
@@ -94,9 +94,7 @@ class Link:
             RunError: this process cannot take a segment, since it has too many open files.
         """
         try:
-            data, ancillary, flags, _ = self._connection.recvmsg(
-                _LARGEST_NOTICE_BYTES, self._ancillary_bytes, socket.MSG_CMSG_CLOEXEC
-            )
+            data, ancillary, flags, _ = self._receive()
         except ConnectionError:
             return None
         if not data:
@@ -110,6 +108,15 @@ class Link:
         descriptor = _descriptor(ancillary) if ancillary else -1
         text = data[_FIELDS.size :].decode()
         return Notice(NoticeKind(kind), slot, tag, number, text, descriptor)
+
+    def _receive(self) -> tuple[bytes, list[tuple[int, int, bytes]], int, Any]:
+        wanted = _LARGEST_NOTICE_BYTES, self._ancillary_bytes, socket.MSG_CMSG_CLOEXEC
+        try:
+            return self._connection.recvmsg(*wanted)
+        except ConnectionResetError:
+            # The peer left before it had read all. The kernel says so once, ahead of what the peer
+            # has sent: for example, why it left.
+            return self._connection.recvmsg(*wanted)
 
     def close(self) -> None:
         """This process's end."""

@@ -31,7 +31,7 @@ from penstock.errors import PenstockError
 from penstock.schedule import families
 from tests.helpers import make_batch, make_mlp, make_plan
 
-DEADLINE_SECONDS = 2.0
+DEADLINE_SECONDS = 4.0
 STALL_SECONDS = 2 * DEADLINE_SECONDS
 NUM_MICROBATCHES = 4
 NUM_STEPS = 3

@@ -1,0 +1,15 @@
+"""A job of two processes that works slice by slice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.distributed.launch import torchrun
+
+JOB = Path(__file__).parent / "jobs" / "slices.py"
+
+
+def test_processes_train_slice_by_slice_as_one_device_does():
+    done = torchrun(JOB, 2)
+    assert done.returncode == 0, done.output
+    assert done.reports == {0: [], 1: []}
