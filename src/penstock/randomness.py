@@ -174,6 +174,10 @@ class LayerStreams:
             return contextlib.nullcontext()
         return RandomStream(stream_seed(self.seed, step, microbatch, layer, part))
 
+    def is_quiet(self, layer: int, training: bool) -> bool:
+        """Whether ``layer`` is known to draw nothing, so that it needs no stream."""
+        return (layer, training) in self._quiet
+
     def learn(self, layer: int, training: bool, stream: RandomStream | None) -> None:
         """Remember whether the layer drew; call after it ran."""
         if stream is not None and not stream.drew:

@@ -119,6 +119,11 @@ class Stage:
         modules = [layer.module for layer in self.layers]
         self._modules = tuple({id(m): m for module in modules for m in module.modules()}.values())
         self._undeferred = undeferred_parameters(self._modules)
+        self._plain = frozenset(
+            first_layer + at
+            for at, (layer, (_, carry)) in enumerate(zip(self.layers, self._calls, strict=True))
+            if carry is None and not layer.stashes and not layer.recalls
+        )
         stashed = {key for layer in self.layers for key in layer.stashes}
         self.recalls = tuple(
             key for layer in self.layers for key in layer.recalls if key not in stashed
@@ -359,6 +364,11 @@ class Stage:
         per_layer = self._recompute_layers and torch.is_grad_enabled() and not again
         pairs = zip(self.layers, self._calls, strict=True)
         for index, (layer, (call, carry)) in enumerate(pairs, start=self._first_layer):
+            plain = index in self._plain and not per_layer
+            if plain and self._streams.is_quiet(index, layer.module.training):
+                # Nearly all layers, every time: looking for skips costs several times as much.
+                value = layer.module(value)
+                continue
             run = self._in_stream(layer, call, index, given)
             if per_layer:
                 run = recomputed(layer.module, run)

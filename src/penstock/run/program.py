@@ -94,6 +94,8 @@ class Program:
             needed = self.schedule.dependencies(op)[0]
             edge = self.edges[op] = self._edge(needed)
             self.waiting[op] = self.awaiting(op, f"{needed} of rank {edge.source}")
+        elif op.kind is Kind.AGREE:
+            self.waiting[op] = self.awaiting(op, "the norms of all ranks' gradients")
 
     def _edge(self, send: Op) -> Edge:
         """The edge on which a send op sends: forward and backward messages have tags of their own,

@@ -17,6 +17,7 @@ from penstock.errors import StageError
 from penstock.run.counting import Counter
 from penstock.run.interpreter import Restart, perform_all, stage_error
 from penstock.run.journal import Journal
+from penstock.run.mail import Gradients, Mail
 from penstock.run.minibatch import Harvest, Minibatch, autocast, modes
 from penstock.run.program import Program, SkipRoute
 from penstock.run.recipe import Recipe
@@ -27,8 +28,8 @@ from penstock.stage import Criterion, InputGradients, Produced, Stage
 from penstock.transport import Edge, Transport
 
 _NUMBERS_PER_RUN = 1 << 20
+_MOST_PROGRAMS = 64
 _NOTHING = (Minibatch(0, ()), Harvest())
-Gradients = list[Tensor | None]
 
 
 class Void(Enum):
@@ -81,11 +82,8 @@ class Worker:
         self._programs: dict[int, Program] = {}
         self._number = self.num_attempts = 0
         self._journal = Journal()
-        self._values: dict[tuple[int, int], Any] = {}
-        self._gradients: dict[tuple[int, int], Gradients] = {}
-        self._skip_values: dict[tuple[int, int], Any] = {}
-        self._skip_gradients: dict[tuple[int, int], Gradients] = {}
         self._program: Program | None = None
+        self._mail: Mail | None = None
         self._failed_on_trust: StageError | None = None
         self._minibatch, self._harvest = _NOTHING
         self._perform: dict[Kind, Callable[[Op], None]] = {
@@ -94,10 +92,10 @@ class Worker:
             Kind.BACKWARD: self._backward,
             Kind.BACKWARD_INPUT: self._backward_input,
             Kind.BACKWARD_WEIGHT: self._backward_weight,
-            Kind.SEND_FORWARD: self._send_forward,
-            Kind.RECV_FORWARD: self._recv_forward,
-            Kind.SEND_BACKWARD: self._send_backward,
-            Kind.RECV_BACKWARD: self._recv_backward,
+            Kind.SEND_FORWARD: self._send,
+            Kind.RECV_FORWARD: self._receive,
+            Kind.SEND_BACKWARD: self._send,
+            Kind.RECV_BACKWARD: self._receive,
             Kind.FREE_INPUT_PART: self._freed,
             Kind.FREE: self._freed,
             Kind.REDUCE: self._reduce,
@@ -146,12 +144,15 @@ class Worker:
         """This rank's part of a schedule, worked out once."""
         program = self._programs.get(id(schedule))
         if program is None or program.schedule is not schedule:
+            if len(self._programs) >= _MOST_PROGRAMS:
+                self._programs.clear()
             program = self._programs[id(schedule)] = Program(schedule, self.rank, self._skips)
         return program
 
     def _attempt(self, program: Program) -> Harvest:
         self._number = self._next_number()
         self.updater.begin(self._number)
+        self._mail = Mail(program, self.transport, self._number)
         harvest = self._harvest = Harvest(number=self._number)
         self._journal = Journal()
         if self._counter is not None:
@@ -207,9 +208,7 @@ class Worker:
             self._counter.forget()
         for stage in self.stages.values():
             stage.forget()
-        for kept in (self._values, self._gradients, self._skip_values, self._skip_gradients):
-            kept.clear()
-        self._program = None
+        self._program = self._mail = None
         self._failed_on_trust = None
         self._minibatch, self._harvest = _NOTHING
 
@@ -243,20 +242,21 @@ class Worker:
         assert self._program is not None
         return self._program
 
+    @property
+    def _mails(self) -> Mail:
+        assert self._mail is not None
+        return self._mail
+
     def _forward(self, op: Op) -> None:
-        minibatch, program = self._minibatch, self._now
-        stage, unit = key = op.stage, program.unit(op)
-        value = self._input(unit) if stage == 0 else self._values.pop(key)
-        skips = {
-            route.key: self._take(route, op, backward=False) for route in program.recalls[stage]
-        }
+        mail, unit = self._mails, self._now.unit(op)
+        value = self._input(unit) if op.stage == 0 else mail.value_for(op)
         on_trust = self.updater.pending or value is VOID
-        produced = (self._compute_on_trust if on_trust else self._compute)(op, value, skips)
-        for route in program.stashes[stage]:
-            self._hand(route, op, produced.skips[route.key], backward=False)
-        if stage < program.last_stage:
-            self._values[stage + 1, unit] = produced.value
-        elif not minibatch.targets:
+        compute = self._compute_on_trust if on_trust else self._compute
+        produced = compute(op, value, mail.skips_for(op))
+        mail.pass_skips(op, produced.skips)
+        if op.stage < self._now.last_stage:
+            mail.pass_value(op, produced.value)
+        elif not self._minibatch.targets:
             self._harvest.outputs[unit] = produced.value
 
     def _compute(self, op: Op, value: Any, skips: dict[str, Any]) -> Produced:
@@ -337,71 +337,28 @@ class Worker:
 
     def _incoming(self, op: Op) -> tuple[Gradients, dict[str, Gradients]]:
         """The gradients of a stage's output and of the skips that it stashed."""
-        skips = {
-            route.key: self._take(route, op, backward=True) for route in self._now.stashes[op.stage]
-        }
-        unit = self._now.unit(op)
+        mail = self._mails
         if op.stage < self._now.last_stage:
-            return self._gradients.pop((op.stage, unit)), skips
+            return mail.gradients_for(op), mail.skip_gradients_for(op)
+        unit = self._now.unit(op)
         # d(sum of weighted losses) / d(this loss) is the weight.
         weight = self._minibatch.weights[unit] * self._minibatch.share
         if not weight:
-            return [None], skips
+            return [None], {}
         seed = torch.full_like(self._harvest.losses[unit], weight)
         if self.updater.loss_scale is not None:
             seed *= self.updater.loss_scale.scale
-        return [seed], skips
+        return [seed], {}
 
     def _pass_on(self, op: Op, result: InputGradients) -> None:
-        if op.stage > 0:
-            self._gradients[op.stage - 1, self._now.unit(op)] = result.inputs
-        for route in self._now.recalls[op.stage]:
-            self._hand(route, op, result.skips[route.key], backward=True)
+        self._mails.pass_gradients(op, result.inputs)
+        self._mails.pass_skip_gradients(op, result.skips)
 
-    def _hand(self, route: SkipRoute, op: Op, value: Any, *, backward: bool) -> None:
-        """Give a skip to the stage that recalls it, or its gradient to the one that stashed it.
+    def _send(self, op: Op) -> None:
+        self._mails.send(op)
 
-        The chain carries the same microbatch there later, so nobody waits for it.
-        """
-        edge = self._now.skip_edge(route, op.microbatch, backward=backward)
-        unit = self._now.unit(op)
-        if edge is not None:
-            self.transport.send(edge, self._number + unit, value)
-        elif backward:
-            self._skip_gradients[route.number, unit] = value
-        else:
-            self._skip_values[route.number, unit] = value
-
-    def _take(self, route: SkipRoute, op: Op, *, backward: bool) -> Any:
-        edge = self._now.skip_edge(route, op.microbatch, backward=backward)
-        unit = self._now.unit(op)
-        if edge is not None:
-            what = "the gradient of skip" if backward else "skip"
-            waiting = self._now.awaiting(op, f"{what} {route.key!r} of rank {edge.source}")
-            return self.transport.recv(edge, self._number + unit, waiting)
-        kept: dict[tuple[int, int], Any] = self._skip_gradients if backward else self._skip_values
-        return kept.pop((route.number, unit))
-
-    def _send_forward(self, op: Op) -> None:
-        self._send(op, self._values.pop((op.stage + 1, self._now.unit(op))))
-
-    def _send_backward(self, op: Op) -> None:
-        self._send(op, self._gradients.pop((op.stage - 1, self._now.unit(op))))
-
-    def _recv_forward(self, op: Op) -> None:
-        self._values[op.stage, self._now.unit(op)] = self._receive(op)
-
-    def _recv_backward(self, op: Op) -> None:
-        self._gradients[op.stage, self._now.unit(op)] = self._receive(op)
-
-    def _send(self, op: Op, value: Any) -> None:
-        program = self._now
-        self.transport.send(program.edges[op], self._number + program.unit(op), value)
-
-    def _receive(self, op: Op) -> Any:
-        program = self._now
-        number = self._number + program.unit(op)
-        return self.transport.recv(program.edges[op], number, program.waiting[op])
+    def _receive(self, op: Op) -> None:
+        self._mails.receive(op)
 
     def _freed(self, op: Op) -> None:
         """The stage has freed it with the op that this one follows."""
