@@ -156,6 +156,7 @@ def run_spine(modules: Iterable[nn.Module], value: Any) -> Any:
     Raises:
         ModelError: the skips do not fit together.
 
+    >>> import torch
     >>> run_spine([nn.Identity(), nn.Flatten(0)], torch.ones(2, 3)).shape
     torch.Size([6])
     """
