@@ -132,5 +132,22 @@ def _sent_leaf(output: Any, stage: int) -> Any:
     )
 
 
+def scalar(loss: Any, training: bool) -> Tensor:
+    """A loss as a tensor without dimensions.
+
+    Raises:
+        InputError: it is no number, or is to be trained on and has no gradient.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise InputError(f"the loss must be one number, but it has {what}; reduce it to a scalar")
+    if training and not loss.requires_grad:
+        raise InputError(
+            "the loss has no gradient: it was detached or depends on no trained parameter; compute "
+            "it from the output with differentiable operations"
+        )
+    return loss.reshape(())
+
+
 def _gradients(leaves: list[Any]) -> list[Tensor | None]:
     return [leaf.grad if isinstance(leaf, Tensor) else None for leaf in leaves]

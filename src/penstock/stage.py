@@ -31,7 +31,15 @@ from torch import Tensor, nn
 from penstock import tree
 from penstock.deferral import Deferral, undeferred_parameters
 from penstock.errors import InputError
-from penstock.microbatch_graph import Gradients, InputGradients, MicrobatchGraph, cut, edges, sent
+from penstock.microbatch_graph import (
+    Gradients,
+    InputGradients,
+    MicrobatchGraph,
+    cut,
+    edges,
+    scalar,
+    sent,
+)
 from penstock.randomness import LayerStreams
 from penstock.replay import Past, Run, first_run_only, recomputed, repeating
 from penstock.slices import Call, Relay, call_of, slice_name
@@ -271,12 +279,8 @@ class Stage:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Every parameter once."""
-        seen: set[int] = set()
-        for layer in self.layers:
-            for parameter in layer.module.parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield parameter
+        every = (p for layer in self.layers for p in layer.module.parameters())
+        yield from {id(parameter): parameter for parameter in every}.values()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers under the keys that the unsplit model gives them."""
@@ -384,7 +388,7 @@ class Stage:
             value = given.criterion(value)
         self._streams.learn(index, True, stream)
         # A scalar out of a fused loss can be a view that keeps a full-size tensor alive.
-        loss = _scalar(value, torch.is_grad_enabled()).clone()
+        loss = scalar(value, torch.is_grad_enabled()).clone()
         return loss, drew or (stream is not None and stream.drew)
 
     def _in_stream(self, layer: NamedLayer, call: Call, index: int, given: _Given) -> Run:
@@ -396,15 +400,3 @@ class Stage:
             return value, stream is not None and stream.drew, stashed
 
         return run
-
-
-def _scalar(loss: Any, training: bool) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise InputError(f"the loss must be one number, but it has {what}; reduce it to a scalar")
-    if training and not loss.requires_grad:
-        raise InputError(
-            "the loss has no gradient: it was detached or depends on no trained parameter; compute "
-            "it from the output with differentiable operations"
-        )
-    return loss.reshape(())

@@ -14,6 +14,7 @@ from penstock.errors import PlanError
 from penstock.planner import Plan
 from tests.helpers import runnable_families
 
+
 def is_offered_unasked(name):
     schedule = schedules.build(name, num_ranks=2, num_microbatches=4)
     whole = not any(op.kind is Kind.BACKWARD_INPUT for op in schedule.where)

@@ -357,7 +357,7 @@ def test_evaluating_needs_no_loss_and_stepping_does():
         ({"deadline_seconds": -1.0}, "must be > 0"),
         ({"deadline_seconds": float("nan")}, "must be > 0"),
         ({"deadline_seconds": float("inf")}, "not infinite"),
-        ({"transport": "carrier pigeon"}, "'carrier pigeon'; use auto or threads or shared-memory or process-group"),
+        ({"transport": "carrier pigeon"}, "'carrier pigeon'; use auto or threads or shared-memory"),
         ({"reduction": "max"}, "reduction is 'max'; use mean or sum"),
         ({"reduction": "sum", "weight": len}, "a sum needs none"),
     ],
