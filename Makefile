@@ -30,7 +30,7 @@ demo: $(VENV)/.installed
 	$(VENV)/bin/penstock demo $(DEMO_ARGS)
 
 test: lint
-	$(VENV)/bin/pytest $(PYTEST_ARGS)
+	$(VENV)/bin/pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
