@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from penstock.drawing.boxes import LETTERS, PALEST, WORDS, paint
 from penstock.drawing.labels import Names
 from penstock.drawing.markup import coordinate, lines, tag, text_width, write
-from penstock.schedule.op import COMMUNICATION, Kind
+from penstock.schedule.op import WAITING, Kind
 from penstock.timeline import Timeline
 
 _SWATCH, _LINE_HEIGHT = 20.0, 22.0
@@ -74,4 +74,4 @@ def _shades(count: int) -> str:
 def _waits(timeline: Timeline) -> bool:
     # What is shorter than this is not drawn either.
     least = timeline.makespan / 1000
-    return any(s.op.kind in COMMUNICATION and s.end - s.start > least for s in timeline.spans)
+    return any(s.op.kind in WAITING and s.end - s.start > least for s in timeline.spans)

@@ -26,7 +26,7 @@ from penstock.drawing.units import (
     ticks,
     unit_for,
 )
-from penstock.schedule.op import COMMUNICATION, COMPUTE, Kind
+from penstock.schedule.op import COMPUTE, WAITING, Kind
 from penstock.timeline import BUSY, Timeline
 
 FIGURE_WIDTHS, PAGE_WIDTHS = (800.0, 2400.0), (1000.0, 6000.0)
@@ -235,7 +235,7 @@ def _row(
             style = styles.get(span.op.kind)
             place = (x, top, width, frame.bar)
             parts.append(box(names, span, place, style, frame.unit))
-        elif span.op.kind in COMMUNICATION and width > 1:
+        elif span.op.kind in WAITING and width > 1:
             path = f"M{x:.2f} {top + frame.bar / 2:g}h{width:.2f}"
             parts.append(tag("path", class_="wait", d=path))
     parts.append(_held(frame, timeline, rank, top + frame.bar + 3))

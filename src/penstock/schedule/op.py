@@ -54,6 +54,8 @@ COMMUNICATION = frozenset(
     {Kind.SEND_FORWARD, Kind.RECV_FORWARD, Kind.SEND_BACKWARD, Kind.RECV_BACKWARD}
 )
 """Kinds that move a tensor between stages."""
+WAITING = COMMUNICATION | {Kind.AGREE}
+"""Kinds whose time is spent waiting for other ranks."""
 RELEASING = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 """Kinds after which a microbatch's activations at this stage are no longer needed."""
 
