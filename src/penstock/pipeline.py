@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, Literal, Self
 
@@ -121,15 +122,16 @@ class Pipeline:
         keep_freed_pages()
         layers = spine_of(model)
         plan.check_model([layer.name for layer in layers], spine_fingerprint(layers))
+        loss_scale = None if grad_scaler is None else LossScale.of(grad_scaler)
         self._recipe = Recipe(
             loss=loss,
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
             clip_norm=clip_norm,
-            loss_scale=None if grad_scaler is None else LossScale.of(grad_scaler),
+            loss_scale=loss_scale,
             post_validate=post_validate,
             metrics=metrics or {},
-            stop_at_nan=grad_scaler is None if stop_at_nan is None else stop_at_nan,
+            stop_at_nan=loss_scale is None if stop_at_nan is None else stop_at_nan,
             batch_norm=batch_norm,
             count_memory=count_memory,
         )
@@ -211,16 +213,15 @@ class Pipeline:
         with self._exclusively():
             driver = self._parts.driver
             try:
-                for (inputs, targets), more in with_more(batches):
-                    minibatch = self._to_train(
-                        inputs, targets, step=self._step + len(under_way), more_follow=more
-                    )
+                for cut, failure in with_more(self._cut_all(batches)):
+                    self._check_open()  # the caller may have closed it meanwhile
+                    minibatch = replace(cut, step=self._step + len(under_way))
                     schedule = self._lowered(minibatch.num_microbatches, True, True)
                     under_way.append(driver.submit(schedule, minibatch))
-                    if len(under_way) > 1:
+                    while len(under_way) > minibatch.more_follow:
                         yield self._loss_of(driver.collect(under_way.pop(0)))
-                while under_way:
-                    yield self._loss_of(driver.collect(under_way.pop(0)))
+                    if failure is not None:
+                        raise failure
             except RunError:
                 raise
             except BaseException as error:
@@ -232,6 +233,11 @@ class Pipeline:
                         raise
                     error.add_note(f"What was under way could not be ended: {told(failure)}")
                 raise
+
+    def _cut_all(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Minibatch]:
+        # Cut at once: the loader may use the same memory for the next.
+        for inputs, targets in batches:
+            yield self._to_train(inputs, targets, step=self._step)
 
     def _end(self, under_way: list[Any]) -> None:
         """Let minibatches come to their end, and settle what was done on trust."""
@@ -375,8 +381,6 @@ class Pipeline:
         if not self._closed:
             self._closed = True
             self._parts.driver.close(why)
-            if self._parts.owns_group:
-                dist.destroy_process_group()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -79,3 +79,10 @@ def test_processes_that_do_not_fit_the_plan_are_told():
         assert "the plan has 3 ranks, but the job has 2 processes" in report["too many ranks"]
         assert "rank 1 has built another model than rank 0" in report["different models"]
         assert report["different plans"] == "4"  # rank 0's counts
+
+
+def test_pipelines_one_after_the_other_with_weights_that_begin_unequal():
+    job = torchrun(JOBS / "again.py", 2)
+    assert job.returncode == 0, job.output
+    assert job.reports[0] == job.reports[1]  # tied weights are the first holder's everywhere
+    assert job.reports[0]["num_threads"] == 2  # as before

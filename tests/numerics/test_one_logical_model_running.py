@@ -118,8 +118,10 @@ def test_a_loop_that_is_left_early_leaves_everything_in_order(schedule, options,
             num_steps = 3  # the third was under way
         elif end == "loader":
             with pytest.raises(Trouble):
-                found.extend(pipeline.steps(failing_loader(3)))
-            num_steps = 2  # whether more will follow is asked before a step begins
+                for loss in pipeline.steps(failing_loader(3)):
+                    found.append(loss)
+            num_steps = 3  # all that it gave
+            assert len(found) == num_steps
         else:
             loop = pipeline.steps(BATCHES)
             found.append(next(loop))

@@ -19,6 +19,7 @@ from penstock.errors import InputError
 from penstock.planner import Plan
 from penstock.rehearsal import Comparison, Rehearsal
 from penstock.rehearsal import rehearse as perform
+from penstock.rehearsal.conduct import MOST_RANKS
 from penstock.rehearsal.costs import scaled
 from penstock.rehearsal.job import Updates
 from penstock.rehearsal.performance import TransportName
@@ -83,6 +84,8 @@ def rehearse(
     """
     if output is not None:
         _check_suffix(output)
+    if ranks > MOST_RANKS:  # before a schedule of that size is built
+        raise InputError(f"{ranks} ranks are too many: each is a process here, {MOST_RANKS} at most")
     plan, op_costs = _plan(source, ranks, microbatches, costs, op_ms / 1e3)
     expected_seconds = steps * scale * _step_seconds(plan, op_costs)
     with _bar(expected_seconds) as progress:

@@ -105,7 +105,7 @@ def _settings(task: Task, schedule: str | None, stages: int | None) -> list[Sett
             if schedule is not None or _is_plain(made):
                 built.append(made)
     if not built:
-        raise PlanError(f"no schedule can be built for this request: {refusals[0]}")
+        raise PlanError(f"no schedule can be built for this request: {refusals[-1]}")
     counts = sorted({setting.num_stages for setting in built})
     if stages is not None and stages not in counts:
         raise PlanError(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -67,7 +67,6 @@ class Assembly:
         streams: where layers draw random numbers.
         workers: of this process.
         stages: of this process, by number; of a stage with copies here, the first.
-        owns_group: whether the process group was made for this pipeline.
     """
 
     plan: Plan
@@ -76,7 +75,6 @@ class Assembly:
     streams: LayerStreams
     workers: Sequence[Worker]
     stages: Mapping[int, Stage]
-    owns_group: bool
 
 
 def several_processes() -> bool:
@@ -114,42 +112,45 @@ def _in_threads(
         for rank, transport in enumerate(exchange.transports)
     ]
     driver = ThreadDriver(workers, plan.num_threads)
-    return Assembly(plan, driver, layout, streams, workers, _first_copies(workers), False)
+    return Assembly(plan, driver, layout, streams, workers, _first_copies(workers))
 
 
 def _in_processes(
     model: nn.Module, layers: tuple[NamedLayer, ...], plan: Plan, recipe: Recipe, running: Running
 ) -> Assembly:
-    owns_group = not dist.is_initialized()
-    if owns_group:
+    if not dist.is_initialized():
         if "RANK" not in os.environ:
             raise InputError(
                 f"transport={running.transport!r} needs one process per rank: start the script "
                 f"with torchrun --nproc-per-node={plan.num_ranks}, or use transport='threads'"
             )
         dist.init_process_group("gloo")
+        # It stays for the next pipeline: made anew, it would find the addresses of the old one in
+        # torchrun's store.
+        atexit.register(_leave_group)
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     transport = connect(num_ranks, running.deadline_seconds, way=_WAYS[running.transport])
     plan, seed = agree(transport.group, plan, spine_fingerprint(layers), running.seed)
     if plan.num_ranks != num_ranks:
         raise InputError(
             f"the plan has {plan.num_ranks} ranks, but the job has {num_ranks} processes; "
-            f"start it with torchrun --nproc-per-node={plan.num_ranks}, or plan with "
-            f"stages={num_ranks}"
+            f"start it with torchrun --nproc-per-node={plan.num_ranks}, or plan for "
+            f"{num_ranks} ranks (stages = ranks × stages per rank of the schedule)"
         )
     streams = LayerStreams(seed)
     layout = Layout(model, plan, layers, streams, one_process=False)
     worker = _worker(layout, rank, num_ranks, transport, recipe)
-    torch.set_num_threads(plan.num_threads)
+    worker.updater.begin_equal()
     driver = ProcessDriver(
         worker,
         transport,
         num_ranks,
+        num_threads=plan.num_threads,
         record=running.record,
         share_results=running.results == "every rank",
         clock_offsets=offsets_of_clocks(transport.group) if running.record else None,
     )
-    return Assembly(plan, driver, layout, streams, [worker], worker.stages, owns_group)
+    return Assembly(plan, driver, layout, streams, [worker], worker.stages)
 
 
 def _worker(
@@ -173,3 +174,8 @@ def _first_copies(workers: Sequence[Worker]) -> dict[int, Stage]:
         for index, stage in worker.stages.items():
             found.setdefault(index, stage)
     return dict(sorted(found.items()))
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

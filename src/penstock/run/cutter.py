@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 from penstock import microbatches
 from penstock.errors import InputError
 from penstock.microbatches import Microbatches, Weighting
 from penstock.run.minibatch import Minibatch
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -110,12 +108,21 @@ def _own(part: Any) -> Any:
     return copied
 
 
-def with_more(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Each item, and whether another one follows."""
-    held: list[T] = []
-    for item in batches:
-        if held:
-            yield held.pop(), True
-        held.append(item)
+def with_more(
+    minibatches: Iterable[Minibatch],
+) -> Iterator[tuple[Minibatch, BaseException | None]]:
+    """Each minibatch, knowing whether more follow; with the last one, what ended them if it was an
+    error. Nothing is yielded if that comes first."""
+    held: list[Minibatch] = []
+    failure: Exception | None = None
+    try:
+        for minibatch in minibatches:
+            if held:
+                yield replace(held.pop(), more_follow=True), None
+            held.append(minibatch)
+    except Exception as error:
+        if not held:
+            raise
+        failure = error
     if held:
-        yield held.pop(), False
+        yield held.pop(), failure

@@ -106,18 +106,19 @@ class Layout:
         ]
 
     def _check_buffers(self) -> None:
-        """Copies of a stage see different microbatches, so statistics would drift apart."""
+        """Ranks that run the same module see different values, so statistics would drift apart."""
+        ranks: dict[nn.Module, set[int]] = defaultdict(set)
         for stage, layers in enumerate(self._layers_of):
-            if self._schedule.copies[stage] < 2:
-                continue
+            holders = [r for r, own in enumerate(self._schedule.stages_of) if stage in own]
             for layer in layers:
                 for module in layer.module.modules():
-                    if getattr(module, "track_running_stats", False):
+                    ranks[module].update(holders)
+                    if len(ranks[module]) > 1 and getattr(module, "track_running_stats", False):
                         raise ModelError(
-                            f"{self._plan.schedule} runs stage {stage} on two ranks, which would "
-                            f"each gather statistics of their own in {layer.name!r} "
-                            f"({type(module).__name__}); choose a schedule with one copy of each "
-                            "stage, or a norm without running statistics"
+                            f"{self._plan.schedule} runs {layer.name!r} ({type(module).__name__}) "
+                            f"on ranks {sorted(ranks[module])}, each of which would gather "
+                            "statistics of its own; choose a schedule or cuts that leave it on one "
+                            "rank, or a norm without running statistics"
                         )
 
     @cached_property

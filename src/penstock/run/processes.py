@@ -116,6 +116,7 @@ class ProcessDriver(Driver[Ticket]):
         worker: of this process's rank.
         transport: its transport.
         num_ranks: how many processes take part.
+        num_threads: torch's intra-op threads, until it is closed.
         record: exchange records too, so that every rank can draw the whole timeline.
         share_results: tell losses, metrics and outputs to every rank; otherwise only the ranks
             that computed them have them.
@@ -128,10 +129,13 @@ class ProcessDriver(Driver[Ticket]):
         transport: ProcessTransport,
         num_ranks: int,
         *,
+        num_threads: int,
         record: bool,
         share_results: bool,
         clock_offsets: Sequence[float] | None,
     ) -> None:
+        self._num_threads_before = torch.get_num_threads()
+        torch.set_num_threads(num_threads)
         self._worker = worker
         self._transport = transport
         self._num_ranks = num_ranks
@@ -243,7 +247,7 @@ class ProcessDriver(Driver[Ticket]):
         return [Edge(rank, other, tag) for other in range(self._num_ranks) if other != rank]
 
     def close(self, why: str = "") -> None:
-        self._worker.close()
+        torch.set_num_threads(self._num_threads_before)
         reason = f"after {self._worker.num_runs} steps{why and f', {why}'}"
         if not self._failure:
             self._board.write(f"rank {self._worker.rank} closed its pipeline ({reason})")

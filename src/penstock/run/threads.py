@@ -61,6 +61,7 @@ class ThreadDriver(Driver[Ticket]):
         self._threads = []
         self._unusable: str | None = None
         self._under_way: list[Ticket] = []
+        self._failed = False
         self._updates_before = [worker.updater.num_updates for worker in workers]
         for worker in workers:
             inbox: queue.SimpleQueue[tuple[Task, Future[Harvest]] | None] = queue.SimpleQueue()
@@ -127,6 +128,8 @@ class ThreadDriver(Driver[Ticket]):
 
     def _run(self, worker: Worker, ticket: Ticket) -> Harvest:
         minibatch = ticket.minibatch
+        if self._failed:
+            raise PeerError("the minibatch before this one failed")
         try:
             with naming(worker.rank, minibatch.step):
                 harvest = worker.run(ticket.schedule, minibatch)
@@ -135,6 +138,7 @@ class ThreadDriver(Driver[Ticket]):
                 self._await_next(worker, harvest, minibatch.step)
             return harvest
         except BaseException as error:
+            self._failed = True  # first of all: nobody may begin the next minibatch
             if worker.updater.pending:
                 # Others may have given up this attempt already: the notice must not seem a part of
                 # it. This rank takes no message any more, since no step will follow.
@@ -155,14 +159,17 @@ class ThreadDriver(Driver[Ticket]):
 
     def _come_to_rest(self) -> None:
         """Let cancelled workers stop; after a clean stop the next step may run."""
+        self._failed = True
         futures = [future for ticket in self._under_way for future in ticket.futures]
+        trained = any(ticket.minibatch.targets for ticket in self._under_way)
         self._under_way.clear()
         _, running = wait(futures, timeout=_GRACE_SECONDS)
         if running:
             rank = min(futures.index(future) % len(self._workers) for future in running)
             self._unusable = f"rank {rank} still runs an op of the failed step"
             return
-        self._reset()
+        self._reset(trained)
+        self._failed = False
         updaters = [worker.updater for worker in self._workers]
         self._unusable = None
         if [updater.num_updates for updater in updaters] != self._updates_before:
@@ -188,11 +195,13 @@ class ThreadDriver(Driver[Ticket]):
                     cause.add_note(note)
         return cause
 
-    def _reset(self) -> None:
+    def _reset(self, trained: bool) -> None:
         num_attempts = max(worker.num_attempts for worker in self._workers)
         for worker in self._workers:
             worker.num_attempts = num_attempts  # one may have failed when another began anew
             worker.forget()
+            if trained:  # also where all went well
+                worker.updater.drop_gradients()
             if isinstance(worker.transport, ThreadTransport):
                 worker.transport.reset()
 
@@ -203,8 +212,6 @@ class ThreadDriver(Driver[Ticket]):
         end = time.monotonic() + _GRACE_SECONDS
         for thread in self._threads:
             thread.join(timeout=max(0.0, end - time.monotonic()))
-        for worker in self._workers:
-            worker.close()
         torch.set_num_threads(self._num_threads_before)
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import InputError
 from penstock.run.agreement import FIRST_EXCHANGE, Share, Verdict, hear, tell
 from penstock.run.recipe import OptimizerFactory, Parameters, Recipe
 from penstock.transport import Edge, Transport
@@ -99,9 +100,10 @@ class Updater:
         self.loss_scale = recipe.loss_scale
         self.norm: Tensor | None = None
         self.optimizers = {
-            stage: _optimizer(recipe.optimizer, holding)
+            stage: optimizer
             for stage, holding in holdings.items()
             if recipe.optimizer is not None and holding.named
+            if (optimizer := _optimizer(recipe.optimizer, stage, holding)) is not None
         }
         make = recipe.lr_scheduler
         self._schedulers = [make(one) for one in self.optimizers.values()] if make else []
@@ -134,6 +136,24 @@ class Updater:
         self._verdict = None
         self._share = _NOTHING
         self._undo = {}
+
+    def begin_equal(self) -> None:
+        """Give shared weights the values that their first holder has. For processes: each has built
+        the model for itself, perhaps with other random numbers."""
+        for one in self._shared:
+            first = one.ranks[0]
+            if self._rank == first:
+                values = [parameter.detach() for parameter in one.parameters]
+                for other in one.ranks[1:]:
+                    edge = Edge(first, other, _SHARED_TAGS + one.tag)
+                    self._transport.send(edge, FIRST_EXCHANGE, values)
+                continue
+            waiting = f"rank {self._rank}, waiting for the weights that it shares with rank {first}"
+            edge = Edge(first, self._rank, _SHARED_TAGS + one.tag)
+            values = self._transport.recv(edge, FIRST_EXCHANGE, waiting)
+            with torch.no_grad():
+                for parameter, value in zip(one.parameters, values, strict=True):
+                    parameter.copy_(value)
 
     def outgoing(self) -> set[Edge]:
         """The edges on which others may wait for this rank's gradients."""
@@ -265,7 +285,8 @@ class Updater:
             own = holding.named.values()
             self._undo[stage] = _Undo(
                 [(parameter, parameter.detach().clone()) for parameter in own],
-                [(parameter, parameter.grad) for parameter in own],
+                # Cloned, since some optimizers work in the gradient's memory.
+                [(p, None if p.grad is None else p.grad.clone()) for p in own],
                 copy.deepcopy(optimizer.state_dict()),
             )
             optimizer.step()
@@ -308,8 +329,18 @@ class Updater:
             optimizer.zero_grad(set_to_none=True)
 
 
-def _optimizer(make: OptimizerFactory, holding: Holding) -> torch.optim.Optimizer:
-    made = make(Parameters([*holding.named.items()]))
+def _optimizer(
+    make: OptimizerFactory, stage: int, holding: Holding
+) -> torch.optim.Optimizer | None:
+    """A stage's optimizer; ``None`` if it has nothing to train and the function refuses that."""
+    try:
+        made = make(Parameters([*holding.named.items()]))
+    except Exception as error:
+        if not any(parameter.requires_grad for parameter in holding.named.values()):
+            return None
+        raise InputError(
+            f"the optimizer of stage {stage} cannot be made: {type(error).__name__}: {error}"
+        ) from error
     remedy = "it must return one, as lambda parameters: torch.optim.AdamW(parameters) does"
     expect(made, torch.optim.Optimizer, "what the optimizer function made", remedy)
     return made

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock import tree
 from penstock.batch_norm import MinibatchStatistics
@@ -39,6 +39,8 @@ class Void(Enum):
 
 
 VOID = Void.VOID
+_Buffer = tuple[nn.Module, str, Tensor, Tensor]
+"""Where a buffer is, the buffer, and its value before."""
 
 
 class Worker:
@@ -74,10 +76,10 @@ class Worker:
         self.num_runs = 0
         self._recipe = recipe
         self._skips = tuple(skips)
-        modules = [layer.module for stage in stages.values() for layer in stage.layers]
-        self._statistics = (
-            MinibatchStatistics(modules) if recipe.batch_norm == "minibatch" else None
-        )
+        self._modules = [layer.module for stage in stages.values() for layer in stage.layers]
+        self._statistics: MinibatchStatistics | None = None
+        if recipe.batch_norm == "minibatch":
+            MinibatchStatistics(self._modules).close()  # refuses now what it would refuse later
         self._counter = Counter(stages) if recipe.count_memory else None
         self._programs: dict[int, Program] = {}
         self._number = self.num_attempts = 0
@@ -124,7 +126,10 @@ class Worker:
         program = self._program = self.program(schedule)
         self._minibatch = minibatch
         buffers = self._buffers() if self.updater.pending else []
+        gathers = self._recipe.batch_norm == "minibatch" and minibatch.targets
         try:
+            # For the time of the step only: its hooks must not get into copies of the model.
+            self._statistics = MinibatchStatistics(self._modules) if gathers else None
             with modes(minibatch):
                 while True:
                     try:
@@ -139,6 +144,9 @@ class Worker:
             raise
         finally:
             self.forget()
+            if self._statistics is not None:
+                self._statistics.close()
+                self._statistics = None
 
     def program(self, schedule: Schedule) -> Program:
         """This rank's part of a schedule, worked out once."""
@@ -181,24 +189,23 @@ class Worker:
         program = self._program
         return self._journal.text(self.rank, program.waiting if program else {})
 
-    def _start_again(self, buffers: list[tuple[Tensor, Tensor]]) -> None:
+    def _start_again(self, buffers: list[_Buffer]) -> None:
         """The weights that this minibatch has used so far were not to be: forget the attempt."""
         program, minibatch = self._program, self._minibatch
         self.forget()
         self._program, self._minibatch = program, minibatch
         self.transport.discard((self.num_attempts + 1) * _NUMBERS_PER_RUN)
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for module, name, buffer, before in buffers:
+                setattr(module, name, buffer.copy_(before))  # a layer may have put another there
 
-    def _buffers(self) -> list[tuple[Tensor, Tensor]]:
-        modules = (layer.module for stage in self.stages.values() for layer in stage.layers)
-        return [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
-
-    def close(self) -> None:
-        """Leave the model as it would be without this worker."""
-        if self._statistics is not None:
-            self._statistics.close()
+    def _buffers(self) -> list[_Buffer]:
+        return [
+            (module, name, buffer, buffer.clone())
+            for layer in self._modules
+            for module in layer.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
 
     def forget(self) -> None:
         """Drop everything of the current minibatch, finished or not."""
