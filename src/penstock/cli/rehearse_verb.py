@@ -85,7 +85,8 @@ def rehearse(
     if output is not None:
         _check_suffix(output)
     if ranks > MOST_RANKS:  # before a schedule of that size is built
-        raise InputError(f"{ranks} ranks are too many: each is a process here, {MOST_RANKS} at most")
+        many = f"{ranks} ranks are too many"
+        raise InputError(f"{many}: each is a process here, {MOST_RANKS} at most")
     plan, op_costs = _plan(source, ranks, microbatches, costs, op_ms / 1e3)
     expected_seconds = steps * scale * _step_seconds(plan, op_costs)
     with _bar(expected_seconds) as progress:
