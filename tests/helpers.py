@@ -90,3 +90,15 @@ def make_batch(rows=13, dtype=torch.float32, seed=1):
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(rows, 16, generator=generator, dtype=torch.float64).to(dtype)
     return inputs, torch.randint(0, 4, (rows,), generator=generator)
+
+
+class Lambda(nn.Module):
+    """A function as a layer, and the modules it uses."""
+
+    def __init__(self, function, *modules):
+        super().__init__()
+        self.function = function
+        self.modules_used = nn.ModuleList(modules)
+
+    def forward(self, value):
+        return self.function(value, *self.modules_used)

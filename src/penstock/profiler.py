@@ -26,6 +26,7 @@ from penstock.allocator import keep_freed_pages
 from penstock.errors import InputError, ModelError
 from penstock.footprint import measure_footprints
 from penstock.graph import Layer, LayerGraph
+from penstock.replay import put_back, saved_buffers
 from penstock.spine import NamedLayer, Skip, run_layer, spine_of
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -288,12 +289,7 @@ def measure_hand_over(repeats: int = 200) -> float:
 def _undisturbed(model: nn.Module, num_threads: int) -> Iterator[None]:
     """Restore gradients, buffers, random state and threads afterwards."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    # By name, since a layer may put a new tensor in the place of its buffer.
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
+    buffers = saved_buffers(model.modules())
     threads = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     for parameter, _ in gradients:
@@ -309,9 +305,7 @@ def _undisturbed(model: nn.Module, num_threads: int) -> Iterator[None]:
         torch.set_num_threads(threads)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        with torch.no_grad():
-            for module, name, buffer, before in buffers:
-                setattr(module, name, buffer.copy_(before))
+        put_back(buffers)
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:

@@ -10,7 +10,7 @@ old value of a buffer that its own first run left alone and that of another micr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +42,27 @@ class Past:
     autocast: list[tuple[str, bool, torch.dtype]] = field(default_factory=list)
 
 
+SavedBuffer = tuple[nn.Module, str, Tensor, Tensor]
+"""Where a buffer is, the buffer, and its value then."""
+
+
+def saved_buffers(modules: Iterable[nn.Module]) -> list[SavedBuffer]:
+    """The buffers of modules (of each alone, not of those inside) and copies of their values. By
+    name, since a layer may put a new tensor in the place of its buffer."""
+    return [
+        (module, name, buffer, buffer.detach().clone())
+        for module in modules
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+
+
+def put_back(buffers: Iterable[SavedBuffer]) -> None:
+    """Give modules back their buffers, with the values that were saved."""
+    with torch.no_grad():
+        for module, name, buffer, before in buffers:
+            setattr(module, name, buffer.copy_(before))
+
+
 @contextmanager
 def remembering(modules: Sequence[nn.Module]) -> Iterator[Past]:
     """The first run of modules. When it ends, the yielded value is complete.
@@ -55,11 +76,7 @@ def remembering(modules: Sequence[nn.Module]) -> Iterator[Past]:
             for device in _DEVICES
         ]
     )
-    before = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in modules
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
+    before = saved_buffers(modules)
     yield past
     past.buffers = [
         (module, name, value)

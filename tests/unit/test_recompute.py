@@ -17,23 +17,12 @@ from penstock.errors import InputError
 from penstock.randomness import LayerStreams
 from penstock.spine import spine_of
 from penstock.stage import Keep, Stage
+from tests.helpers import Lambda
 
 
 def stage_of(*modules, first_layer=1, recompute_layers=False):
     layers = spine_of(nn.Sequential(*modules))
     return Stage(1, layers, first_layer, LayerStreams(0), recompute_layers)
-
-
-class Lambda(nn.Module):
-    """A function as a layer, and the modules it uses."""
-
-    def __init__(self, function, *modules):
-        super().__init__()
-        self.function = function
-        self.modules_used = nn.ModuleList(modules)
-
-    def forward(self, value):
-        return self.function(value, *self.modules_used)
 
 
 class Decaying(nn.Module):

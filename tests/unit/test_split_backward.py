@@ -17,22 +17,11 @@ from penstock.errors import InputError
 from penstock.randomness import LayerStreams
 from penstock.spine import spine_of
 from penstock.stage import Keep, Stage
+from tests.helpers import Lambda
 
 
 def stage_of(module, first_layer=1):
     return Stage(1, spine_of(nn.Sequential(module)), first_layer, LayerStreams(0))
-
-
-class Lambda(nn.Module):
-    """A function as a layer, and the modules it uses."""
-
-    def __init__(self, function, *modules):
-        super().__init__()
-        self.function = function
-        self.modules_used = nn.ModuleList(modules)
-
-    def forward(self, value):
-        return self.function(value, *self.modules_used)
 
 
 def equal(one, other):

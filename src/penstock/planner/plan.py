@@ -79,7 +79,7 @@ class Plan(Value, frozen=True, kw_only=True):
                 f"the plan has {len(self.stages)}"
             )
         for index, stage in enumerate(self.stages):
-            ranks = [rank for rank, stages in enumerate(schedule.stages_of) if index in stages]
+            ranks = schedule.ranks_of(index)
             if stage.rank not in ranks:
                 raise InputError(
                     f"stage {index} is on rank {stage.rank}, but {self.schedule} runs it on rank "

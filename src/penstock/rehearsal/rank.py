@@ -105,7 +105,7 @@ def _worker(
     weights = {stage: _weights(job.message_bytes) for stage in own}
     holdings = {stage: Holding({str(stage): parameter}, {}) for stage, parameter in weights.items()}
     shared = [
-        SharedWeights(stage, _holders(schedule, stage), frozenset({stage}), (weights[stage],))
+        SharedWeights(stage, schedule.ranks_of(stage), frozenset({stage}), (weights[stage],))
         for stage in own
         if schedule.copies[stage] > 1
     ]
@@ -128,10 +128,6 @@ def _weights(num_bytes: int) -> nn.Parameter:
     weights = nn.Parameter(torch.zeros(-(-num_bytes // 4)))
     weights.grad = torch.zeros_like(weights)
     return weights
-
-
-def _holders(schedule: Schedule, stage: int) -> tuple[int, ...]:
-    return tuple(rank for rank, stages in enumerate(schedule.stages_of) if stage in stages)
 
 
 def _planned_links(

@@ -13,11 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock.run.tags import AGREEMENT_TAG
 from penstock.transport import Edge, Transport
-
-AGREEMENT_TAG = (1 << 20) + 1
-FIRST_EXCHANGE = 1 << 60
-"""Numbers of messages that belong to no microbatch: above those of all that do."""
 
 
 class Share(NamedTuple):

@@ -24,15 +24,10 @@ from penstock.run.updater import Updater
 from penstock.run.worker import Worker
 from penstock.spine import NamedLayer, spine_fingerprint
 from penstock.stage import Stage
-from penstock.transport import ThreadExchange, Transport, Way, connect
+from penstock.transport import ThreadExchange, Transport, connect
 from penstock.values import one_of
 
 TransportName = Literal["auto", "threads", "shared-memory", "process-group"]
-_WAYS: dict[str, Way] = {
-    "auto": "auto",
-    "shared-memory": "shared-memory",
-    "process-group": "process-group",
-}
 Results = Literal["every rank", "none"]
 
 
@@ -129,7 +124,8 @@ def _in_processes(
         # torchrun's store.
         atexit.register(_leave_group)
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
-    transport = connect(num_ranks, running.deadline_seconds, way=_WAYS[running.transport])
+    assert running.transport != "threads"  # of which there are none here
+    transport = connect(num_ranks, running.deadline_seconds, way=running.transport)
     plan, seed = agree(transport.group, plan, spine_fingerprint(layers), running.seed)
     if plan.num_ranks != num_ranks:
         raise InputError(

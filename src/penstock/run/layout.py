@@ -94,7 +94,7 @@ class Layout:
         found: dict[int, tuple[str, nn.Parameter]] = {}
         users: dict[int, set[tuple[int, int]]] = defaultdict(set)
         for stage, layers in enumerate(self._layers_of):
-            holders = [r for r, own in enumerate(self._schedule.stages_of) if stage in own]
+            holders = self._schedule.ranks_of(stage)
             for layer in layers:
                 for key, parameter in layer.module.named_parameters():
                     name = f"{layer.prefix}.{key}" if layer.prefix else key
@@ -109,7 +109,7 @@ class Layout:
         """Ranks that run the same module see different values, so statistics would drift apart."""
         ranks: dict[nn.Module, set[int]] = defaultdict(set)
         for stage, layers in enumerate(self._layers_of):
-            holders = [r for r, own in enumerate(self._schedule.stages_of) if stage in own]
+            holders = self._schedule.ranks_of(stage)
             for layer in layers:
                 for module in layer.module.modules():
                     ranks[module].update(holders)

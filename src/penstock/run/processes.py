@@ -14,13 +14,13 @@ from torch import Tensor
 from penstock.errors import DeadlineError, ModelError, PeerError, RunError
 from penstock.planner import Plan
 from penstock.run import outcome
-from penstock.run.agreement import AGREEMENT_TAG, FIRST_EXCHANGE
 from penstock.run.clocks import clock_offsets
 from penstock.run.counting import Peak
 from penstock.run.driver import Driver, failure_notice, naming, told
 from penstock.run.journal import Record
 from penstock.run.minibatch import Harvest, Minibatch
 from penstock.run.outcome import Outcome
+from penstock.run.tags import AGREEMENT_TAG, FIRST_EXCHANGE, REPORT_TAG
 from penstock.run.worker import Worker
 from penstock.schedule import Schedule
 from penstock.timeline import Timeline
@@ -29,7 +29,6 @@ from penstock.transport.base import LARGEST_NUMBER
 from penstock.transport.meeting import this_host
 from penstock.transport.packing import short
 
-_REPORT_TAG = 1 << 20
 _HEARSAY_SECONDS = 0.5
 _LOOK_AGAIN_SECONDS = 0.01
 
@@ -153,7 +152,7 @@ class ProcessDriver(Driver[Ticket]):
             harvest = self._worker.run(schedule, minibatch)
             if self._worker.rank in self._telling(schedule):
                 own = self._report(harvest)
-                for edge in self._edges_to_all(_REPORT_TAG):
+                for edge in self._edges_to_all(REPORT_TAG):
                     self._transport.send(edge, FIRST_EXCHANGE + harvest.number, own)
         return Ticket(schedule, minibatch, harvest)
 
@@ -183,7 +182,7 @@ class ProcessDriver(Driver[Ticket]):
             edges = [
                 *self._worker.outgoing(schedule),
                 *self._edges_to_all(AGREEMENT_TAG),
-                *self._edges_to_all(_REPORT_TAG),
+                *self._edges_to_all(REPORT_TAG),
             ]
             # Others may have given up this attempt already: the notice must not seem a part of it.
             self._transport.discard(LARGEST_NUMBER)
@@ -216,7 +215,7 @@ class ProcessDriver(Driver[Ticket]):
             if other == rank
             else Report(
                 *self._transport.recv(
-                    Edge(other, rank, _REPORT_TAG),
+                    Edge(other, rank, REPORT_TAG),
                     FIRST_EXCHANGE + harvest.number,
                     f"rank {rank}, waiting at the end of step {step} for rank {other}'s results",
                 )

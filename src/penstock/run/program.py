@@ -13,11 +13,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from penstock.run.tags import SKIP_TAGS
 from penstock.schedule import Kind, Op, Schedule
 from penstock.stage import Keep
 from penstock.transport import Edge
 
-_SKIP_TAGS = 1 << 21
 _SENDS = {
     Kind.SEND_FORWARD: (Kind.RECV_FORWARD, 1, 0),
     Kind.SEND_BACKWARD: (Kind.RECV_BACKWARD, -1, 1),
@@ -117,7 +117,7 @@ class Program:
         )
         if source == target:
             return None
-        tag = _SKIP_TAGS + 2 * route.number + backward
+        tag = SKIP_TAGS + 2 * route.number + backward
         return Edge(target, source, tag) if backward else Edge(source, target, tag)
 
     def outgoing(self) -> set[Edge]:

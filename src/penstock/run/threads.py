@@ -18,17 +18,16 @@ import torch
 
 from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.run import outcome
-from penstock.run.agreement import FIRST_EXCHANGE
 from penstock.run.driver import Driver, failure_notice, naming
 from penstock.run.minibatch import Harvest, Minibatch
 from penstock.run.outcome import Outcome
+from penstock.run.tags import END_TAG, FIRST_EXCHANGE
 from penstock.run.worker import Worker
 from penstock.schedule import Schedule
 from penstock.transport import Edge, ThreadTransport
 from penstock.transport.base import LARGEST_NUMBER
 
 _GRACE_SECONDS = 5.0
-_END_TAG = (1 << 20) + 2
 
 Task = Callable[[], Harvest]
 
@@ -153,9 +152,9 @@ class ThreadDriver(Driver[Ticket]):
         if count > 1:
             number = FIRST_EXCHANGE + harvest.number
             after, before = (rank + 1) % count, (rank - 1) % count
-            worker.transport.send(Edge(rank, before, _END_TAG), number, None)
+            worker.transport.send(Edge(rank, before, END_TAG), number, None)
             waiting = f"rank {rank}, waiting at the end of step {step} for rank {after}"
-            worker.transport.recv(Edge(after, rank, _END_TAG), number, waiting)
+            worker.transport.recv(Edge(after, rank, END_TAG), number, waiting)
 
     def _come_to_rest(self) -> None:
         """Let cancelled workers stop; after a clean stop the next step may run."""

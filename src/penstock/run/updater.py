@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import InputError
-from penstock.run.agreement import FIRST_EXCHANGE, Share, Verdict, hear, tell
+from penstock.run.agreement import Share, Verdict, hear, tell
 from penstock.run.recipe import OptimizerFactory, Parameters, Recipe
+from penstock.run.tags import FIRST_EXCHANGE, SHARED_TAGS
 from penstock.transport import Edge, Transport
 from penstock.values import expect
-
-_SHARED_TAGS = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,10 @@ class SharedWeights(NamedTuple):
     ranks: tuple[int, ...]
     stages: frozenset[int]
     parameters: tuple[nn.Parameter, ...]
+
+    def edge(self, source: int, target: int) -> Edge:
+        """The channel on which holders exchange them or their gradients."""
+        return Edge(source, target, SHARED_TAGS + self.tag)
 
 
 class _Undo(NamedTuple):
@@ -145,11 +148,11 @@ class Updater:
             if self._rank == first:
                 values = [parameter.detach() for parameter in one.parameters]
                 for other in one.ranks[1:]:
-                    edge = Edge(first, other, _SHARED_TAGS + one.tag)
+                    edge = one.edge(first, other)
                     self._transport.send(edge, FIRST_EXCHANGE, values)
                 continue
             waiting = f"rank {self._rank}, waiting for the weights that it shares with rank {first}"
-            edge = Edge(first, self._rank, _SHARED_TAGS + one.tag)
+            edge = one.edge(first, self._rank)
             values = self._transport.recv(edge, FIRST_EXCHANGE, waiting)
             with torch.no_grad():
                 for parameter, value in zip(one.parameters, values, strict=True):
@@ -158,7 +161,7 @@ class Updater:
     def outgoing(self) -> set[Edge]:
         """The edges on which others may wait for this rank's gradients."""
         return {
-            Edge(self._rank, other, _SHARED_TAGS + one.tag)
+            one.edge(self._rank, other)
             for one in self._shared
             for other in one.ranks
             if other != self._rank
@@ -176,7 +179,7 @@ class Updater:
         gradients = [parameter.grad for parameter in one.parameters]
         for other in one.ranks:
             if other != self._rank:
-                edge = Edge(self._rank, other, _SHARED_TAGS + one.tag)
+                edge = one.edge(self._rank, other)
                 self._transport.send(edge, self._number, gradients)
 
     def _sum_shared(self, stage: int | None = None) -> None:
@@ -197,7 +200,7 @@ class Updater:
                 f"rank {self._rank}, waiting before its update for rank {rank}'s gradients of "
                 "weights that both hold"
             )
-            edge = Edge(rank, self._rank, _SHARED_TAGS + one.tag)
+            edge = one.edge(rank, self._rank)
             columns.append(self._transport.recv(edge, self._number, waiting))
         for parameter, *gradients in zip(one.parameters, *columns, strict=True):
             there = [gradient for gradient in gradients if gradient is not None]

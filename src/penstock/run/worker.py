@@ -9,11 +9,12 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock import tree
 from penstock.batch_norm import MinibatchStatistics
 from penstock.errors import StageError
+from penstock.replay import SavedBuffer, put_back, saved_buffers
 from penstock.run.counting import Counter
 from penstock.run.interpreter import Restart, perform_all, stage_error
 from penstock.run.journal import Journal
@@ -39,8 +40,6 @@ class Void(Enum):
 
 
 VOID = Void.VOID
-_Buffer = tuple[nn.Module, str, Tensor, Tensor]
-"""Where a buffer is, the buffer, and its value before."""
 
 
 class Worker:
@@ -82,7 +81,7 @@ class Worker:
             MinibatchStatistics(self._modules).close()  # refuses now what it would refuse later
         self._counter = Counter(stages) if recipe.count_memory else None
         self._programs: dict[int, Program] = {}
-        self._number = self.num_attempts = 0
+        self.num_attempts = 0
         self._journal = Journal()
         self._program: Program | None = None
         self._mail: Mail | None = None
@@ -125,7 +124,8 @@ class Worker:
         """
         program = self._program = self.program(schedule)
         self._minibatch = minibatch
-        buffers = self._buffers() if self.updater.pending else []
+        modules = (module for layer in self._modules for module in layer.modules())
+        buffers = saved_buffers(modules) if self.updater.pending else []
         gathers = self._recipe.batch_norm == "minibatch" and minibatch.targets
         try:
             # For the time of the step only: its hooks must not get into copies of the model.
@@ -158,10 +158,10 @@ class Worker:
         return program
 
     def _attempt(self, program: Program) -> Harvest:
-        self._number = self._next_number()
-        self.updater.begin(self._number)
-        self._mail = Mail(program, self.transport, self._number)
-        harvest = self._harvest = Harvest(number=self._number)
+        number = self._next_number()
+        self.updater.begin(number)
+        self._mail = Mail(program, self.transport, number)
+        harvest = self._harvest = Harvest(number=number)
         self._journal = Journal()
         if self._counter is not None:
             self._counter.begin()
@@ -189,23 +189,13 @@ class Worker:
         program = self._program
         return self._journal.text(self.rank, program.waiting if program else {})
 
-    def _start_again(self, buffers: list[_Buffer]) -> None:
+    def _start_again(self, buffers: list[SavedBuffer]) -> None:
         """The weights that this minibatch has used so far were not to be: forget the attempt."""
         program, minibatch = self._program, self._minibatch
         self.forget()
         self._program, self._minibatch = program, minibatch
         self.transport.discard((self.num_attempts + 1) * _NUMBERS_PER_RUN)
-        with torch.no_grad():
-            for module, name, buffer, before in buffers:
-                setattr(module, name, buffer.copy_(before))  # a layer may have put another there
-
-    def _buffers(self) -> list[_Buffer]:
-        return [
-            (module, name, buffer, buffer.clone())
-            for layer in self._modules
-            for module in layer.modules()
-            for name, buffer in module.named_buffers(recurse=False)
-        ]
+        put_back(buffers)
 
     def forget(self) -> None:
         """Drop everything of the current minibatch, finished or not."""

@@ -102,6 +102,10 @@ class Schedule:
         """How many ranks hold each stage's weights."""
         return Counter(stage for stages in self.stages_of for stage in stages)
 
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        """The ranks that compute a stage, ascending."""
+        return tuple(rank for rank, own in enumerate(self.stages_of) if stage in own)
+
     @property
     def weight_copies(self) -> int:
         """The most ranks that hold one stage's weights: 2 where a pipeline runs both ways."""

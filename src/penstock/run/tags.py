@@ -1,0 +1,17 @@
+"""What tells the channels between two ranks apart, and messages that are no microbatch's.
+
+One list, so that no two mean the same. Tags below these are the chain's own, two per stage.
+"""
+
+from __future__ import annotations
+
+REPORT_TAG = 1 << 20
+AGREEMENT_TAG = REPORT_TAG + 1
+END_TAG = REPORT_TAG + 2
+SKIP_TAGS = 1 << 21
+"""The first of them: two per skip."""
+SHARED_TAGS = 1 << 22
+"""The first of them: one per group of shared weights."""
+
+FIRST_EXCHANGE = 1 << 60
+"""Numbers of messages that belong to no microbatch: above those of all that do."""
