@@ -25,6 +25,8 @@ from penstock.schedule.families.interleaved_zb import interleaved_zb
 from penstock.schedule.families.one_f_one_b import one_f_one_b
 from penstock.schedule.families.optimal import optimal
 from penstock.schedule.families.options import at_least
+from penstock.schedule.families.pipedream import pipedream
+from penstock.schedule.families.pipedream_2bw import pipedream_2bw
 from penstock.schedule.families.seq1f1b import seq1f1b
 from penstock.schedule.families.v_half import v_half
 from penstock.schedule.families.v_min import v_min
@@ -51,6 +53,8 @@ FAMILIES: dict[str, Callable[..., Schedule]] = {
     "chimera": chimera,
     "hanayo": hanayo,
     "seq1f1b": seq1f1b,
+    "pipedream": pipedream,
+    "pipedream-2bw": pipedream_2bw,
     "zb-auto": zb_auto,
     "optimal": optimal,
 }

@@ -7,12 +7,16 @@ PPoPP 2021, arXiv 2007.01045, section 3.2).
 
 from __future__ import annotations
 
-from penstock.schedule.families.alternate import alternate, in_order
-from penstock.schedule.op import Kind
+from penstock.schedule.families.replicated import (
+    Replicas,
+    one_then_one,
+    replica_counts,
+    round_robin,
+)
 from penstock.schedule.schedule import Schedule
 
 
-def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
+def one_f_one_b(num_ranks: int, num_microbatches: int, replicas: Replicas = "") -> Schedule:
     """One forward, one backward: GPipe's bubble with the memory of min(p−s, m) microbatches.
 
     Rank s first runs p−1−s forwards (warm-up), then alternates (steady), then drains (cool-down).
@@ -25,19 +29,20 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     with the same memory and messages. Slow hops hurt too, since each rank waits out a hop there and
     back.
 
+    Args:
+        num_ranks: devices.
+        num_microbatches: per minibatch.
+        replicas: of each stage, as in ``2-1-1``, which is 4 ranks; one of each by default.
+
     >>> from penstock import Costs, draw, simulate
     >>> print(draw(simulate(one_f_one_b(3, 4), Costs())))
     1f1b, predicted: makespan 18, bubble 33.3%, stage bubble 33.3%
     rank 0 │F0F1F2········B0──F3B1──··B2──··B3──│ peak 3
     rank 1 │··F0F1····B0──F2B1──F3B2──··B3──····│ peak 2
     rank 2 │····F0B0──F1B1──F2B2──F3B3──········│ peak 1
+
+    Raises:
+        InputError: replicas that do not add up to the ranks, or more replicas than microbatches.
     """
-    ranks = (
-        alternate(
-            num_ranks - 1 - rank,
-            in_order(rank, Kind.FORWARD, num_microbatches),
-            in_order(rank, Kind.BACKWARD, num_microbatches),
-        )
-        for rank in range(num_ranks)
-    )
-    return Schedule.of(ranks, "1f1b")
+    counts = replica_counts("1f1b", replicas, num_ranks)
+    return round_robin("1f1b", counts, num_microbatches, one_then_one)

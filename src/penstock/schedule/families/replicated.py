@@ -1,0 +1,76 @@
+"""Stages with replicas: which microbatches each rank takes, and the order of 1F1B among them.
+
+Microbatch k is on replica k mod r of a stage with r replicas, forward and backward alike. The ranks
+of stage 0 come first, then those of stage 1, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from penstock.errors import InputError
+from penstock.schedule.families.alternate import alternate
+from penstock.schedule.op import Kind, Op
+from penstock.schedule.rounds import warm_up
+from penstock.schedule.schedule import Schedule
+from penstock.values import is_whole, items_of
+
+Replicas = str | Sequence[int]
+"""One count per stage, as in ``(2, 1, 1)`` or ``"2-1-1"``; nothing for one of each."""
+
+Order = Callable[[int, list[Op], list[Op]], list[Op]]
+"""From a stage's warm-up, its forwards and its backwards to their order."""
+
+
+def replica_counts(family: str, replicas: Replicas, num_ranks: int) -> tuple[int, ...]:
+    """The replicas of each stage.
+
+    Raises:
+        InputError: no counts, one below 1, or counts that do not add up to the number of ranks.
+    """
+    if not replicas:
+        return (1,) * num_ranks
+    if isinstance(replicas, str):
+        parts = [int(part) if part.isdigit() else part for part in replicas.split("-")]
+    else:
+        parts = list(items_of(replicas) or [replicas])
+    if not all(is_whole(part) and part >= 1 for part in parts):
+        raise InputError(
+            f"{family}: replicas is {replicas!r}; give a count ≥ 1 for every stage, as in 2-1-1"
+        )
+    if sum(parts) != num_ranks:
+        raise InputError(
+            f"{family}: replicas {'-'.join(map(str, parts))} are {sum(parts)} ranks, but num_ranks "
+            f"is {num_ranks}; make them equal"
+        )
+    return tuple(parts)
+
+
+def one_then_one(in_hand: int, forwards: list[Op], backwards: list[Op]) -> list[Op]:
+    """1F1B's order on one rank."""
+    return alternate(in_hand, forwards, backwards)
+
+
+def round_robin(
+    family: str, counts: Sequence[int], num_microbatches: int, order: Order
+) -> Schedule:
+    """Every replica's share of the microbatches, in a given order.
+
+    Raises:
+        InputError: fewer microbatches than replicas of a stage.
+    """
+    if num_microbatches < max(counts):
+        raise InputError(
+            f"{family}: a stage has {max(counts)} replicas, but there are only "
+            f"{num_microbatches} microbatches; each replica needs at least one"
+        )
+
+    def ranks() -> Iterator[list[Op]]:
+        for stage, count in enumerate(counts):
+            for replica in range(count):
+                own = range(replica, num_microbatches, count)
+                forwards = [Op(stage, Kind.FORWARD, microbatch) for microbatch in own]
+                backwards = [Op(stage, Kind.BACKWARD, microbatch) for microbatch in own]
+                yield order(warm_up(counts, stage), forwards, backwards)
+
+    return Schedule.of(ranks(), family)

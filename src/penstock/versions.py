@@ -1,0 +1,300 @@
+"""Weight-version policies: which weights each pass of each microbatch reads.
+
+An asynchronous pipeline updates a stage while microbatches are in flight there. A policy says which
+version of the weights a forward and its backward read, and so how many versions a stage must keep
+and how old a gradient is when it is applied. Version v of a stage is what it has after v updates,
+counted from the beginning of the stream.
+
+================  =======================  ==============================  ====================
+policy            forward reads            backward reads                  versions held
+================  =======================  ==============================  ====================
+``Flush``         t                        the same                        1
+``Latest``        the newest               the newest                      1
+``Stash``         the newest               the same as its forward         p−s
+``VerticalSync``  max(0, k−(p−1))          the same                        p
+``DoubleBuffer``  max(0, t−1)              the same                        2
+``PipeMare``      the newest               the newest, less τ·δ with T2    1 (and δ with T2)
+``Predict``       the newest, predicted    the newest (SpecTrain:          1
+                                           predicted)
+================  =======================  ==============================  ====================
+
+k counts microbatches and t minibatches. At stage s of p, the newest is max(0, k−(p−1−s)) at the
+forward of microbatch k, and k at its backward, where each microbatch is an update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import ClassVar, Literal
+
+from penstock.errors import InputError
+from penstock.values import Value, is_number, is_whole, one_of
+
+Updates = Literal["microbatch", "minibatch"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a stage stands in a pipeline.
+
+    Attributes:
+        stage: its number, from 0.
+        num_stages: of the pipeline.
+        warm_up: forwards that it (each of its replicas) runs before its first backward.
+        per_update: microbatches (of each replica) that make one update.
+    """
+
+    stage: int
+    num_stages: int
+    warm_up: int
+    per_update: float = 1.0
+
+
+class _Policy(Value, frozen=True, tag_field="policy"):
+    """What every policy answers."""
+
+    asynchronous: ClassVar[bool] = True
+    stashes: ClassVar[bool] = True
+    """Whether a backward reads what its forward read; otherwise, the weights of its own time."""
+    family: ClassVar[str] = "pipedream"
+    """The schedule that it usually runs on."""
+    updates: Updates = "microbatch"
+
+    def __post_init__(self) -> None:
+        one_of("updates", self.updates, ("microbatch", "minibatch"))
+
+    @property
+    def name(self) -> str:
+        """For people and files."""
+        return str(self.__struct_config__.tag)
+
+    def forward_version(self, round: int, newest: int, num_stages: int) -> int:
+        """The version that a forward reads.
+
+        Args:
+            round: of its microbatch: the update that its gradient will be part of.
+            newest: updates made so far at the stage.
+            num_stages: of the pipeline.
+        """
+        return newest
+
+    def delay(self, place: Place) -> float:
+        """Updates between the version that a forward reads and the one that its gradient is applied
+        to, in the steady state; a mean where microbatches of a minibatch read different ones."""
+        return place.warm_up / place.per_update
+
+    def versions_held(self, place: Place) -> int:
+        """The most versions of a stage's weights that are alive at once."""
+        return ceil(place.warm_up / place.per_update) + 1
+
+    def extra_copies(self) -> int:
+        """Further buffers as large as the weights that stay from update to update."""
+        return 0
+
+
+class Flush(_Policy, frozen=True, tag="flush"):
+    """Synchronous: all microbatches of a minibatch read the same weights, and the pipeline drains
+    at each update. What one device computes."""
+
+    asynchronous: ClassVar[bool] = False
+    family: ClassVar[str] = "1f1b"
+    updates: Updates = "minibatch"
+
+    def __post_init__(self) -> None:
+        _minibatch_only(self)
+
+    def delay(self, place: Place) -> float:
+        """0."""
+        return 0.0
+
+    def versions_held(self, place: Place) -> int:
+        """1."""
+        return 1
+
+
+class Latest(_Policy, frozen=True, tag="latest"):
+    """Naive: every pass reads whatever is there. A backward goes with the newest weights through
+    what the forward computed with older ones, which is the gradient of no single function.
+
+    Attributes:
+        updates: after each ``"microbatch"``, or once per ``"minibatch"``.
+    """
+
+    stashes: ClassVar[bool] = False
+
+    def versions_held(self, place: Place) -> int:
+        """1."""
+        return 1
+
+
+class Stash(_Policy, frozen=True, tag="stash"):
+    """PipeDream's weight stashing: a backward reads the version that its forward read; the delay is
+    p−1−s updates at stage s.
+
+    Narayanan et al., "PipeDream", SOSP 2019, section 3.3.
+
+    Attributes:
+        updates: after each ``"microbatch"``, or once per ``"minibatch"``.
+    """
+
+
+class VerticalSync(_Policy, frozen=True, tag="vertical-sync"):
+    """PipeDream's vertical sync: a microbatch reads at every stage the version that its first stage
+    read; the delay is p−1 updates everywhere, and so is the number of old versions.
+
+    Narayanan et al., "PipeDream", SOSP 2019, section 3.3.
+    """
+
+    def __post_init__(self) -> None:
+        if self.updates != "microbatch":
+            raise InputError(
+                "vertical sync is for updates per microbatch; with updates per minibatch, every "
+                "stage reads the same version under versions.DoubleBuffer()"
+            )
+
+    def forward_version(self, round: int, newest: int, num_stages: int) -> int:
+        """max(0, round − (p−1))."""
+        return max(0, round - (num_stages - 1))
+
+    def delay(self, place: Place) -> float:
+        """p − 1."""
+        return place.num_stages - 1.0
+
+    def versions_held(self, place: Place) -> int:
+        """p."""
+        return place.num_stages
+
+
+class DoubleBuffer(_Policy, frozen=True, tag="2bw"):
+    """PipeDream-2BW: W(t+1) = W(t) − ν∇f(W(t−1)), with gradients of a minibatch summed.
+
+    Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", arXiv 2006.09503, section
+    3.1. Its printed rule, max(⌊(k−1)/m⌋−1, 0), counts microbatches from 1; minibatches 0 and 1 both
+    read version 0.
+    """
+
+    family: ClassVar[str] = "pipedream-2bw"
+    updates: Updates = "minibatch"
+
+    def __post_init__(self) -> None:
+        _minibatch_only(self)
+
+    def forward_version(self, round: int, newest: int, num_stages: int) -> int:
+        """max(0, round − 1)."""
+        return max(0, round - 1)
+
+    def delay(self, place: Place) -> float:
+        """1."""
+        return 1.0
+
+    def versions_held(self, place: Place) -> int:
+        """2."""
+        return 2
+
+
+class PipeMare(_Policy, frozen=True, tag="pipemare"):
+    """PipeMare: no versions are kept; smaller steps and corrected backwards make up for it.
+
+    Yang et al., "PipeMare: Asynchronous Pipeline Parallel DNN Training", arXiv 1910.05124, section
+    3. Each of its three techniques can be left out.
+
+    Attributes:
+        t1: K, over how many updates the learning rate recovers from 1/τ: it is divided by
+            max(1, τ)^(1−min(k/K, 1)) at update k. ``None``: not at all.
+        t2: D, between 0 and 1: backwards read w − τδ, where δ follows the weights' own way,
+            δ ← γδ + (1−γ)(w_{t+1}−w_t) with γ = D^(1/τ). ``None``: they read w.
+        t3: how many minibatches are synchronous at first.
+        delays: what τ is: the delay that the ``"schedule"`` has, or the ``"published"`` one,
+            (2(P−i)+1)/N updates for stage i of P with N microbatches per update, which is that of a
+            pipeline in which each stage runs forward and backward in one time slot.
+        updates: as the others; per minibatch as published.
+    """
+
+    stashes: ClassVar[bool] = False
+    updates: Updates = "minibatch"
+    t1: int | None = None
+    t2: float | None = None
+    t3: int = 0
+    delays: Literal["schedule", "published"] = "schedule"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("delays", self.delays, ("schedule", "published"))
+        if self.t1 is not None and (not is_whole(self.t1) or self.t1 < 1):
+            raise InputError(f"t1 is {self.t1!r}, but must be a number of updates ≥ 1, or None")
+        if self.t2 is not None and (not is_number(self.t2) or not 0 < self.t2 < 1):
+            raise InputError(f"t2 is {self.t2!r}, but must be a number between 0 and 1, or None")
+        if not is_whole(self.t3) or self.t3 < 0:
+            raise InputError(f"t3 is {self.t3!r}, but must be a number of minibatches ≥ 0")
+
+    def tau(self, place: Place) -> float:
+        """The delay that the corrections assume, in updates."""
+        if self.delays == "schedule":
+            return self.delay(place)
+        return (2 * (place.num_stages - 1 - place.stage) + 1) / place.per_update
+
+    def versions_held(self, place: Place) -> int:
+        """1."""
+        return 1
+
+    def extra_copies(self) -> int:
+        """δ, with T2."""
+        return 0 if self.t2 is None else 1
+
+
+class Predict(_Policy, frozen=True, tag="predict"):
+    """Weight prediction: read w − σ·lr·direction, what the weights will be σ updates later if the
+    optimizer goes on as it does.
+
+    Attributes:
+        rule: ``"pipeoptim"`` (Guan et al., "PipeOptim", arXiv 2312.00839; with Adam, XPipe): in the
+            forward, σ = p−1−s; the backward reads the newest weights, which the forward had
+            foreseen. ``"spectrain"`` (Chen et al., "Efficient and Robust Parallel DNN Training
+            through Model Parallelism on Multi-GPU Platform", arXiv 1809.02839): σ = ⌊s/2⌋+p−1−s in
+            the forward and ⌊s/2⌋ in the backward. The direction is the momentum of SGD, or
+            m̂/(√v̂+ε) of Adam.
+    """
+
+    stashes: ClassVar[bool] = False
+    rule: Literal["pipeoptim", "spectrain"] = "pipeoptim"
+
+    def __post_init__(self) -> None:
+        one_of("rule", self.rule, ("pipeoptim", "spectrain"))
+        if self.updates != "microbatch":
+            raise InputError("prediction is for updates per microbatch; leave updates out")
+
+    def forward_steps(self, place: Place) -> int:
+        """σ of a forward."""
+        return place.warm_up + (place.stage // 2 if self.rule == "spectrain" else 0)
+
+    def backward_steps(self, place: Place) -> int:
+        """σ of a backward."""
+        return place.stage // 2 if self.rule == "spectrain" else 0
+
+    def versions_held(self, place: Place) -> int:
+        """1; the predicted weights live as long as one pass."""
+        return 1
+
+
+def _minibatch_only(policy: _Policy) -> None:
+    if policy.updates != "minibatch":
+        raise InputError(f"{policy.name} updates once per minibatch; leave updates out")
+
+
+Policy = Flush | Latest | Stash | VerticalSync | DoubleBuffer | PipeMare | Predict
+"""Any of them."""
+
+POLICIES: dict[str, type[Policy]] = {
+    "flush": Flush,
+    "latest": Latest,
+    "stash": Stash,
+    "vertical-sync": VerticalSync,
+    "2bw": DoubleBuffer,
+    "pipemare": PipeMare,
+    "predict": Predict,
+}
+"""By name, as files and the command line write them."""
+
+USUAL: dict[str, Policy] = {"pipedream": Stash(), "pipedream-2bw": DoubleBuffer()}
+"""The policy that a schedule runs with if nothing else is said; all others flush."""
