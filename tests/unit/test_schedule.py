@@ -44,8 +44,8 @@ def test_a_count_below_one_is_named(count):
 
 
 def test_an_unknown_option_is_refused():
-    with pytest.raises(InputError, match="gpipe has no option colour; it takes no options"):
-        schedules.build("gpipe", num_ranks=2, num_microbatches=2, colour="red")
+    with pytest.raises(InputError, match="zb-h1 has no option colour; it takes no options"):
+        schedules.build("zb-h1", num_ranks=2, num_microbatches=2, colour="red")
 
 
 @pytest.mark.parametrize("name", schedules.names())

@@ -7,11 +7,13 @@ already, so that a result is sent before anything else follows its op.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from penstock.errors import InputError, ScheduleError
 from penstock.schedule.channels import check_capacity, hoist_receives
 from penstock.schedule.op import BACKWARD, COMMUNICATION, COMPUTE, RELEASING, Kind, Op
+from penstock.schedule.rounds import Rounds
 from penstock.schedule.schedule import Schedule
 from penstock.values import expect
 
@@ -111,6 +113,44 @@ def add_update(schedule: Schedule, *, together: bool = False) -> Schedule:
         for ops in updated.ranks
     )
     return Schedule.of(ranks, schedule.name)
+
+
+def add_updates(schedule: Schedule, rounds: Rounds) -> Schedule:
+    """Let each stage update at the end of each of its rounds, while others are in flight; what an
+    asynchronous pipeline does. Replicas hand in their gradients first. If the last round has no
+    microbatch for a replica, it takes part all the same, in the name of the one that it lacks.
+
+    Args:
+        schedule: a stream of microbatches, as far as it goes.
+        rounds: when stages update.
+    """
+    _refuse_twice(schedule, {Kind.REDUCE, Kind.UPDATE})
+    last_round: Counter[int] = Counter()
+    for op in schedule.where:
+        last_round[op.stage] = max(last_round[op.stage], rounds.of(op.stage, op.microbatch))
+
+    def closing(stage: int, microbatch: int) -> list[Op]:
+        kinds = [Kind.REDUCE] * (schedule.copies[stage] > 1) + [Kind.UPDATE]
+        return [Op(stage, kind, microbatch) for kind in kinds]
+
+    def lowered(rank: int, ops: tuple[Op, ...]) -> Iterator[Op]:
+        last: dict[tuple[int, int], int] = {}
+        for at, op in enumerate(ops):
+            if op.kind in RELEASING or op.kind is Kind.FREE:
+                last[op.stage, rounds.of(op.stage, op.microbatch)] = at
+        for at, op in enumerate(ops):
+            yield op
+            if last.get((op.stage, rounds.of(op.stage, op.microbatch))) == at:
+                yield from closing(op.stage, op.microbatch)
+        for stage in schedule.stages_of[rank]:
+            if (stage, last_round[stage]) not in last:
+                ranks, count = schedule.ranks_of(stage), schedule.num_microbatches
+                ahead = (ranks.index(rank) - count) % len(ranks)
+                yield from closing(stage, count + ahead)
+
+    return Schedule.of(
+        (lowered(rank, ops) for rank, ops in enumerate(schedule.ranks)), schedule.name
+    )
 
 
 def add_agreement(schedule: Schedule, *, late: bool = False) -> Schedule:

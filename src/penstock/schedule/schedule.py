@@ -15,6 +15,8 @@ from penstock.errors import ScheduleError
 from penstock.schedule.op import BACKWARD, COMPUTE, Kind, Op, dependencies
 from penstock.values import expect
 
+_OF_A_ROUND = (Kind.REDUCE, Kind.UPDATE)
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -73,8 +75,12 @@ class Schedule:
 
     @cached_property
     def num_microbatches(self) -> int:
-        """How many microbatches one minibatch is cut into."""
-        return 1 + self._largest(2, default=-1)
+        """How many microbatches one minibatch is cut into; of an endless stream, how many it has."""
+        if all(ops[-1].kind in COMPUTE for ops in self.ranks if ops):
+            return 1 + self._largest(2, default=-1)
+        # Updates of replicas may be named after a microbatch that would have been theirs.
+        computed = (op[2] for ops in self.ranks for op in ops if op[1] in COMPUTE)
+        return 1 + max(computed, default=-1)
 
     @cached_property
     def num_slices(self) -> int:
@@ -131,29 +137,45 @@ class Schedule:
     def dependencies(self, op: Op) -> tuple[Op, ...]:
         """The ops in this schedule whose results ``op`` needs."""
         if op not in self._needs:
-            exchanges = self._exchanges(op.stage) if op.kind is Kind.UPDATE else ()
-            self._needs[op] = dependencies(op, self.num_stages - 1, self.where, exchanges)
+            exchanges = self._exchanges.get(op, ()) if op.kind is Kind.UPDATE else ()
+            needed = dependencies(op, self.num_stages - 1, self.where, exchanges)
+            if op.kind in _OF_A_ROUND and op._replace(kind=Kind.FORWARD) not in self.where:
+                # A replica takes part in a last round that has no microbatch for it.
+                needed = tuple(one for one in needed if one in self.where)
+            self._needs[op] = needed
         return self._needs[op]
 
-    def _exchanges(self, stage: int) -> list[Op]:
-        """What the update of a stage waits for: the gradients of its copies, or if it has none but
-        hands in gradients, of the stages that share weights; and all ranks' agreement."""
-        reduces, agrees = self._reduces_and_agrees
-        handed = reduces[stage]
-        if handed and self.copies[stage] == 1:
-            handed = [op for own in reduces.values() for op in own if self.copies[op.stage] == 1]
-        return handed + agrees
-
     @cached_property
-    def _reduces_and_agrees(self) -> tuple[dict[int, list[Op]], list[Op]]:
-        reduces: dict[int, list[Op]] = defaultdict(list)
-        agrees = []
-        for op in self.where:
-            if op.kind is Kind.REDUCE:
-                reduces[op.stage].append(op)
-            elif op.kind is Kind.AGREE:
-                agrees.append(op)
-        return reduces, agrees
+    def _exchanges(self) -> dict[Op, list[Op]]:
+        """What each update waits for: the gradients of the stage's copies, or if it has none but
+        hands in gradients, of the stages that share weights; and all ranks' agreement. The n-th
+        update of a stage on a rank is made of the n-th hand-in of every rank."""
+        agrees = [op for op in self.where if op.kind is Kind.AGREE]
+        reduces, updates = (self._by_stage(kind) for kind in (Kind.REDUCE, Kind.UPDATE))
+        tied = [turns for stage, turns in reduces.items() if self.copies[stage] == 1]
+        found = {}
+        for stage, turns in updates.items():
+            for number, ops in enumerate(turns):
+                sources = [reduces[stage]] if self.copies[stage] > 1 else tied
+                handed = (
+                    [op for those in sources for op in those[number]] if reduces[stage] else []
+                )
+                found.update(dict.fromkeys(ops, handed + agrees))
+        return found
+
+    def _by_stage(self, kind: Kind) -> dict[int, list[list[Op]]]:
+        """Of each stage, the first ops of a kind on all its ranks, the second ones, and so on."""
+        turns: dict[int, list[list[Op]]] = defaultdict(list)
+        for ops in self.ranks:
+            seen: Counter[int] = Counter()
+            for op in ops:
+                if op.kind is kind:
+                    own = turns[op.stage]
+                    if len(own) == seen[op.stage]:
+                        own.append([])
+                    own[seen[op.stage]].append(op)
+                    seen[op.stage] += 1
+        return turns
 
     @cached_property
     def _needs(self) -> dict[Op, tuple[Op, ...]]:
