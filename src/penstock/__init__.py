@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from penstock import errors
+from penstock import errors, versions
 from penstock.cluster import Cluster, Device, Link
 from penstock.cost import Costs
 from penstock.drawing import draw
@@ -23,6 +23,7 @@ from penstock.simulator import simulate
 from penstock.timeline import Span, Timeline
 
 if TYPE_CHECKING:
+    from penstock import optimizers
     from penstock.microbatches import Microbatches
     from penstock.pipeline import Pipeline
     from penstock.profiler import profile
@@ -49,12 +50,14 @@ __all__ = [
     "check",
     "draw",
     "errors",
+    "optimizers",
     "plan",
     "profile",
     "rehearse",
     "run_spine",
     "schedules",
     "simulate",
+    "versions",
 ]
 
 _NEEDS_TORCH = {
@@ -67,6 +70,8 @@ _NEEDS_TORCH = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "optimizers":
+        return importlib.import_module("penstock.optimizers")
     if name in _NEEDS_TORCH:
         return getattr(importlib.import_module(_NEEDS_TORCH[name]), name)
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,16 +103,22 @@ class ActivationMeter:
         self._read_notes()
         self._peak_bytes, self._peak_keys = self._live_bytes, len(self._holds)
 
-    def watching(self, key: Key) -> AbstractContextManager[None]:
-        """While active in this thread, what autograd saves is counted for ``key``."""
+    def watching(
+        self, key: Key, instead: Callable[[Tensor], Any] | None = None
+    ) -> AbstractContextManager[None]:
+        """While active in this thread, what autograd saves is counted for ``key``; except where
+        ``instead`` gives something else to save (see ``saving``)."""
         self._renew_excluded()
 
-        def pack(tensor: Tensor) -> _Saved:
-            # Autograd would save an output without its history; with it, the graph would hold
-            # itself. A detached tensor shares memory and version.
-            plain = tensor if tensor.is_leaf else tensor.detach()
+        def pack(tensor: Tensor) -> Any:
+            other = instead(tensor) if instead is not None else None
+            if other is not None:
+                return other
             addresses = self._count(key, _storages(tensor))
-            return _Counted(plain, (key, addresses), self._notes) if addresses else _Saved(plain)
+            if not addresses:
+                return plain(tensor)
+            kept = tensor if tensor.is_leaf else tensor.detach()
+            return _Counted(kept, (key, addresses), self._notes)
 
         return saved_tensors_hooks(pack, _unpack)
 
@@ -199,7 +206,7 @@ class Kept:
         self.release()
 
 
-class _Saved:
+class Saved:
     """A tensor that autograd saved, and its version then."""
 
     __slots__ = ("_tensor", "_version")
@@ -221,7 +228,7 @@ class _Saved:
         return tensor
 
 
-class _Counted(_Saved):
+class _Counted(Saved):
     """One that counts as long as it lives."""
 
     __slots__ = ("_note", "_notes")
@@ -235,7 +242,27 @@ class _Counted(_Saved):
         self._notes.append(self._note)
 
 
-_unpack: Callable[[_Saved], Tensor] = _Saved.unpack
+def saving(instead: Callable[[Tensor], Any]) -> AbstractContextManager[None]:
+    """While active in this thread, autograd saves what ``instead`` gives for a tensor: something
+    with a method ``unpack``, or ``None`` for the tensor itself."""
+
+    def pack(tensor: Tensor) -> Any:
+        other = instead(tensor)
+        return plain(tensor) if other is None else other
+
+    return saved_tensors_hooks(pack, _unpack)
+
+
+def plain(tensor: Tensor) -> Saved:
+    """A tensor saved as autograd saves it."""
+    # With its history, an output would make the graph hold itself; detached, it shares memory and
+    # version.
+    return Saved(tensor if tensor.is_leaf else tensor.detach())
+
+
+def _unpack(saved: Any) -> Tensor:
+    unpacked: Tensor = saved.unpack()
+    return unpacked
 
 
 def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:

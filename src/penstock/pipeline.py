@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache, partial
 from typing import Any, Literal, Self
 
 import torch
@@ -22,9 +23,9 @@ from penstock.run.assembly import Results, Running, TransportName, assemble
 from penstock.run.counting import Peak
 from penstock.run.cutter import Cutter, with_more
 from penstock.run.driver import told
-from penstock.run.lowering import lowered
+from penstock.run.feed import Feed
 from penstock.run.minibatch import Minibatch
-from penstock.run.outcome import Outcome
+from penstock.run.outcome import Outcome, timeline
 from penstock.run.recipe import (
     BatchNormStatistics,
     Loss,
@@ -34,10 +35,12 @@ from penstock.run.recipe import (
     Recipe,
     SchedulerFactory,
 )
-from penstock.schedule import Schedule
 from penstock.spine import evaluation_mode, spine_fingerprint, spine_of
+from penstock.store import Held
 from penstock.timeline import Timeline
 from penstock.values import expect
+
+_MOST_REMEMBERED = 256
 
 
 class Pipeline:
@@ -57,7 +60,10 @@ class Pipeline:
             gradients in ``.grad``.
         lr_scheduler: makes a learning-rate scheduler of an optimizer; stepped after every update.
         clip_norm: the most that the norm of the whole model's gradients may be, as
-            ``torch.nn.utils.clip_grad_norm_`` on one device.
+            ``torch.nn.utils.clip_grad_norm_`` on one device. Not without a flush, where gradients
+            of different stages are never those of the same update.
+        clip_stage_norm: the most that the norm of one stage's gradients may be; for pipelines that
+            never flush.
         grad_scaler: a ``torch.amp.GradScaler``: the loss is scaled by it, updates with infinite
             gradients are skipped on every rank, and its scale follows. Under ``torchrun``, every
             process gives its own, in the same state.
@@ -104,6 +110,7 @@ class Pipeline:
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
         clip_norm: float | None = None,
+        clip_stage_norm: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         post_validate: bool = False,
         metrics: Mapping[str, Metric] | None = None,
@@ -128,12 +135,15 @@ class Pipeline:
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
             clip_norm=clip_norm,
+            clip_stage_norm=clip_stage_norm,
             loss_scale=loss_scale,
             post_validate=post_validate,
             metrics=metrics or {},
             stop_at_nan=loss_scale is None if stop_at_nan is None else stop_at_nan,
             batch_norm=batch_norm,
             count_memory=count_memory,
+            versions=plan.versions,
+            averages=reduction == "mean",
         )
         weighting = Weighting(reduction, weight)
         running = Running(
@@ -151,12 +161,16 @@ class Pipeline:
         self._results = results
         layout = self._parts.layout
         self._cutter = Cutter(
-            self.plan.num_microbatches, layout.num_slices, weighting, layout.has_copies
+            self.plan.num_microbatches,
+            layout.num_slices,
+            weighting,
+            layout.has_copies and self._recipe.updates == "minibatch",
         )
         self._step = 0
         self._last: Outcome | None = None
+        self._recent: deque[Outcome] = deque(maxlen=_MOST_REMEMBERED)
         self._closed = False
-        self._lowered = lru_cache(maxsize=32)(partial(lowered, self.plan, layout, self._recipe))
+        self._feed = Feed(self.plan, layout, self._recipe, self._parts.driver)
         self._running = threading.Lock()
 
     def step(
@@ -190,9 +204,11 @@ class Pipeline:
         batch-norm statistics, keep what the failed step did to them.
         """
         minibatch = self._to_train(inputs, targets, step=self._step, share=share)
-        schedule = self._lowered(minibatch.num_microbatches, True, update)
         with self._exclusively():
-            return self._loss_of(self._run(schedule, minibatch))
+            random_state = torch.get_rng_state()
+            (outcome,) = self._feed.train([minibatch], update=update)
+            self._parts.streams.audit(random_state)
+            return self._loss_of(outcome)
 
     def steps(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Tensor | None]:
         """Train on one minibatch after another; each begins before the results of the one before
@@ -209,44 +225,41 @@ class Pipeline:
             The loss of each minibatch, in order, as ``step`` returns it. The next minibatch is
             under way then, so weights may be used only after the loop.
         """
-        under_way: list[Any] = []
         with self._exclusively():
-            driver = self._parts.driver
             try:
-                for cut, failure in with_more(self._cut_all(batches)):
-                    self._check_open()  # the caller may have closed it meanwhile
-                    minibatch = replace(cut, step=self._step + len(under_way))
-                    schedule = self._lowered(minibatch.num_microbatches, True, True)
-                    under_way.append(driver.submit(schedule, minibatch))
-                    while len(under_way) > minibatch.more_follow:
-                        yield self._loss_of(driver.collect(under_way.pop(0)))
-                    if failure is not None:
-                        raise failure
+                for outcome in self._feed.train(self._numbered(batches)):
+                    yield self._loss_of(outcome)
             except RunError:
                 raise
             except BaseException as error:
                 # The caller has left the loop, or the loader has raised: end what was begun.
                 try:
-                    self._end(under_way)
+                    self._end()
                 except RunError as failure:
                     if isinstance(error, GeneratorExit):
                         raise
                     error.add_note(f"What was under way could not be ended: {told(failure)}")
                 raise
 
+    def _numbered(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Minibatch]:
+        """Minibatches that know their number and whether more follow."""
+        numbers = itertools.count(self._step)
+        for minibatch, failure in with_more(self._cut_all(batches)):
+            self._check_open()  # the caller may have closed it meanwhile
+            yield replace(minibatch, step=next(numbers))
+            if failure is not None:
+                raise failure
+
     def _cut_all(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Minibatch]:
         # Cut at once: the loader may use the same memory for the next.
         for inputs, targets in batches:
             yield self._to_train(inputs, targets, step=self._step)
 
-    def _end(self, under_way: list[Any]) -> None:
+    def _end(self) -> None:
         """Let minibatches come to their end, and settle what was done on trust."""
-        if self._closed:
-            return
-        driver = self._parts.driver
-        for ticket in under_way:
-            self._loss_of(driver.collect(ticket))
-        driver.run(self._nothing_to_do, Minibatch(self._step, ()))
+        if not self._closed:
+            for outcome in self._feed.drain(self._step + len(self._feed.under_way)):
+                self._loss_of(outcome)
 
     def evaluate(self, inputs: Any) -> Any:
         """Run forward only, in evaluation mode and without gradients.
@@ -264,7 +277,9 @@ class Pipeline:
             self._exclusively(),
             evaluation_mode(self._model, *layers, *self._parts.layout.twins),
         ):
-            outcome = self._run(self._lowered(minibatch.num_microbatches, False, False), minibatch)
+            random_state = torch.get_rng_state()
+            outcome = self._feed.evaluate(minibatch)
+            self._parts.streams.audit(random_state)
         if self._results == "none":
             return None
         outputs = microbatches.join_slices(list(outcome.outputs), minibatch.num_slices)
@@ -275,12 +290,6 @@ class Pipeline:
         if self._recipe.loss is None:
             raise InputError("Pipeline was built without a loss; give loss=… to train")
         return self._cutter.to_train(inputs, targets, **how)
-
-    def _run(self, schedule: Schedule, minibatch: Minibatch) -> Outcome:
-        random_state = torch.get_rng_state()
-        outcome = self._parts.driver.run(schedule, minibatch)
-        self._parts.streams.audit(random_state)
-        return outcome
 
     @contextmanager
     def _exclusively(self) -> Iterator[None]:
@@ -306,23 +315,36 @@ class Pipeline:
 
     def _loss_of(self, outcome: Outcome) -> Tensor | None:
         self._last = outcome
+        if outcome.begins:
+            self._recent.clear()
+        self._recent.append(outcome)
         self._step += 1
         return outcome.loss if self._results == "every rank" else None
 
     @property
-    def _nothing_to_do(self) -> Schedule:
-        return Schedule(((),) * self.plan.num_ranks)
-
-    @property
     def timeline(self) -> Timeline:
-        """The measured timeline of the last training step.
+        """The measured timeline of the last training step; without a flush, of the last loop over
+        ``steps`` (its last 256 minibatches), with the weight versions that passes read.
 
         Raises:
             InputError: there has been no step yet, or recording is off.
         """
-        if self._last is None or self._last.timeline is None:
+        steps = [outcome.rows for outcome in self._recent if outcome.rows is not None]
+        if not steps:
             raise InputError("no timeline yet: run a step (and leave record=True)")
-        return self._last.timeline
+        return timeline(steps, self.plan.schedule)
+
+    @property
+    def held_versions(self) -> tuple[Held, ...]:
+        """The most versions of its stage's weights that each rank held at once during the last loop
+        over ``steps``, and their bytes.
+
+        Raises:
+            InputError: there has been no step yet, or the plan flushes, so that there is only one.
+        """
+        if self._last is None or not self._last.held:
+            raise InputError("no versions to tell of: run a plan that never flushes, and record it")
+        return self._last.held
 
     @property
     def metrics(self) -> dict[str, Tensor]:

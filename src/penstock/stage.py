@@ -153,6 +153,7 @@ class Stage:
         criterion: Criterion | None = None,
         keep: Keep = Keep.EVERYTHING,
         skips: Mapping[str, Any] = _NO_SKIPS,
+        first: int = 0,
     ) -> Produced:
         """F: run the layers on one microbatch; keep what is asked if gradients are enabled.
 
@@ -163,6 +164,7 @@ class Stage:
             criterion: turns the output into the loss; given to the last stage.
             keep: what for.
             skips: what layers of earlier stages stashed for layers of this one, by key.
+            first: the number of the minibatch's first microbatch, from which random streams count.
 
         Raises:
             InputError: ``skips`` are not those that the layers recall, a value hides its tensors,
@@ -174,7 +176,7 @@ class Stage:
                 f"was given {sorted(skips)}"
             )
         taken = self._carried.take(microbatch)
-        where = (step, *divmod(microbatch, self._num_slices))
+        where = (step, *divmod(microbatch - first, self._num_slices))
         given = _Given(microbatch, inputs, where, criterion, {**skips, **taken})
         if torch.is_grad_enabled() and keep is Keep.INPUT:
             produced = self._forward_keeping_input(given)

@@ -6,7 +6,7 @@ One set of metrics reads both.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from penstock.errors import FileError, ScheduleError
+from penstock.errors import FileError, InputError, ScheduleError
 from penstock.schedule.memory import (
     Curve,
     Sizes,
@@ -25,7 +25,7 @@ from penstock.schedule.memory import (
     peaks,
     units,
 )
-from penstock.schedule.op import COMPUTE, Kind, Op
+from penstock.schedule.op import COMPUTE, RELEASING, Kind, Op
 from penstock.schedule.schedule import Schedule
 from penstock.values import expect
 
@@ -35,31 +35,47 @@ BUSY = COMPUTE | {Kind.RECOMPUTE, Kind.UPDATE}
 Source = Literal["predicted", "measured"]
 
 
+NO_VERSION = -1
+"""Among versions: the op reads no weights."""
+
+
 class Span(NamedTuple):
-    """One op on one rank from ``start`` to ``end`` (seconds, or the unit of the costs)."""
+    """One op on one rank from ``start`` to ``end`` (seconds, or the unit of the costs).
+
+    ``version`` is that of the stage's weights that the op read; of an update, how many came before
+    it; ``None`` where it reads none or nobody knows.
+    """
 
     op: Op
     rank: int
     start: float
     end: float
+    version: int | None = None
 
 
 _SLICE = itemgetter(3)
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True):
+class _File(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     name: str
     source: Source
     num_ranks: int
     spans: list[tuple[str, int, float, float]]
+    versions: list[int] | None = None
 
 
 class Row(NamedTuple):
-    """One rank: its ops, when each starts and when each ends."""
+    """One rank: its ops, when each starts and when each ends.
+
+    ``versions`` has one per op: the version of the stage's weights that it read (as many updates
+    came before); of an update, how many came before it; −1 where it reads none. ``None`` if they
+    are not known, or there is no op.
+    """
 
     ops: Sequence[Op]
     starts: array[float]
     ends: array[float]
+    versions: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -85,17 +101,79 @@ class Timeline:
         ordered = sorted(spans, key=lambda span: (span.rank, span.start, span.end))
         zero = min((span.start for span in ordered), default=0.0)
         ranks: list[list[Span]] = [[] for _ in range(num_ranks)]
+        known = False
         for span in ordered:
             ranks[span.rank].append(span)
+            known = known or span.version is not None
         rows = (
             Row(
                 tuple(span.op for span in spans),
                 array("d", [span.start - zero for span in spans]),
                 array("d", [span.end - zero for span in spans]),
+                tuple(map(_version, spans)) if known and spans else None,
             )
             for spans in ranks
         )
         return cls(tuple(rows), name, source)
+
+    def with_versions(self, versions: Sequence[Sequence[int]]) -> Timeline:
+        """This timeline with what weights its ops read, as ``versions.trace`` says it.
+
+        Args:
+            versions: of each rank, one per op, in the order of the rank's ops; −1 of an op that
+                reads none.
+
+        Raises:
+            InputError: of another number of ranks, or not one per op.
+        """
+        if len(versions) != self.num_ranks:
+            raise InputError(
+                f"there are versions of {len(versions)} ranks, but the timeline has "
+                f"{self.num_ranks}; give one sequence per rank"
+            )
+        for rank, (row, own) in enumerate(zip(self.rows, versions, strict=True)):
+            if len(row.ops) != len(own):
+                raise InputError(
+                    f"rank {rank} has {len(row.ops)} ops, but {len(own)} versions; give one per op"
+                )
+            if min(own, default=0) < NO_VERSION:
+                raise InputError(
+                    f"a version on rank {rank} is {min(own)}, but must be ≥ 0, or −1 for none"
+                )
+        rows = (
+            row._replace(versions=tuple(own) or None)
+            for row, own in zip(self.rows, versions, strict=True)
+        )
+        return Timeline(tuple(rows), self.name, self.source)
+
+    @property
+    def has_versions(self) -> bool:
+        """Whether it says which version of the weights each op read."""
+        return all(row.versions is not None or not row.ops for row in self.rows)
+
+    @cached_property
+    def delays(self) -> dict[int, dict[int, int]]:
+        """Per stage, per microbatch: how many updates lie between the version that its forward read
+        and the one that its gradient was applied to, by the first update of the stage behind its
+        backward. A microbatch of which forward or update are not shown is left out.
+
+        Raises:
+            InputError: it is not known which versions ops read.
+        """
+        self.check_versions()
+        found: dict[int, dict[int, int]] = {}
+        for row in self.rows:
+            for stage, microbatch, delay in _row_delays(row):
+                found.setdefault(stage, {})[microbatch] = delay
+        return {stage: dict(sorted(found[stage].items())) for stage in sorted(found)}
+
+    def check_versions(self) -> None:
+        """Raise ``InputError`` if it is not known which versions ops read."""
+        if not self.has_versions:
+            raise InputError(
+                f"the timeline {self.name!r} does not say which version of the weights its ops "
+                "read; give it versions (with_versions), or do without them"
+            )
 
     @property
     def num_ranks(self) -> int:
@@ -110,10 +188,7 @@ class Timeline:
     @cached_property
     def by_rank(self) -> tuple[tuple[Span, ...], ...]:
         """The spans of each rank."""
-        return tuple(
-            tuple(Span(op, rank, start, end) for op, start, end in zip(*row, strict=True))
-            for rank, row in enumerate(self.rows)
-        )
+        return tuple(tuple(_spans(row, rank)) for rank, row in enumerate(self.rows))
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -143,7 +218,7 @@ class Timeline:
     def busy(self) -> tuple[float, ...]:
         """How long each rank worked."""
         return tuple(
-            sum(end - start for op, start, end in zip(*row, strict=True) if op.kind in BUSY)
+            sum(end - start for op, start, end in zip(*row[:3], strict=True) if op.kind in BUSY)
             for row in self.rows
         )
 
@@ -214,7 +289,10 @@ class Timeline:
     def to_json(self) -> str:
         """This timeline as JSON; ``from_json`` reads it back."""
         spans = [(str(span.op), span.rank, span.start, span.end) for span in self.spans]
-        return msgspec.json.encode(_File(self.name, self.source, self.num_ranks, spans)).decode()
+        known = any(row.versions is not None for row in self.rows)
+        versions = [_version(span) for span in self.spans] if known else None
+        file = _File(self.name, self.source, self.num_ranks, spans, versions)
+        return msgspec.json.encode(file).decode()
 
     @classmethod
     def from_json(cls, text: str, where: str = "text") -> Timeline:
@@ -228,6 +306,8 @@ class Timeline:
             spans = [Span(Op.parse(op), rank, start, end) for op, rank, start, end in file.spans]
         except (msgspec.DecodeError, ScheduleError) as error:
             raise FileError(f"{where} is not a timeline: {error}") from None
+        if file.versions is not None:
+            spans = _versioned(spans, file.versions, where)
         outside = [span for span in spans if not 0 <= span.rank < file.num_ranks]
         if outside:
             raise FileError(
@@ -235,6 +315,46 @@ class Timeline:
                 f"{file.num_ranks}"
             )
         return cls.of(spans, file.num_ranks, file.name, file.source)
+
+
+def _spans(row: Row, rank: int) -> Iterator[Span]:
+    if row.versions is None:
+        for op, start, end in zip(*row[:3], strict=True):
+            yield Span(op, rank, start, end)
+        return
+    for op, start, end, version in zip(*row[:3], row.versions, strict=True):
+        yield Span(op, rank, start, end, None if version == NO_VERSION else version)
+
+
+def _version(span: Span) -> int:
+    return NO_VERSION if span.version is None else span.version
+
+
+def _versioned(spans: list[Span], versions: list[int], where: str) -> list[Span]:
+    if len(versions) != len(spans):
+        raise FileError(f"{where} has {len(spans)} spans, but {len(versions)} versions")
+    wrong = next((version for version in versions if version < NO_VERSION), None)
+    if wrong is not None:
+        raise FileError(f"{where}: a version is {wrong}, but must be ≥ 0, or −1 for none")
+    return [
+        span if version == NO_VERSION else span._replace(version=version)
+        for span, version in zip(spans, versions, strict=True)
+    ]
+
+
+def _row_delays(row: Row) -> Iterator[tuple[int, int, int]]:
+    """(stage, microbatch, delay) of the gradients that are applied on a rank."""
+    read: dict[tuple[int, int], int] = {}
+    waiting: dict[int, set[int]] = {}
+    for op, version in zip(row.ops, row.versions or (), strict=True):
+        if op.kind is Kind.FORWARD:
+            read[op.stage, op.microbatch] = version
+        elif op.kind in RELEASING:
+            waiting.setdefault(op.stage, set()).add(op.microbatch)
+        elif op.kind is Kind.UPDATE:
+            for microbatch in waiting.pop(op.stage, ()):
+                if (op.stage, microbatch) in read:
+                    yield op.stage, microbatch, version - read[op.stage, microbatch]
 
 
 def _idle_share(busy: tuple[float, ...], length: float) -> float:

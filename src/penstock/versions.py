@@ -32,7 +32,7 @@ from typing import ClassVar, Literal
 from penstock.errors import InputError
 from penstock.schedule import Kind, Op
 from penstock.schedule.op import RELEASING
-from penstock.schedule.rounds import Rounds
+from penstock.schedule.rounds import Rounds, warm_up
 from penstock.values import Value, is_number, is_whole, one_of
 
 Updates = Literal["microbatch", "minibatch"]
@@ -238,6 +238,10 @@ class PipeMare(_Policy, frozen=True, tag="pipemare"):
             return self.delay(place)
         return (2 * (place.num_stages - 1 - place.stage) + 1) / place.per_update
 
+    def rate_factor(self, place: Place, update: int) -> float:
+        """What T1 multiplies the learning rate by at an update, counted from 0."""
+        return 1.0 if self.t1 is None else rate_factor(self.tau(place), update, self.t1)
+
     def versions_held(self, place: Place) -> int:
         """1."""
         return 1
@@ -281,6 +285,14 @@ class Predict(_Policy, frozen=True, tag="predict"):
         return 1
 
 
+def rate_factor(delay: float, update: int, anneal_updates: int) -> float:
+    """PipeMare's T1: 1/max(1, τ)^(1−min(k/K, 1)) at update k; 1 from update K on.
+
+    Yang et al., arXiv 1910.05124, section 3.1.
+    """
+    return float(max(1.0, delay) ** -(1 - min(update / anneal_updates, 1.0)))
+
+
 def _minibatch_only(policy: _Policy) -> None:
     if policy.updates != "minibatch":
         raise InputError(f"{policy.name} updates once per minibatch; leave updates out")
@@ -302,6 +314,49 @@ POLICIES: dict[str, type[Policy]] = {
 
 USUAL: dict[str, Policy] = {"pipedream": Stash(), "pipedream-2bw": DoubleBuffer()}
 """The policy that a schedule runs with if nothing else is said; all others flush."""
+
+
+def weight_copies(policy: Policy, place: Place) -> int:
+    """Versions of a stage's weights and buffers as large, altogether."""
+    return policy.versions_held(place) + policy.extra_copies()
+
+
+def least_minibatch(policy: Policy, replicas: Sequence[int]) -> int:
+    """The fewest microbatches of a minibatch with which a policy keeps what it promises: under 2BW,
+    as many as may be in flight behind it, p−1 without replicas."""
+    if not isinstance(policy, DoubleBuffer):
+        return 1
+    return max(warm_up(replicas, stage) * count for stage, count in enumerate(replicas))
+
+
+def check_policy(
+    policy: Policy, schedule: str, replicas: Sequence[int], num_microbatches: int
+) -> None:
+    """Raise ``InputError`` if a policy does not go with a plan.
+
+    Args:
+        policy: which.
+        schedule: name of the family.
+        replicas: of each stage.
+        num_microbatches: per minibatch.
+    """
+    if policy.asynchronous and policy.family != schedule:
+        raise InputError(
+            f"the policy {policy.name} is for the schedule {policy.family}, but the plan's is "
+            f"{schedule}; change one of them"
+        )
+    if policy.asynchronous and policy.updates == "minibatch":
+        least = max(least_minibatch(policy, replicas), *replicas)
+        if num_microbatches < least:
+            raise InputError(
+                f"{policy.name} with {len(replicas)} stages needs minibatches of {least} "
+                f"microbatches or more, but there are {num_microbatches}"
+            )
+    if isinstance(policy, VerticalSync) and len(set(replicas)) > 1:
+        raise InputError(
+            "vertical sync needs as many replicas of every stage, because versions are counted per "
+            f"stage; the plan has {'-'.join(map(str, replicas))}"
+        )
 
 
 @dataclass(frozen=True)

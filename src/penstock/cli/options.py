@@ -11,6 +11,7 @@ import click
 from penstock.cost import Costs
 from penstock.errors import FileError, InputError
 from penstock.values import Value
+from penstock.versions import POLICIES
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
@@ -107,4 +108,17 @@ def steps_option(verb: Verb) -> Verb:
     return click.option(
         "--steps", type=click.IntRange(min=1), default=40, show_default=True,
         help="Minibatches to train.",
+    )(verb)  # fmt: skip
+
+
+def versions_options(verb: Verb) -> Verb:
+    """``--versions`` and ``--policy``."""
+    verb = click.option(
+        "--policy", type=click.Choice(list(POLICIES)),
+        help="With which policy passes read versions, on a schedule that never flushes; by default "
+        "the schedule's own. Shows versions.",
+    )(verb)  # fmt: skip
+    return click.option(
+        "--versions", is_flag=True,
+        help="Also show which version of its stage's weights each op reads.",
     )(verb)  # fmt: skip

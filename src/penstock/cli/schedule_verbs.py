@@ -59,13 +59,25 @@ def simulate(source: str, ranks: int, microbatches: int, costs: Costs, as_json: 
 @options.microbatches_option(8)
 @options.costs_option
 @options.output_option("Picture to write: .svg, .html, .txt or .json (Chrome trace).")
+@options.versions_options
 @options.json_option
 def draw(
-    source: str, ranks: int, microbatches: int, costs: Costs, output: str | None, as_json: bool
+    source: str,
+    ranks: int,
+    microbatches: int,
+    costs: Costs,
+    output: str | None,
+    versions: bool,
+    policy: str | None,
+    as_json: bool,
 ) -> None:
     """Draw a schedule, a plan or a timeline."""
-    found = sources.load(source, ranks, microbatches, costs)
-    picture = draw_timeline(found.timeline, output)
+    versions = versions or policy is not None
+    if versions:
+        found = sources.load_with_versions(source, ranks, microbatches, costs, policy)
+    else:
+        found = sources.load(source, ranks, microbatches, costs)
+    picture = draw_timeline(found.timeline, output, versions=versions)
     if as_json:
         show.print_json({**show.metrics(found), "output": output})
     elif output is None:

@@ -30,10 +30,14 @@ from penstock.interchange import from_torch_csv
 from penstock.planner import Plan
 from penstock.schedule import Schedule, families
 from penstock.schedule.check import check
+from penstock.schedule.lower import add_update, add_updates
 from penstock.schedule.memory import Sizes
+from penstock.schedule.op import Kind
+from penstock.schedule.rounds import Rounds
 from penstock.simulator import simulate
-from penstock.timeline import Timeline
+from penstock.timeline import BUSY, NO_VERSION, Timeline
 from penstock.values import read_text
+from penstock.versions import POLICIES, USUAL, Flush, Policy, check_policy, trace
 
 if TYPE_CHECKING:
     from penstock.trial import Workload
@@ -72,16 +76,102 @@ def load(name: str, ranks: int, microbatches: int, costs: Costs) -> Source:
     Raises:
         InputError: neither, or a file that does not hold what it should.
     """
-    suffix = Path(name).suffix.lower()
-    if suffix == ".csv":
-        schedule = read_csv(name)
-        _named(name, check, schedule)
-    elif suffix == ".json":
-        return _load_json(name)
-    else:
-        schedule = _build(name, ranks, microbatches, costs)
-    per_rank = schedule.num_stages / schedule.num_ranks
-    return Source(_named(name, simulate, schedule, costs.spread(per_rank)), schedule)
+    if _suffix(name) == ".json":
+        found = _load_json(name)
+        return found if isinstance(found, Source) else _planned(found)
+    schedule = _schedule(name, ranks, microbatches, costs)
+    return Source(_named(name, simulate, schedule, _spread(costs, schedule)), schedule)
+
+
+def load_with_versions(
+    name: str, ranks: int, microbatches: int, costs: Costs, policy: str | None = None
+) -> Source:
+    """As ``load``, but the timeline says which version of the weights each op read, and has the
+    updates between them.
+
+    Args:
+        name, ranks, microbatches, costs: as for ``load``.
+        policy: name of a weight-version policy, for a schedule that never flushes; by default the
+            schedule's own.
+
+    Raises:
+        InputError: a timeline that does not know, or a policy that does not go with the schedule.
+    """
+    if _suffix(name) == ".json":
+        return _json_with_versions(name, policy)
+    schedule = _schedule(name, ranks, microbatches, costs)
+    if any(op.kind is Kind.UPDATE for op in schedule.where):
+        raise InputError(
+            f"{name} has updates, but does not say which versions its ops read; leave the updates "
+            "out, or draw it without --versions"
+        )
+    family, _, rest = name.partition(":")
+    chosen = _policy(family, policy)
+    if not chosen.asynchronous:
+        flushed = simulate(add_update(schedule), _spread(costs, schedule))
+        return Source(_reading_the_first(flushed), schedule)
+    size = family_options(family, rest).get("minibatch") or schedule.num_stages
+    return Source(_named(name, _stream, schedule, chosen, size, costs), schedule)
+
+
+def _stream(schedule: Schedule, policy: Policy, minibatch: int, costs: Costs) -> Timeline:
+    """The prediction of a stream of microbatches.
+
+    Args:
+        schedule: compute only.
+        policy: which versions passes read.
+        minibatch: microbatches per update, where the policy updates once per minibatch.
+        costs: of a whole rank's layers.
+    """
+    replicas = tuple(schedule.copies[stage] for stage in range(schedule.num_stages))
+    check_policy(policy, policy.family, replicas, minibatch)
+    rounds = Rounds(replicas)
+    if policy.updates == "minibatch":
+        rounds = Rounds.of_minibatches(replicas, minibatch, schedule.num_microbatches)
+    stream = add_updates(schedule, rounds)
+    traces = [trace(ops, policy, rounds, schedule.num_stages) for ops in stream.ranks]
+    timeline = simulate(stream, _spread(costs, schedule))
+    named = replace(timeline, name=f"{schedule.name} ({policy.name})")
+    return named.with_versions([one.versions for one in traces])
+
+
+def _reading_the_first(timeline: Timeline) -> Timeline:
+    """A minibatch that ends in a flush: every op reads what the weights are at its beginning."""
+    return timeline.with_versions(
+        [[0 if op.kind in BUSY else NO_VERSION for op in row.ops] for row in timeline.rows]
+    )
+
+
+def _policy(schedule: str, name: str | None) -> Policy:
+    usual: Policy = USUAL.get(schedule, Flush())
+    if name is None:
+        return usual
+    policy = POLICIES[name]()
+    if policy.asynchronous and not usual.asynchronous:
+        raise InputError(
+            f"the policy {name} is for schedules that never flush, as {' and '.join(USUAL)}, but "
+            f"{schedule} does; draw one of those, or leave --policy out"
+        )
+    if usual.asynchronous and not policy.asynchronous:
+        raise InputError(f"{schedule} never flushes; for the policy {name}, draw 1f1b")
+    return policy
+
+
+def _suffix(name: str) -> str:
+    return Path(name).suffix.lower()
+
+
+def _spread(costs: Costs, schedule: Schedule) -> Costs:
+    return costs.spread(schedule.num_stages / schedule.num_ranks)
+
+
+def _schedule(name: str, ranks: int, microbatches: int, costs: Costs) -> Schedule:
+    """Of a CSV or a family."""
+    if _suffix(name) != ".csv":
+        return _build(name, ranks, microbatches, costs)
+    schedule = read_csv(name)
+    _named(name, check, schedule)
+    return schedule
 
 
 def read_csv(path: str) -> Schedule:
@@ -148,7 +238,30 @@ def family_options(family: str, text: str) -> dict[str, Any]:
     return options
 
 
-def _load_json(path: str) -> Source:
+def _planned(plan: Plan) -> Source:
+    return Source(plan.simulate(), plan.build_schedule(), plan.sizes)
+
+
+def _json_with_versions(path: str, policy: str | None) -> Source:
+    found = _load_json(path)
+    if isinstance(found, Plan):
+        chosen = _policy(found.schedule, policy)
+        source = _planned(found if policy is None else found.reading(chosen))
+        if chosen.asynchronous:
+            return source
+        return source._replace(timeline=_reading_the_first(source.timeline))
+    if policy is not None:
+        raise InputError(f"{path} is a timeline, whose ops have read already; leave --policy out")
+    if not found.timeline.has_versions:
+        raise InputError(
+            f"{path} does not say which versions of the weights its ops read; draw it without "
+            "--versions"
+        )
+    return found
+
+
+def _load_json(path: str) -> Source | Plan:
+    """A plan, or the timeline in a file."""
     text = read_text(path)
     try:
         keys = set(msgspec.json.decode(text, type=dict[str, msgspec.Raw]))
@@ -165,8 +278,7 @@ def _load_json(path: str) -> Source:
         raise FileError(f"{path} is a Chrome trace, a picture of a timeline; open it in Perfetto")
     if not {"stages", "schedule"} & keys:
         raise FileError(f"{path} holds neither a plan nor a timeline nor a run's report")
-    plan = Plan.from_json(text, where=path)
-    return Source(plan.simulate(), plan.build_schedule(), plan.sizes)
+    return Plan.from_json(text, where=path)
 
 
 def load_workload(name: str) -> Workload:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from penstock.drawing.labels import Names
 from penstock.drawing.markup import lines, tag, text_width, write
 from penstock.drawing.units import Unit, seconds
+from penstock.drawing.version_marks import BAND, READING, Place, band, in_words, update_tick
 from penstock.schedule.op import COMPUTE, Kind
 from penstock.timeline import BUSY, Span, Timeline
 
@@ -142,20 +143,31 @@ def _hatch(kind: Kind, level: int) -> str:
 def box(
     names: Names,
     span: Span,
-    place: tuple[float, float, float, float],
+    place: Place,
     style: LabelStyle | None,
     unit: Unit,
+    versions: bool = False,
 ) -> str:
-    """The element of one busy span at ``place`` (x, y, width, height)."""
+    """The element of one busy span at ``place``; with ``versions``, the one that it read stands at
+    its foot."""
     kind, level = span.op.kind, shade(names, span)
-    parts = [tag("title", tooltip(span, unit)), _rectangle(place, paint(kind, level))]
+    words = tooltip(span, unit) + (in_words(span) if versions else "")
+    parts = [tag("title", words)]
+    x, y, width, height = place
+    if versions and kind is Kind.UPDATE and width < _NARROWEST_BOX:
+        parts.append(update_tick(place, f"{LETTERS[kind]} s{level}"))
+    else:
+        parts.append(_rectangle(place, paint(kind, level)))
     name = names.label(span.op, span.rank)
-    if style is not None and style.fits(name, place[2]):
-        x, y, width, height = place
-        middle = y + height / 2 + style.size * 0.36
+    if style is not None and style.fits(name, width):
+        label_height = height - BAND if versions and kind in READING else height
+        middle = y + label_height / 2 + style.size * 0.36
         size = f"font-size:{style.size:g}px"
         class_ = _ink(kind, level)
         parts.append(write(x + width / 2, middle, style.text(name), class_, style=size))
+    if versions and kind in READING and span.version is not None:
+        gap = _gap(width)
+        parts.append(band(span.version, (x + gap, y + 1, width - 2 * gap, height - 2)))
     return tag(
         "g",
         "".join(parts),
@@ -167,10 +179,14 @@ def box(
     )
 
 
-def _rectangle(place: tuple[float, float, float, float], fill: dict[str, str]) -> str:
+def _gap(width: float) -> float:
+    """A hair of background between neighbours, unless it would eat the box."""
+    return 0.5 if width > 4 else 0.0
+
+
+def _rectangle(place: Place, fill: dict[str, str]) -> str:
     x, y, width, height = place
-    # A hair of background between neighbours, unless it would eat the box.
-    gap = 0.5 if width > 4 else 0.0
+    gap = _gap(width)
     wide = max(width - 2 * gap, _NARROWEST_BOX)
     corner = 2 if width > 8 else 0
     if width <= _NARROW and "class_" in fill:

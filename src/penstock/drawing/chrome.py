@@ -18,16 +18,23 @@ _MICROSECONDS = 1e6
 _Event = dict[str, Any]
 
 
-def chrome(timeline: Timeline) -> str:
+def chrome(timeline: Timeline, versions: bool = False) -> str:
     """The trace as JSON: a thread per rank, an event per span, a counter of the microbatches in
-    flight per rank. One unit of abstract costs becomes one second."""
-    events = [*_metadata(timeline), *map(_event, timeline.spans), *_counters(timeline)]
+    flight per rank. One unit of abstract costs becomes one second.
+
+    Args:
+        timeline: predicted or measured.
+        versions: whether to say which version of the weights each op read.
+    """
+    spans = (_event(span, versions) for span in timeline.spans)
+    events = [*_metadata(timeline), *spans, *_counters(timeline)]
     rows = ",\n".join(msgspec.json.encode(event).decode() for event in events)
     return f'{{"displayTimeUnit":"ms","traceEvents":[\n{rows}\n]}}'
 
 
-def _event(span: Span) -> _Event:
+def _event(span: Span, versions: bool) -> _Event:
     op = span.op
+    read = {"version": span.version} if versions and span.version is not None else {}
     return {
         "name": str(op),
         "cat": op.kind.value,
@@ -41,6 +48,7 @@ def _event(span: Span) -> _Event:
             "kind": op.kind.value,
             "microbatch": op.microbatch,
             "slice": op.slice,
+            **read,
         },
     }
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,7 +20,7 @@ from penstock.values import expect, write_atomically
 
 Pictured = TypeVar("Pictured")
 
-RENDERERS: dict[str, Callable[[Timeline], str]] = {
+RENDERERS: dict[str, Callable[..., str]] = {
     ".txt": text,
     ".svg": svg,
     ".html": page,
@@ -32,7 +33,9 @@ STACKED_RENDERERS: dict[str, Callable[[Sequence[Titled]], str]] = {
 }
 
 
-def draw(timeline: Timeline, path: str | os.PathLike[str] | None = None) -> str:
+def draw(
+    timeline: Timeline, path: str | os.PathLike[str] | None = None, *, versions: bool = False
+) -> str:
     """Draw a timeline.
 
     Args:
@@ -40,16 +43,20 @@ def draw(timeline: Timeline, path: str | os.PathLike[str] | None = None) -> str:
         path: where to write the picture; its suffix chooses the kind: ``.txt``, ``.svg``,
             ``.html`` (self-contained page) or ``.json`` (Chrome trace, for Perfetto). Without a
             path nothing is written.
+        versions: whether to show which version of its stage's weights each op read.
 
     Returns:
         The text of the picture (of the ``.txt`` kind when there is no path).
 
     Raises:
-        InputError: the suffix is none of these.
+        InputError: the suffix is none of these, or the timeline does not know the versions.
         FileError: the file cannot be written.
     """
     expect(timeline, Timeline, "the timeline", "make one with penstock.simulate")
-    return _drawn(RENDERERS, timeline, path)
+    if versions:
+        timeline.check_versions()
+    renderers = {suffix: partial(one, versions=versions) for suffix, one in RENDERERS.items()}
+    return _drawn(renderers, timeline, path)
 
 
 def draw_stacked(timelines: Sequence[Titled], path: str | os.PathLike[str]) -> str:
@@ -65,7 +72,7 @@ def draw_scatter(timelines: Sequence[Titled], path: str | os.PathLike[str]) -> s
 
 
 def _drawn(
-    renderers: dict[str, Callable[[Pictured], str]],
+    renderers: Mapping[str, Callable[[Pictured], str]],
     pictured: Pictured,
     path: str | os.PathLike[str] | None,
 ) -> str:

@@ -23,11 +23,16 @@ _HINT = "Point at an op for its facts and to trace its microbatch."
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
-def page(timeline: Timeline) -> str:
-    """Draw a timeline as a self-contained HTML page."""
+def page(timeline: Timeline, versions: bool = False) -> str:
+    """Draw a timeline as a self-contained HTML page.
+
+    Args:
+        timeline: predicted or measured.
+        versions: whether to show which version of the weights each op read.
+    """
     name = timeline.name or "schedule"
     title = f"{name}, {timeline.source}"
-    return _page([(title, timeline)], name, title)
+    return _page([(title, timeline)], name, title, versions)
 
 
 def stacked_page(timelines: Sequence[Titled]) -> str:
@@ -36,8 +41,8 @@ def stacked_page(timelines: Sequence[Titled]) -> str:
     return _page(timelines, names, names)
 
 
-def _page(timelines: Sequence[Titled], heading: str, title: str) -> str:
-    picture = stacked(timelines, width_range=PAGE_WIDTHS)
+def _page(timelines: Sequence[Titled], heading: str, title: str, versions: bool = False) -> str:
+    picture = stacked(timelines, width_range=PAGE_WIDTHS, versions=versions)
     card = tag("section", viewer(picture, title, wheel="plain"), class_="card")
     return document(title, lines([tag("h1", escaped(heading)), card]))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from penstock.drawing import version_marks
 from penstock.drawing.boxes import LETTERS, PALEST, WORDS, paint
 from penstock.drawing.labels import Names
 from penstock.drawing.markup import coordinate, lines, tag, text_width, write
@@ -14,11 +15,11 @@ _SWATCH, _LINE_HEIGHT = 20.0, 22.0
 
 
 def legend(
-    timelines: Sequence[Timeline], left: float, top: float, width: float
+    timelines: Sequence[Timeline], left: float, top: float, width: float, versions: bool = False
 ) -> tuple[str, float]:
     """The legend's markup and its height."""
     x, y, parts = left, top, []
-    for mark, words in _entries(timelines):
+    for mark, words in _entries(timelines, versions):
         needed = _SWATCH + 7 + text_width(words, 12) + 14
         if x > left and x + needed > width - left:
             x, y = left, y + _LINE_HEIGHT
@@ -28,7 +29,7 @@ def legend(
     return tag("g", f"\n{lines(parts)}\n", class_="legend"), y + _LINE_HEIGHT - top
 
 
-def _entries(timelines: Sequence[Timeline]) -> Iterator[tuple[str, str]]:
+def _entries(timelines: Sequence[Timeline], versions: bool) -> Iterator[tuple[str, str]]:
     """(swatch, words) of everything that occurs."""
     present = {span.op.kind for timeline in timelines for span in timeline.spans}
     for kind, letter in LETTERS.items():
@@ -37,6 +38,8 @@ def _entries(timelines: Sequence[Timeline]) -> Iterator[tuple[str, str]]:
             yield swatch, f"{letter} {WORDS[kind]}"
     if Kind.FORWARD in present:
         yield from ((_shades(count), words) for count, words in _stages(timelines))
+    if versions:
+        yield version_marks.swatch(_SWATCH), version_marks.MEANS
     if any(timeline.num_slices > 1 for timeline in timelines):
         words = "0.1: microbatch 0, slice 1 of its sequence"
         yield tag("rect", y=1, width=_SWATCH, height=13, rx=2, **paint(Kind.FORWARD, 0)), words

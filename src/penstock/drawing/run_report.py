@@ -81,7 +81,7 @@ class Series(Value, frozen=True, kw_only=True):
     points: tuple[tuple[int, float | None], ...]
 
 
-class TimelineRecord(Value, frozen=True, kw_only=True):
+class TimelineRecord(Value, frozen=True, kw_only=True, omit_defaults=True):
     """A timeline inside a report's file; the same keys as a timeline's own file.
 
     Raises:
@@ -92,6 +92,7 @@ class TimelineRecord(Value, frozen=True, kw_only=True):
     source: Source
     num_ranks: int
     spans: tuple[tuple[str, int, float, float], ...]
+    versions: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         self.timeline()

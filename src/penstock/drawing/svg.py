@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from penstock.drawing import version_marks
 from penstock.drawing.boxes import LabelStyle, box, hatches, label_styles, widest_label
 from penstock.drawing.labels import Names
 from penstock.drawing.legend import legend
@@ -27,7 +28,7 @@ from penstock.drawing.units import (
     unit_for,
 )
 from penstock.schedule.op import COMPUTE, WAITING, Kind
-from penstock.timeline import BUSY, Timeline
+from penstock.timeline import BUSY, Span, Timeline
 
 FIGURE_WIDTHS, PAGE_WIDTHS = (800.0, 2400.0), (1000.0, 6000.0)
 """The least and the most pixels that a picture is wide: one for paper, one that can be scrolled."""
@@ -38,16 +39,22 @@ _AXIS_HEIGHT = 46.0
 _TICK_DISTANCE = 80.0
 
 
-def svg(timeline: Timeline, width: float | None = None, unit: UnitName | None = None) -> str:
+def svg(
+    timeline: Timeline,
+    width: float | None = None,
+    unit: UnitName | None = None,
+    versions: bool = False,
+) -> str:
     """Draw one timeline as a standalone SVG document.
 
     Args:
         timeline: predicted or measured.
         width: of the picture in pixels; by default, as wide as the labels need, up to 2400.
         unit: of the times; by default guessed, see ``stacked``.
+        versions: whether to show which version of the weights each op read.
     """
     title = f"{timeline.name or 'schedule'}, {timeline.source}"
-    return stacked([(title, timeline)], width, unit)
+    return stacked([(title, timeline)], width, unit, versions=versions)
 
 
 def stacked(
@@ -55,6 +62,7 @@ def stacked(
     width: float | None = None,
     unit: UnitName | None = None,
     width_range: tuple[float, float] = FIGURE_WIDTHS,
+    versions: bool = False,
 ) -> str:
     """Draw several timelines, one below the other, on one time axis.
 
@@ -64,17 +72,19 @@ def stacked(
         unit: ``"seconds"`` or ``"abstract"``; by default seconds if any timeline was measured or
             has only ops shorter than half a second.
         width_range: the least and the most that ``width`` is by default.
+        versions: whether to show which version of the weights each op read.
     """
     items = timelines.items() if isinstance(timelines, Mapping) else timelines
     panels = [(title, timeline) for title, timeline in items]
-    frame = _frame([timeline for _, timeline in panels], width or width_range, unit)
+    frame = _frame([timeline for _, timeline in panels], width or width_range, unit, versions)
     parts, top = [], _MARGIN
     for title, timeline in panels:
         parts.append(_panel(frame, title, timeline, top))
         top += _HEAD_HEIGHT + frame.row * timeline.num_ranks + 10
     parts.append(_axis(frame, top))
     top += _AXIS_HEIGHT
-    drawn, height = legend([timeline for _, timeline in panels], _MARGIN, top, frame.width)
+    shown = [timeline for _, timeline in panels]
+    drawn, height = legend(shown, _MARGIN, top, frame.width, versions)
     parts.append(drawn)
     return _document(frame, top + height + _MARGIN, parts, panels)
 
@@ -91,6 +101,7 @@ class _Frame:
     bar: float
     area: float
     most_held: float
+    versions: bool
 
     @property
     def row(self) -> float:
@@ -105,7 +116,10 @@ class _Frame:
 
 
 def _frame(
-    timelines: Sequence[Timeline], width: float | tuple[float, float], unit: UnitName | None
+    timelines: Sequence[Timeline],
+    width: float | tuple[float, float],
+    unit: UnitName | None,
+    versions: bool,
 ) -> _Frame:
     ranks = max((timeline.num_ranks for timeline in timelines), default=1)
     left = _MARGIN + text_width(f"rank {max(ranks - 1, 0)}", 12) + 10
@@ -117,8 +131,12 @@ def _frame(
         width = min(max(wanted, width[0]), width[1])
     width = round(max(width, left + after + 100))
     bar, area = (26.0, 13.0) if ranks <= 8 else (20.0, 10.0)
+    if versions:
+        bar += version_marks.BAND
     held = max(peaks, default=0.0)
-    return _Frame(width, left, width - after, extent, unit_for(timelines, unit), bar, area, held)
+    unit_of_times = unit_for(timelines, unit)
+    right = width - after
+    return _Frame(width, left, right, extent, unit_of_times, bar, area, held, versions)
 
 
 def _pixels_per_time(timeline: Timeline) -> float:
@@ -136,6 +154,8 @@ def _document(frame: _Frame, height: float, parts: list[str], panels: list[Title
     named = "; ".join(f"{title}: {_facts(timeline, frame.unit)}" for title, timeline in panels)
     used = hatches([timeline for _, timeline in panels])
     definitions = tag("defs", used) if used else ""
+    if frame.versions:
+        definitions = lines([version_marks.style(), definitions])
     size = frame.width, round(height)
     return document("timeline", size, named or "no timeline", "timeline.css", parts, definitions)
 
@@ -229,12 +249,16 @@ def _row(
     styles: Mapping[Kind, LabelStyle],
 ) -> str:
     zero, parts = _zero(timeline), []
-    for span in timeline.by_rank[rank]:
+    spans: Sequence[Span] = timeline.by_rank[rank]
+    if frame.versions:
+        # On top of their neighbours, which would cover half of what is so narrow.
+        spans = sorted(spans, key=lambda span: span.op.kind is Kind.UPDATE)
+    for span in spans:
         x, width = frame.x(span.start - zero), (span.end - span.start) * frame.scale
         if span.op.kind in BUSY:
             style = styles.get(span.op.kind)
             place = (x, top, width, frame.bar)
-            parts.append(box(names, span, place, style, frame.unit))
+            parts.append(box(names, span, place, style, frame.unit, frame.versions))
         elif span.op.kind in WAITING and width > 1:
             path = f"M{x:.2f} {top + frame.bar / 2:g}h{width:.2f}"
             parts.append(tag("path", class_="wait", d=path))

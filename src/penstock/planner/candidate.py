@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from math import inf
@@ -15,14 +15,24 @@ from penstock.planner.table import format_bytes
 from penstock.schedule import Schedule
 from penstock.schedule.lower import add_update
 from penstock.schedule.memory import peak_activations
+from penstock.schedule.rounds import warm_up
 from penstock.simulator import simulate
+from penstock.versions import Flush, Place, Policy, weight_copies
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A schedule on some number of ranks, before anything is said about layers."""
+    """A schedule on some number of ranks, before anything is said about layers.
+
+    Attributes:
+        schedule: of one minibatch; of a stream, as long as shows how much is in flight.
+        versions: which weights passes read.
+        replicas: of each stage; empty for one of each.
+    """
 
     schedule: Schedule
+    versions: Policy = field(default_factory=Flush)
+    replicas: tuple[int, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -37,8 +47,19 @@ class Setting:
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
         """The rank of each stage."""
-        ranks = {stage: rank for rank, own in enumerate(self.schedule.stages_of) for stage in own}
-        return tuple(ranks[stage] for stage in range(self.num_stages))
+        return tuple(self.schedule.ranks_of(stage)[0] for stage in range(self.num_stages))
+
+    def replicas_of(self, stage: int) -> int:
+        """How many ranks hold a stage."""
+        return self.replicas[stage] if self.replicas else 1
+
+    def weight_versions(self, stage: int, num_microbatches: int) -> int:
+        """Copies of a stage's weights."""
+        replicas = self.replicas or (1,) * self.num_stages
+        whole = self.versions.updates == "minibatch"
+        per_update = num_microbatches / replicas[stage] if whole else 1.0
+        place = Place(stage, self.num_stages, warm_up(replicas, stage), per_update)
+        return weight_copies(self.versions, place)
 
     @cached_property
     def peaks(self) -> tuple[float, ...]:
@@ -99,6 +120,7 @@ class Task:
             input_bytes=self._input_bytes[start],
             layer_input_bytes=sum(self._input_bytes[start:stop]),
             peak_activations=setting.peaks[rank],
+            weight_versions=setting.weight_versions(index, self.num_microbatches),
         )
 
     @cached_property
@@ -133,7 +155,7 @@ class Candidate:
     @cached_property
     def rank_bytes(self) -> tuple[int, ...]:
         """Predicted memory of each rank."""
-        return bytes_of_ranks(self.stages)
+        return bytes_of_ranks(self.stages, self.setting.schedule)
 
     @property
     def peak(self) -> float:
@@ -144,14 +166,17 @@ class Candidate:
     def least_seconds(self) -> float:
         """No step is shorter than the work of its busiest rank."""
         work = [0.0] * self.setting.num_ranks
-        for stage in self.stages:
-            compute = self.task.num_microbatches * stage.compute_seconds
+        for index, stage in enumerate(self.stages):
+            count = self.setting.replicas_of(index)
+            compute = self.task.num_microbatches * stage.compute_seconds / count
             work[stage.rank] += compute + stage.update_seconds
         return max(work)
 
     @cached_property
     def seconds(self) -> float:
         """The predicted step, weight update included."""
+        if self.setting.versions.asynchronous:
+            return self.to_plan().step_seconds
         return simulate(add_update(self.setting.schedule), costs_of(self.stages)).makespan
 
     def excess(self) -> tuple[float, str]:
@@ -173,7 +198,9 @@ class Candidate:
             model=self.task.graph.fingerprint,
             schedule=self.setting.schedule.name,
             num_microbatches=self.task.num_microbatches,
+            options={"replicas": list(self.setting.replicas)} if self.setting.replicas else {},
             stages=self.stages,
+            versions=self.setting.versions,
             num_threads=self.task.graph.num_threads,
             reason=reason,
         )

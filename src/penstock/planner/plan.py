@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import partial
+from math import ceil
 from typing import Any, get_args
 
 from msgspec import field
-from msgspec.structs import replace
+from msgspec.structs import force_setattr, replace
 
 from penstock.cost import Costs
 from penstock.errors import InputError, ModelError
@@ -22,11 +23,13 @@ from penstock.planner.stage_plan import (
 from penstock.planner.table import count_of, render
 from penstock.schedule import Schedule, families
 from penstock.schedule.check import check
-from penstock.schedule.lower import add_recompute, add_update, first_microbatches
+from penstock.schedule.lower import add_recompute, add_update, add_updates, first_microbatches
 from penstock.schedule.memory import Sizes
+from penstock.schedule.rounds import Rounds, warm_up
 from penstock.simulator import simulate
 from penstock.timeline import Timeline
 from penstock.values import Value, one_of
+from penstock.versions import USUAL, Flush, Place, Policy, check_policy, trace, weight_copies
 
 
 class Plan(Value, frozen=True, kw_only=True):
@@ -36,6 +39,8 @@ class Plan(Value, frozen=True, kw_only=True):
         model: fingerprint of the model it was made for (``LayerGraph.fingerprint``).
         schedule: name of a schedule family.
         options: the family's options.
+        versions: which weights passes read (``penstock.versions``). A schedule that never flushes
+            has a policy of its own, which stands for ``Flush()`` there.
         num_microbatches: per minibatch, at least 1.
         stages: in execution order, at least one.
         num_threads: intra-op threads of each worker, as in the profile.
@@ -52,6 +57,7 @@ class Plan(Value, frozen=True, kw_only=True):
     num_microbatches: int
     stages: tuple[StagePlan, ...]
     options: dict[str, Any] = field(default_factory=dict)
+    versions: Policy = field(default_factory=Flush)
     num_threads: int = 1
     reason: str = ""
     version: int = 1
@@ -70,7 +76,10 @@ class Plan(Value, frozen=True, kw_only=True):
         repeated = sorted(name for name, count in counts.items() if count > 1)
         if repeated:
             raise InputError(f"layers {', '.join(repeated)} stand in more than one place")
-        self._check_placement(self.build_schedule())
+        if self.schedule in USUAL and not self.versions.asynchronous:
+            force_setattr(self, "versions", USUAL[self.schedule])
+        self._check_placement(self.placement)
+        check_policy(self.versions, self.schedule, self.replicas, self.num_microbatches)
 
     def _check_placement(self, schedule: Schedule) -> None:
         if schedule.num_stages != len(self.stages):
@@ -89,19 +98,65 @@ class Plan(Value, frozen=True, kw_only=True):
     @property
     def num_ranks(self) -> int:
         """How many ranks it runs on."""
+        if self._given_replicas:
+            return sum(self._given_replicas)
         return 1 + max(stage.rank for stage in self.stages)
+
+    @property
+    def _given_replicas(self) -> tuple[int, ...]:
+        given = self.options.get("replicas", ())
+        return tuple(map(int, given.split("-"))) if isinstance(given, str) and given else (*given,)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """How many ranks hold each stage, each with microbatches of its own."""
+        return self._given_replicas or (1,) * len(self.stages)
+
+    @property
+    def placement(self) -> Schedule:
+        """A schedule of this plan in which every rank has something to do."""
+        return self.build_schedule(max(self.num_microbatches, *self.replicas))
+
+    def place(self, stage: int) -> Place:
+        """Where a stage stands, as weight-version policies ask for it."""
+        replicas = self.replicas
+        whole = self.versions.updates == "minibatch"
+        return Place(
+            stage,
+            len(self.stages),
+            warm_up(replicas, stage),
+            self.num_microbatches / replicas[stage] if whole else 1.0,
+        )
 
     @property
     def rank_bytes(self) -> tuple[int, ...]:
         """Predicted memory of each rank: ``StagePlan.memory_bytes`` of its stages."""
-        return bytes_of_ranks(self.stages)
+        return bytes_of_ranks(self.stages, self.placement)
+
+    @property
+    def updates_per_minibatch(self) -> tuple[float, ...]:
+        """Of each stage."""
+        if self.versions.updates == "minibatch":
+            return (1.0,) * len(self.stages)
+        return tuple(self.num_microbatches / count for count in self.replicas)
 
     @property
     def one_device_seconds(self) -> float:
         """A step without a pipeline: every op of every stage and microbatch, one after another."""
         compute = sum(stage.compute_seconds for stage in self.stages)
-        updates = sum(stage.update_seconds for stage in self.stages)
+        pairs = zip(self.stages, self.updates_per_minibatch, strict=True)
+        updates = sum(stage.update_seconds * count for stage, count in pairs)
         return self.num_microbatches * compute + updates
+
+    @property
+    def step_seconds(self) -> float:
+        """The predicted time of a minibatch, weight update included; without a flush, in the steady
+        state."""
+        if not self.versions.asynchronous:
+            return self.simulate().makespan
+        few = 1 + ceil(2 * self.num_ranks * max(self.replicas) / self.num_microbatches)
+        first, second = (self.simulate(count).makespan for count in (few, 2 * few))
+        return (second - first) / few
 
     @property
     def costs(self) -> Costs:
@@ -121,7 +176,7 @@ class Plan(Value, frozen=True, kw_only=True):
         try:
             schedule = build(num_microbatches=count)
         except InputError:
-            if count >= self.num_microbatches:
+            if count >= self.num_microbatches or self.versions.asynchronous:
                 raise
             # The family wants more; what is left of a longer schedule is one, too.
             schedule = first_microbatches(build(num_microbatches=self.num_microbatches), count)
@@ -155,9 +210,41 @@ class Plan(Value, frozen=True, kw_only=True):
         )
         return replace(self, stages=tuple(changed))
 
-    def simulate(self) -> Timeline:
-        """The predicted timeline of one step, weight update included."""
-        return simulate(add_update(self.build_schedule()), self.costs)
+    def reading(self, versions: Policy) -> Plan:
+        """This plan with another weight-version policy.
+
+        Args:
+            versions: for the plan's kind of schedule.
+
+        Raises:
+            InputError: the policy does not go with the schedule.
+        """
+        changed = replace(self, versions=versions)
+        stages = (
+            replace(stage, weight_versions=weight_copies(versions, changed.place(index)))
+            for index, stage in enumerate(self.stages)
+        )
+        return replace(changed, stages=tuple(stages))
+
+    def simulate(self, num_minibatches: int | None = None) -> Timeline:
+        """The predicted timeline of one step, weight update included. Of a schedule that never
+        flushes, a stream of minibatches from its beginning to its end, with the versions that
+        passes read.
+
+        Args:
+            num_minibatches: of the stream; by default enough to show the steady state.
+        """
+        if not self.versions.asynchronous:
+            return simulate(add_update(self.build_schedule()), self.costs)
+        replicas, size = self.replicas, self.num_microbatches
+        count = num_minibatches or ceil(3 * self.num_ranks / size) + 1
+        total = max(count * size, *replicas)
+        rounds = Rounds(replicas)
+        if self.versions.updates == "minibatch":
+            rounds = Rounds.of_minibatches(replicas, size, total)
+        stream = add_updates(self.build_schedule(total), rounds)
+        traces = (trace(ops, self.versions, rounds, len(self.stages)) for ops in stream.ranks)
+        return simulate(stream, self.costs).with_versions([one.versions for one in traces])
 
     def __str__(self) -> str:
         title = (
@@ -165,7 +252,16 @@ class Plan(Value, frozen=True, kw_only=True):
             f"{count_of(self.num_ranks, 'rank')}, "
             f"{count_of(self.num_microbatches, 'microbatch', 'es')}"
         )
-        sheet = render(title, self.stages, self.simulate(), self.one_device_seconds)
+        if self.versions.asynchronous:
+            title += f", versions: {self.versions.name}"
+        sheet = render(
+            title,
+            self.stages,
+            self.simulate(),
+            self.step_seconds,
+            self.one_device_seconds,
+            flushes=not self.versions.asynchronous,
+        )
         return f"{sheet}\n\n{self.reason}" if self.reason else sheet
 
     def check_model(self, names: Sequence[str], model_fingerprint: str) -> None:

@@ -21,6 +21,7 @@ from penstock.planner.stage_plan import stage_bytes
 from penstock.planner.table import format_bytes, format_seconds, format_speed_up
 from penstock.schedule import Kind, families
 from penstock.values import expect
+from penstock.versions import USUAL, Flush, Policy, check_policy
 
 _SAME = 0.01
 """Relative: no prediction tells plans this close apart, so the one that needs less memory wins."""
@@ -34,6 +35,8 @@ def plan(
     schedule: str | None = None,
     stages: int | None = None,
     memory_bytes: int | None = None,
+    versions: Policy | None = None,
+    replicas: Sequence[int] | str | None = None,
 ) -> Plan:
     """Find the plan with the shortest predicted step that fits in memory.
 
@@ -48,6 +51,11 @@ def plan(
         schedule: the family to use; by default the best of all.
         stages: how many; by default the best number.
         memory_bytes: what one rank may use, on top of the cluster's own limits.
+        versions: which weights passes read (``penstock.versions``); a policy that never flushes
+            brings its schedule with it. By default what belongs to the schedule, and only schedules
+            that flush unless another is asked for.
+        replicas: of each stage, as in ``(2, 1)`` or ``"2-1"``; with the schedules ``1f1b``,
+            ``gpipe``, ``pipedream`` and ``pipedream-2bw``. The devices of stage 0 come first.
 
     Returns:
         The plan; ``print`` shows it, ``save`` keeps it, ``reason`` tells why it was chosen.
@@ -60,9 +68,15 @@ def plan(
     expect(graph, LayerGraph, "the graph", "measure the model with penstock.profile")
     expect(microbatches, int, "microbatches", "give a whole number")
     expect(memory_bytes, int | None, "memory_bytes", "give a number of bytes, as in 8 * 2**30")
+    expect(versions, Policy | None, "versions", "take one of penstock.versions, as in Stash()")
     task = Task(graph, cluster or Cluster.local(), microbatches, memory_bytes)
     _check_counts(task, stages)
-    settings = _settings(task, schedule, stages)
+    if versions is not None and versions.asynchronous and schedule is None:
+        schedule = versions.family
+    if replicas:
+        settings = [_replicated(task, schedule or "1f1b", stages, replicas, versions)]
+    else:
+        settings = _settings(task, schedule, stages, versions)
     cut = (one for setting in settings for one in _candidates(task, setting))
     fitting = [one for one in cut if one.excess()[0] <= 0]
     if not fitting:
@@ -88,17 +102,20 @@ def _check_counts(task: Task, stages: int | None) -> None:
         )
 
 
-def _settings(task: Task, schedule: str | None, stages: int | None) -> list[Setting]:
+def _settings(
+    task: Task, schedule: str | None, stages: int | None, versions: Policy | None
+) -> list[Setting]:
     """Every schedule that the request allows, on 1 to all devices."""
     num_devices = len(task.cluster.devices)
     built: list[Setting] = []
     refusals: list[InputError] = []
-    fixed = (name for name in families.names() if name not in families.SEARCHED)
+    unasked = {*families.SEARCHED, *USUAL}
+    fixed = (name for name in families.names() if name not in unasked)
     for name in fixed if schedule is None else (schedule,):
         families.family(name)  # an unknown name is the caller's mistake, not a refusal
         for num_ranks in range(1, min(num_devices, len(task.graph.layers)) + 1):
             try:
-                made = _setting(task, name, num_ranks)
+                made = _setting(task, name, num_ranks, versions)
             except InputError as error:
                 refusals.append(error)
                 continue
@@ -124,12 +141,43 @@ def _is_plain(setting: Setting) -> bool:
     return setting.num_stages == setting.num_ranks and schedule.num_slices == 1 and not split
 
 
-def _setting(task: Task, name: str, num_ranks: int) -> Setting:
+def _replicated(
+    task: Task,
+    schedule: str,
+    stages: int | None,
+    replicas: Sequence[int] | str,
+    versions: Policy | None,
+) -> Setting:
+    """The one setting that given replicas allow."""
+    parts = replicas.split("-") if isinstance(replicas, str) else replicas
+    counts = tuple(int(part) if str(part).isdigit() else 0 for part in parts)
+    num_devices = len(task.cluster.devices)
+    if min(counts, default=0) < 1:
+        raise InputError(f"replicas is {replicas!r}; give a count ≥ 1 for every stage, as in 2-1-1")
+    if stages not in (None, len(counts)):
+        raise InputError(f"replicas are given for {len(counts)} stages, but stages is {stages}")
+    if sum(counts) > num_devices:
+        raise PlanError(
+            f"replicas {'-'.join(map(str, counts))} need {sum(counts)} devices, but there are "
+            f"{num_devices}"
+        )
+    if len(counts) > len(task.graph.layers):
+        raise PlanError(f"{len(task.graph.layers)} layers cannot make {len(counts)} stages")
+    policy = versions or USUAL.get(schedule, Flush())
+    count = max(task.num_microbatches, *counts)
+    built = families.build(schedule, num_ranks=sum(counts), num_microbatches=count, replicas=counts)
+    return Setting(built, policy, counts)
+
+
+def _setting(task: Task, name: str, num_ranks: int, versions: Policy | None) -> Setting:
     """Raise ``InputError`` where the family refuses (say, an odd number of ranks) or wants more
     stages than there are layers."""
-    made = Setting(
-        families.build(name, num_ranks=num_ranks, num_microbatches=task.num_microbatches)
-    )
+    policy = versions or USUAL.get(name, Flush())
+    # Of a stream, as many as fill the pipeline.
+    least = num_ranks if policy.asynchronous else 1
+    count = max(task.num_microbatches, least)
+    made = Setting(families.build(name, num_ranks=num_ranks, num_microbatches=count), policy)
+    check_policy(policy, name, (1,) * made.num_stages, task.num_microbatches)
     if made.schedule.weight_copies > 1:
         raise PlanError(
             f"{name} keeps {made.schedule.weight_copies} copies of each stage; a plan gives every "
@@ -159,7 +207,10 @@ def _candidates(task: Task, setting: Setting, slack: float = 0.0) -> Iterator[Ca
                 [layer.compute_seconds for layer in layers],
                 setting.num_stages,
                 edges=edges,
-                speeds=[task.cluster.devices[rank].speed for rank in setting.rank_of],
+                speeds=[
+                    task.cluster.devices[rank].speed * setting.replicas_of(stage)
+                    for stage, rank in enumerate(setting.rank_of)
+                ],
                 fits=_fits(task, setting, slack),
             )
         except PlanError:
@@ -175,9 +226,11 @@ def _fits(task: Task, setting: Setting, slack: float) -> Callable[[int, int, int
     if min(limits) == inf:
         return None
     peaks = [setting.peaks[rank] for rank in setting.rank_of]
+    copies = [setting.weight_versions(stage, task.num_microbatches) for stage in range(len(peaks))]
 
     def fits(stage: int, start: int, stop: int) -> bool:
-        return stage_bytes(*task.sizes(start, stop), peaks[stage]) <= limits[stage]
+        held = stage_bytes(*task.sizes(start, stop), peaks[stage], copies[stage])
+        return held <= limits[stage]
 
     return fits
 

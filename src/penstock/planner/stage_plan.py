@@ -7,6 +7,7 @@ from typing import Literal
 
 from penstock.cost import Costs
 from penstock.errors import InputError
+from penstock.schedule import Schedule
 from penstock.schedule.memory import Sizes
 from penstock.values import Value
 
@@ -18,7 +19,7 @@ class StagePlan(Value, frozen=True, kw_only=True):
 
     Attributes:
         layers: qualified names, consecutive in the model's order, at least one.
-        rank: the rank that runs the stage.
+        rank: the rank that runs the stage; the first of them where it has replicas.
         forward_seconds: one microbatch; likewise the other times.
         update_seconds: once per minibatch.
         hop_seconds: from this stage's output until the next stage can use it.
@@ -29,6 +30,8 @@ class StagePlan(Value, frozen=True, kw_only=True):
         input_bytes: of the stage's input: all that is kept where the whole stage runs again.
         layer_input_bytes: of the inputs of all its layers: what is kept where layers run again.
         peak_activations: microbatches in flight at the worst moment.
+        weight_versions: copies of the weights that are alive at once, and buffers as large that
+            corrections for delay need; 1 in a synchronous pipeline.
         recompute: what runs again before its backward, so that less is kept: ``"stage"`` all of it
             at once, ``"layers"`` layer by layer; ``"none"`` by default.
     """
@@ -47,6 +50,7 @@ class StagePlan(Value, frozen=True, kw_only=True):
     input_bytes: int = 0
     layer_input_bytes: int = 0
     peak_activations: float = 0.0
+    weight_versions: int = 1
     recompute: Recompute = "none"
 
     def __post_init__(self) -> None:
@@ -69,13 +73,20 @@ class StagePlan(Value, frozen=True, kw_only=True):
     def memory_bytes(self) -> int:
         """Weights, gradients, optimizer state and the activations in flight."""
         return stage_bytes(
-            self.parameter_bytes, self.optimizer_bytes, self.kept_bytes, self.peak_activations
+            self.parameter_bytes,
+            self.optimizer_bytes,
+            self.kept_bytes,
+            self.peak_activations,
+            self.weight_versions,
         )
 
 
-def stage_bytes(parameters: int, optimizer: int, activations: int, in_flight: float) -> int:
-    """Memory of a stage: weights, as many gradients, optimizer state, activations in flight."""
-    return 2 * parameters + optimizer + round(in_flight * activations)
+def stage_bytes(
+    parameters: int, optimizer: int, activations: int, in_flight: float, versions: int = 1
+) -> int:
+    """Memory of a stage: weights in all their versions, gradients of one, optimizer state,
+    activations in flight."""
+    return (versions + 1) * parameters + optimizer + round(in_flight * activations)
 
 
 def costs_of(stages: Sequence[StagePlan]) -> Costs:
@@ -102,9 +113,6 @@ def sizes_of(stages: Sequence[StagePlan]) -> Sizes:
     )
 
 
-def bytes_of_ranks(stages: Sequence[StagePlan]) -> tuple[int, ...]:
+def bytes_of_ranks(stages: Sequence[StagePlan], schedule: Schedule) -> tuple[int, ...]:
     """Predicted memory of each rank: ``StagePlan.memory_bytes`` of its stages."""
-    held = [0] * (1 + max(stage.rank for stage in stages))
-    for stage in stages:
-        held[stage.rank] += stage.memory_bytes
-    return tuple(held)
+    return tuple(sum(stages[stage].memory_bytes for stage in own) for own in schedule.stages_of)

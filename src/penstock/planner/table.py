@@ -22,7 +22,13 @@ _COLUMNS = (
 
 
 def render(
-    title: str, stages: Sequence[StagePlan], timeline: Timeline, one_device_seconds: float
+    title: str,
+    stages: Sequence[StagePlan],
+    timeline: Timeline,
+    step_seconds: float,
+    one_device_seconds: float,
+    *,
+    flushes: bool,
 ) -> str:
     """A plan as text without colour codes, about 108 columns wide: a row per stage (share: its
     seconds over the slowest stage's), the predicted step, and its drawing."""
@@ -30,7 +36,7 @@ def render(
         [
             title,
             _as_text(_stages(stages)),
-            _prediction(stages, timeline, one_device_seconds),
+            _prediction(stages, timeline, step_seconds, one_device_seconds, flushes=flushes),
             text(timeline),
         ]
     )
@@ -83,11 +89,21 @@ def _layers(names: tuple[str, ...]) -> str:
     return f"{len(names)}: {names[0]} … {names[-1]}"
 
 
-def _prediction(stages: Sequence[StagePlan], timeline: Timeline, one_device_seconds: float) -> str:
+def _prediction(
+    stages: Sequence[StagePlan],
+    timeline: Timeline,
+    step_seconds: float,
+    one_device_seconds: float,
+    *,
+    flushes: bool,
+) -> str:
+    if flushes:
+        pace = f" a step, bubble {timeline.bubble:.1%}, stage bubble {timeline.stage_bubble:.1%}"
+    else:
+        pace = " a minibatch in the steady state"
     return (
-        f"predicted: {format_seconds(timeline.makespan)} a step, bubble {timeline.bubble:.1%}, "
-        f"stage bubble {timeline.stage_bubble:.1%}, "
-        f"{format_speed_up(one_device_seconds, timeline.makespan)} one device, "
+        f"predicted: {format_seconds(step_seconds)}{pace}, "
+        f"{format_speed_up(one_device_seconds, step_seconds)} one device, "
         f"{format_bytes(sum(stage.memory_bytes for stage in stages))} in all"
     )
 

@@ -51,6 +51,7 @@ class EmulatedStage(Stage):
         criterion: Criterion | None = None,
         keep: Keep = Keep.EVERYTHING,
         skips: Mapping[str, Any] = _NO_SKIPS,
+        first: int = 0,
     ) -> Produced:
         """F: wait. Keeps the input until B or W, as a real stage does."""
         self._kept[microbatch] = inputs

@@ -22,6 +22,7 @@ from penstock.run.recipe import Parameters, Recipe
 from penstock.run.updater import Holding, SharedWeights, Updater
 from penstock.run.worker import Worker
 from penstock.schedule import Kind, Op, Schedule
+from penstock.schedule.segment import Segment
 from penstock.schedule.channels import other_end
 from penstock.simulator import simulate
 from penstock.transport import Transport
@@ -64,6 +65,7 @@ def _perform_steps(
     schedule = job.schedule()
     waits = _waits(job, schedule, alarm)
     worker = _worker(job, schedule, rank, transport, alarm, waits)
+    segment = Segment.whole(schedule)
     count = schedule.num_microbatches
     nothing = torch.zeros(())
     channel.send(None)
@@ -77,7 +79,7 @@ def _perform_steps(
         )
         waits.begin(start)
         alarm.until(start)
-        records = worker.run(schedule, minibatch).records
+        records = worker.run(segment, minibatch).records
         channel.send([time for _, *times in records for time in times])
 
 
@@ -134,7 +136,7 @@ def _planned_links(
     job: Job, schedule: Schedule, rank: int, transport: Transport, alarm: Alarm
 ) -> Transport:
     """The transport, slowed down where the plan's links are slower."""
-    edges = Program(schedule, rank).edges.items()
+    edges = Program(Segment.whole(schedule), rank).edges.items()
     hops = {edge: _hop(job, op) for op, edge in edges}
     reduces = [
         job.costs.delay(op, op)

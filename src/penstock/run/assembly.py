@@ -161,7 +161,8 @@ def _worker(
         recipe,
         layout.shared(rank, stages),
     )
-    return Worker(rank, stages, transport, recipe, updater, layout.skips)
+    stores = layout.stores(stages, updater.optimizers)
+    return Worker(rank, stages, transport, recipe, updater, layout.skips, stores)
 
 
 def _first_copies(workers: Sequence[Worker]) -> dict[int, Stage]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from penstock.activation_meter import ActivationMeter, Kept
 from penstock.stage import Stage
@@ -38,9 +40,12 @@ class Counter:
         """A new minibatch."""
         self._meter.reset_peak()
 
-    def watching(self, stage: int, unit: int) -> AbstractContextManager[None]:
-        """What autograd saves meanwhile belongs to a stage's microbatch, or slice of it."""
-        return self._meter.watching((stage, unit))
+    def watching(
+        self, stage: int, unit: int, instead: Callable[[Tensor], Any] | None = None
+    ) -> AbstractContextManager[None]:
+        """What autograd saves meanwhile belongs to a stage's microbatch, or slice of it; except
+        what ``instead`` takes the place of."""
+        return self._meter.watching((stage, unit), instead)
 
     def after(self, stage: int, unit: int) -> None:
         """Count anew what a stage holds of a microbatch, or slice, outside of autograd."""

@@ -10,19 +10,19 @@ from typing import Generic, TypeVar
 from penstock.errors import PeerError, PenstockError, StageError
 from penstock.run.minibatch import Minibatch
 from penstock.run.outcome import Outcome
-from penstock.schedule import Schedule
+from penstock.schedule.segment import Segment
 
 T = TypeVar("T")
 
 
 class Driver(ABC, Generic[T]):
-    """Makes all ranks run schedules on minibatches, in the order in which they are submitted.
+    """Makes all ranks run segments on minibatches, in the order in which they are submitted.
 
     ``T`` is what stands for a submitted minibatch until it is collected.
     """
 
     @abstractmethod
-    def submit(self, schedule: Schedule, minibatch: Minibatch) -> T:
+    def submit(self, segment: Segment, minibatch: Minibatch) -> T:
         """Begin one minibatch."""
 
     @abstractmethod
@@ -33,9 +33,9 @@ class Driver(ABC, Generic[T]):
             RunError: the first failure of any rank.
         """
 
-    def run(self, schedule: Schedule, minibatch: Minibatch) -> Outcome:
+    def run(self, segment: Segment, minibatch: Minibatch) -> Outcome:
         """Run one minibatch from beginning to end."""
-        return self.collect(self.submit(schedule, minibatch))
+        return self.collect(self.submit(segment, minibatch))
 
     @abstractmethod
     def close(self, why: str = "") -> None:

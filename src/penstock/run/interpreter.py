@@ -25,8 +25,10 @@ class Restart(Exception):
     """What the ops so far have computed is void; the caller is to perform all of them again."""
 
 
-def perform_all(ops: Iterable[Op], performer: Performer, journal: Journal) -> None:
+def perform_all(ops: Iterable[Op], performer: Performer, journal: Journal, base: int = 0) -> None:
     """Perform ops in order, and write down when each began and ended.
+
+    ``base`` is how many microbatches come before those of the ops, for errors.
 
     Raises:
         StageError: the user's code raised; stage, microbatch and op are named, and the original is
@@ -43,7 +45,7 @@ def perform_all(ops: Iterable[Op], performer: Performer, journal: Journal) -> No
         except (RunError, Restart):
             raise
         except Exception as error:
-            raise stage_error(op, error) from error
+            raise stage_error(op._replace(microbatch=op.microbatch + base), error) from error
         write(Record(op, start, time.perf_counter()))
     journal.current = None
 

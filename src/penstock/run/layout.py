@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from penstock.run.updater import Holding, SharedWeights
 from penstock.slices import check_sliceable
 from penstock.spine import NamedLayer
 from penstock.stage import Stage
+from penstock.store import WeightStore
 
 
 class _Weight(NamedTuple):
@@ -79,13 +80,15 @@ class Layout:
         borders = itertools.pairwise(itertools.accumulate(sizes, initial=0))
         self._layers_of = [tuple(layers[start:stop]) for start, stop in borders]
         self._plan = plan
-        self._schedule = plan.build_schedule()
+        self._schedule = plan.placement
         if self.num_slices > 1:
             check_sliceable(layers)
         self._streams = streams
         self._one_process = one_process
         self._weights = self._find_weights(model)
         self._check_buffers()
+        if plan.versions.asynchronous:
+            self._check_untied()
         self._twins: list[tuple[nn.Module, nn.Module]] = []
         self._equal: list[tuple[nn.Parameter, nn.Parameter]] = []
 
@@ -120,6 +123,17 @@ class Layout:
                             "statistics of its own; choose a schedule or cuts that leave it on one "
                             "rank, or a norm without running statistics"
                         )
+
+    def _check_untied(self) -> None:
+        """Gradients of one weight from several stages would be of different ages."""
+        for one in self._weights:
+            stages = sorted({stage for _, stage in one.users})
+            if len(stages) > 1:
+                raise ModelError(
+                    f"{one.name!r} is tied between stages {', '.join(map(str, stages))}, whose "
+                    "gradients are of different ages without a flush; put the layers that share it "
+                    "into one stage, untie them, or choose a synchronous schedule"
+                )
 
     @cached_property
     def shared_stages(self) -> frozenset[int]:
@@ -202,11 +216,35 @@ class Layout:
         found: dict[int, Holding] = {}
         for stage in stages:
             first = [one for one in self._weights if min(one.stages(rank), default=None) == stage]
+            plan, place = self._plan, self._plan.place(stage)
+            by_microbatch = plan.versions.asynchronous and plan.versions.updates == "microbatch"
             found[stage] = Holding(
                 {one.name: own[one.place] for one in first},
                 {one.place: own[one.place] for one in first if one.ranks[0] == rank},
+                place,
+                plan.versions.delay(place),
+                # An update is the mean of r microbatches, so there are r times fewer.
+                plan.replicas[stage] if by_microbatch else 1.0,
             )
         return found
+
+    def stores(
+        self, stages: dict[int, Stage], optimizers: Mapping[int, torch.optim.Optimizer]
+    ) -> dict[int, WeightStore]:
+        """Where the versions of a rank's weights are kept, if there are several."""
+        plan = self._plan
+        if not plan.versions.asynchronous:
+            return {}
+        return {
+            index: WeightStore(
+                [module for layer in stage.layers for module in layer.module.modules()],
+                plan.versions,
+                plan.place(index),
+                plan.replicas,
+                optimizers.get(index),
+            )
+            for index, stage in stages.items()
+        }
 
     def shared(self, rank: int, stages: dict[int, Stage]) -> list[SharedWeights]:
         """The weights of a rank that others hold, too; those with the same users together."""

@@ -11,26 +11,25 @@ from penstock.schedule.lower import (
     add_communication,
     add_reduce,
     add_update,
+    add_updates,
     forward_only,
 )
+from penstock.schedule.rounds import Rounds
 
 
-def lowered(
-    plan: Plan, layout: Layout, recipe: Recipe, num_microbatches: int, training: bool, update: bool
+def synchronous(
+    plan: Plan, layout: Layout, recipe: Recipe, num_microbatches: int, update: bool
 ) -> Schedule:
-    """What the ranks perform for one minibatch.
+    """What the ranks perform for one flushed minibatch.
 
     Args:
         plan: whose schedule it is.
         layout: of the model.
         recipe: how to train.
         num_microbatches: that there are.
-        training: otherwise only the forwards.
         update: whether weights are updated at the end.
     """
     schedule = plan.build_schedule(num_microbatches)
-    if not training:
-        return add_communication(forward_only(schedule))
     if update:
         agrees, late = recipe.needs_agreement, recipe.post_validate
         schedule = add_reduce(schedule, layout.shared_stages)
@@ -38,3 +37,13 @@ def lowered(
         if agrees:
             schedule = add_agreement(schedule, late=late)
     return add_communication(schedule)
+
+
+def asynchronous(plan: Plan, num_microbatches: int, rounds: Rounds) -> Schedule:
+    """What the ranks perform for a stream of microbatches that ends there."""
+    return add_communication(add_updates(plan.build_schedule(num_microbatches), rounds))
+
+
+def forwards(plan: Plan, num_microbatches: int) -> Schedule:
+    """What the ranks perform to evaluate."""
+    return add_communication(forward_only(plan.build_schedule(num_microbatches)))

@@ -27,30 +27,39 @@ class Mail:
         self._program = program
         self._transport = transport
         self._number = number
+        self._base = 0
         self._values: dict[tuple[int, int], Any] = {}
         self._gradients: dict[tuple[int, int], Gradients] = {}
         self._skips: dict[tuple[int, int, bool], Any] = {}
 
+    def turn_to(self, program: Program, base: int) -> None:
+        """Go on with the next segment, whose units count from ``base``."""
+        self._program = program
+        self._base = base
+
+    def _unit(self, op: Op) -> int:
+        return self._base + self._program.unit(op)
+
     def value_for(self, op: Op) -> Any:
         """The input of a forward, from the stage before."""
-        return self._values.pop((op.stage, self._program.unit(op)))
+        return self._values.pop((op.stage, self._unit(op)))
 
     def pass_value(self, op: Op, value: Any) -> None:
         """The output of a forward, for the stage after."""
-        self._values[op.stage + 1, self._program.unit(op)] = value
+        self._values[op.stage + 1, self._unit(op)] = value
 
     def gradients_for(self, op: Op) -> Gradients:
         """Of a stage's output, from the stage after."""
-        return self._gradients.pop((op.stage, self._program.unit(op)))
+        return self._gradients.pop((op.stage, self._unit(op)))
 
     def pass_gradients(self, op: Op, gradients: Gradients) -> None:
         """Of a stage's input, for the stage before."""
         if op.stage > 0:
-            self._gradients[op.stage - 1, self._program.unit(op)] = gradients
+            self._gradients[op.stage - 1, self._unit(op)] = gradients
 
     def send(self, op: Op) -> None:
         """Perform a send."""
-        forward, unit = op.kind is Kind.SEND_FORWARD, self._program.unit(op)
+        forward, unit = op.kind is Kind.SEND_FORWARD, self._unit(op)
         value = (
             self._values.pop((op.stage + 1, unit))
             if forward
@@ -60,7 +69,7 @@ class Mail:
 
     def receive(self, op: Op) -> None:
         """Perform a receive."""
-        program, unit = self._program, self._program.unit(op)
+        program, unit = self._program, self._unit(op)
         value = self._transport.recv(program.edges[op], self._number + unit, program.waiting[op])
         kept: dict[tuple[int, int], Any] = (
             self._values if op.kind is Kind.RECV_FORWARD else self._gradients
@@ -89,14 +98,14 @@ class Mail:
 
     def _hand(self, route: SkipRoute, op: Op, value: Any, *, backward: bool) -> None:
         # The chain carries the same microbatch there later, so nobody waits for it.
-        edge, unit = self._edge(route, op, backward), self._program.unit(op)
+        edge, unit = self._edge(route, op, backward), self._unit(op)
         if edge is not None:
             self._transport.send(edge, self._number + unit, value)
         else:
             self._skips[route.number, unit, backward] = value
 
     def _take(self, route: SkipRoute, op: Op, *, backward: bool) -> Any:
-        edge, unit = self._edge(route, op, backward), self._program.unit(op)
+        edge, unit = self._edge(route, op, backward), self._unit(op)
         if edge is None:
             return self._skips.pop((route.number, unit, backward))
         what = "the gradient of skip" if backward else "skip"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.run.counting import Peak
 from penstock.run.journal import Record
+from penstock.store import Held
 
 
 def _autocast_here() -> dict[str, torch.dtype]:
@@ -43,6 +44,11 @@ class Minibatch:
         share: the factor on the gradients alone, where several minibatches make one update.
         more_follow: the caller goes on at once, so that what is still open may be settled then.
         num_slices: of a microbatch.
+        index: its number in its stream; a synchronous minibatch is a stream of its own.
+        first: how many microbatches of the stream come before it.
+        base: how many come before the window of its segment.
+        drains: it has no microbatches; what is in flight comes to its end.
+        synchronous: of an asynchronous pipeline that is flushed after this minibatch.
         autocast: device types and dtypes for which the thread that made this had autocast on.
     """
 
@@ -53,12 +59,22 @@ class Minibatch:
     share: float = 1.0
     more_follow: bool = False
     num_slices: int = 1
+    index: int = 0
+    first: int = 0
+    base: int = 0
+    drains: bool = False
+    synchronous: bool = True
     autocast: Mapping[str, torch.dtype] = field(default_factory=_autocast_here)
 
     @property
     def num_microbatches(self) -> int:
         """How many there are."""
         return len(self.inputs) // self.num_slices
+
+    @property
+    def trains(self) -> bool:
+        """Whether gradients are wanted."""
+        return bool(self.targets) or self.drains
 
 
 @dataclass
@@ -73,6 +89,9 @@ class Harvest:
         norm: of the whole model's gradients, where ranks agree on it.
         peak: the most that the rank held at once, where that is counted.
         number: tells this run of the worker from others.
+        versions: of the weights, as each op read them; −1 where it read none; empty where there
+            is only one.
+        held: the most versions of its stage's weights that the rank held since the stream began.
     """
 
     records: list[Record] = field(default_factory=list)
@@ -82,12 +101,14 @@ class Harvest:
     norm: Tensor | None = None
     peak: Peak | None = None
     number: int = 0
+    versions: list[int] = field(default_factory=list)
+    held: Held | None = None
 
 
 @contextmanager
 def modes(minibatch: Minibatch) -> Iterator[None]:
     """What holds in any thread: gradients if there are targets; no autocast beside the forward."""
-    training = bool(minibatch.targets)
+    training = minibatch.trains
     inference = torch.inference_mode(False) if training else nullcontext()
     with inference, torch.set_grad_enabled(training), autocast(_autocast_here(), enabled=False):
         yield

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.run.counting import Peak
 from penstock.run.journal import Record
+from penstock.store import Held
 from penstock.timeline import Row, Timeline
 
 
@@ -33,6 +34,10 @@ class Part(Protocol):
     def peak(self) -> Peak | None:
         """Where memory is counted."""
 
+    @property
+    def held(self) -> Held | None:
+        """Where weights have versions."""
+
 
 class Outcome(NamedTuple):
     """The result of one minibatch.
@@ -41,33 +46,40 @@ class Outcome(NamedTuple):
         loss: weighted as on one device; ``None`` without targets.
         outputs: of every microbatch in order; empty with targets.
         metrics: weighted like the loss.
-        timeline: measured; ``None`` where recording is off.
+        rows: what each rank did; ``None`` where recording is off.
         norm: of all gradients before clipping, where ranks agree on it.
         peaks: of every rank, where memory is counted and told.
+        held: the versions of its weights that every rank held, where there are several.
+        begins: whether nothing was in flight before it.
     """
 
     loss: Tensor | None
     outputs: Sequence[Any]
     metrics: dict[str, Tensor]
-    timeline: Timeline | None
+    rows: Sequence[Row] | None
     norm: Tensor | None
     peaks: tuple[Peak, ...]
+    held: tuple[Held, ...]
+    begins: bool
 
     @classmethod
     def of(
         cls,
         parts: Sequence[Part],
         weights: Sequence[float],
-        timeline: Timeline | None,
+        rows: Sequence[Row] | None,
         norm: Tensor | None,
+        *,
+        begins: bool = True,
     ) -> Outcome:
         """Put together what the ranks have.
 
         Args:
             parts: of the ranks, in any order; no two have the same microbatch.
             weights: the factor on each microbatch's loss.
-            timeline: of all ranks, if it was recorded.
+            rows: of all ranks, if they were recorded.
             norm: of all gradients, if ranks agree on it.
+            begins: whether nothing was in flight before.
         """
         losses = {k: loss for part in parts for k, loss in part.losses.items()}
         outputs = {k: value for part in parts for k, value in part.outputs.items()}
@@ -80,9 +92,11 @@ class Outcome(NamedTuple):
             weighted_sum(losses, weights),
             [outputs[k] for k in sorted(outputs)],
             {name: value for name, value in sums.items() if value is not None},
-            timeline,
+            rows,
             norm,
             tuple(part.peak for part in parts if part.peak is not None),
+            tuple(part.held for part in parts if part.held is not None),
+            begins,
         )
 
 
@@ -97,30 +111,58 @@ def weighted_sum(losses: Mapping[int, Tensor], weights: Sequence[float]) -> Tens
     return total
 
 
-def timeline(
-    records: Sequence[Sequence[Record]], name: str, clock_offsets: Sequence[float] | None = None
-) -> Timeline:
-    """The measured timeline from every rank's records.
+def row(
+    records: Sequence[Record],
+    versions: Sequence[int] = (),
+    base: int = 0,
+    clock_offset: float = 0.0,
+) -> Row:
+    """What a rank did, in seconds of rank 0's clock.
 
     Args:
-        records: of every rank, in seconds of its own clock.
-        name: of the schedule.
-        clock_offsets: by how many seconds each rank's clock is ahead of rank 0's, as
-            ``run.clocks.clock_offsets`` finds; by default all read the same clock.
+        records: in order.
+        versions: of the weights that each op read, if there are several.
+        base: how many microbatches of the stream come before those of the records.
+        clock_offset: by how many seconds the rank's clock is ahead of rank 0's.
     """
-    ahead = [0.0] * len(records) if clock_offsets is None else clock_offsets
-    begins = [own[0].start - offset for own, offset in zip(records, ahead, strict=True) if own]
-    zero = min(begins, default=0.0)
     # Once per step, so column by column: several times as fast as span by span.
-    rows = (_row(own, zero + offset) for own, offset in zip(records, ahead, strict=True))
-    return Timeline(tuple(rows), name, "measured")
-
-
-def _row(records: Sequence[Record], zero: float) -> Row:
-    """A rank's records, which are in order, as a row that counts from ``zero``."""
     ops, starts, ends = zip(*records, strict=True) if records else ((), (), ())
+    if base:
+        ops = tuple([op._replace(microbatch=op.microbatch + base) for op in ops])
     return Row(
         ops,
-        array("d", [start - zero for start in starts]),
-        array("d", [end - zero for end in ends]),
+        array("d", [start - clock_offset for start in starts]),
+        array("d", [end - clock_offset for end in ends]),
+        tuple(versions) or None,
+    )
+
+
+def timeline(steps: Sequence[Sequence[Row]], name: str) -> Timeline:
+    """The measured timeline of one minibatch, or of several that belong together.
+
+    Args:
+        steps: of each minibatch, every rank's row.
+        name: of the schedule.
+    """
+    columns = [_joined(rows) for rows in zip(*steps, strict=True)]
+    zero = min((own.starts[0] for own in columns if own.ops), default=0.0)
+    moved = (
+        own._replace(
+            starts=array("d", [start - zero for start in own.starts]),
+            ends=array("d", [end - zero for end in own.ends]),
+        )
+        for own in columns
+    )
+    return Timeline(tuple(moved), name, "measured")
+
+
+def _joined(rows: Sequence[Row]) -> Row:
+    if len(rows) == 1:
+        return rows[0]
+    known = all(own.versions is not None or not own.ops for own in rows)
+    return Row(
+        tuple(op for own in rows for op in own.ops),
+        array("d", [start for own in rows for start in own.starts]),
+        array("d", [end for own in rows for end in own.ends]),
+        tuple(version for own in rows for version in own.versions or ()) if known else None,
     )

@@ -22,8 +22,9 @@ from penstock.run.minibatch import Harvest, Minibatch
 from penstock.run.outcome import Outcome
 from penstock.run.tags import AGREEMENT_TAG, FIRST_EXCHANGE, REPORT_TAG
 from penstock.run.worker import Worker
-from penstock.schedule import Schedule
-from penstock.timeline import Timeline
+from penstock.schedule.segment import Segment
+from penstock.store import Held
+from penstock.timeline import Row
 from penstock.transport import Edge, ProcessTransport
 from penstock.transport.base import LARGEST_NUMBER
 from penstock.transport.meeting import this_host
@@ -36,21 +37,23 @@ _LOOK_AGAIN_SECONDS = 0.01
 class Report(NamedTuple):
     """What a rank tells all others at the end of a step.
 
-    ``times`` holds (start, end) of every op of its program, which all ranks know: numbers travel
-    ten times as fast as pickled ops.
+    ``times`` holds (start, end) of every op of its program, which all ranks know, and ``versions``
+    the weight version that it read: numbers travel ten times as fast as pickled ops.
     """
 
     times: Tensor | None
+    versions: Tensor
     losses: dict[int, Tensor]
     outputs: dict[int, Any]
     metrics: dict[str, dict[int, Tensor]]
     peak: Peak | None
+    held: Held | None
 
 
 class Ticket(NamedTuple):
     """A minibatch of which this rank's ops are done."""
 
-    schedule: Schedule
+    segment: Segment
     minibatch: Minibatch
     harvest: Harvest
 
@@ -144,33 +147,34 @@ class ProcessDriver(Driver[Ticket]):
         self._failure: str | None = None
         self._board = Board(transport.group, worker.rank, num_ranks)
 
-    def submit(self, schedule: Schedule, minibatch: Minibatch) -> Ticket:
+    def submit(self, segment: Segment, minibatch: Minibatch) -> Ticket:
         """Perform this rank's ops and tell their results; the other ranks do likewise."""
         if self._failure:
             raise RunError(f"this pipeline has failed ({self._failure}); start the job again")
-        with self._telling_failures(schedule, minibatch.step):
-            harvest = self._worker.run(schedule, minibatch)
-            if self._worker.rank in self._telling(schedule):
+        with self._telling_failures(segment, minibatch.step):
+            harvest = self._worker.run(segment, minibatch)
+            if self._worker.rank in self._telling(segment):
                 own = self._report(harvest)
                 for edge in self._edges_to_all(REPORT_TAG):
                     self._transport.send(edge, FIRST_EXCHANGE + harvest.number, own)
-        return Ticket(schedule, minibatch, harvest)
+        return Ticket(segment, minibatch, harvest)
 
     def collect(self, ticket: Ticket) -> Outcome:
-        schedule, minibatch, harvest = ticket
-        with self._telling_failures(schedule, minibatch.step):
-            reports = self._reports(schedule, harvest, minibatch.step)
+        segment, minibatch, harvest = ticket
+        with self._telling_failures(segment, minibatch.step):
+            reports = self._reports(segment, harvest, minibatch.step)
             if not minibatch.more_follow:
                 self._transport.flush()
         return Outcome.of(
             reports,
             minibatch.weights,
-            self._timeline(schedule, reports) if self._record and schedule.where else None,
+            self._rows(ticket, reports) if self._record and any(segment.ranks) else None,
             harvest.norm,
+            begins=segment.begins,
         )
 
     @contextmanager
-    def _telling_failures(self, schedule: Schedule, step: int) -> Iterator[None]:
+    def _telling_failures(self, segment: Segment, step: int) -> Iterator[None]:
         rank = self._worker.rank
         try:
             with naming(rank, step):
@@ -180,7 +184,7 @@ class ProcessDriver(Driver[Ticket]):
             if not getattr(error, "__notes__", ()):
                 error.add_note(self._worker.dump())
             edges = [
-                *self._worker.outgoing(schedule),
+                *self._worker.outgoing(segment),
                 *self._edges_to_all(AGREEMENT_TAG),
                 *self._edges_to_all(REPORT_TAG),
             ]
@@ -200,11 +204,14 @@ class ProcessDriver(Driver[Ticket]):
         if self._record:
             pairs = [(start, end) for _, start, end in harvest.records]
             times = torch.tensor(pairs, dtype=torch.float64)
+        versions = torch.tensor(harvest.versions, dtype=torch.int64)
         if self._share_results:
-            return Report(times, harvest.losses, harvest.outputs, harvest.metrics, harvest.peak)
-        return Report(times, {}, {}, {}, harvest.peak)
+            results = harvest.losses, harvest.outputs, harvest.metrics
+        else:
+            results = {}, {}, {}
+        return Report(times, versions, *results, harvest.peak, harvest.held)
 
-    def _reports(self, schedule: Schedule, harvest: Harvest, step: int) -> list[Report]:
+    def _reports(self, segment: Segment, harvest: Harvest, step: int) -> list[Report]:
         """Every rank's report that holds anything; of the others nothing is sent."""
         rank = self._worker.rank
         own = self._report(harvest)._replace(
@@ -220,26 +227,31 @@ class ProcessDriver(Driver[Ticket]):
                     f"rank {rank}, waiting at the end of step {step} for rank {other}'s results",
                 )
             )
-            for other in sorted({rank, *self._telling(schedule)})
+            for other in sorted({rank, *self._telling(segment)})
         ]
 
-    def _telling(self, schedule: Schedule) -> set[int]:
+    def _telling(self, segment: Segment) -> set[int]:
         """The ranks that have something to tell: records, peaks, or results of the last stage."""
-        if not schedule.where:
+        if not any(segment.ranks):
             return set()  # others may be in the middle of something
         if self._record or self._worker.counts_memory:
             return set(range(self._num_ranks))
-        last = schedule.num_stages - 1
-        have_results = {rank for op, rank in schedule.where.items() if op.stage == last}
+        last = segment.schedule.num_stages - 1
+        have_results = set(segment.schedule.ranks_of(last))
         return have_results if self._share_results else set()
 
-    def _timeline(self, schedule: Schedule, reports: list[Report]) -> Timeline:
-        records = [
-            [Record(op, *times) for op, times in zip(ops, report.times.tolist(), strict=True)]
-            for ops, report in zip(schedule.ranks, reports, strict=True)
+    def _rows(self, ticket: Ticket, reports: list[Report]) -> list[Row]:
+        offsets = self._clock_offsets or [0.0] * self._num_ranks
+        return [
+            outcome.row(
+                [Record(op, *times) for op, times in zip(ops, report.times.tolist(), strict=True)],
+                report.versions.tolist(),
+                ticket.minibatch.base,
+                offset,
+            )
+            for ops, report, offset in zip(ticket.segment.ranks, reports, offsets, strict=True)
             if report.times is not None
         ]
-        return outcome.timeline(records, schedule.name, self._clock_offsets)
 
     def _edges_to_all(self, tag: int) -> list[Edge]:
         rank = self._worker.rank

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.run.tags import SKIP_TAGS
-from penstock.schedule import Kind, Op, Schedule
+from penstock.schedule import Kind, Op
+from penstock.schedule.segment import Segment
 from penstock.stage import Keep
 from penstock.transport import Edge
 
@@ -43,7 +44,7 @@ class Program:
     """What one rank does for one minibatch.
 
     Args:
-        schedule: lowered.
+        segment: of a lowered schedule.
         rank: which.
         skips: of the model.
 
@@ -57,16 +58,19 @@ class Program:
         stashes, recalls: the skip routes that begin and end at a stage.
     """
 
-    def __init__(self, schedule: Schedule, rank: int, skips: Sequence[SkipRoute] = ()) -> None:
-        self.schedule = schedule
+    def __init__(self, segment: Segment, rank: int, skips: Sequence[SkipRoute] = ()) -> None:
+        self.segment = segment
+        self.schedule = schedule = segment.schedule
         self.rank = rank
-        self.ops = schedule.ranks[rank]
+        self.ops = segment.ranks[rank]
+        # What is forwarded here may go back in a later segment, and others may wait for that.
+        self._all_ops = schedule.ranks[rank]
         self.last_stage = schedule.num_stages - 1
         self.num_slices = schedule.num_slices
         self.keeps, self.keeps_again = self._keeps()
         self.edges: dict[Op, Edge] = {}
         self.waiting: dict[Op, str] = {}
-        for op in self.ops:
+        for op in self._all_ops:
             self._route(op)
         self.stashes: dict[int, list[SkipRoute]] = defaultdict(list)
         self.recalls: dict[int, list[SkipRoute]] = defaultdict(list)
@@ -75,12 +79,13 @@ class Program:
             self.recalls[route.target].append(route)
 
     def unit(self, op: Op) -> int:
-        """The number of the microbatch, or of its slice, that an op works on."""
+        """The number of the microbatch, or of its slice, that an op works on; from the beginning
+        of the segment's window."""
         return op.microbatch * self.num_slices + op.slice
 
     def _keeps(self) -> tuple[dict[tuple[int, int], Keep], dict[tuple[int, int], Keep]]:
         def units(kind: Kind) -> list[tuple[int, int]]:
-            return [(op.stage, self.unit(op)) for op in self.ops if op.kind is kind]
+            return [(op.stage, self.unit(op)) for op in self._all_ops if op.kind is kind]
 
         split, again = set(units(Kind.BACKWARD_INPUT)), set(units(Kind.RECOMPUTE))
         forwards = units(Kind.FORWARD)
@@ -122,8 +127,8 @@ class Program:
 
     def outgoing(self) -> set[Edge]:
         """The edges on which others may wait for this rank's values and gradients."""
-        found = {self.edges[op] for op in self.ops if op.kind in _SENDS}
-        forwards = [op for op in self.ops if op.kind is Kind.FORWARD]
+        found = {self.edges[op] for op in self._all_ops if op.kind in _SENDS}
+        forwards = [op for op in self._all_ops if op.kind is Kind.FORWARD]
         for op in forwards:
             for routes, backward in ((self.stashes, False), (self.recalls, True)):
                 edges = (

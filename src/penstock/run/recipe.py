@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from penstock.errors import InputError
 from penstock.values import expect, one_of
+from penstock.versions import Flush, Policy, Updates
 
 BatchNormStatistics = Literal["microbatch", "minibatch"]
 Loss = Callable[[Any, Any], Tensor]
@@ -23,11 +24,24 @@ class Parameters(list[nn.Parameter]):
 
     Args:
         named: (the name in the whole model, parameter) of each.
+        stage: whose they are.
+        num_stages: of the pipeline.
+        delay: how many updates old the stage's gradients are when they are applied; 0 in a
+            synchronous pipeline.
     """
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        stage: int = 0,
+        num_stages: int = 1,
+        delay: float = 0.0,
+    ) -> None:
         super().__init__(parameter for _, parameter in named)
         self._named = tuple(named)
+        self.stage = stage
+        self.num_stages = num_stages
+        self.delay = delay
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name in the whole model, parameter) of each, to make parameter groups by name."""
@@ -97,11 +111,15 @@ class Recipe:
         optimizer: makes the optimizer of a stage; without one, gradients only accumulate.
         lr_scheduler: makes the scheduler of an optimizer; stepped after each update.
         clip_norm: the most that the global norm of the gradients may be.
+        clip_stage_norm: the most that the norm of one stage's gradients may be.
         loss_scale: what the loss is multiplied by so that small gradients survive.
         post_validate: update before the global norm is known, and undo it if that was wrong.
         metrics: by name, from (output, targets) of a microbatch to a number.
         stop_at_nan: raise when the loss of a microbatch is not finite.
         count_memory: count what each rank keeps for backwards.
+        versions: which weights passes read.
+        averages: whether the loss is a mean, so that gradients of replicas are averaged where each
+            microbatch is an update.
         batch_norm: whose statistics the running ones of batch norm are made of.
     """
 
@@ -109,12 +127,15 @@ class Recipe:
     optimizer: OptimizerFactory | None = None
     lr_scheduler: SchedulerFactory | None = None
     clip_norm: float | None = None
+    clip_stage_norm: float | None = None
     loss_scale: LossScale | None = None
     post_validate: bool = False
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     stop_at_nan: bool = True
     batch_norm: BatchNormStatistics = "microbatch"
     count_memory: bool = False
+    versions: Policy = field(default_factory=Flush)
+    averages: bool = True
 
     def __post_init__(self) -> None:
         for name, example in _EXAMPLES.items():
@@ -122,17 +143,48 @@ class Recipe:
             if function is not None:
                 expect(function, Callable, name, f"give a function, as in {name}={example}")
         one_of("batch_norm", self.batch_norm, get_args(BatchNormStatistics))
-        if self.clip_norm is not None and not 0 < self.clip_norm < float("inf"):
-            raise InputError(f"clip_norm is {self.clip_norm}, but must be > 0 and finite")
+        for name in ("clip_norm", "clip_stage_norm"):
+            limit = getattr(self, name)
+            if limit is not None and not 0 < limit < float("inf"):
+                raise InputError(f"{name} is {limit}, but must be > 0 and finite")
         if self.optimizer is None:
-            for name in ("lr_scheduler", "clip_norm", "loss_scale"):
+            for name in ("lr_scheduler", "clip_norm", "clip_stage_norm", "loss_scale"):
                 if getattr(self, name) is not None:
                     raise InputError(f"{name} needs an optimizer; give optimizer=… as well")
+        if self.versions.asynchronous:
+            self._check_asynchronous()
         if self.post_validate and not self.needs_agreement:
             raise InputError(
                 "post_validate is for updates that depend on all ranks: give clip_norm or a "
                 "grad_scaler too, or leave it out; other updates wait for nobody anyway"
             )
+
+    def _check_asynchronous(self) -> None:
+        """What needs all stages' gradients of one update is not to be had without a flush."""
+        refusals = {
+            "clip_norm": "clip_stage_norm clips each stage by itself",
+            "loss_scale": "use bfloat16, which needs no GradScaler",
+            "post_validate": "it is for updates that depend on all ranks; leave it out",
+        }
+        for name, remedy in refusals.items():
+            if getattr(self, name):
+                what = "a grad_scaler" if name == "loss_scale" else name
+                raise InputError(
+                    f"{what} needs the gradients of all stages at one update, which a pipeline "
+                    f"that never flushes does not have; {remedy}"
+                )
+        if self.batch_norm == "minibatch":
+            raise InputError(
+                "batch_norm='minibatch' needs a flush after each minibatch; without one, running "
+                "statistics follow every microbatch: leave it out"
+            )
+        if self.loss is not None and self.optimizer is None:
+            raise InputError("without a flush there are no gradients to keep: give optimizer=…")
+
+    @property
+    def updates(self) -> Updates:
+        """What an update is made of."""
+        return self.versions.updates
 
     @property
     def needs_agreement(self) -> bool:

@@ -23,7 +23,7 @@ from penstock.run.minibatch import Harvest, Minibatch
 from penstock.run.outcome import Outcome
 from penstock.run.tags import END_TAG, FIRST_EXCHANGE
 from penstock.run.worker import Worker
-from penstock.schedule import Schedule
+from penstock.schedule.segment import Segment
 from penstock.transport import Edge, ThreadTransport
 from penstock.transport.base import LARGEST_NUMBER
 
@@ -39,7 +39,7 @@ class Ticket:
     ``num_updates`` holds how many steps each rank's optimizers had begun when it was through.
     """
 
-    schedule: Schedule
+    segment: Segment
     minibatch: Minibatch
     futures: list[Future[Harvest]]
     num_updates: list[int]
@@ -74,11 +74,11 @@ class ThreadDriver(Driver[Ticket]):
             self._threads.append(thread)
             thread.start()
 
-    def submit(self, schedule: Schedule, minibatch: Minibatch) -> Ticket:
+    def submit(self, segment: Segment, minibatch: Minibatch) -> Ticket:
         if self._unusable:
             raise RunError(f"{self._unusable}; restore the weights and build a new Pipeline")
         ticket = Ticket(
-            schedule, minibatch, [Future() for _ in self._workers], [0] * len(self._workers)
+            segment, minibatch, [Future() for _ in self._workers], [0] * len(self._workers)
         )
         with self._until_we_know_better():
             self._under_way.append(ticket)
@@ -106,12 +106,16 @@ class ThreadDriver(Driver[Ticket]):
         self._updates_before = ticket.num_updates
         self._unusable = None
         harvests = [future.result() for future in futures]
-        records = [harvest.records for harvest in harvests]
+        rows = [
+            outcome.row(harvest.records, harvest.versions, ticket.minibatch.base)
+            for harvest in harvests
+        ]
         return Outcome.of(
             harvests,
             ticket.minibatch.weights,
-            outcome.timeline(records, ticket.schedule.name),
+            rows,
             harvests[0].norm,
+            begins=ticket.segment.begins,
         )
 
     @contextmanager
@@ -131,7 +135,7 @@ class ThreadDriver(Driver[Ticket]):
             raise PeerError("the minibatch before this one failed")
         try:
             with naming(worker.rank, minibatch.step):
-                harvest = worker.run(ticket.schedule, minibatch)
+                harvest = worker.run(ticket.segment, minibatch)
             ticket.num_updates[worker.rank] = worker.updater.num_updates
             if not minibatch.more_follow:
                 self._await_next(worker, harvest, minibatch.step)
@@ -160,7 +164,7 @@ class ThreadDriver(Driver[Ticket]):
         """Let cancelled workers stop; after a clean stop the next step may run."""
         self._failed = True
         futures = [future for ticket in self._under_way for future in ticket.futures]
-        trained = any(ticket.minibatch.targets for ticket in self._under_way)
+        trained = any(ticket.minibatch.trains for ticket in self._under_way)
         self._under_way.clear()
         _, running = wait(futures, timeout=_GRACE_SECONDS)
         if running:

@@ -1,18 +1,20 @@
 """From gradients to weights, on one rank: sums of shared weights, unscaling, clipping, steps.
 
-Three ways to update, all with the result of one device:
+Three synchronous ways to update, all with the result of one device:
 
 - Nothing global is asked for: each stage steps as soon as its gradients are complete.
 - Ranks agree first: all tell their norms, wait for the others', clip or skip, then step.
 - Post-validated: each stage steps at once, and its rank tells the norms; the verdict is read when
   the next minibatch is under way; where it was wrong to step, the step is undone and made again.
+
+In an asynchronous pipeline, each stage steps at the end of each of its rounds, on its own.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ from penstock.run.recipe import OptimizerFactory, Parameters, Recipe
 from penstock.run.tags import FIRST_EXCHANGE, SHARED_TAGS
 from penstock.transport import Edge, Transport
 from penstock.values import expect
+from penstock.versions import Place
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,16 @@ class Holding:
             rank use is in the first of them only.
         counted: those whose norm this rank tells, by their place in the model: of every weight,
             one of its holders does.
+        place: of the stage in the pipeline.
+        delay: how many updates old its gradients are when they are applied.
+        rate: what its learning rates are multiplied by.
     """
 
     named: Mapping[str, nn.Parameter]
     counted: Mapping[int, nn.Parameter]
+    place: Place = field(default_factory=lambda: Place(0, 1, 0))
+    delay: float = 0.0
+    rate: float = 1.0
 
 
 class SharedWeights(NamedTuple):
@@ -117,6 +126,9 @@ class Updater:
         self._recipe = recipe
         self._shared = shared
         self._number = 0
+        self._averages = False
+        self._asynchronous = False
+        self._num_gathered = 0
         self._to_hand_in: list[set[int]] = []
         self._to_sum: set[int] = set()
         self._to_update: set[int] = set()
@@ -130,12 +142,21 @@ class Updater:
         """Whether steps have been made that are not validated yet."""
         return self._pending is not None or bool(self._undo)
 
-    def begin(self, number: int) -> None:
-        """Start a minibatch; ``number`` tells its messages from those of others."""
-        self._number = FIRST_EXCHANGE + number
+    def begin(self, number: int, *, asynchronous: bool = False) -> None:
+        """Start a minibatch, or a stream of them if it is asynchronous; ``number`` tells its
+        messages from those of others."""
+        self._asynchronous = asynchronous
+        self._averages = (
+            asynchronous and self._recipe.averages and self._recipe.updates == "microbatch"
+        )
+        self._begin_round(FIRST_EXCHANGE + number)
+
+    def _begin_round(self, number: int) -> None:
+        self._number = number
         self._to_hand_in = [set(one.stages) for one in self._shared]
         self._to_sum = set(range(len(self._shared)))
         self._to_update = set(self._holdings)
+        self._num_gathered = 0
         self._verdict = None
         self._share = _NOTHING
         self._undo = {}
@@ -167,6 +188,10 @@ class Updater:
             if other != self._rank
         }
 
+    def gathered(self) -> None:
+        """The gradients of one more microbatch are there."""
+        self._num_gathered += 1
+
     def hand_in(self, stage: int) -> None:
         """The gradients of a stage are complete here: send those that others wait for."""
         for one, left in zip(self._shared, self._to_hand_in, strict=True):
@@ -180,7 +205,7 @@ class Updater:
         for other in one.ranks:
             if other != self._rank:
                 edge = one.edge(self._rank, other)
-                self._transport.send(edge, self._number, gradients)
+                self._transport.send(edge, self._number, (self._num_gathered, gradients))
 
     def _sum_shared(self, stage: int | None = None) -> None:
         """Complete the gradients of shared weights, in the order of the ranks on every rank."""
@@ -192,6 +217,7 @@ class Updater:
 
     def _sum(self, one: SharedWeights) -> None:
         columns = []
+        total = self._num_gathered
         for rank in one.ranks:
             if rank == self._rank:
                 columns.append([parameter.grad for parameter in one.parameters])
@@ -201,12 +227,16 @@ class Updater:
                 "weights that both hold"
             )
             edge = one.edge(rank, self._rank)
-            columns.append(self._transport.recv(edge, self._number, waiting))
+            count, gradients = self._transport.recv(edge, self._number, waiting)
+            total += count
+            columns.append(gradients)
         for parameter, *gradients in zip(one.parameters, *columns, strict=True):
             there = [gradient for gradient in gradients if gradient is not None]
             if there:
                 # Never in place: under threads, the others read the same tensors.
                 parameter.grad = sum(there[1:], there[0].clone())
+                if self._averages and total > 1:
+                    parameter.grad /= total
             if self._recipe.optimizer is None and self._rank != one.ranks[0]:
                 parameter.grad = None  # one holder keeps the sum, or the next would count it twice
 
@@ -256,9 +286,12 @@ class Updater:
         optimizer = self.optimizers.get(stage)
         if optimizer is not None:
             self.num_updates += 1
+            self._clip_stage(stage)
             self._step(stage, self._verdict)
         if not self._to_update:
             self._step_schedulers()
+            if self._asynchronous:
+                self._begin_round(self._number + 1)
 
     def _step(self, stage: int, verdict: Verdict | None) -> None:
         optimizer = self.optimizers[stage]
@@ -268,6 +301,11 @@ class Updater:
                     gradient.mul_(verdict.factor)
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+
+    def _clip_stage(self, stage: int) -> None:
+        if self._recipe.clip_stage_norm is not None:
+            own = self._holdings[stage].named.values()
+            torch.nn.utils.clip_grad_norm_(own, self._recipe.clip_stage_norm)
 
     def _step_schedulers(self) -> None:
         for scheduler in self._schedulers:
@@ -337,7 +375,9 @@ def _optimizer(
 ) -> torch.optim.Optimizer | None:
     """A stage's optimizer; ``None`` if it has nothing to train and the function refuses that."""
     try:
-        made = make(Parameters([*holding.named.items()]))
+        place = holding.place
+        named = [*holding.named.items()]
+        made = make(Parameters(named, place.stage, place.num_stages, holding.delay))
     except Exception as error:
         if not any(parameter.requires_grad for parameter in holding.named.values()):
             return None
@@ -346,4 +386,7 @@ def _optimizer(
         ) from error
     remedy = "it must return one, as lambda parameters: torch.optim.AdamW(parameters) does"
     expect(made, torch.optim.Optimizer, "what the optimizer function made", remedy)
+    for group in made.param_groups:
+        if holding.rate != 1.0:
+            group["lr"] = group["lr"] * holding.rate
     return made

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from enum import Enum
+from types import MappingProxyType
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from penstock import tree
+from penstock.activation_meter import saving
 from penstock.batch_norm import MinibatchStatistics
 from penstock.errors import StageError
 from penstock.replay import SavedBuffer, put_back, saved_buffers
+from penstock.run.at_hand import AtHand
 from penstock.run.counting import Counter
 from penstock.run.interpreter import Restart, perform_all, stage_error
 from penstock.run.journal import Journal
@@ -23,14 +21,17 @@ from penstock.run.minibatch import Harvest, Minibatch, autocast, modes
 from penstock.run.program import Program, SkipRoute
 from penstock.run.recipe import Recipe
 from penstock.run.updater import Updater
-from penstock.schedule import Kind, Op, Schedule
+from penstock.schedule import Kind, Op
 from penstock.schedule.op import COMPUTE
-from penstock.stage import Criterion, InputGradients, Produced, Stage
+from penstock.schedule.segment import Segment
+from penstock.stage import InputGradients, Produced, Stage
+from penstock.store import Instead, WeightStore, refuse_autocast
 from penstock.transport import Edge, Transport
 
-_NUMBERS_PER_RUN = 1 << 20
+_NUMBERS_PER_RUN = 1 << 32
 _MOST_PROGRAMS = 64
-_NOTHING = (Minibatch(0, ()), Harvest())
+_NOTHING = Minibatch(0, ())
+_COUNTED = COMPUTE | {Kind.RECOMPUTE}
 
 
 class Void(Enum):
@@ -52,6 +53,7 @@ class Worker:
         recipe: what to do with outputs and gradients.
         updater: applies the gradients of these stages.
         skips: values that travel beside the chain.
+        stores: the versions of the weights of its stages, where there are several.
 
     Attributes:
         num_runs: minibatches completed.
@@ -67,6 +69,7 @@ class Worker:
         recipe: Recipe,
         updater: Updater,
         skips: Sequence[SkipRoute] = (),
+        stores: Mapping[int, WeightStore] = MappingProxyType({}),
     ) -> None:
         self.rank = rank
         self.stages = stages
@@ -75,6 +78,7 @@ class Worker:
         self.num_runs = 0
         self._recipe = recipe
         self._skips = tuple(skips)
+        self._stores = stores
         self._modules = [layer.module for stage in stages.values() for layer in stage.layers]
         self._statistics: MinibatchStatistics | None = None
         if recipe.batch_norm == "minibatch":
@@ -86,7 +90,9 @@ class Worker:
         self._program: Program | None = None
         self._mail: Mail | None = None
         self._failed_on_trust: StageError | None = None
-        self._minibatch, self._harvest = _NOTHING
+        self._hand = AtHand(_NOTHING, recipe)
+        self._number = 0
+        self._versions: dict[Op, int] = {}
         self._perform: dict[Kind, Callable[[Op], None]] = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: self._recompute,
@@ -114,7 +120,7 @@ class Worker:
         """The kinds of op it can perform."""
         return frozenset(self._perform)
 
-    def run(self, schedule: Schedule, minibatch: Minibatch) -> Harvest:
+    def run(self, segment: Segment, minibatch: Minibatch) -> Harvest:
         """Perform this rank's ops of a lowered schedule on one minibatch.
 
         With targets, gradients are computed and accumulate in ``.grad``; without, none are.
@@ -122,54 +128,79 @@ class Worker:
         Raises:
             RunError: an op failed; telling the peers is the driver's part.
         """
-        program = self._program = self.program(schedule)
-        self._minibatch = minibatch
+        program = self._program = self.program(segment)
         modules = (module for layer in self._modules for module in layer.modules())
         buffers = saved_buffers(modules) if self.updater.pending else []
         gathers = self._recipe.batch_norm == "minibatch" and minibatch.targets
+        ends = True
         try:
             # For the time of the step only: its hooks must not get into copies of the model.
             self._statistics = MinibatchStatistics(self._modules) if gathers else None
             with modes(minibatch):
                 while True:
                     try:
-                        return self._attempt(program)
+                        harvest = self._attempt(program, minibatch)
                     except Restart:
                         self._start_again(buffers)
+                    else:
+                        ends = segment.ends
+                        return harvest
         except BaseException as error:
             error.add_note(self.dump())
-            if minibatch.targets:
+            if minibatch.trains:
                 # What was accumulated must not leak into the next minibatch's gradients.
                 self.updater.drop_gradients()
             raise
         finally:
-            self.forget()
+            if ends:
+                self.forget()
             if self._statistics is not None:
                 self._statistics.close()
                 self._statistics = None
 
-    def program(self, schedule: Schedule) -> Program:
-        """This rank's part of a schedule, worked out once."""
-        program = self._programs.get(id(schedule))
-        if program is None or program.schedule is not schedule:
+    def program(self, segment: Segment) -> Program:
+        """This rank's part of a segment, worked out once."""
+        program = self._programs.get(id(segment))
+        if program is None or program.segment is not segment:
             if len(self._programs) >= _MOST_PROGRAMS:
                 self._programs.clear()
-            program = self._programs[id(schedule)] = Program(schedule, self.rank, self._skips)
+            program = self._programs[id(segment)] = Program(segment, self.rank, self._skips)
         return program
 
-    def _attempt(self, program: Program) -> Harvest:
-        number = self._next_number()
-        self.updater.begin(number)
-        self._mail = Mail(program, self.transport, number)
-        harvest = self._harvest = Harvest(number=number)
+    def _attempt(self, program: Program, minibatch: Minibatch) -> Harvest:
+        if program.segment.begins:
+            self._begin(program, minibatch)
+        # Segments of one stream take up each other's messages, but each has results of its own.
+        self._hand = AtHand(minibatch, self._recipe, self._number + minibatch.index)
+        self._mails.turn_to(program, minibatch.base * program.num_slices)
+        for store in self._stores.values():
+            store.synchronous = minibatch.synchronous
+            if minibatch.inputs:
+                store.extend(minibatch.first + minibatch.num_microbatches)
         self._journal = Journal()
+        self._versions = {}
+        perform_all(program.ops, self, self._journal, minibatch.base)
+        return self._harvested(program, minibatch)
+
+    def _begin(self, program: Program, minibatch: Minibatch) -> None:
+        self._number = self._next_number(minibatch)
+        self.updater.begin(self._number, asynchronous=not minibatch.synchronous)
+        self._mail = Mail(program, self.transport, self._number)
+        if minibatch.trains:
+            for store in self._stores.values():
+                store.begin()
         if self._counter is not None:
             self._counter.begin()
-        perform_all(program.ops, self, self._journal)
+
+    def _harvested(self, program: Program, minibatch: Minibatch) -> Harvest:
+        harvest = self._hand.harvest
         harvest.records = self._journal.records
+        if self._stores and minibatch.trains:
+            harvest.versions = [self._versions.get(op, -1) for op in program.ops]
+            harvest.held = max(store.most for store in self._stores.values())
         if self._statistics is not None:
             self._statistics.commit()
-        if not self._minibatch.more_follow:
+        if not minibatch.more_follow:
             self.updater.settle()
         harvest.norm = self.updater.norm
         if self._counter is not None:
@@ -177,11 +208,11 @@ class Worker:
         self.num_runs += 1
         return harvest
 
-    def _next_number(self) -> int:
+    def _next_number(self, minibatch: Minibatch) -> int:
         """What tells the messages of this attempt from all others, on every rank alike. Ranks that
         disagree on whether to train or to evaluate must not take each other's messages."""
         self.num_attempts += 1
-        purpose = bool(self._minibatch.targets)
+        purpose = minibatch.trains
         return self.num_attempts * _NUMBERS_PER_RUN + purpose * (_NUMBERS_PER_RUN // 2)
 
     def dump(self) -> str:
@@ -191,9 +222,9 @@ class Worker:
 
     def _start_again(self, buffers: list[SavedBuffer]) -> None:
         """The weights that this minibatch has used so far were not to be: forget the attempt."""
-        program, minibatch = self._program, self._minibatch
+        program = self._program
         self.forget()
-        self._program, self._minibatch = program, minibatch
+        self._program = program
         self.transport.discard((self.num_attempts + 1) * _NUMBERS_PER_RUN)
         put_back(buffers)
 
@@ -207,32 +238,66 @@ class Worker:
             stage.forget()
         self._program = self._mail = None
         self._failed_on_trust = None
-        self._minibatch, self._harvest = _NOTHING
+        self._hand = AtHand(_NOTHING, self._recipe)
 
-    def outgoing(self, schedule: Schedule) -> set[Edge]:
+    def outgoing(self, segment: Segment) -> set[Edge]:
         """The edges on which others wait for this rank."""
-        return self.program(schedule).outgoing() | self.updater.outgoing()
+        return self.program(segment).outgoing() | self.updater.outgoing()
 
     def perform(self, op: Op) -> None:
         """Do what ``op`` says."""
         perform = self._perform[op.kind]
-        if self._statistics is None and self._counter is None:
-            perform(op)
-        elif op.kind in COMPUTE or op.kind is Kind.RECOMPUTE:
-            self._perform_observed(op, perform)
+        store = self._store(op)
+        if store is not None:
+            self._perform_versioned(op, store, perform)
         else:
-            perform(op)
+            self._perform_observed(op, perform)
 
-    def _perform_observed(self, op: Op, perform: Callable[[Op], None]) -> None:
+    def _store(self, op: Op) -> WeightStore | None:
+        """Where the weights are that an op reads or makes, if there are several versions."""
+        touches = op.kind in COMPUTE or op.kind in (Kind.RECOMPUTE, Kind.UPDATE)
+        return self._stores.get(op.stage) if touches and self._hand.minibatch.trains else None
+
+    def _perform_versioned(self, op: Op, store: WeightStore, perform: Callable[[Op], None]) -> None:
+        """With the weights that the policy says; which they were is written down."""
+        numbered = op._replace(microbatch=op.microbatch + self._hand.minibatch.base)
+        if op.kind is Kind.UPDATE:
+            with store.updating(numbered) as version:
+                perform(op)
+        else:
+            with store.reading(numbered) as version:
+                instead = None
+                if op.kind in (Kind.FORWARD, Kind.RECOMPUTE):
+                    counts = self._counter is not None
+                    instead = store.instead(numbered.microbatch, counts=counts)
+                self._perform_observed(op, perform, instead)
+        self._versions[op] = version
+
+    def _perform_observed(
+        self, op: Op, perform: Callable[[Op], None], instead: Instead | None = None
+    ) -> None:
+        counts = self._counter is not None and op.kind in _COUNTED
+        if self._statistics is None and not counts and instead is None:
+            perform(op)
+            return
+        runs_forward = op.kind in (Kind.FORWARD, Kind.RECOMPUTE)
         with ExitStack() as stack:
-            if self._statistics is not None and op.kind is not Kind.FORWARD:
+            if self._statistics is not None and op.kind in _COUNTED - {Kind.FORWARD}:
                 # What runs forward again counts no second time.
                 stack.enter_context(self._statistics.paused())
-            if self._counter is not None and op.kind in (Kind.FORWARD, Kind.RECOMPUTE):
-                stack.enter_context(self._counter.watching(op.stage, self._now.unit(op)))
+            if self._counter is not None and runs_forward:
+                watching = self._counter.watching(op.stage, self._unit(op), instead)
+                stack.enter_context(watching)
+            elif instead is not None:
+                stack.enter_context(saving(instead))
             perform(op)
-        if self._counter is not None:
-            self._counter.after(op.stage, self._now.unit(op))
+        if self._counter is not None and counts:
+            self._counter.after(op.stage, self._unit(op))
+
+    def _unit(self, op: Op) -> int:
+        """The number of what an op works on, from the beginning of the stream."""
+        program = self._now
+        return self._hand.minibatch.base * program.num_slices + program.unit(op)
 
     @property
     def _now(self) -> Program:
@@ -245,31 +310,33 @@ class Worker:
         return self._mail
 
     def _forward(self, op: Op) -> None:
-        mail, unit = self._mails, self._now.unit(op)
-        value = self._input(unit) if op.stage == 0 else mail.value_for(op)
-        on_trust = self.updater.pending or value is VOID
-        compute = self._compute_on_trust if on_trust else self._compute
+        mail, unit = self._mails, self._unit(op)
+        on_trust = self.updater.pending
+        value = self._hand.input(unit, copied=on_trust) if op.stage == 0 else mail.value_for(op)
+        compute = self._compute_on_trust if on_trust or value is VOID else self._compute
         produced = compute(op, value, mail.skips_for(op))
         mail.pass_skips(op, produced.skips)
         if op.stage < self._now.last_stage:
             mail.pass_value(op, produced.value)
-        elif not self._minibatch.targets:
-            self._harvest.outputs[unit] = produced.value
 
     def _compute(self, op: Op, value: Any, skips: dict[str, Any]) -> Produced:
-        minibatch, program = self._minibatch, self._now
-        stage, unit = key = op.stage, program.unit(op)
+        minibatch, program = self._hand.minibatch, self._now
+        unit, is_last = self._unit(op), op.stage == program.last_stage
         with autocast(minibatch.autocast, enabled=True):
-            produced = self.stages[stage].forward(
+            store = self._store(op)
+            if store is not None:
+                refuse_autocast(store)
+            produced = self.stages[op.stage].forward(
                 unit,
                 value,
                 minibatch.step,
-                self._criterion(stage, unit),
-                program.keeps[key],
+                self._hand.criterion(unit) if is_last else None,
+                program.keeps[op.stage, program.unit(op)],
                 skips,
+                minibatch.first,
             )
-        if stage == program.last_stage and minibatch.targets:
-            self._keep_loss(unit, produced.value)
+        if is_last:
+            self._hand.keep(unit, produced.value)
         return produced
 
     def _compute_on_trust(self, op: Op, value: Any, skips: dict[str, Any]) -> Produced:
@@ -285,67 +352,31 @@ class Worker:
                 self._failed_on_trust = stage_error(op, error)
             return nothing
 
-    def _input(self, unit: int) -> Any:
-        value = self._minibatch.inputs[unit]
-        # The first layer may overwrite it, which must not show if the minibatch is begun anew.
-        return tree.replace(Tensor, Tensor.clone, value) if self.updater.pending else value
-
-    def _keep_loss(self, unit: int, loss: Tensor) -> None:
-        # The mean of no terms is NaN, and counts for nothing.
-        if self._recipe.stop_at_nan and self._minibatch.weights[unit] and not loss.is_cuda:
-            value = loss.item()
-            if not math.isfinite(value):
-                raise ArithmeticError(
-                    f"the loss is {value}; no weight has been updated with it. Lower the learning "
-                    "rate, clip gradients, or look at this minibatch"
-                )
-        self._harvest.losses[unit] = loss
-
-    def _criterion(self, stage: int, unit: int) -> Criterion | None:
-        loss, metrics = self._recipe.loss, self._recipe.metrics
-        if stage < self._now.last_stage or not self._minibatch.targets or loss is None:
-            return None
-        targets = self._minibatch.targets[unit]
-
-        def criterion(outputs: Any) -> Tensor:
-            if metrics:
-                with torch.no_grad():
-                    for name, metric in metrics.items():
-                        measured = torch.as_tensor(metric(outputs, targets)).detach().clone()
-                        self._harvest.metrics.setdefault(name, {})[unit] = measured
-            return loss(outputs, targets)
-
-        return criterion
-
     def _recompute(self, op: Op) -> None:
-        stage, unit = key = op.stage, self._now.unit(op)
-        self.stages[stage].recompute(unit, self._now.keeps_again[key])
+        keep = self._now.keeps_again[op.stage, self._now.unit(op)]
+        self.stages[op.stage].recompute(self._unit(op), keep)
 
     def _backward(self, op: Op) -> None:
-        result = self.stages[op.stage].backward(self._now.unit(op), *self._incoming(op))
+        result = self.stages[op.stage].backward(self._unit(op), *self._incoming(op))
+        self.updater.gathered()
         self._pass_on(op, result)
 
     def _backward_input(self, op: Op) -> None:
-        result = self.stages[op.stage].backward_input(self._now.unit(op), *self._incoming(op))
+        result = self.stages[op.stage].backward_input(self._unit(op), *self._incoming(op))
         self._pass_on(op, result)
 
     def _backward_weight(self, op: Op) -> None:
-        self.stages[op.stage].backward_weight(self._now.unit(op))
+        self.stages[op.stage].backward_weight(self._unit(op))
+        self.updater.gathered()
 
     def _incoming(self, op: Op) -> tuple[Gradients, dict[str, Gradients]]:
         """The gradients of a stage's output and of the skips that it stashed."""
         mail = self._mails
         if op.stage < self._now.last_stage:
             return mail.gradients_for(op), mail.skip_gradients_for(op)
-        unit = self._now.unit(op)
-        # d(sum of weighted losses) / d(this loss) is the weight.
-        weight = self._minibatch.weights[unit] * self._minibatch.share
-        if not weight:
-            return [None], {}
-        seed = torch.full_like(self._harvest.losses[unit], weight)
-        if self.updater.loss_scale is not None:
-            seed *= self.updater.loss_scale.scale
-        return [seed], {}
+        # d(sum of weighted losses) / d(this loss) is its weight.
+        scale = None if self.updater.loss_scale is None else self.updater.loss_scale.scale
+        return [self._hand.seed(self._unit(op), scale)], {}
 
     def _pass_on(self, op: Op, result: InputGradients) -> None:
         self._mails.pass_gradients(op, result.inputs)

@@ -23,7 +23,7 @@ class Rounds:
     """
 
     replicas: tuple[int, ...]
-    ends: tuple[int, ...] | None = None
+    ends: Sequence[int] | None = None
 
     @classmethod
     def of_minibatches(cls, replicas: Sequence[int], size: int, num_microbatches: int) -> Rounds:

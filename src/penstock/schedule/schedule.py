@@ -75,7 +75,7 @@ class Schedule:
 
     @cached_property
     def num_microbatches(self) -> int:
-        """How many microbatches one minibatch is cut into; of an endless stream, how many it has."""
+        """How many microbatches the minibatch, or the stream, is cut into."""
         if all(ops[-1].kind in COMPUTE for ops in self.ranks if ops):
             return 1 + self._largest(2, default=-1)
         # Updates of replicas may be named after a microbatch that would have been theirs.
@@ -157,9 +157,7 @@ class Schedule:
         for stage, turns in updates.items():
             for number, ops in enumerate(turns):
                 sources = [reduces[stage]] if self.copies[stage] > 1 else tied
-                handed = (
-                    [op for those in sources for op in those[number]] if reduces[stage] else []
-                )
+                handed = [op for those in sources for op in those[number]] if reduces[stage] else []
                 found.update(dict.fromkeys(ops, handed + agrees))
         return found
 

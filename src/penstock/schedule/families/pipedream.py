@@ -1,8 +1,8 @@
 """PipeDream: 1F1B that never flushes. Every microbatch is an update; weights are some updates old.
 
-Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, sections
-3.2 and 3.3; Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN Training", arXiv
-1806.03377.
+Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019,
+sections 3.2 and 3.3; first as Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN
+Training", arXiv 1806.03377.
 """
 
 from __future__ import annotations

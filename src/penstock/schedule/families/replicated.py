@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from typing import Any
+
 from penstock.errors import InputError
 from penstock.schedule.families.alternate import alternate
 from penstock.schedule.op import Kind, Op
@@ -30,10 +32,9 @@ def replica_counts(family: str, replicas: Replicas, num_ranks: int) -> tuple[int
     """
     if not replicas:
         return (1,) * num_ranks
+    parts: Sequence[Any] = items_of(replicas) or (0,)
     if isinstance(replicas, str):
-        parts = [int(part) if part.isdigit() else part for part in replicas.split("-")]
-    else:
-        parts = list(items_of(replicas) or [replicas])
+        parts = [int(part) if part.isdigit() else 0 for part in replicas.split("-")]
     if not all(is_whole(part) and part >= 1 for part in parts):
         raise InputError(
             f"{family}: replicas is {replicas!r}; give a count ≥ 1 for every stage, as in 2-1-1"

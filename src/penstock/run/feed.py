@@ -1,0 +1,167 @@
+"""Feeds minibatches to the ranks: each with its segment of the schedule, several under way at once.
+
+Synchronous minibatches are whole schedules, one after the other. Of an asynchronous pipeline they
+are segments of one stream, which goes on until nothing more is fed and then drains.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from math import ceil
+from typing import Any
+
+from penstock.errors import InputError
+from penstock.planner import Plan
+from penstock.run.driver import Driver
+from penstock.run.layout import Layout
+from penstock.run.lowering import asynchronous, forwards, synchronous
+from penstock.run.minibatch import Minibatch
+from penstock.run.outcome import Outcome
+from penstock.run.recipe import Recipe
+from penstock.schedule import Schedule
+from penstock.schedule.segment import Segment, Windows
+from penstock.versions import PipeMare, least_minibatch
+
+
+class Feed:
+    """What a pipeline's steps become.
+
+    Args:
+        plan: that is run.
+        layout: of the model.
+        recipe: how to train.
+        driver: of the ranks.
+    """
+
+    def __init__(self, plan: Plan, layout: Layout, recipe: Recipe, driver: Driver[Any]) -> None:
+        self._plan = plan
+        self._layout = layout
+        self._recipe = recipe
+        self._driver = driver
+        self._flushed = lru_cache(maxsize=32)(self._synchronous)
+        self._evaluated = lru_cache(maxsize=32)(self._forwards)
+        self._windows: Windows | None = None
+        self._num_synchronous = 0
+        self._restart()
+        policy = plan.versions
+        if policy.asynchronous:
+            self._windows = Windows(
+                lambda count, rounds: asynchronous(plan, count, rounds),
+                plan.replicas,
+                by_minibatch=policy.updates == "minibatch",
+            )
+            self._num_synchronous = policy.t3 if isinstance(policy, PipeMare) else 0
+
+    def _restart(self) -> None:
+        """Nothing is in flight."""
+        self._sizes: list[int] = []
+        self._index = self._first = self._base = 0
+
+    def train(self, minibatches: Iterable[Minibatch], *, update: bool = True) -> Iterator[Outcome]:
+        """Train on minibatches that know whether more follow.
+
+        Args:
+            minibatches: one after the other.
+            update: whether weights are updated; otherwise gradients accumulate.
+
+        Yields:
+            The outcome of each, in order, while the next ones are under way. If the caller leaves
+            before the end, call ``drain``.
+        """
+        if not update and self._windows is not None:
+            raise InputError(
+                "an asynchronous pipeline updates as it goes; leave update=False out, or plan with "
+                "a synchronous schedule"
+            )
+        self.under_way: deque[Any] = deque()
+        for minibatch in minibatches:
+            segment, numbered = self._segment(minibatch, update)
+            self.under_way.append(self._driver.submit(segment, numbered))
+            most = self._most_under_way(numbered) if minibatch.more_follow else 0
+            while len(self.under_way) > most:
+                yield self._driver.collect(self.under_way.popleft())
+
+    def drain(self, step: int) -> Iterator[Outcome]:
+        """Let what is under way come to its end.
+
+        Args:
+            step: of the next minibatch.
+
+        Yields:
+            The outcomes that nobody has collected yet.
+        """
+        if self._sizes and self._windows is not None:
+            segment = self._next(self._windows, len(self._sizes), last=True)
+            self.under_way.append(self._driver.submit(segment, self._draining(step)))
+            self._restart()
+            while len(self.under_way) > 1:
+                yield self._driver.collect(self.under_way.popleft())
+        else:
+            while self.under_way:
+                yield self._driver.collect(self.under_way.popleft())
+            nothing = Schedule(((),) * self._plan.num_ranks)
+            self.under_way.append(self._driver.submit(Segment.whole(nothing), Minibatch(step, ())))
+        self._driver.collect(self.under_way.popleft())
+
+    def _draining(self, step: int) -> Minibatch:
+        return Minibatch(
+            step,
+            (),
+            index=self._index,
+            first=self._first,
+            base=self._base,
+            drains=True,
+            synchronous=False,
+        )
+
+    def forget(self) -> None:
+        """After a failure, nothing is under way."""
+        self._restart()
+
+    def evaluate(self, minibatch: Minibatch) -> Outcome:
+        """Run forward only."""
+        return self._driver.run(self._evaluated(minibatch.num_microbatches), minibatch)
+
+    def _segment(self, minibatch: Minibatch, update: bool) -> tuple[Segment, Minibatch]:
+        count = minibatch.num_microbatches
+        if self._windows is None or self._num_synchronous:
+            self._num_synchronous = max(0, self._num_synchronous - 1)
+            return self._flushed(count, update), minibatch
+        last = not minibatch.more_follow or not self._goes_on_after(count)
+        self._sizes.append(count)
+        segment = self._next(self._windows, len(self._sizes) - 1, last=last)
+        numbered = replace(
+            minibatch, index=self._index, first=self._first, base=self._base, synchronous=False
+        )
+        self._index += 1
+        self._first += count
+        if last:
+            self._restart()
+        return segment, numbered
+
+    def _next(self, windows: Windows, num_before: int, *, last: bool) -> Segment:
+        segment, start = windows.segment(self._sizes, num_before=num_before, last=last)
+        self._base += sum(self._sizes[:start])
+        del self._sizes[:start]
+        return segment
+
+    def _goes_on_after(self, count: int) -> bool:
+        """Whether the stream can go on behind a minibatch of this size: one that is shorter than
+        what is in flight would need versions that are not kept, so the pipeline drains behind
+        it."""
+        return count >= least_minibatch(self._plan.versions, self._plan.replicas)
+
+    def _most_under_way(self, minibatch: Minibatch) -> int:
+        """How many minibatches behind the first rank the last one may be."""
+        if minibatch.synchronous or self._windows is None:
+            return 1
+        return 1 + ceil(self._windows.num_in_flight / max(1, minibatch.num_microbatches))
+
+    def _synchronous(self, count: int, update: bool) -> Segment:
+        return Segment.whole(synchronous(self._plan, self._layout, self._recipe, count, update))
+
+    def _forwards(self, count: int) -> Segment:
+        return Segment.whole(forwards(self._plan, count))

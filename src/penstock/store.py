@@ -1,0 +1,385 @@
+"""The weights of a stage in as many versions as a policy needs, out of place.
+
+A version is a set of leaves: parameters of their own that share memory with the model's as long as
+these have not moved on. A forward runs with the leaves of its version put in the place of the
+model's parameters; autograd saves the leaves, so nothing that it needs is ever overwritten. An
+update gives the model's parameters new memory if the old is still read by somebody, and works in
+place if not. Nothing is ever copied back.
+
+Policies that do not stash let go of the weights after the forward. What autograd would have saved
+of them (parameters, and views of their memory) is looked up again when the backward asks for it, in
+the weights of that time; all else that it saved is from the forward: inputs, masks, statistics, and
+what a layer has computed from its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from penstock.activation_meter import Saved, plain
+from penstock.errors import InputError, ModelError
+from penstock.prediction import check_predictable, predicted
+from penstock.schedule import Kind, Op
+from penstock.schedule.op import RELEASING
+from penstock.schedule.rounds import Rounds
+from penstock.versions import PipeMare, Place, Policy, Predict, VersionBook
+
+Leaves = list[nn.Parameter]
+Instead = Callable[[Tensor], "Later | Saved | None"]
+"""What to save instead of a tensor, if anything."""
+
+
+class Slot(NamedTuple):
+    """Where a module holds a parameter."""
+
+    holder: dict[str, nn.Parameter | None]
+    name: str
+    number: int
+
+
+class Held(NamedTuple):
+    """What a stage keeps of its weights.
+
+    Attributes:
+        versions: of the parameter with most of them.
+        version_bytes: of all versions, the newest included; memory that is shared counts once.
+        extra_bytes: of buffers that corrections need.
+    """
+
+    versions: int
+    version_bytes: int
+    extra_bytes: int
+
+
+class Later:
+    """Stands for a weight that a backward will read as it is then."""
+
+    __slots__ = ("_index", "_offset", "_size", "_store", "_stride")
+
+    def __init__(self, store: WeightStore, index: int, tensor: Tensor, offset: int) -> None:
+        self._store = store
+        self._index = index
+        self._size = tensor.size()
+        self._stride = tensor.stride()
+        self._offset = offset
+
+    def unpack(self) -> Tensor:
+        """The same part of the same parameter, now."""
+        now = self._store.now(self._index)
+        return now.as_strided(self._size, self._stride, now.storage_offset() + self._offset)
+
+
+class WeightStore:
+    """The versions of one stage's weights on one rank.
+
+    Args:
+        modules: of the stage.
+        policy: which versions passes read; not ``Flush``, under which there is only one.
+        place: of the stage.
+        replicas: of every stage.
+        optimizer: that updates the weights; ``None`` if there is nothing to train.
+
+    Raises:
+        ModelError: a parameter is of a class of its own, or has hooks, which the leaves would not
+            have.
+        InputError: the policy cannot foresee what this optimizer will do.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        policy: Policy,
+        place: Place,
+        replicas: Sequence[int],
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        self._policy = policy
+        self._place = place
+        self._replicas = tuple(replicas)
+        self._optimizer = optimizer
+        self._live: Leaves = []
+        self._slots: list[Slot] = []
+        self._find(modules)
+        if isinstance(policy, Predict) and optimizer is not None:
+            check_predictable(optimizer)
+        corrects = isinstance(policy, PipeMare) and policy.t2 is not None and policy.tau(place) > 0
+        self._drift = [torch.zeros_like(one) for one in self._live] if corrects else []
+        self._updates = 0
+        self.synchronous = False
+        self.begin()
+
+    def _find(self, modules: Iterable[nn.Module]) -> None:
+        at: dict[int, int] = {}
+        for module in modules:
+            for name, parameter in module._parameters.items():
+                if parameter is None or not parameter.requires_grad:
+                    continue  # what never changes has one version
+                if type(parameter) is not nn.Parameter:
+                    raise ModelError(
+                        f"{type(module).__name__}.{name} is a {type(parameter).__name__}; only "
+                        "plain parameters can have versions, so choose a synchronous schedule"
+                    )
+                if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                    raise ModelError(
+                        f"{type(module).__name__}.{name} has hooks, which would not see the "
+                        "gradients of its versions; remove them, or choose a synchronous schedule"
+                    )
+                if id(parameter) not in at:
+                    at[id(parameter)] = len(self._live)
+                    self._live.append(parameter)
+                self._slots.append(Slot(module._parameters, name, at[id(parameter)]))
+
+    def begin(self) -> None:
+        """A new stream: versions count from 0 again."""
+        self._ends: list[int] = []
+        ends = None if self._policy.updates == "microbatch" else self._ends
+        rounds = Rounds(self._replicas, ends)
+        self._book = VersionBook(self._policy, rounds, self._place.stage, self._place.num_stages)
+        self._versions: dict[int, Leaves] = {}
+        self._own: dict[int, Leaves] = {}
+        self._now: dict[int, Tensor] = {}
+        self._future: dict[nn.Parameter, Tensor] = {}
+        self._most = self.held()
+
+    def extend(self, end: int) -> None:
+        """The next minibatch: microbatches up to ``end`` belong to it."""
+        self._ends.append(end)
+
+    @property
+    def stashes(self) -> bool:
+        """Whether backwards read what their forwards read."""
+        return self._policy.stashes
+
+    @contextmanager
+    def reading(self, op: Op) -> Iterator[int]:
+        """Put the weights that an F, B, I, W or R reads in their place; yields their version."""
+        version = self._book.read(op)
+        leaves = self._stashed(version) if self._policy.stashes else self._of_now(op)
+        if leaves is None:
+            yield version
+        else:
+            with self._lent(leaves):
+                yield version
+            if op.kind in (Kind.FORWARD, Kind.RECOMPUTE) and not self._policy.stashes:
+                self._let_go(leaves)
+        if op.kind in RELEASING:
+            self._own.pop(op.microbatch, None)
+            self._drop_unread()
+        self._now = {}
+
+    def _stashed(self, version: int) -> Leaves | None:
+        if version not in self._versions:
+            if self._book.newest == version and not self._outlives_an_update:
+                return None  # every pass that reads it comes before the next update
+            self._versions[version] = self._leaves()
+        return self._versions[version]
+
+    @property
+    def _outlives_an_update(self) -> bool:
+        return self._policy.versions_held(self._place) > 1
+
+    def _of_now(self, op: Op) -> Leaves | None:
+        """Of a policy that does not stash: leaves with weights that are not simply the newest, or
+        the leaves of the graph that a backward goes through."""
+        if op.kind is Kind.FORWARD:
+            weights = self._foreseen(forward=True)
+        elif op.kind is Kind.RECOMPUTE:
+            weights = [self.now(index) for index in range(len(self._live))] if self._moves else None
+        else:
+            return self._own.get(op.microbatch)
+        if weights is None:
+            self._own.pop(op.microbatch, None)
+            return None
+        leaves = [nn.Parameter(one) for one in weights]
+        self._own[op.microbatch] = leaves
+        return leaves
+
+    def _foreseen(self, *, forward: bool) -> list[Tensor] | None:
+        if not isinstance(self._policy, Predict) or self._optimizer is None:
+            return None
+        policy, place = self._policy, self._place
+        steps = policy.forward_steps(place) if forward else policy.backward_steps(place)
+        if not steps or self.synchronous:
+            return None
+        found = predicted(self._optimizer, steps)
+        return [found.get(one, one.detach()) for one in self._live]
+
+    @property
+    def _moves(self) -> bool:
+        """Whether backwards read something else than the newest weights."""
+        if self.synchronous:
+            return False
+        if isinstance(self._policy, Predict):
+            return self._policy.backward_steps(self._place) > 0
+        return bool(self._drift)
+
+    def now(self, index: int) -> Tensor:
+        """A parameter as backwards of this moment read it."""
+        if not self._moves:
+            return self._live[index].detach()
+        if index not in self._now:
+            live = self._live[index].detach()
+            if self._drift:
+                assert isinstance(self._policy, PipeMare)
+                tau = self._policy.tau(self._place)
+                self._now[index] = live.sub(self._drift[index], alpha=tau)
+            else:
+                foreseen = self._foreseen(forward=False)
+                assert foreseen is not None
+                self._now = dict(enumerate(foreseen))
+        return self._now[index]
+
+    @contextmanager
+    def _lent(self, leaves: Leaves) -> Iterator[None]:
+        """Leaves stand in the place of the model's parameters, and gather their gradients."""
+        pairs = list(zip(self._live, leaves, strict=True))
+        for live, leaf in pairs:
+            leaf.grad, live.grad = live.grad, None
+        for holder, name, number in self._slots:
+            holder[name] = leaves[number]
+        try:
+            yield
+        finally:
+            for holder, name, number in self._slots:
+                holder[name] = self._live[number]
+            for live, leaf in pairs:
+                live.grad, leaf.grad = leaf.grad, None
+
+    def _leaves(self) -> Leaves:
+        # By ``.data``: a leaf has a version counter of its own, since its memory is never written.
+        return [nn.Parameter(one.data) for one in self._live]
+
+    def _let_go(self, leaves: Leaves) -> None:
+        """The graph holds the leaves until its backward, but needs none of their values."""
+        for live, leaf in zip(self._live, leaves, strict=True):
+            leaf.data = live.data
+
+    def instead(self, microbatch: int, *, counts: bool) -> Instead | None:
+        """For the forward of a microbatch: what autograd is to save in the place of weights.
+
+        Args:
+            microbatch: which.
+            counts: whether activations are counted, of which stashed weights are none.
+        """
+        if self._policy.stashes:
+            return self._uncounted() if counts else None
+        installed = self._own.get(microbatch, self._live)
+        at: dict[int, list[int]] = {}
+        for index, one in enumerate(installed):
+            at.setdefault(one.untyped_storage().data_ptr(), []).append(index)
+
+        def substitute(tensor: Tensor) -> Later | None:
+            if tensor.layout is not torch.strided:
+                return None
+            for index in at.get(tensor.untyped_storage().data_ptr(), ()):
+                offset = int(tensor.storage_offset() - installed[index].storage_offset())
+                if 0 <= offset < max(1, installed[index].numel()):
+                    return Later(self, index, tensor, offset)
+            return None
+
+        return substitute
+
+    def _uncounted(self) -> Instead:
+        sets = [self._live, *self._versions.values()]
+        weights = {one.untyped_storage().data_ptr() for leaves in sets for one in leaves}
+
+        def substitute(tensor: Tensor) -> Saved | None:
+            is_weight = (
+                tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in weights
+            )
+            return plain(tensor) if is_weight else None
+
+        return substitute
+
+    @contextmanager
+    def updating(self, op: Op) -> Iterator[int]:
+        """Around an UPDATE: the next version gets memory of its own if this one is still read.
+        Yields how many updates came before."""
+        version = self._book.read(op)
+        if self._policy.stashes:
+            if version in self._book.live:
+                if version not in self._versions:
+                    self._versions[version] = self._leaves()
+                for live in self._live:
+                    if live.grad is not None:  # what does not change is shared
+                        live.data = live.data.clone()
+            else:
+                self._versions.pop(version, None)
+        with self._following_drift(), self._corrected_rate():
+            yield version
+        self._most = Held(*map(max, self._most, self.held()))
+
+    @contextmanager
+    def _following_drift(self) -> Iterator[None]:
+        """δ ← γδ + (1−γ)(w_{t+1} − w_t)."""
+        if not self._drift:
+            yield
+            return
+        assert isinstance(self._policy, PipeMare) and self._policy.t2 is not None
+        decay = self._policy.t2 ** (1 / self._policy.tau(self._place))
+        with torch.no_grad():
+            for drift, live in zip(self._drift, self._live, strict=True):
+                drift.mul_(decay).sub_(live, alpha=1 - decay)
+            yield
+            for drift, live in zip(self._drift, self._live, strict=True):
+                drift.add_(live, alpha=1 - decay)
+
+    @contextmanager
+    def _corrected_rate(self) -> Iterator[None]:
+        policy = self._policy
+        if not isinstance(policy, PipeMare) or self._optimizer is None or self.synchronous:
+            yield
+            return
+        factor = policy.rate_factor(self._place, self._updates)
+        self._updates += 1
+        groups = self._optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        try:
+            for group in groups:
+                group["lr"] = group["lr"] * factor
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+    def _drop_unread(self) -> None:
+        live = self._book.live
+        for version in [one for one in self._versions if one not in live]:
+            del self._versions[version]
+
+    def held(self) -> Held:
+        """What is kept now, by unique memory."""
+        sets: list[Leaves] = [self._live, *self._versions.values()]
+        most = total = 0
+        for column in zip(*sets, strict=True):
+            storages = {one.untyped_storage().data_ptr(): one for one in column}
+            most = max(most, len(storages))
+            total += sum(one.untyped_storage().nbytes() for one in storages.values())
+        extra = sum(one.untyped_storage().nbytes() for one in self._drift)
+        return Held(most, total, extra)
+
+    @property
+    def most(self) -> Held:
+        """The most that was kept at once since the stream began."""
+        return self._most
+
+
+def refuse_autocast(store: WeightStore) -> None:
+    """Raise ``InputError`` where autocast and a policy contradict each other.
+
+    Autocast computes copies of the weights, which autograd saves like any other value: backwards
+    would go through weights of the forward's time after all.
+    """
+    if not store.stashes and (
+        torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    ):
+        raise InputError(
+            "autocast makes copies of the weights, so that backwards would read those of the "
+            "forward's time; use a policy that stashes (versions.Stash, VerticalSync, "
+            "DoubleBuffer), or a model in bfloat16"
+        )
