@@ -169,6 +169,7 @@ class Pipeline:
         self._step = 0
         self._last: Outcome | None = None
         self._recent: deque[Outcome] = deque(maxlen=_MOST_REMEMBERED)
+        self._timeline: Timeline | None = None
         self._closed = False
         self._feed = Feed(self.plan, layout, self._recipe, self._parts.driver)
         self._running = threading.Lock()
@@ -318,6 +319,7 @@ class Pipeline:
         if outcome.begins:
             self._recent.clear()
         self._recent.append(outcome)
+        self._timeline = None
         self._step += 1
         return outcome.loss if self._results == "every rank" else None
 
@@ -332,7 +334,9 @@ class Pipeline:
         steps = [outcome.rows for outcome in self._recent if outcome.rows is not None]
         if not steps:
             raise InputError("no timeline yet: run a step (and leave record=True)")
-        return timeline(steps, self.plan.schedule)
+        if self._timeline is None:
+            self._timeline = timeline(steps, self.plan.schedule)
+        return self._timeline
 
     @property
     def held_versions(self) -> tuple[Held, ...]:

@@ -11,6 +11,8 @@ from click.testing import CliRunner
 
 from penstock import errors, schedules, simulate
 from penstock.cli import penstock
+from penstock.planner import Plan
+from penstock.planner.stage_plan import StagePlan
 
 
 def run(*arguments: str) -> str:
@@ -287,3 +289,85 @@ def test_what_click_refuses_is_one_line_too():
     assert "compare" in in_a_shell("--help").stdout
     assert in_a_shell("--help").returncode == 0
     assert in_a_shell().stderr.startswith("Usage: ")
+
+
+@pytest.mark.parametrize(
+    ("source", "more", "rank", "reads"),
+    [
+        ("pipedream", (), 0, "0 0 0 0 1 0 2 0 3 1 2 3"),
+        ("pipedream", ("--policy", "stash"), 2, "0 0 1 1 2 2 3 3 4 4 5 5"),
+        ("pipedream", ("--policy", "latest"), 0, "0 0 0 0 1 1 2 2 3 3 4 5"),
+        ("pipedream", ("--policy", "vertical-sync"), 2, "0 0 0 0 0 0 1 1 2 2 3 3"),
+        ("pipedream", ("--policy", "pipemare"), 2, "0 0 0 0 0 0 1 1 1 1 1 1"),
+        ("pipedream-2bw:minibatch=2", (), 2, "0 0 0 0 0 0 0 0 1 1 1 1"),
+        ("pipedream:replicas=1-2", (), 1, "0 0 1 1 2 2"),
+        ("1f1b", (), 0, "0 0 0 0 0 0 0 0 0 0 0 0"),
+        ("interleaved-1f1b", ("--policy", "flush"), 0, "0 " * 24),
+        ("seq1f1b", (), 0, "0 " * 24),
+    ],
+)
+def test_draw_shows_which_versions_ops_read(source, more, rank, reads):
+    drawn = run("draw", source, "-p", "3", "-m", "6", "--versions", *more).splitlines()
+    line = drawn[2 + 2 * rank]
+    assert line.startswith("reads  │")
+    assert line.split("│")[1].split() == reads.split()
+    if more:
+        assert run("draw", source, "-p", "3", "-m", "6", *more).splitlines() == drawn
+
+
+def test_a_picture_of_versions_names_the_policy_and_fits_a_terminal():
+    drawn = run("draw", "pipedream", "-p", "4", "-m", "12", "--versions")
+    assert drawn.startswith("pipedream (stash), predicted: makespan 45")
+    assert max(map(len, drawn.splitlines())) <= 120
+    assert "reads" not in run("draw", "pipedream", "-p", "4", "-m", "12")
+
+
+def test_versions_of_files(tmp_path):
+    timeline, picture, plan = (tmp_path / name for name in ("t.json", "t.svg", "plan.json"))
+    shown = simulate(schedules.build("1f1b", num_ranks=1, num_microbatches=1))
+    timeline.write_text(shown.with_versions([[7, 8]]).to_json())
+    assert "reads  │ 7 8  │" in run("draw", str(timeline), "--versions")
+    run("draw", str(timeline), "--versions", "-o", str(picture))
+    assert "reads version 7" in picture.read_text()
+    stages = tuple(
+        StagePlan(layers=(str(rank),), rank=rank, forward_seconds=1, backward_input_seconds=2)
+        for rank in range(2)
+    )
+    for schedule, policy, reads in (
+        ("1f1b", None, {"0"}),
+        ("pipedream", None, {"0", "1", "2", "3"}),
+        ("pipedream", "vertical-sync", {"0", "1", "2"}),
+    ):
+        Plan(model="m", schedule=schedule, num_microbatches=2, stages=stages).save(plan)
+        more = () if policy is None else ("--policy", policy)
+        drawn = run("draw", str(plan), "--versions", *more).splitlines()
+        assert set(drawn[4].split("│")[1].split()) >= reads
+        assert (set(drawn[4].split("│")[1].split()) == {"0"}) == (schedule == "1f1b")
+
+
+@pytest.mark.parametrize(
+    ("source", "more", "message"),
+    [
+        ("{timeline}", ("--versions",), "timeline.json does not say which versions"),
+        ("{timeline}", ("--policy", "stash"), "timeline.json is a timeline"),
+        ("{updated}", ("--versions",), "updated.csv has updates, but does not say"),
+        ("1f1b", ("--policy", "stash"), "the policy stash is for schedules that never flush"),
+        ("pipedream", ("--policy", "flush"), "pipedream never flushes"),
+        ("pipedream", ("--policy", "newest"), "'newest' is not one of"),
+        ("pipedream:replicas=2-1-1", ("--policy", "vertical-sync"), "as many replicas"),
+        ("pipedream-2bw:minibatch=1", ("--versions",), "minibatch of 1 microbatches is too short"),
+    ],
+)
+def test_versions_that_nobody_knows_are_refused(tmp_path, source, more, message):
+    files = {"timeline": tmp_path / "timeline.json", "updated": tmp_path / "updated.csv"}
+    plain = schedules.build("1f1b", num_ranks=2, num_microbatches=2)
+    files["timeline"].write_text(simulate(plain).to_json())
+    files["updated"].write_text("0F0,0B0,0UPDATE0\n")
+    told = refused("draw", source.format(**files), *more)
+    assert message in told
+
+
+def test_ops_of_a_csv_read_the_weights_of_before_the_flush(tmp_path):
+    path = tmp_path / "own.csv"
+    path.write_text("0F0,0F1,0B0,0B1\n")
+    assert "reads  │ 0 0 0   0  │" in run("draw", str(path), "--versions")

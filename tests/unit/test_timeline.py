@@ -1,9 +1,15 @@
 import json
+from array import array
 
 import pytest
 
 from penstock import Costs, Op, Span, Timeline, schedules, simulate
-from penstock.errors import FileError
+from penstock.drawing import TimelineRecord
+from penstock.errors import FileError, InputError
+from penstock.schedule.lower import add_updates
+from penstock.schedule.rounds import Rounds
+from penstock.timeline import Row
+from penstock.versions import DoubleBuffer, Latest, Stash, VerticalSync, trace
 
 
 def timeline(*rows, source="measured"):
@@ -72,3 +78,120 @@ def test_what_is_not_a_timeline(change, message):
     text = json.dumps({**json.loads(good.to_json()), **change})
     with pytest.raises(FileError, match=f"trace.json.*{message}"):
         Timeline.from_json(text, where="trace.json")
+
+
+def stream(policy, ranks=4, microbatches=24, family="pipedream"):
+    """A predicted stream with what its ops read; minibatches are of as many as ranks."""
+    plain = schedules.build(family, num_ranks=ranks, num_microbatches=microbatches)
+    rounds = Rounds((1,) * ranks)
+    if policy.updates == "minibatch":
+        rounds = Rounds.of_minibatches((1,) * ranks, ranks, microbatches)
+    lowered = add_updates(plain, rounds)
+    versions = [trace(ops, policy, rounds, ranks).versions for ops in lowered.ranks]
+    return simulate(lowered).with_versions(versions)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 7])
+@pytest.mark.parametrize(
+    ("policy", "delay"),
+    [
+        (Stash(), lambda p, s: p - 1 - s),
+        (Latest(), lambda p, s: p - 1 - s),
+        (VerticalSync(), lambda p, s: p - 1),
+        (DoubleBuffer(), lambda p, s: 1),
+    ],
+)
+def test_delays_in_the_steady_state(policy, delay, ranks):
+    delays = stream(policy, ranks, 6 * ranks).delays
+    assert list(delays) == list(range(ranks))
+    for stage, by_microbatch in delays.items():
+        assert list(by_microbatch) == list(range(6 * ranks))
+        steady = {by_microbatch[k] for k in range(2 * ranks, 6 * ranks)}
+        assert steady == {delay(ranks, stage)}
+        assert by_microbatch[0] == 0, "nothing is older than the first version"
+
+
+def test_delays_of_a_timeline_that_shows_only_part_of_a_stream():
+    rows = (
+        "0B0",
+        "0UPDATE0",
+        "0F4",
+        "0W1",
+        "0F5",
+        "0UPDATE1",
+        "0B4",
+        "1F4",
+        "1I4",
+        "1W4",
+        "1UPDATE4",
+    )
+    ops = tuple(map(Op.parse, rows))
+    times = array("d", range(len(ops)))
+    row = Row(ops, times, times, (0, 0, 1, 0, 1, 1, 1, 6, 5, 5, 9))
+    assert Timeline((row,)).delays == {1: {4: 3}}
+
+
+def test_a_timeline_without_versions_says_so():
+    plain = simulate(schedules.build("1f1b", num_ranks=2, num_microbatches=2))
+    assert not plain.has_versions
+    assert {span.version for span in plain.spans} == {None}
+    assert {row.versions for row in plain.rows} == {None}
+    with pytest.raises(InputError, match="'1f1b' does not say which version"):
+        plain.delays  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("versions", "message"),
+    [
+        ([[0, 0]], "versions of 1 ranks, but the timeline has 2"),
+        ([[0, 0], [0]], "rank 1 has 2 ops, but 1 versions"),
+        ([[0, -2], [0, 0]], "a version on rank 0 is -2"),
+    ],
+)
+def test_versions_that_do_not_fit_are_refused(versions, message):
+    plain = timeline(("0F0", 0, 0, 1), ("0B0", 0, 1, 2), ("1F0", 1, 0, 1), ("1B0", 1, 1, 2))
+    with pytest.raises(InputError, match=message):
+        plain.with_versions(versions)
+
+
+def test_versions_come_back_from_json_and_from_spans_in_any_order():
+    shown = stream(Stash(), 3, 7)
+    assert shown.has_versions
+    assert Timeline.from_json(shown.to_json()) == shown
+    assert Timeline.of(reversed(shown.spans), 3, shown.name).has_versions
+    moved = Timeline.of(sorted(shown.spans, key=lambda span: str(span.op)), 3, shown.name)
+    assert {span.op: span.version for span in moved.spans} == {
+        span.op: span.version for span in shown.spans
+    }
+
+
+def test_an_idle_rank_and_messages_stay_what_they_are_in_json():
+    rows = [Span(Op.parse("0F0"), 0, 0, 1, 4), Span(Op.parse("0SEND_F0"), 0, 1, 2)]
+    shown = Timeline.of(rows, 2)
+    assert [row.versions for row in shown.rows] == [(4, -1), None]
+    assert [span.version for span in shown.spans] == [4, None]
+    assert shown.has_versions
+    assert Timeline.from_json(shown.to_json()) == shown
+
+
+def test_without_versions_a_file_is_what_it_was():
+    shown = timeline(("0F0", 0, 0, 1))
+    assert set(json.loads(shown.to_json())) == {"name", "source", "num_ranks", "spans"}
+    record = TimelineRecord.of(shown)
+    assert "versions" not in json.loads(record.to_json())
+    versioned = stream(Stash(), 2, 3)
+    assert TimelineRecord.from_json(TimelineRecord.of(versioned).to_json()).timeline() == versioned
+
+
+@pytest.mark.parametrize(
+    ("versions", "message"),
+    [
+        ([0], "2 spans, but 1 versions"),
+        ([0, -2], "a version is -2"),
+        (["0", 0], r"\$.versions\[0\]"),
+    ],
+)
+def test_versions_in_a_file_are_read_strictly(versions, message):
+    text = json.loads(timeline(("0F0", 0, 0, 1), ("0B0", 0, 1, 2)).to_json())
+    with pytest.raises(FileError, match=f"trace.json.*{message}"):
+        Timeline.from_json(json.dumps({**text, "versions": versions}), where="trace.json")

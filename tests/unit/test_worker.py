@@ -15,6 +15,7 @@ from penstock.run.updater import Holding, Updater
 from penstock.run.worker import Worker
 from penstock.schedule import Schedule
 from penstock.schedule.op import Kind
+from penstock.schedule.segment import Segment
 from penstock.spine import spine_of
 from penstock.stage import Stage
 from penstock.transport import Edge, Transport
@@ -64,7 +65,11 @@ def worker_of(rank, stages, num_stages, transport, model=None, optimizer=None):
     return Worker(rank, built, transport, recipe, updater)
 
 
-TWO_RANKS = Schedule.parse("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
+def segment(text):
+    return Segment.whole(Schedule.parse(text))
+
+
+TWO_RANKS = segment("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
 FORWARD, BACKWARD = Edge(0, 1, 0), Edge(1, 0, 3)
 
 
@@ -96,7 +101,7 @@ def test_the_first_rank_sends_and_waits_for_the_gradient():
 def test_neighbouring_stages_on_one_rank_need_no_message():
     transport = Notebook()
     worker = worker_of(0, [0, 1], 2, transport)
-    harvest = worker.run(Schedule.parse("0F0,1F0,1B0,0B0\n"), minibatch())
+    harvest = worker.run(segment("0F0,1F0,1B0,0B0\n"), minibatch())
     assert list(harvest.losses) == [0]
     assert transport.sent == transport.waiting == []
     assert all(parameter.grad is not None for parameter in worker.stages[0].parameters())
@@ -111,7 +116,7 @@ def test_forward_and_backward_messages_have_channels_of_their_own():
 
 def test_without_targets_there_are_outputs_and_no_gradients():
     worker = worker_of(0, [0, 1], 2, Notebook())
-    harvest = worker.run(Schedule.parse("0F0,1F0\n"), Minibatch(0, [torch.ones(2, 3)]))
+    harvest = worker.run(segment("0F0,1F0\n"), Minibatch(0, [torch.ones(2, 3)]))
     assert not harvest.outputs[0].requires_grad
     assert harvest.losses == {}
 
@@ -121,7 +126,7 @@ def test_gradients_do_not_depend_on_the_callers_mode(around):
     # In a process of its own a worker runs in the caller's thread.
     worker, data = worker_of(0, [0], 1, Notebook()), minibatch()
     with around():
-        worker.run(Schedule.parse("0F0,0B0\n"), data)
+        worker.run(segment("0F0,0B0\n"), data)
     assert next(worker.stages[0].parameters()).grad is not None
 
 
@@ -130,7 +135,7 @@ def test_a_kind_that_it_does_not_know_is_an_error_that_names_the_op():
     assert worker.kinds == set(Kind)
     worker._perform.pop(Kind.BACKWARD)
     with pytest.raises(StageError, match="stage 0, microbatch 0, op 0B0: KeyError"):
-        worker.run(Schedule.parse("0F0,0B0\n"), minibatch())
+        worker.run(segment("0F0,0B0\n"), minibatch())
 
 
 def sgd(parameters):
@@ -141,7 +146,7 @@ def test_an_update_is_counted_and_clears_the_gradients():
     worker = worker_of(0, [0], 1, Notebook(), optimizer=sgd)
     (weight, _) = worker.stages[0].parameters()
     before = weight.detach().clone()
-    worker.run(Schedule.parse("0F0,0B0,0UPDATE0\n"), minibatch())
+    worker.run(segment("0F0,0B0,0UPDATE0\n"), minibatch())
     assert worker.updater.num_updates == 1
     assert weight.grad is None
     assert not torch.equal(weight, before)
@@ -150,9 +155,7 @@ def test_an_update_is_counted_and_clears_the_gradients():
 def test_a_failed_step_leaves_neither_gradients_nor_messages():
     transport = Notebook({(FORWARD, 0): torch.ones(2, 3)})
     worker = worker_of(1, [1], 2, transport, optimizer=sgd)
-    schedule = Schedule.parse(
-        "0F0,0SEND_F0,0F1,0SEND_F1,0B0,0B1\n1RECV_F0,1F0,1B0,1RECV_F1,1F1,1B1\n"
-    )
+    schedule = segment("0F0,0SEND_F0,0F1,0SEND_F1,0B0,0B1\n1RECV_F0,1F0,1B0,1RECV_F1,1F1,1B1\n")
     data = Minibatch(0, [torch.ones(2, 3)] * 2, [torch.zeros(2, 3)] * 2, [0.5, 0.5])
     with pytest.raises(DeadlineError, match="rank 1, waiting at 1RECV_F1"):
         worker.run(schedule, data)
@@ -166,7 +169,7 @@ def test_microbatches_without_any_term_do_not_flow_back():
     worker = worker_of(0, [0], 1, Notebook())
     nothing = torch.zeros(0, 3)  # the mean over no rows is NaN, and so is its gradient
     data = Minibatch(0, [nothing, torch.ones(2, 3)], [nothing, torch.zeros(2, 3)], [0.0, 1.0])
-    harvest = worker.run(Schedule.parse("0F0,0F1,0B0,0B1\n"), data)
+    harvest = worker.run(segment("0F0,0F1,0B0,0B1\n"), data)
     assert harvest.losses[0].isnan()
     assert all(parameter.grad.isfinite().all() for parameter in worker.stages[0].parameters())
 
@@ -197,7 +200,7 @@ def test_autocast_holds_for_the_forward_and_not_for_backward_or_update():
     model = nn.Sequential(Layer(3, 3))
     worker = worker_of(0, [0], 1, Notebook(), model, lambda p: Optimizer(p, lr=1.0))
     with torch.autocast("cpu", torch.bfloat16):
-        worker.run(Schedule.parse("0F0,0B0,0UPDATE0\n"), minibatch())
+        worker.run(segment("0F0,0B0,0UPDATE0\n"), minibatch())
         assert torch.is_autocast_enabled("cpu")
     assert seen == {
         "forward": True,
@@ -210,5 +213,5 @@ def test_autocast_holds_for_the_forward_and_not_for_backward_or_update():
 def test_the_worker_of_a_stage_without_parameters_needs_no_optimizer():
     worker = worker_of(0, [0, 1], 2, Notebook(), make_mlp()[:2])
     data = Minibatch(0, [torch.ones(2, 16)], [torch.zeros(2, 32)], [1.0])
-    worker.run(Schedule.parse("0F0,1F0,1B0,1UPDATE0,0B0,0UPDATE0\n"), data)
+    worker.run(segment("0F0,1F0,1B0,1UPDATE0,0B0,0UPDATE0\n"), data)
     assert worker.updater.num_updates == 0

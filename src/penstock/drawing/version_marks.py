@@ -6,7 +6,7 @@ glance where a rank goes on to new weights and which backward reads what which f
 
 from __future__ import annotations
 
-from penstock.drawing.markup import lines, resource, tag, text_width, write
+from penstock.drawing.markup import resource, tag, text_width, write
 from penstock.schedule.op import COMPUTE, Kind
 from penstock.timeline import Span
 
@@ -65,10 +65,10 @@ def update_tick(place: Place, class_: str) -> str:
 def swatch(width: float) -> str:
     """The colours of the first versions, for a legend."""
     each = width / 4
-    return lines(
+    return "".join(
         tag("rect", class_=f"v{version}", x=version * each, y=1, width=each, height=13)
         for version in range(4)
-    ).replace("\n", "")
+    )
 
 
 def in_words(span: Span) -> str:

@@ -65,8 +65,9 @@ class Plan(Value, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.version != 1:
             raise InputError(f"the plan has version {self.version}; this Penstock reads version 1")
-        if self.num_threads < 1:
-            raise InputError(f"num_threads is {self.num_threads}, but must be ≥ 1")
+        for name in ("num_microbatches", "num_threads"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}, but must be ≥ 1")
         if not self.stages:
             raise InputError("the plan has no stages")
         for index, stage in enumerate(self.stages):
