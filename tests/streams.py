@@ -38,8 +38,7 @@ def even_graph(model) -> pk.LayerGraph:
     )
     return pk.LayerGraph(
         layers=tuple(
-            pk.Layer(name=layer.name, signature=layer.signature, **seconds)
-            for layer in layers
+            pk.Layer(name=layer.name, signature=layer.signature, **seconds) for layer in layers
         )
     )
 
@@ -64,5 +63,3 @@ def plan_for(policy, num_stages, *, microbatches, replicas=None, model=None, sch
 def cuts_of(plan):
     """How many layers each stage has."""
     return [len(stage.layers) for stage in plan.stages]
-
-

@@ -263,19 +263,18 @@ def test_rates_are_scaled_before_the_scheduler_is_made():
 
 def test_replicas_sum_their_own_first_to_the_bit():
     ours, theirs = make_mlp(dropout=0.0), make_mlp(dropout=0.0)
-    inputs, targets = make_batch(8)
-    replay = DelayedReplay(ours, [6], versions.Flush(), 4, F.cross_entropy, sgd, replicas=[2])
+    inputs, targets = make_batch(12)
+    replay = DelayedReplay(ours, [6], versions.Flush(), 6, F.cross_entropy, sgd, replicas=[3])
     replay.train([(inputs, targets)])
-    parts = zip(inputs.split(2), targets.split(2), strict=True)
     found = []
-    for part, wanted in parts:
-        found.append(
-            torch.autograd.grad(F.cross_entropy(theirs(part), wanted) * 0.25, theirs.parameters())
-        )
+    for part, wanted in zip(inputs.split(2), targets.split(2), strict=True):
+        loss = F.cross_entropy(theirs(part), wanted) * (2 / 12)
+        found.append(torch.autograd.grad(loss, theirs.parameters()))
     with torch.no_grad():
-        for parameter, a, b, c, d in zip(theirs.parameters(), *found, strict=True):
-            parameter.add_((a + c) + (b + d), alpha=-RATE)  # as SGD does it
+        for parameter, a, b, c, d, e, f in zip(theirs.parameters(), *found, strict=True):
+            parameter.add_(((a + d) + (b + e)) + (c + f), alpha=-RATE)  # as SGD does it
     assert_same(ours, theirs)
+    assert all(parameter.grad is None for parameter in ours.parameters())
 
 
 # Laws
@@ -325,16 +324,20 @@ def test_terms_weigh_microbatches_and_none_count_nothing():
 
 @pytest.mark.parametrize("policy", [cls() for cls in versions.POLICIES.values()], ids=str)
 def test_draws_belong_to_the_minibatch_and_the_microbatch(policy):
-    """Without steps, all policies compute what one device computes; with dropout too."""
+    """Without steps, all policies compute what one device computes; with dropout too, also where
+    the loss draws."""
+
+    def dropping_loss(output, targets):
+        return F.cross_entropy(F.dropout(output), targets)
 
     def still(parameters):
         return torch.optim.SGD(parameters, lr=0.0)
 
     data = [make_batch(6, seed=seed) for seed in range(3)]
     replay = DelayedReplay(
-        make_mlp(0.5), (2, 2, 2), policy, 3, F.cross_entropy, still, seed=1, replicas=(2, 1, 1)
+        make_mlp(0.5), (2, 2, 2), policy, 3, dropping_loss, still, seed=1, replicas=(2, 1, 1)
     )
-    device = SingleDevice(make_mlp(0.5), 3, F.cross_entropy, still, seed=1)
+    device = SingleDevice(make_mlp(0.5), 3, dropping_loss, still, seed=1)
     found = replay.train(data[:1]) + replay.train(data[1:])
     assert all(torch.equal(a, device.step(*one)) for a, one in zip(found, data, strict=True))
 
@@ -740,6 +743,10 @@ def test_the_factory_hears_whose_parameters_they_are():
     given_.clear()
     trained(versions.Stash(updates="minibatch"), 3, m=4, optimizer=optimizer)
     assert [delay for _, _, delay, _ in given_] == [0.5, 0.25, 0.0]
+    given_.clear()
+    policy = versions.PipeMare()
+    trained(policy, 2, m=4, optimizer=optimizer, replicas=(2, 1))
+    assert [delay for _, _, delay, _ in given_] == [0.5, 0.0]
 
 
 def test_each_stage_is_clipped_for_itself():

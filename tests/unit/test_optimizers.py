@@ -390,7 +390,7 @@ def test_one_side_turns_with_that_side_only():
 
 
 def loss_after(make, delay, seed, num_steps=400, size=8):
-    """The mean loss of the last steps on a turned quadratic of condition 10⁶, with old gradients."""
+    """The last steps' mean loss on a turned quadratic of condition 10⁶, with old gradients."""
     scales = torch.diag(torch.logspace(0, -1.5, size, dtype=torch.float64))
     axes = orthogonal(size, seed), orthogonal(size, seed + 1)
     left, right = (own @ scales @ own.mT for own in axes)

@@ -112,22 +112,13 @@ def test_delays_in_the_steady_state(policy, delay, ranks):
 
 
 def test_delays_of_a_timeline_that_shows_only_part_of_a_stream():
-    rows = (
-        "0B0",
-        "0UPDATE0",
-        "0F4",
-        "0W1",
-        "0F5",
-        "0UPDATE1",
-        "0B4",
-        "1F4",
-        "1I4",
-        "1W4",
-        "1UPDATE4",
-    )
-    ops = tuple(map(Op.parse, rows))
-    times = array("d", range(len(ops)))
-    row = Row(ops, times, times, (0, 0, 1, 0, 1, 1, 1, 6, 5, 5, 9))
+    """Microbatch 0 began before it, 5 ends after it; the gradient of 4 is there with its W."""
+    read = {
+        "0B0": 0, "0UPDATE0": 0, "0F5": 1, "0B5": 1,
+        "1F4": 6, "1I4": 6, "1UPDATE3": 8, "1W4": 6, "1UPDATE4": 9, "1UPDATE5": 10,
+    }  # fmt: skip
+    times = array("d", range(len(read)))
+    row = Row(tuple(map(Op.parse, read)), times, times, tuple(read.values()))
     assert Timeline((row,)).delays == {1: {4: 3}}
 
 
@@ -172,6 +163,7 @@ def test_an_idle_rank_and_messages_stay_what_they_are_in_json():
     assert [span.version for span in shown.spans] == [4, None]
     assert shown.has_versions
     assert Timeline.from_json(shown.to_json()) == shown
+    assert shown.with_versions([(4, -1), ()]) == shown
 
 
 def test_without_versions_a_file_is_what_it_was():
