@@ -150,9 +150,8 @@ class _Correction:
             group.setdefault(_UPDATES, 0)
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
-        # A step that raised has left smaller rates, which must not be saved, nor put back later.
+        # A step that raised has left smaller rates, which must not be saved.
         optimizer.register_state_dict_pre_hook(lambda _: self._restore())
-        optimizer.register_load_state_dict_pre_hook(lambda *_: self._restore())
         # torch's own copies have no hooks. A strong reference would be a cycle, which keeps large
         # states alive until the collector comes.
         reference = weakref.ref(optimizer)
@@ -183,7 +182,6 @@ class _Correction:
         assert optimizer is not None  # it is being copied
         self._restore()
         copied = object.__new__(type(optimizer))
-        memo[id(optimizer)] = copied
         copied.__setstate__(copy.deepcopy(optimizer.__getstate__(), memo))
         _Correction(self._delay, self._anneal_updates).attach(copied)
         return copied

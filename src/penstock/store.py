@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +109,12 @@ class WeightStore:
             check_predictable(optimizer)
         corrects = isinstance(policy, PipeMare) and policy.t2 is not None and policy.tau(place) > 0
         self._drift = [torch.zeros_like(one) for one in self._live] if corrects else []
-        self._updates = 0
+        self._num_updates = 0
+        if isinstance(policy, PipeMare) and policy.t1 is not None and optimizer is not None:
+            # Around the step alone, so that schedulers do not see it.
+            optimizer.register_step_pre_hook(self._lower_rates)
+            optimizer.register_step_post_hook(self._restore_rates)
+        self._rates: list[Any] = []
         self.synchronous = False
         self.begin()
 
@@ -310,7 +315,7 @@ class WeightStore:
                         live.data = live.data.clone()
             else:
                 self._versions.pop(version, None)
-        with self._following_drift(), self._corrected_rate():
+        with self._following_drift():
             yield version
         self._most = Held(*map(max, self._most, self.held()))
 
@@ -329,23 +334,19 @@ class WeightStore:
             for drift, live in zip(self._drift, self._live, strict=True):
                 drift.add_(live, alpha=1 - decay)
 
-    @contextmanager
-    def _corrected_rate(self) -> Iterator[None]:
-        policy = self._policy
-        if not isinstance(policy, PipeMare) or self._optimizer is None or self.synchronous:
-            yield
+    def _lower_rates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        assert isinstance(self._policy, PipeMare)
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+        if self.synchronous:
             return
-        factor = policy.rate_factor(self._place, self._updates)
-        self._updates += 1
-        groups = self._optimizer.param_groups
-        rates = [group["lr"] for group in groups]
-        try:
-            for group in groups:
-                group["lr"] = group["lr"] * factor
-            yield
-        finally:
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
+        factor = self._policy.rate_factor(self._place, self._num_updates)
+        self._num_updates += 1
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * factor
+
+    def _restore_rates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate
 
     def _drop_unread(self) -> None:
         live = self._book.live

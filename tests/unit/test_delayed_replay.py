@@ -247,7 +247,7 @@ def test_gradients_of_a_sum_are_summed_over_replicas():
     )
     replay.train(batches(1, 2))
     total = sum(pass_through(WEIGHTS[:1], WEIGHTS[:1], XS[k], YS[k])[0] for k in range(2))
-    assert model[0].weight.item() == close(WEIGHTS[0] - 2 * RATE * total)
+    assert model[0].weight.item() == close(WEIGHTS[0] - RATE * total)
 
 
 def test_rates_are_scaled_before_the_scheduler_is_made():

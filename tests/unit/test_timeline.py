@@ -112,10 +112,11 @@ def test_delays_in_the_steady_state(policy, delay, ranks):
 
 
 def test_delays_of_a_timeline_that_shows_only_part_of_a_stream():
-    """Microbatch 0 began before it, 5 ends after it; the gradient of 4 is there with its W."""
+    """Microbatch 0 began before it, 5 and 7 end after it; the gradient of 4 is there with its W."""
     read = {
         "0B0": 0, "0UPDATE0": 0, "0F5": 1, "0B5": 1,
-        "1F4": 6, "1I4": 6, "1UPDATE3": 8, "1W4": 6, "1UPDATE4": 9, "1UPDATE5": 10,
+        "1F4": 6, "1I4": 6, "1UPDATE3": 8, "1W4": 6, "1UPDATE4": 9,
+        "1F7": 6, "1I7": 6, "1UPDATE5": 10,
     }  # fmt: skip
     times = array("d", range(len(read)))
     row = Row(tuple(map(Op.parse, read)), times, times, tuple(read.values()))

@@ -108,7 +108,7 @@ def _settings(
     """Every schedule that the request allows, on 1 to all devices."""
     num_devices = len(task.cluster.devices)
     built: list[Setting] = []
-    refusals: list[InputError] = []
+    refusals: dict[int, InputError] = {}
     unasked = {*families.SEARCHED, *USUAL}
     fixed = (name for name in families.names() if name not in unasked)
     for name in fixed if schedule is None else (schedule,):
@@ -117,14 +117,17 @@ def _settings(
             try:
                 made = _setting(task, name, num_ranks, versions)
             except InputError as error:
-                refusals.append(error)
+                refusals[num_ranks] = error
                 continue
             if schedule is not None or _is_plain(made):
                 built.append(made)
     if not built:
-        raise PlanError(f"no schedule can be built for this request: {refusals[-1]}")
+        *_, last = refusals.values()
+        raise PlanError(f"no schedule can be built for this request: {last}")
     counts = sorted({setting.num_stages for setting in built})
     if stages is not None and stages not in counts:
+        if versions is not None and stages in refusals:
+            raise refusals[stages]
         raise PlanError(
             f"no schedule here cuts the model into {stages} stages on {num_devices} device(s); ask "
             f"for {', '.join(map(str, counts))} or give a cluster with more devices"

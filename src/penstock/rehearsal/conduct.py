@@ -13,12 +13,14 @@ from penstock.rehearsal.costs import costs_of_slices, default_costs, scaled
 from penstock.rehearsal.job import Job, Updates, WaitsName, flattened
 from penstock.rehearsal.performance import TransportName, perform
 from penstock.rehearsal.result import Rehearsal, rehearsal_of
+from penstock.rehearsal.stream import Stream, compute_of
 from penstock.schedule import Kind, Schedule
 from penstock.schedule.check import check
 from penstock.schedule.lower import add_agreement, add_communication, add_update
 from penstock.schedule.op import COMPUTE
 from penstock.simulator import simulate
 from penstock.values import expect, is_number, is_whole, one_of
+from penstock.versions import Flush
 
 MOST_RANKS = 128
 """More processes than this would only show how this machine switches between them."""
@@ -35,14 +37,19 @@ def rehearse(  # noqa: PLR0913 - each has a default that most callers keep
     transport: TransportName = "shared-memory",
     waits: WaitsName = "relative",
     updates: Updates = "separate",
+    minibatch: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Rehearsal:
     """Perform a plan on emulated devices: every rank is a real process with a real worker, which
     performs its lowered schedule and sends real messages; only its compute is a wait, as long as
     planned. Eight or sixteen ranks run on two cores.
 
+    A schedule that never flushes is performed as one stream per step, with an update of each stage
+    after each of its rounds; ``Rehearsal.steady_seconds`` is what a microbatch takes in its middle.
+
     Args:
-        plan: a plan, or a schedule of compute ops.
+        plan: a plan, or a schedule of compute ops. Of a plan that never flushes, a stream of eight
+            microbatches per rank and four minibatches or more.
         costs: seconds of each op, as for ``simulate``; by default the plan's, or 10 ms each for F,
             I and W of all of a rank's layers. A planned hop is kept, by not using a message sooner;
             so is ``reduce``, by not updating sooner.
@@ -56,6 +63,8 @@ def rehearse(  # noqa: PLR0913 - each has a default that most callers keep
             when all ranks have told theirs, as clipping by the global norm wants it;
             ``"post-validated"``: at once, and ranks go from step to step without waiting for each
             other, so that ``Rehearsal.pace_seconds`` is what a step takes.
+        minibatch: microbatches per update, for a schedule by the name of ``pipedream-2bw``; as many
+            as it has stages by default.
         progress: called after each step with the steps done and their number.
 
     Returns:
@@ -67,7 +76,7 @@ def rehearse(  # noqa: PLR0913 - each has a default that most callers keep
         RunError: a rank failed or died.
     """
     expect(plan, Plan | Schedule, "the plan", "give a penstock.Plan or a penstock.Schedule")
-    schedule = plan.build_schedule() if isinstance(plan, Plan) else plan
+    schedule, stream = compute_of(plan, minibatch)
     if costs is None:
         costs = plan.costs if isinstance(plan, Plan) else default_costs(schedule)
     expect(costs, Costs, "costs", "give a penstock.Costs")
@@ -76,8 +85,13 @@ def rehearse(  # noqa: PLR0913 - each has a default that most callers keep
     one_of("waits", waits, get_args(WaitsName))
     one_of("updates", updates, get_args(Updates))
     _check_schedule(schedule, costs)
+    if stream is not None and updates != "separate":
+        raise InputError(
+            f"updates is {updates!r}, but {schedule.name} never flushes, so that there is no moment "
+            "at which all ranks could agree; leave it out"
+        )
     costs = scaled(costs, scale)
-    lowered = performable(schedule, updates)
+    lowered = performable(schedule, updates, stream)
     job = Job(
         ops=str(flattened(lowered)),
         costs=costs_of_slices(costs, schedule.num_slices),
@@ -85,6 +99,7 @@ def rehearse(  # noqa: PLR0913 - each has a default that most callers keep
         message_bytes=message_bytes,
         waits=waits,
         updates=updates,
+        versions=Flush() if stream is None else stream.policy,
         deadline_seconds=_DEADLINE_SECONDS + 2 * simulate(lowered, costs).makespan,
     )
     done = []
@@ -93,14 +108,19 @@ def rehearse(  # noqa: PLR0913 - each has a default that most callers keep
             done.append(times)
             if progress is not None:
                 progress(len(done), steps)
-    return rehearsal_of(lowered, costs, done)
+    return rehearsal_of(lowered, costs, done, None if stream is None else stream.period)
 
 
-def performable(schedule: Schedule, updates: Updates = "separate") -> Schedule:
+def performable(
+    schedule: Schedule, updates: Updates = "separate", stream: Stream | None = None
+) -> Schedule:
     """What a rank performs of a schedule: its compute in its order, and all that this takes."""
     kept = COMPUTE | {Kind.RECOMPUTE}
     ranks = (tuple(op for op in ops if op.kind in kept) for ops in schedule.ranks)
-    updated = add_update(Schedule.of(ranks, schedule.name), together=updates == "agreed")
+    compute = Schedule.of(ranks, schedule.name)
+    if stream is not None:
+        return add_communication(stream.with_updates(compute))
+    updated = add_update(compute, together=updates == "agreed")
     if updates != "separate":
         updated = add_agreement(updated, late=updates == "post-validated")
     return add_communication(updated)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -106,18 +107,19 @@ class EmulatedOptimizer(torch.optim.Optimizer):
 
     Args:
         parameters: the stage's; they stay as they are, gradients too, for they are never computed.
-        update: the op that it stands for.
+        updates: the ops that it stands for, in the order in which it performs them; after the last
+            one, the next step begins with the first.
         waits: how its time passes.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], update: Op, waits: Waits) -> None:
+    def __init__(self, parameters: list[nn.Parameter], updates: Sequence[Op], waits: Waits) -> None:
         super().__init__(parameters, {})
-        self._update = update
+        self._updates = itertools.cycle(updates)
         self._waits = waits
 
     def step(self, closure: Any = None) -> Any:
         """UPDATE: wait."""
-        self._waits.wait(self._update)
+        self._waits.wait(next(self._updates))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients of the right size serve for every step."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
+from msgspec import field
+
 from penstock.cost import Costs
 from penstock.schedule import Op, Schedule
 from penstock.values import Value
+from penstock.versions import Flush, Policy
 
 WaitsName = Literal["relative", "logical"]
 Updates = Literal["separate", "agreed", "post-validated"]
@@ -23,6 +26,7 @@ class Job(Value, frozen=True, kw_only=True):
         waits: what ops do instead of computing.
         updates: whether stages update each for itself, when all ranks have agreed, or on trust. In
             the last case ranks go from step to step without waiting for each other's ends.
+        versions: the policy of a stream, all of which is one step.
         deadline_seconds: how long a receive waits.
     """
 
@@ -32,6 +36,7 @@ class Job(Value, frozen=True, kw_only=True):
     message_bytes: int
     waits: WaitsName
     updates: Updates = "separate"
+    versions: Policy = field(default_factory=Flush)
     deadline_seconds: float
 
     @property

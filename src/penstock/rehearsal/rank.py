@@ -22,8 +22,8 @@ from penstock.run.recipe import Parameters, Recipe
 from penstock.run.updater import Holding, SharedWeights, Updater
 from penstock.run.worker import Worker
 from penstock.schedule import Kind, Op, Schedule
-from penstock.schedule.segment import Segment
 from penstock.schedule.channels import other_end
+from penstock.schedule.segment import Segment
 from penstock.simulator import simulate
 from penstock.transport import Transport
 
@@ -76,6 +76,7 @@ def _perform_steps(
             [nothing] * count,
             [1.0] * count,
             more_follow=job.overlapping,
+            synchronous=not job.versions.asynchronous,
         )
         waits.begin(start)
         alarm.until(start)
@@ -111,15 +112,22 @@ def _worker(
         for stage in own
         if schedule.copies[stage] > 1
     ]
-    updates = {op.stage: op for op in schedule.ranks[rank] if op.kind is Kind.UPDATE}
+    updates = [op for op in schedule.ranks[rank] if op.kind is Kind.UPDATE]
 
     def optimizer(parameters: Parameters) -> EmulatedOptimizer:
         ((stage, _),) = parameters.named()
-        return EmulatedOptimizer(parameters, updates[int(stage)], waits)
+        stands_for = [op for op in updates if op.stage == int(stage)]
+        return EmulatedOptimizer(parameters, stands_for, waits)
 
     # No loss: what a last stage gives is one already. Nothing is clipped, but all ranks ask.
     clip_norm = None if job.updates == "separate" else 1.0
-    recipe = Recipe(optimizer=optimizer, clip_norm=clip_norm, post_validate=job.overlapping)
+    recipe = Recipe(
+        optimizer=optimizer,
+        clip_norm=clip_norm,
+        post_validate=job.overlapping,
+        versions=job.versions,
+        averages=False,  # gradients are never computed, and dividing them takes time
+    )
     links = _planned_links(job, schedule, rank, transport, alarm)
     updater = Updater(rank, schedule.num_ranks, holdings, links, recipe, shared)
     return Worker(rank, stages, links, recipe, updater)

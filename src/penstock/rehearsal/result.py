@@ -22,7 +22,8 @@ class Comparison(NamedTuple):
     """One figure, predicted and measured.
 
     Attributes:
-        name: ``"makespan"`` (seconds), ``"bubble"`` or ``"stage bubble"`` (shares of 1).
+        name: ``"makespan"`` or ``"steady seconds"`` (seconds), ``"bubble"``, ``"stage bubble"`` or
+            ``"steady efficiency"`` (shares of 1).
         predicted, measured: its values.
     """
 
@@ -33,7 +34,7 @@ class Comparison(NamedTuple):
     @property
     def is_share(self) -> bool:
         """Whether it is a share of 1, not seconds."""
-        return self.name != "makespan"
+        return self.name not in ("makespan", "steady seconds")
 
     @property
     def difference(self) -> float:
@@ -61,6 +62,8 @@ class Rehearsal:
     step_seconds: tuple[float, ...]
     pace_seconds: float
     hop_seconds: float
+    steady_seconds: Comparison | None = None
+    steady_efficiency: Comparison | None = None
 
     @property
     def num_held_up(self) -> int:
@@ -75,8 +78,9 @@ class Rehearsal:
 
     @property
     def comparisons(self) -> tuple[Comparison, ...]:
-        """Makespan and both bubbles."""
-        return tuple(
+        """Makespan and both bubbles; of a stream, its steady state too."""
+        steady = (self.steady_seconds, self.steady_efficiency)
+        whole = (
             Comparison(name, getattr(self.predicted, field), getattr(self.measured, field))
             for name, field in (
                 ("makespan", "makespan"),
@@ -84,6 +88,7 @@ class Rehearsal:
                 ("stage bubble", "stage_bubble"),
             )
         )
+        return (*whole, *(one for one in steady if one is not None))
 
 
 def rehearsal_of(schedule: Schedule, costs: Costs, steps: Sequence[StepTimes]) -> Rehearsal:

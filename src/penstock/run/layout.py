@@ -223,7 +223,6 @@ class Layout:
                 {one.place: own[one.place] for one in first if one.ranks[0] == rank},
                 place,
                 plan.versions.delay(place),
-                # An update is the mean of r microbatches, so there are r times fewer.
                 plan.replicas[stage] if by_microbatch else 1.0,
             )
         return found

@@ -111,11 +111,13 @@ class Updater:
         self.num_updates = 0
         self.loss_scale = recipe.loss_scale
         self.norm: Tensor | None = None
+        # Where gradients of replicas are averaged, there are so many times fewer updates.
+        rates = {stage: one.rate if recipe.averages else 1.0 for stage, one in holdings.items()}
         self.optimizers = {
             stage: optimizer
             for stage, holding in holdings.items()
             if recipe.optimizer is not None and holding.named
-            if (optimizer := _optimizer(recipe.optimizer, stage, holding)) is not None
+            if (optimizer := _optimizer(recipe.optimizer, stage, holding, rates[stage])) is not None
         }
         make = recipe.lr_scheduler
         self._schedulers = [make(one) for one in self.optimizers.values()] if make else []
@@ -371,9 +373,10 @@ class Updater:
 
 
 def _optimizer(
-    make: OptimizerFactory, stage: int, holding: Holding
+    make: OptimizerFactory, stage: int, holding: Holding, rate: float
 ) -> torch.optim.Optimizer | None:
-    """A stage's optimizer; ``None`` if it has nothing to train and the function refuses that."""
+    """A stage's optimizer, its learning rates times ``rate``; ``None`` if it has nothing to train
+    and the function refuses that."""
     try:
         place = holding.place
         named = [*holding.named.items()]
@@ -386,7 +389,7 @@ def _optimizer(
         ) from error
     remedy = "it must return one, as lambda parameters: torch.optim.AdamW(parameters) does"
     expect(made, torch.optim.Optimizer, "what the optimizer function made", remedy)
-    for group in made.param_groups:
-        if holding.rate != 1.0:
-            group["lr"] = group["lr"] * holding.rate
+    if rate != 1.0:
+        for group in made.param_groups:
+            group["lr"] = group["lr"] * rate
     return made

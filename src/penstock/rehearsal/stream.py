@@ -1,0 +1,140 @@
+"""Streams: how a schedule that never flushes is rehearsed, and what its steady state takes.
+
+A stream has no steps: what a microbatch takes shows in its middle, between the warm-up and the
+draining at its end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, lcm
+from typing import Any
+
+from penstock.cost import Costs
+from penstock.errors import InputError
+from penstock.planner import Plan
+from penstock.schedule import Schedule
+from penstock.schedule.lower import add_updates
+from penstock.schedule.op import COMPUTE, RELEASING
+from penstock.schedule.rounds import Rounds
+from penstock.timeline import Timeline
+from penstock.values import is_whole
+from penstock.versions import USUAL, Policy, check_policy
+
+_MICROBATCHES_PER_RANK = 8
+_FEWEST_MINIBATCHES = 4
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A stream of microbatches as it is rehearsed.
+
+    Attributes:
+        policy: which weights passes read, and when stages update.
+        rounds: when each stage updates.
+        period: after how many microbatches the steady state repeats itself.
+    """
+
+    policy: Policy
+    rounds: Rounds
+    period: int
+
+    @classmethod
+    def of(cls, schedule: Schedule, policy: Policy, minibatch: int) -> Stream:
+        """The stream that a schedule of compute ops is.
+
+        Args:
+            schedule: of a family that never flushes.
+            policy: for that family.
+            minibatch: microbatches per update, if the policy updates once per minibatch.
+
+        Raises:
+            InputError: the policy does not go with the schedule.
+        """
+        replicas = tuple(schedule.copies[stage] for stage in range(schedule.num_stages))
+        check_policy(policy, policy.family, replicas, minibatch)
+        if policy.updates == "microbatch":
+            return cls(policy, Rounds(replicas), lcm(*replicas))
+        rounds = Rounds.of_minibatches(replicas, minibatch, schedule.num_microbatches)
+        return cls(policy, rounds, lcm(minibatch, *replicas))
+
+    def with_updates(self, schedule: Schedule) -> Schedule:
+        """A schedule of compute ops with every stage's updates in it."""
+        return add_updates(schedule, self.rounds)
+
+
+@dataclass(frozen=True)
+class Steady:
+    """What counts as the steady state of a stream, and what one device would need for it.
+
+    Attributes:
+        first, last: microbatches. The steady state goes from the end of the backward of one at
+            stage 0 to that of the other: about a quarter and three quarters into the stream, whole
+            periods apart.
+        device_seconds: what a device would need per microbatch if it shared the compute of one
+            device evenly with the others; updates are not in it.
+    """
+
+    first: int
+    last: int
+    device_seconds: float
+
+    @classmethod
+    def of(cls, schedule: Schedule, costs: Costs, period: int) -> Steady | None:
+        """The steady state of a stream; ``None`` if it is too short to have one."""
+        first = schedule.num_microbatches // 4
+        last = first + (schedule.num_microbatches // 2) // period * period
+        if last == first:
+            return None
+        ops = (op for ops in schedule.ranks for op in ops if op.kind in COMPUTE)
+        compute = sum(costs.duration(op) for op in ops)
+        return cls(first, last, compute / schedule.num_microbatches / schedule.num_ranks)
+
+    def seconds(self, timeline: Timeline) -> float:
+        """Seconds per microbatch, as the backwards at stage 0 end."""
+        ends = {}
+        for row in timeline.rows:
+            for op, end in zip(row.ops, row.ends, strict=True):
+                if op.stage == 0 and op.kind in RELEASING:
+                    ends[op.microbatch] = end
+        return (ends[self.last] - ends[self.first]) / (self.last - self.first)
+
+    def efficiency(self, seconds: float) -> float:
+        """The share of the devices' time in which they compute: 1 is as many devices, each as fast
+        as one alone."""
+        return self.device_seconds / seconds
+
+
+def compute_of(plan: Plan | Schedule, minibatch: int | None) -> tuple[Schedule, Stream | None]:
+    """What is performed, and how it streams if it never flushes. Of a plan, a stream that is long
+    enough to show its steady state; a schedule is as long as it is.
+
+    Args:
+        plan: or a schedule of compute ops.
+        minibatch: microbatches per update, for a schedule that updates once per minibatch; by
+            default as many as it has stages. A plan says it itself.
+
+    Raises:
+        InputError: ``minibatch`` where it has no meaning, or too small a one.
+    """
+    if minibatch is not None and (not is_whole(minibatch) or minibatch < 1):
+        raise InputError(f"minibatch is {minibatch!r}, but must be a whole number ≥ 1")
+    if isinstance(plan, Plan):
+        _refuse(minibatch, "the plan has its own num_microbatches")
+        if not plan.versions.asynchronous:
+            return plan.build_schedule(), None
+        size = plan.num_microbatches
+        least = _MICROBATCHES_PER_RANK * plan.num_ranks
+        schedule = plan.build_schedule(size * max(_FEWEST_MINIBATCHES, ceil(least / size)))
+        return schedule, Stream.of(schedule, plan.versions, size)
+    policy = USUAL.get(plan.name)
+    if policy is None or policy.updates == "microbatch":
+        _refuse(minibatch, f"{plan.name or 'the schedule'} does not update once per so many")
+    if policy is None:
+        return plan, None
+    return plan, Stream.of(plan, policy, minibatch or plan.num_stages)
+
+
+def _refuse(minibatch: Any, why: str) -> None:
+    if minibatch is not None:
+        raise InputError(f"minibatch is {minibatch}, but {why}; leave it out")
