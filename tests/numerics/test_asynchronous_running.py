@@ -80,6 +80,26 @@ def test_corrections_need_one_more_buffer_and_no_version():
     assert [one.extra_bytes for one in held] == [held[0].version_bytes, held[1].version_bytes, 0]
 
 
+@pytest.mark.parametrize("policy", ["stash", "vertical sync", "2bw", "latest", "pipemare t2"])
+def test_activations_in_flight_are_as_simulated_and_weights_are_none_of_them(policy):
+    plan = plan_for(POLICIES[policy], 4, microbatches=4)
+    alone = plan_for(versions.Flush(), 4, microbatches=1)
+    data = batches([8] * 6)
+    with pipeline_of(layered_model(), alone, count_memory=True) as pipeline:
+        pipeline.step(*batches([2])[0])
+        one = [peak.activation_bytes for peak in pipeline.peaks]
+    with pipeline_of(layered_model(), plan, count_memory=True) as pipeline:
+        losses = list(pipeline.steps(data))
+        peaks = pipeline.peaks
+    predicted = plan.simulate(6).peak_activations
+    assert [peak.microbatches for peak in peaks] == list(predicted) == [4, 3, 2, 1]
+    assert [p.activation_bytes for p in peaks] == [
+        b * n for b, n in zip(one, predicted, strict=True)
+    ]
+    with pipeline_of(layered_model(), plan) as pipeline:
+        assert losses == list(pipeline.steps(data))
+
+
 class Scalar(nn.Module):
     """Multiplies by a weight, if it has one."""
 

@@ -100,6 +100,26 @@ def test_what_was_found_is_a_report_that_draw_reads(tmp_path):
     assert facts[:5] == ["makespan", "bubble", "stage bubble", "steps", "a message takes"]
 
 
+@pytest.mark.parametrize("source", ["pipedream", "pipedream:replicas=1-1", "pipedream-2bw"])
+def test_of_a_stream_the_steady_state_is_told(source):
+    quickly = ("-p", "2", "-m", "8", "--op-ms", "2", "--steps", "1", "--transport", "threads")
+    lines = run(source, *quickly).stdout.splitlines()
+    assert [line.split("  ")[0] for line in lines[4:6]] == ["steady seconds", "steady efficiency"]
+    answer = json.loads(run(source, *quickly, "--json").stdout)
+    assert answer["steady_seconds"]["predicted"] >= 0.006
+    assert answer["steady_seconds"]["measured"] >= 0.98 * 0.006
+    efficiency = answer["steady_efficiency"]
+    assert efficiency["predicted"] == pytest.approx(0.006 / answer["steady_seconds"]["predicted"])
+
+
+def test_microbatches_per_update_are_read_from_the_name():
+    quickly = ("-p", "2", "-m", "12", "--op-ms", "1", "--steps", "1", "--transport", "threads")
+    answer = json.loads(run("pipedream-2bw:minibatch=6", *quickly, "--json").stdout)
+    assert "steady_seconds" in answer
+    answer = json.loads(run("pipedream-2bw:minibatch=7", *quickly, "--json").stdout)
+    assert "steady_seconds" not in answer  # the middle half of the stream is less than an update
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -109,6 +129,7 @@ def test_what_was_found_is_a_report_that_draw_reads(tmp_path):
         (("1f1b", "--op-ms", "0"), "--op-ms"),
         (("1f1b", "--scale", "-1"), "--scale"),
         (("1f1b", "-p", "1000"), "1000 ranks"),
+        (("pipedream", "--updates", "agreed"), "pipedream never flushes"),
     ],
 )
 def test_what_makes_no_sense_is_one_clear_error(arguments, words):

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock import Costs, Plan, Schedule, schedules, simulate
+from penstock import Costs, Plan, Schedule, schedules, simulate, versions
 from penstock.errors import InputError, RunError, ScheduleError
 from penstock.planner import StagePlan
 from penstock.rehearsal import rehearse
@@ -25,8 +25,15 @@ from penstock.rehearsal.job import Job, flattened
 from penstock.rehearsal.performance import perform
 from penstock.rehearsal.result import rehearsal_of
 from penstock.schedule import Kind
-from penstock.schedule.lower import add_communication, add_recompute, add_update, lower
+from penstock.schedule.lower import (
+    add_communication,
+    add_recompute,
+    add_update,
+    add_updates,
+    lower,
+)
 from penstock.schedule.op import COMMUNICATION
+from penstock.schedule.rounds import Rounds
 from penstock.timeline import BUSY
 
 TWO_MS = Costs(0.002, 0.002, 0.002, update=0.001)
@@ -131,7 +138,7 @@ def test_a_planned_hop_is_kept_though_this_machine_is_faster(nothing_left_behind
     received = [span for span in found.measured.spans if span.op.kind in COMMUNICATION]
     hops = [
         (op, end - ends[found.measured.schedule.dependencies(send)[0]])
-        for op, _, _, end in received
+        for op, _, _, end, _ in received
         if op.kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
         for send in found.measured.schedule.dependencies(op)
     ]
@@ -243,7 +250,7 @@ def test_a_job_travels_as_text():
     costs = Costs(0.1, [0.1, 0.2], 0.3)
     job = Job(
         ops=str(build("zb-h1")), costs=costs, num_steps=2, message_bytes=7, waits="logical",
-        deadline_seconds=3.0,
+        versions=versions.PipeMare(t2=0.5), deadline_seconds=3.0,
     )  # fmt: skip
     assert Job.from_json(job.to_json()) == job
     assert job.schedule() == build("zb-h1")
@@ -402,3 +409,121 @@ def test_ranks_agree_before_updates_or_read_the_verdict_before_the_next_backward
         assert kinds.count(Kind.AGREE) == 1
         assert kinds.index(Kind.AGREE) < kinds.index(Kind.BACKWARD_INPUT)
     assert trusting.pace_seconds > 0
+
+
+def streamed(schedule, replicas, minibatch=None):
+    """What the ranks of a stream perform."""
+    rounds = Rounds(replicas)
+    if minibatch is not None:
+        rounds = Rounds.of_minibatches(replicas, minibatch, schedule.num_microbatches)
+    return add_communication(add_updates(schedule, rounds))
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "options", "replicas", "minibatch", "transport"),
+    [
+        ("pipedream", 3, {}, (1, 1, 1), None, "threads"),
+        ("pipedream", 3, {"replicas": "2-1"}, (2, 1), None, "shared-memory"),
+        ("pipedream", 3, {"replicas": "1-2"}, (1, 2), None, "threads"),
+        ("pipedream-2bw", 3, {}, (1, 1, 1), 4, "threads"),
+        ("pipedream-2bw", 3, {"replicas": "2-1"}, (2, 1), 3, "threads"),
+    ],
+)
+def test_a_stream_is_performed_with_every_update_at_its_place(
+    name, num_ranks, options, replicas, minibatch, transport, nothing_left_behind
+):
+    schedule = build(name, num_ranks, 11, **options)  # the last round lacks microbatches
+    costs = Costs(0.001, 0.001, 0.001, update=0.001, reduce=0.002)
+    found = rehearse(schedule, costs, steps=2, transport=transport, minibatch=minibatch)
+    expected = streamed(schedule, replicas, minibatch)
+    assert performed(found.measured) == performed(found.predicted) == list(expected.ranks)
+    updates = [span for span in found.measured.spans if span.op.kind is Kind.UPDATE]
+    assert len(updates) > schedule.num_ranks
+    assert all(span.end - span.start >= 0.001 for span in updates)
+
+
+def test_updates_of_a_stream_wait_logically_each_until_its_own_time():
+    schedule = build("pipedream", 2, 5)
+    costs = Costs(0.004, 0.004, 0.004, update=0.004)
+    found = rehearse(schedule, costs, steps=2, transport="threads", waits="logical")
+    ends = {span.op: span.end for span in simulate(streamed(schedule, (1, 1)), costs).spans}
+    for span in found.measured.spans:
+        if span.op.kind in BUSY:
+            assert span.end >= ends[span.op] - 0.003
+
+
+def test_a_plan_that_never_flushes_is_a_stream_with_its_policy_and_minibatches():
+    stage = dict.fromkeys(
+        ("forward_seconds", "backward_input_seconds", "backward_weight_seconds"), 1.0
+    )
+    stages = tuple(StagePlan(layers=(str(rank),), rank=rank, **stage) for rank in range(2))
+    policy = versions.Latest(updates="minibatch")
+    plan = Plan(model="", schedule="pipedream", versions=policy, num_microbatches=3, stages=stages)
+    found = rehearse(plan, steps=1, scale=0.001, transport="threads")
+    expected = streamed(build("pipedream", 2, 18), (1, 1), 3)
+    assert performed(found.measured) == list(expected.ranks)
+    assert found.steady_seconds.predicted == pytest.approx(0.003, rel=0.5)
+    with pytest.raises(InputError, match="minibatch is 4, but the plan has its own"):
+        rehearse(plan, minibatch=4)
+
+
+@given(st.integers(1, 4), st.integers(2, 5), st.floats(0.1, 9), st.floats(0, 9), st.floats(0, 2))
+def test_in_the_steady_state_a_microbatch_takes_one_ranks_work(
+    num_ranks, minibatch, forward, backward, update
+):
+    costs = Costs(forward, backward, backward, update=update)
+    size = max(minibatch, num_ranks - 1)
+    schedule = streamed(build("pipedream", num_ranks, 8 * size), (1,) * num_ranks, size)
+    found = rehearsal_of(schedule, costs, [played(schedule, costs, 0.0)], period=size)
+    work = forward + 2 * backward
+    assert found.steady_seconds.predicted == pytest.approx(work + update / size)
+    assert found.steady_efficiency.predicted == pytest.approx(work / (work + update / size))
+
+
+def test_the_steady_state_is_measured_over_all_steps_but_the_first():
+    schedule, costs = streamed(build("pipedream", 3, 24), (1, 1, 1)), Costs()
+    steps = [played(schedule, costs, late) for late in (9.0, 0.75, 0.25, 0.5)]
+    found = rehearsal_of(schedule, costs, steps, period=1)
+    # A stage may be p−s microbatches ahead, so of a round trip's hops each hides a share.
+    assert found.steady_seconds.measured == pytest.approx(3 + 0.5 * 4 / 3)
+    assert found.steady_efficiency.measured == pytest.approx(3 / (3 + 0.5 * 4 / 3))
+    assert found.steady_seconds.difference == pytest.approx(0)
+    assert [one.name for one in found.comparisons[3:]] == ["steady seconds", "steady efficiency"]
+    assert [one.is_share for one in found.comparisons] == [False, True, True, False, True]
+
+
+def test_a_short_stream_has_no_steady_state_and_a_flushed_schedule_has_none():
+    for name, count, period in (("pipedream", 1, 1), ("1f1b", 24, None), ("pipedream", 5, 4)):
+        schedule, costs = streamed(build(name, 2, count), (1, 1)), Costs()
+        found = rehearsal_of(schedule, costs, [played(schedule, costs, 0.0)], period=period)
+        assert found.steady_seconds is None
+        assert found.steady_efficiency is None
+        assert len(found.comparisons) == 3
+
+
+def test_waiting_for_the_gradients_of_another_replica_is_no_work():
+    schedule = streamed(build("pipedream", 3, 8, replicas="2-1"), (2, 1))
+    costs = Costs(reduce=0.5)
+    times = played(schedule, costs, 0.0)
+    for ops, own in zip(schedule.ranks, times, strict=True):
+        for at, op in enumerate(ops):
+            if op.kind is Kind.UPDATE:  # as a worker has it: at once, and then it waits
+                own[2 * at] = own[2 * at - 1]
+    found = rehearsal_of(schedule, costs, [times])
+    assert found.measured.bubble == pytest.approx(found.predicted.bubble)
+    assert found.num_held_up == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("pipedream", {"updates": "agreed"}, "never flushes, so there is no moment"),
+        ("pipedream", {"minibatch": 2}, "pipedream does not update once per so many"),
+        ("1f1b", {"minibatch": 2}, "minibatch is 2, but 1f1b does not"),
+        ("pipedream-2bw", {"minibatch": 2.5}, "minibatch is 2.5, but must be a whole number"),
+        ("pipedream-2bw", {"minibatch": 2}, "needs minibatches of 3"),
+    ],
+)
+def test_what_a_stream_cannot_do_is_refused(name, changes, words):
+    with pytest.raises(InputError, match=words):
+        rehearse(build(name, 4, 8), **changes)

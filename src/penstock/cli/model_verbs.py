@@ -14,6 +14,7 @@ from penstock.graph import LayerGraph
 from penstock.planner import Plan
 from penstock.planner import plan as find_plan
 from penstock.values import write_atomically
+from penstock.versions import POLICIES, Policy
 
 if TYPE_CHECKING:
     from penstock.trial import Trial, Workload
@@ -33,6 +34,25 @@ def _parse_bytes(_: click.Context, __: click.Parameter, text: str | None) -> int
         return int(float(digits) * _UNITS[text[len(digits) :].strip().upper()])
     except (KeyError, ValueError):
         raise click.BadParameter(f"{text!r} is not a size; write for example 8GiB") from None
+
+
+def _num_ranks(replicas: str) -> int:
+    counts = replicas.split("-")
+    if not all(count.isdigit() for count in counts):
+        raise click.BadParameter(f"{replicas!r} are no replicas; write for example 2-1-1")
+    return sum(map(int, counts))
+
+
+def _parse_policy(_: click.Context, __: click.Parameter, text: str | None) -> Policy | None:
+    return None if text is None else sources.read_policy(text)
+
+
+_versions_option = click.option(
+    "--versions",
+    callback=_parse_policy,
+    help=f"Train without a flush, with this weight-version policy: {', '.join(POLICIES)}; fields "
+    "follow the name, as in pipemare:t1=1000,t2=0.3.",
+)
 
 
 @click.command(epilog=_WORKLOAD_HELP)
@@ -89,6 +109,8 @@ def _print_graph(graph: LayerGraph) -> None:
 @options.ranks_option(None)
 @options.microbatches_option(8)
 @click.option("--schedule", help="Schedule family; default: the best of all.")
+@_versions_option
+@click.option("--replicas", help="Ranks of each stage, as in 2-1-1.")
 @click.option("--memory", callback=_parse_bytes, help="Limit per rank, for example 8GiB.")
 @options.output_option("Where to write the plan (.json).")
 @options.json_option
@@ -98,18 +120,23 @@ def plan(
     ranks: int | None,
     microbatches: int,
     schedule: str | None,
+    versions: Policy | None,
+    replicas: str | None,
     memory: int | None,
     output: str | None,
     as_json: bool,
 ) -> None:
     """Find the best plan for a profile (GRAPH, as `penstock profile -o` writes it)."""
+    num_devices = _num_ranks(replicas) if replicas else ranks
     found = find_plan(
         LayerGraph.load(graph),
-        Cluster.load(cluster) if cluster else Cluster.local(ranks),
+        Cluster.load(cluster) if cluster else Cluster.local(num_devices),
         microbatches=microbatches,
         schedule=schedule,
-        stages=ranks,
+        stages=None if replicas else ranks,
         memory_bytes=memory,
+        versions=versions,
+        replicas=replicas,
     )
     if output is not None:
         found.save(output)
@@ -126,6 +153,7 @@ def plan(
 @options.ranks_option(None)
 @options.microbatches_option(8)
 @click.option("--schedule", help="Schedule family; default: the best of all.")
+@_versions_option
 @options.steps_option
 @click.option("--compare/--no-compare", default=False, help="Train on one device beside it.")
 @click.option("-o", "--output", default="penstock-report", show_default=True, help="Report folder.")
@@ -141,6 +169,7 @@ def train(
     ranks: int | None,
     microbatches: int,
     schedule: str | None,
+    versions: Policy | None,
     steps: int,
     compare: bool,
     output: str,
@@ -154,7 +183,12 @@ def train(
     else:
         graph = _profile(loaded, microbatches)
         chosen = find_plan(
-            graph, Cluster.local(ranks), microbatches=microbatches, schedule=schedule, stages=ranks
+            graph,
+            Cluster.local(ranks),
+            microbatches=microbatches,
+            schedule=schedule,
+            stages=ranks,
+            versions=versions,
         )
     trial = _train(loaded, chosen, steps, compare, output, as_json)
     if timeline is not None:

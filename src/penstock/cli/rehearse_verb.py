@@ -25,6 +25,7 @@ from penstock.rehearsal.job import Updates
 from penstock.rehearsal.performance import TransportName
 from penstock.schedule import Kind, Schedule
 from penstock.simulator import simulate
+from penstock.versions import USUAL
 
 _SOURCE_HELP = (
     "SOURCE is a .json plan, a schedule's name, or a .csv of ops. A plan has its own times; for "
@@ -98,6 +99,7 @@ def rehearse(
             message_bytes=message_kib * 1024,
             transport=transport,
             updates=updates,
+            minibatch=_minibatch(source),
             progress=progress,
         )
     if output is not None:
@@ -125,6 +127,15 @@ def _plan(
     assert schedule is not None  # a name always means one
     per_rank = schedule.num_stages / schedule.num_ranks
     return schedule, scaled(costs.spread(per_rank), unit_seconds)
+
+
+def _minibatch(source: str) -> int | None:
+    """Microbatches per update, if the source says it, as ``pipedream-2bw:minibatch=8`` does."""
+    family, _, rest = source.partition(":")
+    if family not in USUAL:
+        return None
+    found: int | None = sources.family_options(family, rest).get("minibatch")
+    return found
 
 
 @contextmanager

@@ -281,6 +281,22 @@ def _load_json(path: str) -> Source | Plan:
     return Plan.from_json(text, where=path)
 
 
+def read_policy(text: str) -> Policy:
+    """A weight-version policy from its name and fields, as in ``pipemare:t1=1000,t2=0.3``.
+
+    Raises:
+        InputError: no such policy, no such field, or a value that it may not have.
+    """
+    name, _, rest = text.partition(":")
+    if name not in POLICIES:
+        raise InputError(f"no policy is called {name!r}; there are {', '.join(POLICIES)}")
+    fields = dict(part.partition("=")[::2] for part in filter(None, rest.split(",")))
+    try:
+        return msgspec.convert({"policy": name, **fields}, POLICIES[name], strict=False)
+    except msgspec.ValidationError as error:
+        raise InputError(f"the policy {text!r} cannot be read: {error}") from None
+
+
 def load_workload(name: str) -> Workload:
     """Import ``module:function`` and call it.
 

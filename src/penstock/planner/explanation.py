@@ -1,5 +1,5 @@
-"""``explain``: what a plan does to the weights: who reads which version, how old gradients are, what
-that costs in memory, and how fast it may learn."""
+"""``explain``: what a plan does to the weights. Who reads which version, how old gradients are,
+what that costs in memory, and how fast it may learn."""
 
 from __future__ import annotations
 
@@ -308,18 +308,14 @@ def _forward(plan: Plan, place: Place) -> str:
 def _newest(plan: Plan, place: Place) -> str:
     """Updates made before a forward."""
     replicas, size = plan.replicas[place.stage], plan.num_microbatches
-    own = _microbatch(replicas)
+    done = _less(_microbatch(replicas), place.warm_up)
     if plan.versions.updates == "microbatch":
-        return _less(own, place.warm_up)
+        return done
     if not place.warm_up:
         return "t"
     if size % replicas:
         return "the newest"  # minibatches give replicas different shares
-    return (
-        f"⌊({_less(own, place.warm_up)})/{size // replicas}⌋"
-        if size > replicas
-        else (_less(own, place.warm_up))
-    )
+    return f"⌊({done})/{size // replicas}⌋" if size > replicas else done
 
 
 def _backward(plan: Plan, place: Place) -> str:

@@ -261,6 +261,7 @@ class Plan(Value, frozen=True, kw_only=True):
             self.simulate(),
             self.step_seconds,
             self.one_device_seconds,
+            replicas=self.replicas,
             flushes=not self.versions.asynchronous,
         )
         return f"{sheet}\n\n{self.reason}" if self.reason else sheet

@@ -28,6 +28,7 @@ def render(
     step_seconds: float,
     one_device_seconds: float,
     *,
+    replicas: Sequence[int],
     flushes: bool,
 ) -> str:
     """A plan as text without colour codes, about 108 columns wide: a row per stage (share: its
@@ -35,8 +36,9 @@ def render(
     return "\n".join(
         [
             title,
-            _as_text(_stages(stages)),
-            _prediction(stages, timeline, step_seconds, one_device_seconds, flushes=flushes),
+            _as_text(_stages(stages, replicas)),
+            f"{_prediction(timeline, step_seconds, one_device_seconds, flushes=flushes)}, "
+            f"{format_bytes(_in_all(stages, replicas))} in all",
             text(timeline),
         ]
     )
@@ -51,7 +53,11 @@ def count_of(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{'' if number == 1 else plural}"
 
 
-def _stages(stages: Sequence[StagePlan]) -> Table:
+def _in_all(stages: Sequence[StagePlan], replicas: Sequence[int]) -> int:
+    return sum(one.memory_bytes * count for one, count in zip(stages, replicas, strict=True))
+
+
+def _stages(stages: Sequence[StagePlan], replicas: Sequence[int]) -> Table:
     from rich import box
     from rich.table import Table
 
@@ -61,22 +67,23 @@ def _stages(stages: Sequence[StagePlan]) -> Table:
         number = name != "layers"
         table.add_column(name, justify="right" if number else "left", no_wrap=number)
     slowest = max(stage.compute_seconds for stage in stages)
-    for stage in stages:
-        table.add_row(*_cells(stage, slowest))
+    for stage, count in zip(stages, replicas, strict=True):
+        table.add_row(*_cells(stage, count, slowest))
     return table
 
 
-def _cells(stage: StagePlan, slowest: float) -> tuple[str | Text, ...]:
+def _cells(stage: StagePlan, replicas: int, slowest: float) -> tuple[str | Text, ...]:
     from rich.text import Text
 
     backward = stage.backward_input_seconds + stage.backward_weight_seconds
     return (
-        str(stage.rank),
+        str(stage.rank) if replicas == 1 else f"{stage.rank}–{stage.rank + replicas - 1}",
         Text(_layers(stage.layers), no_wrap=True, overflow="ellipsis"),
         format_seconds(stage.forward_seconds),
         format_seconds(backward),
         f"{stage.compute_seconds / slowest:.0%}" if slowest else "–",
-        format_bytes(stage.parameter_bytes),
+        format_bytes(stage.parameter_bytes)
+        + (f" × {stage.weight_versions}" if stage.weight_versions > 1 else ""),
         format_bytes(stage.optimizer_bytes),
         f"{format_bytes(stage.activation_bytes)} × {stage.peak_activations:g}",
         format_bytes(stage.memory_bytes),
@@ -90,12 +97,7 @@ def _layers(names: tuple[str, ...]) -> str:
 
 
 def _prediction(
-    stages: Sequence[StagePlan],
-    timeline: Timeline,
-    step_seconds: float,
-    one_device_seconds: float,
-    *,
-    flushes: bool,
+    timeline: Timeline, step_seconds: float, one_device_seconds: float, *, flushes: bool
 ) -> str:
     if flushes:
         pace = f" a step, bubble {timeline.bubble:.1%}, stage bubble {timeline.stage_bubble:.1%}"
@@ -103,8 +105,7 @@ def _prediction(
         pace = " a minibatch in the steady state"
     return (
         f"predicted: {format_seconds(step_seconds)}{pace}, "
-        f"{format_speed_up(one_device_seconds, step_seconds)} one device, "
-        f"{format_bytes(sum(stage.memory_bytes for stage in stages))} in all"
+        f"{format_speed_up(one_device_seconds, step_seconds)} one device"
     )
 
 

@@ -13,7 +13,7 @@ from penstock.rehearsal.costs import costs_of_slices, default_costs, scaled
 from penstock.rehearsal.job import Job, Updates, WaitsName, flattened
 from penstock.rehearsal.performance import TransportName, perform
 from penstock.rehearsal.result import Rehearsal, rehearsal_of
-from penstock.rehearsal.stream import Stream, compute_of
+from penstock.rehearsal.stream import Stream, compute_of, stream_of
 from penstock.schedule import Kind, Schedule
 from penstock.schedule.check import check
 from penstock.schedule.lower import add_agreement, add_communication, add_update
@@ -76,7 +76,7 @@ def rehearse(  # noqa: PLR0913 - each has a default that most callers keep
         RunError: a rank failed or died.
     """
     expect(plan, Plan | Schedule, "the plan", "give a penstock.Plan or a penstock.Schedule")
-    schedule, stream = compute_of(plan, minibatch)
+    schedule = compute_of(plan)
     if costs is None:
         costs = plan.costs if isinstance(plan, Plan) else default_costs(schedule)
     expect(costs, Costs, "costs", "give a penstock.Costs")
@@ -85,10 +85,11 @@ def rehearse(  # noqa: PLR0913 - each has a default that most callers keep
     one_of("waits", waits, get_args(WaitsName))
     one_of("updates", updates, get_args(Updates))
     _check_schedule(schedule, costs)
+    stream = stream_of(plan, schedule, minibatch)
     if stream is not None and updates != "separate":
         raise InputError(
-            f"updates is {updates!r}, but {schedule.name} never flushes, so that there is no moment "
-            "at which all ranks could agree; leave it out"
+            f"updates is {updates!r}, but {schedule.name} never flushes, so there is no moment at "
+            "which all ranks could agree; leave it out"
         )
     costs = scaled(costs, scale)
     lowered = performable(schedule, updates, stream)

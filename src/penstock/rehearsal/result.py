@@ -11,6 +11,7 @@ from typing import NamedTuple
 from penstock.cost import Costs
 from penstock.rehearsal.costs import with_hop
 from penstock.rehearsal.reports import StepTimes
+from penstock.rehearsal.stream import Steady
 from penstock.schedule import Kind, Schedule
 from penstock.simulator import simulate
 from penstock.timeline import BUSY, Span, Timeline
@@ -55,6 +56,13 @@ class Rehearsal:
         pace_seconds: from the end of one step to the end of the next, where steps follow each other
             without a pause; the median.
         hop_seconds: how long a message took from rank to rank beyond its planned hop; median.
+        steady_seconds: of a schedule that never flushes, what a microbatch takes in the middle of
+            its stream: the time between two backwards at stage 0 that are about half a stream
+            apart, divided by the microbatches between them; of the steps, the median. ``None`` if
+            it flushes, or the stream is too short.
+        steady_efficiency: one device's compute per microbatch, divided by the number of ranks and
+            by ``steady_seconds``: 1.0 is as many devices, each as fast as one alone. Updates are
+            no compute.
     """
 
     predicted: Timeline
@@ -91,24 +99,41 @@ class Rehearsal:
         return (*whole, *(one for one in steady if one is not None))
 
 
-def rehearsal_of(schedule: Schedule, costs: Costs, steps: Sequence[StepTimes]) -> Rehearsal:
+def rehearsal_of(
+    schedule: Schedule, costs: Costs, steps: Sequence[StepTimes], period: int | None = None
+) -> Rehearsal:
     """Compare what was measured with what the simulator says.
 
     Args:
         schedule: lowered, as it was performed.
         costs: seconds, as they were performed.
         steps: all of them; the first is warm-up unless it is the only one.
+        period: after how many microbatches a stream repeats itself; ``None`` if it is none.
     """
-    timelines = [_timeline(schedule, times) for times in steps[1:] or steps]
+    timelines = [_timeline(schedule, costs, times) for times in steps[1:] or steps]
     lengths = tuple(timeline.makespan for timeline in timelines)
     middle = statistics.median_low(lengths)
     hop_seconds = _measured_hop(schedule, costs, timelines)
+    predicted = simulate(schedule, with_hop(costs, hop_seconds))
+    steady = None if period is None else Steady.of(schedule, costs, period)
     return Rehearsal(
-        simulate(schedule, with_hop(costs, hop_seconds)),
+        predicted,
         timelines[lengths.index(middle)],
         lengths,
         _pace(steps),
         hop_seconds,
+        *(_steady(steady, predicted, timelines) if steady is not None else ()),
+    )
+
+
+def _steady(
+    steady: Steady, predicted: Timeline, timelines: Sequence[Timeline]
+) -> tuple[Comparison, Comparison]:
+    foreseen = steady.seconds(predicted)
+    found = statistics.median(map(steady.seconds, timelines))
+    return (
+        Comparison("steady seconds", foreseen, found),
+        Comparison("steady efficiency", steady.efficiency(foreseen), steady.efficiency(found)),
     )
 
 
@@ -122,12 +147,26 @@ def _pace(steps: Sequence[StepTimes]) -> float:
     return max(map(statistics.median, zip(*paces, strict=True)), default=0.0)
 
 
-def _timeline(schedule: Schedule, times: StepTimes) -> Timeline:
-    spans = (
+def _timeline(schedule: Schedule, costs: Costs, times: StepTimes) -> Timeline:
+    spans = [
         Span(op, rank, start, end)
         for rank, (ops, own) in enumerate(zip(schedule.ranks, times, strict=True))
         for op, start, end in zip(ops, own[::2], own[1::2], strict=True)
-    )
+    ]
+    ends = {span.op: span.end for span in spans}
+
+    def working(span: Span) -> Span:
+        """Without an update's wait for the gradients of other copies, which is no work."""
+        if span.op.kind is not Kind.UPDATE:
+            return span
+        handed_in = [
+            ends[needed] + costs.delay(needed, span.op)
+            for needed in schedule.dependencies(span.op)
+            if schedule.where[needed] != span.rank
+        ]
+        return span._replace(start=min(span.end, max((span.start, *handed_in))))
+
+    spans = [working(span) for span in spans]
     return Timeline.of(spans, schedule.num_ranks, schedule.name, "measured")
 
 

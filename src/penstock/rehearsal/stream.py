@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, lcm
-from typing import Any
 
 from penstock.cost import Costs
 from penstock.errors import InputError
@@ -105,36 +104,46 @@ class Steady:
         return self.device_seconds / seconds
 
 
-def compute_of(plan: Plan | Schedule, minibatch: int | None) -> tuple[Schedule, Stream | None]:
-    """What is performed, and how it streams if it never flushes. Of a plan, a stream that is long
-    enough to show its steady state; a schedule is as long as it is.
+def compute_of(plan: Plan | Schedule) -> Schedule:
+    """What is performed. Of a plan that never flushes, a stream that is long enough to show its
+    steady state; a schedule is as long as it is."""
+    if isinstance(plan, Schedule):
+        return plan
+    if not plan.versions.asynchronous:
+        return plan.build_schedule()
+    size = plan.num_microbatches
+    least = _MICROBATCHES_PER_RANK * plan.num_ranks
+    return plan.build_schedule(size * max(_FEWEST_MINIBATCHES, ceil(least / size)))
+
+
+def stream_of(plan: Plan | Schedule, schedule: Schedule, minibatch: int | None) -> Stream | None:
+    """How what is performed streams; ``None`` if it flushes.
 
     Args:
-        plan: or a schedule of compute ops.
+        plan: that says so, or a schedule by the name of a family.
+        schedule: that is performed.
         minibatch: microbatches per update, for a schedule that updates once per minibatch; by
             default as many as it has stages. A plan says it itself.
 
     Raises:
         InputError: ``minibatch`` where it has no meaning, or too small a one.
     """
-    if minibatch is not None and (not is_whole(minibatch) or minibatch < 1):
-        raise InputError(f"minibatch is {minibatch!r}, but must be a whole number ≥ 1")
     if isinstance(plan, Plan):
         _refuse(minibatch, "the plan has its own num_microbatches")
-        if not plan.versions.asynchronous:
-            return plan.build_schedule(), None
+        policy: Policy | None = plan.versions
         size = plan.num_microbatches
-        least = _MICROBATCHES_PER_RANK * plan.num_ranks
-        schedule = plan.build_schedule(size * max(_FEWEST_MINIBATCHES, ceil(least / size)))
-        return schedule, Stream.of(schedule, plan.versions, size)
-    policy = USUAL.get(plan.name)
-    if policy is None or policy.updates == "microbatch":
-        _refuse(minibatch, f"{plan.name or 'the schedule'} does not update once per so many")
-    if policy is None:
-        return plan, None
-    return plan, Stream.of(plan, policy, minibatch or plan.num_stages)
+    else:
+        policy = USUAL.get(plan.name.partition(":")[0])  # the name may have options
+        if policy is None or policy.updates == "microbatch":
+            _refuse(minibatch, f"{plan.name or 'the schedule'} does not update once per so many")
+        size = schedule.num_stages if minibatch is None else minibatch
+    if policy is None or not policy.asynchronous:
+        return None
+    if not is_whole(size) or size < 1:
+        raise InputError(f"minibatch is {size!r}, but must be a whole number ≥ 1")
+    return Stream.of(schedule, policy, size)
 
 
-def _refuse(minibatch: Any, why: str) -> None:
+def _refuse(minibatch: object, why: str) -> None:
     if minibatch is not None:
-        raise InputError(f"minibatch is {minibatch}, but {why}; leave it out")
+        raise InputError(f"minibatch is {minibatch!r}, but {why}; leave it out")

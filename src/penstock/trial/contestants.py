@@ -6,7 +6,7 @@ All start from the same weights and see the same minibatches.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +31,7 @@ class Contestant:
         seconds: of every step.
         losses: of every step.
         held_out: (step, loss) of every evaluation.
-        timelines: of every step, if it records them.
+        timelines: of every step, or stream of steps, if it records them.
     """
 
     name: str
@@ -55,6 +55,25 @@ class Contestant:
         if isinstance(self.trainer, Pipeline):
             self.timelines.append(self.trainer.timeline)
         return loss
+
+    def stream(self, batches: Sequence[Batch]) -> None:
+        """Train on minibatches without a flush between them; each counts as an equal share of the
+        time."""
+        assert isinstance(self.trainer, Pipeline)
+        with intra_op_threads(self.num_threads):
+            start = time.perf_counter()
+            told = [loss for loss in self.trainer.steps(batches) if loss is not None]
+            seconds = time.perf_counter() - start
+        self.losses += map(float, told)
+        self.seconds += [seconds / len(told)] * len(told)
+        self.timelines.append(self.trainer.timeline)
+
+    @property
+    def flushes(self) -> bool:
+        """Whether it trains one minibatch after the other."""
+        if isinstance(self.trainer, Pipeline):
+            return not self.trainer.plan.versions.asynchronous
+        return True
 
     def evaluate(self, batch: Batch, loss: Callable[[Any, Any], Tensor]) -> float:
         """The loss on held-out data, after the steps so far."""

@@ -40,14 +40,30 @@ class Trial:
 
     @cached_property
     def predicted(self) -> Timeline:
-        """One step, as the simulator sees the plan."""
-        return self.plan.simulate()
+        """One step, or a stream as long as the measured one, as the simulator sees the plan."""
+        return self.plan.simulate(self._num_streamed)
+
+    @property
+    def _num_streamed(self) -> int:
+        """Minibatches of the measured timeline."""
+        num_microbatches = self.measured.schedule.num_microbatches
+        return max(1, round(num_microbatches / self.plan.num_microbatches))
+
+    @property
+    def predicted_seconds(self) -> float:
+        """Of a step; of a stream, its share."""
+        streamed = self._num_streamed if self.plan.versions.asynchronous else 1
+        return self.predicted.makespan / streamed
 
     @cached_property
     def measured(self) -> Timeline:
         """The recorded step that took the median time."""
         middle = sorted(self.pipeline.timelines, key=lambda timeline: timeline.makespan)
         return middle[len(middle) // 2]
+
+    @property
+    def _stages(self) -> range:
+        return range(len(self.plan.stages))
 
     @property
     def step_seconds(self) -> float:
@@ -88,7 +104,7 @@ class Trial:
         }
         return {
             "num_steps": len(self.pipeline.losses),
-            "predicted_step_seconds": self.predicted.makespan,
+            "predicted_step_seconds": self.predicted_seconds,
             "measured_step_seconds": self.step_seconds,
             "predicted_bubble": self.predicted.bubble,
             "predicted_stage_bubble": self.predicted.stage_bubble,
@@ -110,6 +126,16 @@ class Trial:
     def _sameness(self) -> Sequence[Fact]:
         if not self.twins:
             return ()
+        if self.plan.versions.asynchronous:
+            delays = [self.plan.versions.delay(self.plan.place(s)) for s in self._stages]
+            return (
+                Fact(
+                    label="age of gradients, by stage",
+                    value=", ".join(f"{delay:g}" for delay in delays) + " updates",
+                    note="not what one device computes; `penstock verify` proves that it is what "
+                    "the plan's versions say",
+                ),
+            )
         steps = len(self.pipeline.losses)
         note = f"pipeline against {self.twins[0].name}, {steps} steps"
         return (
@@ -146,9 +172,9 @@ class Trial:
 
     def _prediction(self) -> Sequence[Fact]:
         predicted, measured = self.predicted, self.measured
-        error = predicted.makespan / self.step_seconds - 1
+        error = self.predicted_seconds / self.step_seconds - 1
         return (
-            Fact(label="step time, predicted", value=_milliseconds(predicted.makespan)),
+            Fact(label="step time, predicted", value=_milliseconds(self.predicted_seconds)),
             Fact(
                 label="step time, measured",
                 value=_milliseconds(self.step_seconds),
@@ -216,7 +242,7 @@ class Trial:
                     rank=stage.rank,
                     forward_seconds=stage.forward_seconds,
                     backward_seconds=stage.backward_input_seconds + stage.backward_weight_seconds,
-                    parameter_bytes=stage.parameter_bytes,
+                    parameter_bytes=stage.parameter_bytes * stage.weight_versions,
                     gradient_bytes=stage.parameter_bytes,
                     optimizer_bytes=stage.optimizer_bytes,
                     activation_bytes=stage.activation_bytes,

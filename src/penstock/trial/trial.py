@@ -30,7 +30,8 @@ def run_trial(
 
     The twin with one thread trains exactly the same steps and is the one to be equal to. Those
     with two threads (same microbatches; whole batch at once) are there to be honest about speed and
-    train every other turn.
+    train every other turn. A pipeline that never flushes drains at the end of every turn of five
+    minibatches all the same, so that all take turns on an equally noisy machine.
 
     Args:
         workload: what to train.
@@ -81,6 +82,16 @@ def _take_turn(
     evaluate_every: int,
     progress: Progress | None,
 ) -> None:
+    if not contestant.flushes:
+        before = len(contestant.losses)
+        contestant.stream(batches)
+        due = before // evaluate_every != len(contestant.losses) // evaluate_every or not before
+        if due and workload.held_out is not None:
+            contestant.evaluate(workload.held_out, workload.loss)
+        if progress is not None:
+            for _ in batches:
+                progress(contestant)
+        return
     for batch in batches:
         contestant.step(batch)
         due = len(contestant.losses) % evaluate_every == 0 or len(contestant.losses) == 1

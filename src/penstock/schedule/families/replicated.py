@@ -7,7 +7,6 @@ of stage 0 come first, then those of stage 1, and so on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-
 from typing import Any
 
 from penstock.errors import InputError
