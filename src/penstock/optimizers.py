@@ -28,6 +28,7 @@ from torch.optim.optimizer import ParamsT
 
 from penstock.errors import InputError
 from penstock.values import expect, is_number, is_whole
+from penstock.versions import rate_factor
 
 # How many steps a delay-corrected optimizer has made, in its parameter groups.
 _UPDATES = "delay_corrected_updates"
@@ -79,29 +80,15 @@ def nadamw(
     return torch.optim.NAdam(parameters, lr, betas, eps, weight_decay, decoupled_weight_decay=True)
 
 
-def rate_factor(delay: float, update: int, anneal_updates: int) -> float:
-    """PipeMare's T1: what the learning rate is multiplied by at an update.
-
-    1/max(1, τ)^(1−min(k/K, 1)): 1/τ at first, and 1 from update K on. Yang et al., "PipeMare:
-    Asynchronous Pipeline Parallel DNN Training", arXiv 1910.05124, section 3.1.
-
-    Args:
-        delay: τ, in updates.
-        update: k, counted from 0.
-        anneal_updates: K, at least 1.
-    """
-    return float(max(1.0, delay) ** -(1 - min(update / anneal_updates, 1.0)))
-
-
 def delay_corrected(
     make: Callable[[Any], Optimizer], *, anneal_updates: int
 ) -> Callable[[Any], Optimizer]:
     """An optimizer factory whose optimizers step less while gradients are old and training young.
 
     At update k, counted from 0, all learning rates are multiplied by
-    ``rate_factor(τ, k, anneal_updates)`` with the stage's delay τ. Outside the step they are what
-    they were, so schedulers, state dicts and people see their own. k is the number of steps made;
-    it lies in the parameter groups as ``"delay_corrected_updates"``, so it is saved and loaded with
+    ``versions.rate_factor(τ, k, anneal_updates)`` with the stage's delay τ. Outside the step they
+    are what they were, so schedulers, state dicts and people see their own. k is the number of
+    steps made; it lies in the parameter groups as ``"delay_corrected_updates"``, so it is saved and loaded with
     the optimizer's state, and begins at 0 if that has none. Copies by ``copy.deepcopy`` go on
     correcting; pickled ones do not, since torch does not pickle hooks: save the state dict.
 

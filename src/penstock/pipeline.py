@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Literal, Self
 
 import torch
@@ -21,10 +19,9 @@ from penstock.microbatches import Microbatches, Weight, Weighting
 from penstock.planner import Plan
 from penstock.run.assembly import Results, Running, TransportName, assemble
 from penstock.run.counting import Peak
-from penstock.run.cutter import Cutter, with_more
+from penstock.run.cutter import Cutter
 from penstock.run.driver import told
 from penstock.run.feed import Feed
-from penstock.run.minibatch import Minibatch
 from penstock.run.outcome import Outcome, timeline
 from penstock.run.recipe import (
     BatchNormStatistics,
@@ -204,7 +201,8 @@ class Pipeline:
         with one, what earlier calls without an update have accumulated is dropped. Buffers, such as
         batch-norm statistics, keep what the failed step did to them.
         """
-        minibatch = self._to_train(inputs, targets, step=self._step, share=share)
+        self._check_can_train()
+        minibatch = self._cutter.to_train(inputs, targets, step=self._step, share=share)
         with self._exclusively():
             random_state = torch.get_rng_state()
             (outcome,) = self._feed.train([minibatch], update=update)
@@ -228,7 +226,8 @@ class Pipeline:
         """
         with self._exclusively():
             try:
-                for outcome in self._feed.train(self._numbered(batches)):
+                minibatches = self._cutter.minibatches(self._open(batches), self._step)
+                for outcome in self._feed.train(minibatches):
                     yield self._loss_of(outcome)
             except RunError:
                 raise
@@ -242,19 +241,10 @@ class Pipeline:
                     error.add_note(f"What was under way could not be ended: {told(failure)}")
                 raise
 
-    def _numbered(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Minibatch]:
-        """Minibatches that know their number and whether more follow."""
-        numbers = itertools.count(self._step)
-        for minibatch, failure in with_more(self._cut_all(batches)):
-            self._check_open()  # the caller may have closed it meanwhile
-            yield replace(minibatch, step=next(numbers))
-            if failure is not None:
-                raise failure
-
-    def _cut_all(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Minibatch]:
-        # Cut at once: the loader may use the same memory for the next.
-        for inputs, targets in batches:
-            yield self._to_train(inputs, targets, step=self._step)
+    def _open(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+        for batch in batches:
+            self._check_can_train()  # the caller may have closed it meanwhile
+            yield batch
 
     def _end(self) -> None:
         """Let minibatches come to their end, and settle what was done on trust."""
@@ -286,11 +276,10 @@ class Pipeline:
         outputs = microbatches.join_slices(list(outcome.outputs), minibatch.num_slices)
         return outputs if isinstance(inputs, Microbatches) else microbatches.join(outputs)
 
-    def _to_train(self, inputs: Any, targets: Any, **how: Any) -> Minibatch:
+    def _check_can_train(self) -> None:
         self._check_open()
         if self._recipe.loss is None:
             raise InputError("Pipeline was built without a loss; give loss=… to train")
-        return self._cutter.to_train(inputs, targets, **how)
 
     @contextmanager
     def _exclusively(self) -> Iterator[None]:

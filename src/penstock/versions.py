@@ -98,8 +98,21 @@ class _Policy(Value, frozen=True, tag_field="policy"):
 
 
 class Flush(_Policy, frozen=True, tag="flush"):
-    """Synchronous: all microbatches of a minibatch read the same weights, and the pipeline drains
-    at each update. What one device computes."""
+    """Flush: all microbatches of a minibatch read the same weights, and the pipeline drains at each
+    update. What one device computes.
+
+    ``W(t+1) = W(t) − ν∇f_t(W(t))``: minibatch t reads version t at every stage, forward and
+    backward. No delay, one version.
+
+    Wins: As the first choice, and whenever m is at least 4p: 1F1B then works more than 80 % of the
+    time, m/(m+p−1), and nothing has to be tuned anew.
+
+    Loses: When m cannot be much larger than p: at m = p nearly half of the devices' time goes into
+    filling and draining. Schedules that split the backward win back a part of it and still flush.
+
+    Paper: Published as PipeDream-Flush in Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN
+    Training", ICML 2021, arXiv 2006.09503, section 3.3.
+    """
 
     asynchronous: ClassVar[bool] = False
     family: ClassVar[str] = "1f1b"
@@ -118,8 +131,22 @@ class Flush(_Policy, frozen=True, tag="flush"):
 
 
 class Latest(_Policy, frozen=True, tag="latest"):
-    """Naive: every pass reads whatever is there. A backward goes with the newest weights through
-    what the forward computed with older ones, which is the gradient of no single function.
+    """Latest: every pass reads whatever is there, and nothing is kept. A backward goes with the
+    newest weights through what the forward computed with older ones, which is the gradient of no
+    single function.
+
+    ``w(k+1) = w(k) − ν·g_k``, where the forward of microbatch k read version k−(p−1−s) at stage s,
+    and the backward, which made ``g_k``, reads version k. One version; what a forward has read is
+    p−1−s updates old.
+
+    Wins: When even a second version does not fit, the pipeline is short and steps are small: over
+    p−1−s small steps, weights hardly change. And as what all other policies are to be held against.
+
+    Loses: When steps are large, as at the beginning of training, or p is: besides being late,
+    gradients are wrong by what happened between forward and backward.
+
+    Paper: Described, as what weight stashing avoids, in Harlap et al., "PipeDream: Fast and
+    Efficient Pipeline Parallel DNN Training", arXiv 1806.03377.
 
     Attributes:
         updates: after each ``"microbatch"``, or once per ``"minibatch"``.
@@ -133,10 +160,23 @@ class Latest(_Policy, frozen=True, tag="latest"):
 
 
 class Stash(_Policy, frozen=True, tag="stash"):
-    """PipeDream's weight stashing: a backward reads the version that its forward read; the delay is
-    p−1−s updates at stage s.
+    """Weight stashing: a backward reads the version that its forward read; the delay is p−1−s
+    updates at stage s.
 
-    Narayanan et al., "PipeDream", SOSP 2019, section 3.3.
+    ``w_s(k+1) = w_s(k) − ν∇_s f_k(w_0(k−p+1), …, w_{p−1}(k))``: microbatch k reads version
+    k−(p−1−s) at stage s, forward and backward. Gradients are those of one function, but of a model
+    that never was: its stages near the input are older than those near the output. p−s versions.
+
+    Wins: When m is small, so that a flush would cost much, and p is small, or weights are small
+    beside activations.
+
+    Loses: When weights are large: the first stage holds p versions of them. When p is large: the
+    first stage learns from gradients that are p−1 updates old, and the largest stable step shrinks
+    about as 1/p.
+
+    Paper: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP
+    2019, section 3.3; first as Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN
+    Training", arXiv 1806.03377.
 
     Attributes:
         updates: after each ``"microbatch"``, or once per ``"minibatch"``.
@@ -144,10 +184,22 @@ class Stash(_Policy, frozen=True, tag="stash"):
 
 
 class VerticalSync(_Policy, frozen=True, tag="vertical-sync"):
-    """PipeDream's vertical sync: a microbatch reads at every stage the version that its first stage
-    read; the delay is p−1 updates everywhere, and so is the number of old versions.
+    """Vertical sync: a microbatch reads at every stage the version that its first stage read; the
+    delay is p−1 updates everywhere, and so is the number of old versions.
 
-    Narayanan et al., "PipeDream", SOSP 2019, section 3.3.
+    ``w(k+1) = w(k) − ν∇f_k(w(k−p+1))``: microbatch k reads version max(0, k−(p−1)) at every stage,
+    forward and backward. Every gradient is that of a model that has been, a fixed delay ago. p
+    versions.
+
+    Wins: When a delay should be the same everywhere, so that theory for delayed gradients holds as
+    it stands.
+
+    Loses: On memory, always: p versions at every stage, also where weight stashing needs one. And
+    the last stages, which could learn without delay, wait as long as the first.
+
+    Paper: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP
+    2019, section 3.3; first as Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN
+    Training", arXiv 1806.03377.
     """
 
     def __post_init__(self) -> None:
@@ -171,11 +223,22 @@ class VerticalSync(_Policy, frozen=True, tag="vertical-sync"):
 
 
 class DoubleBuffer(_Policy, frozen=True, tag="2bw"):
-    """PipeDream-2BW: W(t+1) = W(t) − ν∇f(W(t−1)), with gradients of a minibatch summed.
+    """PipeDream-2BW: gradients of a minibatch are summed, and every stage is one update late; two
+    versions are enough.
 
-    Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", arXiv 2006.09503, section
-    3.1. Its printed rule, max(⌊(k−1)/m⌋−1, 0), counts microbatches from 1; minibatches 0 and 1 both
-    read version 0.
+    ``W(t+1) = W(t) − ν∇f_t(W(t−1))``: microbatches of minibatch t read version max(t−1, 0) at every
+    stage, forward and backward; minibatches 0 and 1 both read version 0. A minibatch must have p−1
+    microbatches or more. The printed rule, max(⌊(k−1)/m⌋−1, 0), is the same and counts microbatches
+    from 1.
+
+    Wins: When there is to be no flush, as the first to try: a delay of 1 whatever p is, the same
+    everywhere, and every gradient is that of a model that has been.
+
+    Loses: When two copies of the weights do not fit. And where m is much larger than p: 1F1B's
+    bubble is small then and needs neither the second version nor the delay.
+
+    Paper: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, arXiv
+    2006.09503, section 3.1.
     """
 
     family: ClassVar[str] = "pipedream-2bw"
@@ -200,8 +263,20 @@ class DoubleBuffer(_Policy, frozen=True, tag="2bw"):
 class PipeMare(_Policy, frozen=True, tag="pipemare"):
     """PipeMare: no versions are kept; smaller steps and corrected backwards make up for it.
 
-    Yang et al., "PipeMare: Asynchronous Pipeline Parallel DNN Training", arXiv 1910.05124, section
-    3. Each of its three techniques can be left out.
+    ``w(t+1) = w(t) − α_t/max(1, τ)^(1−min(t/K, 1))·g_t``, where forwards of minibatch t read what
+    is newest at their time, and backwards, which make ``g_t``, read ``w(t) − τδ``, an estimate of
+    what the forward had read. Each of its three techniques can be left out, and is, unless it is
+    asked for: without any, this is ``Latest(updates="minibatch")``. One version, and δ with T2.
+
+    Wins: When weights are large: it needs no old versions, and without T2 no buffer at all. With
+    minibatches of m microbatches, a gradient is (p−1−s)/m updates old on average, less than one
+    where m ≥ p.
+
+    Loses: When m is small and steps are large: τδ assumes that weights go on as they did. T1 makes
+    the first K updates slower on purpose, and K and D have to be found.
+
+    Paper: Yang et al., "PipeMare: Asynchronous Pipeline Parallel DNN Training", arXiv 1910.05124,
+    section 3.
 
     Attributes:
         t1: K, over how many updates the learning rate recovers from 1/τ: it is divided by
@@ -255,13 +330,26 @@ class Predict(_Policy, frozen=True, tag="predict"):
     """Weight prediction: read w − σ·lr·direction, what the weights will be σ updates later if the
     optimizer goes on as it does.
 
+    ``w(k+1) = w(k) − ν·g_k``, where the forward of microbatch k read ``w(k−(p−1−s)) − σ·ν·d``,
+    which foresees the w(k) that its backward reads. d is the direction of the optimizer's next
+    step: the momentum of SGD, or m̂/(√v̂+ε) of Adam, with AdamW its weight decay too. One version;
+    predicted weights live as long as one pass.
+
+    Wins: When the optimizer has momentum, so that its next steps resemble its last, and no second
+    version fits: it aims at no delay at all in the memory of one version.
+
+    Loses: When there is little momentum or gradients are noisy: what is foreseen does not come. A
+    prediction takes time in every forward, about as long as an update, and memory as large as the
+    weights for as long as the pass. It knows SGD, Adam and AdamW only.
+
+    Paper: Guan et al., "PipeOptim: Ensuring Effective 1F1B Schedule with Optimizer-Dependent Weight
+    Prediction", arXiv 2312.00839; Chen et al., "Efficient and Robust Parallel DNN Training through
+    Model Parallelism on Multi-GPU Platform", arXiv 1809.02839.
+
     Attributes:
-        rule: ``"pipeoptim"`` (Guan et al., "PipeOptim", arXiv 2312.00839; with Adam, XPipe): in the
-            forward, σ = p−1−s; the backward reads the newest weights, which the forward had
-            foreseen. ``"spectrain"`` (Chen et al., "Efficient and Robust Parallel DNN Training
-            through Model Parallelism on Multi-GPU Platform", arXiv 1809.02839): σ = ⌊s/2⌋+p−1−s in
-            the forward and ⌊s/2⌋ in the backward. The direction is the momentum of SGD, or
-            m̂/(√v̂+ε) of Adam.
+        rule: ``"pipeoptim"`` (with Adam, XPipe): in the forward, σ = p−1−s; the backward reads the
+            newest weights, which the forward had foreseen. ``"spectrain"`` (the second paper):
+            σ = ⌊s/2⌋+p−1−s in the forward and ⌊s/2⌋ in the backward.
     """
 
     stashes: ClassVar[bool] = False

@@ -14,7 +14,7 @@ from penstock.schedule.memory import units
 
 ROWS_PER_MICROBATCH, LENGTH, VOCABULARY = 4, 32, 64
 # Chimera has no plan with a rank per stage; what slices keep grows faster than their share.
-UNPLANNED = {"chimera", "seq1f1b", *pk.schedules.SEARCHED}
+UNPLANNED = {"chimera", "seq1f1b", *pk.schedules.SEARCHED, *pk.versions.USUAL}
 FIXED = [name for name in pk.schedules.names() if name not in UNPLANNED]
 
 

@@ -24,6 +24,7 @@ from penstock.rehearsal.costs import costs_of_slices, default_costs, scaled
 from penstock.rehearsal.job import Job, flattened
 from penstock.rehearsal.performance import perform
 from penstock.rehearsal.result import rehearsal_of
+from penstock.rehearsal.stream import Steady
 from penstock.schedule import Kind
 from penstock.schedule.lower import (
     add_communication,
@@ -423,7 +424,7 @@ def streamed(schedule, replicas, minibatch=None):
     ("name", "num_ranks", "options", "replicas", "minibatch", "transport"),
     [
         ("pipedream", 3, {}, (1, 1, 1), None, "threads"),
-        ("pipedream", 3, {"replicas": "2-1"}, (2, 1), None, "shared-memory"),
+        ("pipedream", 4, {"replicas": "3-1"}, (3, 1), None, "shared-memory"),
         ("pipedream", 3, {"replicas": "1-2"}, (1, 2), None, "threads"),
         ("pipedream-2bw", 3, {}, (1, 1, 1), 4, "threads"),
         ("pipedream-2bw", 3, {"replicas": "2-1"}, (2, 1), 3, "threads"),
@@ -439,7 +440,12 @@ def test_a_stream_is_performed_with_every_update_at_its_place(
     assert performed(found.measured) == performed(found.predicted) == list(expected.ranks)
     updates = [span for span in found.measured.spans if span.op.kind is Kind.UPDATE]
     assert len(updates) > schedule.num_ranks
-    assert all(span.end - span.start >= 0.001 for span in updates)
+    assert min(span.end - span.start for span in updates) >= 0.001 - 1e-9
+    ends = {span.op: span.end for span in found.measured.spans}
+    for op, rank, _, end, _ in updates:
+        for handed_in in found.measured.schedule.dependencies(op):
+            if found.measured.schedule.where[handed_in] != rank:  # in every round anew
+                assert end >= ends[handed_in] + 0.002
 
 
 def test_updates_of_a_stream_wait_logically_each_until_its_own_time():
@@ -490,6 +496,13 @@ def test_the_steady_state_is_measured_over_all_steps_but_the_first():
     assert found.steady_seconds.difference == pytest.approx(0)
     assert [one.name for one in found.comparisons[3:]] == ["steady seconds", "steady efficiency"]
     assert [one.is_share for one in found.comparisons] == [False, True, True, False, True]
+
+
+def test_the_steady_state_is_the_middle_half_of_a_stream_in_whole_updates():
+    schedule = build("pipedream", 3, 24)
+    assert Steady.of(schedule, Costs(), 1)[:2] == (6, 18)
+    assert Steady.of(schedule, Costs(), 5)[:2] == (6, 16)
+    assert Steady.of(schedule, Costs(), 13) is None
 
 
 def test_a_short_stream_has_no_steady_state_and_a_flushed_schedule_has_none():

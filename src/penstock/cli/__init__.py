@@ -7,9 +7,11 @@ import sys
 import click
 
 from penstock import __version__
+from penstock.cli.explain_verb import explain_plan
 from penstock.cli.model_verbs import MODEL_VERBS
 from penstock.cli.rehearse_verb import rehearse
 from penstock.cli.schedule_verbs import SCHEDULE_VERBS
+from penstock.cli.verify_verb import verify
 from penstock.errors import PenstockError
 
 
@@ -22,7 +24,7 @@ def penstock() -> None:
     """
 
 
-for verb in (*MODEL_VERBS, *SCHEDULE_VERBS, rehearse):
+for verb in (*MODEL_VERBS, *SCHEDULE_VERBS, rehearse, explain_plan, verify):
     penstock.add_command(verb)
 
 

@@ -389,9 +389,8 @@ def _details(policy: Policy) -> list[str]:
 
 
 def _less_delay(delay: float) -> str:
-    policies = [] if delay <= 1 else ["versions.DoubleBuffer() (a delay of 1, bound 1)"]
+    policy = "versions.DoubleBuffer(): 1; " if delay > 1 else ""
     return (
-        "train with less delay: "
-        + ", ".join([*policies, "a schedule that flushes (no delay, bound 2)"])
-        + "; or begin with smaller steps: versions.PipeMare(t1=…) or optimizers.delay_corrected"
+        f"or train with less delay ({policy}a schedule that flushes: 0), or begin with smaller "
+        "steps (versions.PipeMare(t1=…), optimizers.delay_corrected)"
     )

@@ -159,12 +159,14 @@ def _timeline(schedule: Schedule, costs: Costs, times: StepTimes) -> Timeline:
         """Without an update's wait for the gradients of other copies, which is no work."""
         if span.op.kind is not Kind.UPDATE:
             return span
-        handed_in = [
+        there = [
             ends[needed] + costs.delay(needed, span.op)
             for needed in schedule.dependencies(span.op)
             if schedule.where[needed] != span.rank
         ]
-        return span._replace(start=min(span.end, max((span.start, *handed_in))))
+        # They leave within the op that hands them in, so they may be there before it has ended.
+        waited = min(max(there, default=span.start), span.end - costs.duration(span.op))
+        return span._replace(start=max(span.start, waited))
 
     spans = [working(span) for span in spans]
     return Timeline.of(spans, schedule.num_ranks, schedule.name, "measured")

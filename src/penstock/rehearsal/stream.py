@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, lcm
+from typing import NamedTuple
 
 from penstock.cost import Costs
 from penstock.errors import InputError
@@ -62,8 +63,7 @@ class Stream:
         return add_updates(schedule, self.rounds)
 
 
-@dataclass(frozen=True)
-class Steady:
+class Steady(NamedTuple):
     """What counts as the steady state of a stream, and what one device would need for it.
 
     Attributes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,6 +66,25 @@ class Cutter:
                 wanted += [wanted[index] for index in first]
                 weights += [0.0 for _ in first]  # they count for nothing
         return Minibatch(step, parts, wanted, weights, share, more_follow, self.num_slices)
+
+    def minibatches(
+        self, batches: Iterable[tuple[Any, Any]], first_step: int
+    ) -> Iterator[Minibatch]:
+        """Minibatches to train on, which know their number and whether more follow.
+
+        Args:
+            batches: of (inputs, targets). Cut at once: a loader may use the same memory for the
+                next. If it fails, that comes after the last minibatch.
+            first_step: the number of the first.
+        """
+        steps = itertools.count(first_step)
+        cut = (
+            self.to_train(*batch, step=step) for batch, step in zip(batches, steps, strict=False)
+        )
+        for minibatch, failure in with_more(cut):
+            yield minibatch
+            if failure is not None:
+                raise failure
 
     def to_evaluate(self, inputs: Any, *, step: int) -> Minibatch:
         """A minibatch of which only outputs are wanted."""

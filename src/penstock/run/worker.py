@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
-from penstock.activation_meter import saving
-from penstock.batch_norm import MinibatchStatistics
 from penstock.errors import StageError
 from penstock.replay import SavedBuffer, put_back, saved_buffers
 from penstock.run.at_hand import AtHand
-from penstock.run.counting import Counter
 from penstock.run.interpreter import Restart, perform_all, stage_error
 from penstock.run.journal import Journal
 from penstock.run.mail import Gradients, Mail
 from penstock.run.minibatch import Harvest, Minibatch, autocast, modes
+from penstock.run.observers import Observers
 from penstock.run.program import Program, SkipRoute
 from penstock.run.recipe import Recipe
 from penstock.run.updater import Updater
@@ -25,13 +22,12 @@ from penstock.schedule import Kind, Op
 from penstock.schedule.op import COMPUTE
 from penstock.schedule.segment import Segment
 from penstock.stage import InputGradients, Produced, Stage
-from penstock.store import Instead, WeightStore, refuse_autocast
+from penstock.store import WeightStore, refuse_autocast
 from penstock.transport import Edge, Transport
 
 _NUMBERS_PER_RUN = 1 << 32
 _MOST_PROGRAMS = 64
 _NOTHING = Minibatch(0, ())
-_COUNTED = COMPUTE | {Kind.RECOMPUTE}
 
 
 class Void(Enum):
@@ -79,11 +75,7 @@ class Worker:
         self._recipe = recipe
         self._skips = tuple(skips)
         self._stores = stores
-        self._modules = [layer.module for stage in stages.values() for layer in stage.layers]
-        self._statistics: MinibatchStatistics | None = None
-        if recipe.batch_norm == "minibatch":
-            MinibatchStatistics(self._modules).close()  # refuses now what it would refuse later
-        self._counter = Counter(stages) if recipe.count_memory else None
+        self._observers = Observers(stages, recipe)
         self._programs: dict[int, Program] = {}
         self.num_attempts = 0
         self._journal = Journal()
@@ -113,7 +105,7 @@ class Worker:
     @property
     def counts_memory(self) -> bool:
         """Whether its harvest tells what it held."""
-        return self._counter is not None
+        return self._observers.counts_memory
 
     @property
     def kinds(self) -> frozenset[Kind]:
@@ -129,13 +121,10 @@ class Worker:
             RunError: an op failed; telling the peers is the driver's part.
         """
         program = self._program = self.program(segment)
-        modules = (module for layer in self._modules for module in layer.modules())
-        buffers = saved_buffers(modules) if self.updater.pending else []
-        gathers = self._recipe.batch_norm == "minibatch" and minibatch.targets
+        buffers = saved_buffers(self._observers.modules) if self.updater.pending else []
         ends = True
         try:
-            # For the time of the step only: its hooks must not get into copies of the model.
-            self._statistics = MinibatchStatistics(self._modules) if gathers else None
+            self._observers.attend(minibatch)
             with modes(minibatch):
                 while True:
                     try:
@@ -154,9 +143,7 @@ class Worker:
         finally:
             if ends:
                 self.forget()
-            if self._statistics is not None:
-                self._statistics.close()
-                self._statistics = None
+            self._observers.leave()
 
     def program(self, segment: Segment) -> Program:
         """This rank's part of a segment, worked out once."""
@@ -189,8 +176,7 @@ class Worker:
         if minibatch.trains:
             for store in self._stores.values():
                 store.begin()
-        if self._counter is not None:
-            self._counter.begin()
+        self._observers.begin()
 
     def _harvested(self, program: Program, minibatch: Minibatch) -> Harvest:
         harvest = self._hand.harvest
@@ -198,13 +184,11 @@ class Worker:
         if self._stores and minibatch.trains:
             harvest.versions = [self._versions.get(op, -1) for op in program.ops]
             harvest.held = max(store.most for store in self._stores.values())
-        if self._statistics is not None:
-            self._statistics.commit()
+        self._observers.commit()
         if not minibatch.more_follow:
             self.updater.settle()
         harvest.norm = self.updater.norm
-        if self._counter is not None:
-            harvest.peak = self._counter.peak(program.num_slices)
+        harvest.peak = self._observers.peak(program.num_slices)
         self.num_runs += 1
         return harvest
 
@@ -230,10 +214,7 @@ class Worker:
 
     def forget(self) -> None:
         """Drop everything of the current minibatch, finished or not."""
-        if self._statistics is not None:
-            self._statistics.forget()
-        if self._counter is not None:
-            self._counter.forget()
+        self._observers.forget()
         for stage in self.stages.values():
             stage.forget()
         self._program = self._mail = None
@@ -250,13 +231,17 @@ class Worker:
         store = self._store(op)
         if store is not None:
             self._perform_versioned(op, store, perform)
+        elif op.kind in COMPUTE or op.kind is Kind.RECOMPUTE:
+            self._observers.watch(op, self._unit(op), perform, None)
         else:
-            self._perform_observed(op, perform)
+            perform(op)
 
     def _store(self, op: Op) -> WeightStore | None:
         """Where the weights are that an op reads or makes, if there are several versions."""
+        if not self._stores or not self._hand.minibatch.trains:
+            return None
         touches = op.kind in COMPUTE or op.kind in (Kind.RECOMPUTE, Kind.UPDATE)
-        return self._stores.get(op.stage) if touches and self._hand.minibatch.trains else None
+        return self._stores.get(op.stage) if touches else None
 
     def _perform_versioned(self, op: Op, store: WeightStore, perform: Callable[[Op], None]) -> None:
         """With the weights that the policy says; which they were is written down."""
@@ -268,31 +253,10 @@ class Worker:
             with store.reading(numbered) as version:
                 instead = None
                 if op.kind in (Kind.FORWARD, Kind.RECOMPUTE):
-                    counts = self._counter is not None
+                    counts = self._observers.counts_memory
                     instead = store.instead(numbered.microbatch, counts=counts)
-                self._perform_observed(op, perform, instead)
+                self._observers.watch(op, self._unit(op), perform, instead)
         self._versions[op] = version
-
-    def _perform_observed(
-        self, op: Op, perform: Callable[[Op], None], instead: Instead | None = None
-    ) -> None:
-        counts = self._counter is not None and op.kind in _COUNTED
-        if self._statistics is None and not counts and instead is None:
-            perform(op)
-            return
-        runs_forward = op.kind in (Kind.FORWARD, Kind.RECOMPUTE)
-        with ExitStack() as stack:
-            if self._statistics is not None and op.kind in _COUNTED - {Kind.FORWARD}:
-                # What runs forward again counts no second time.
-                stack.enter_context(self._statistics.paused())
-            if self._counter is not None and runs_forward:
-                watching = self._counter.watching(op.stage, self._unit(op), instead)
-                stack.enter_context(watching)
-            elif instead is not None:
-                stack.enter_context(saving(instead))
-            perform(op)
-        if self._counter is not None and counts:
-            self._counter.after(op.stage, self._unit(op))
 
     def _unit(self, op: Op) -> int:
         """The number of what an op works on, from the beginning of the stream."""

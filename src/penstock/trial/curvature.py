@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.errors import InputError, ModelError
@@ -19,6 +21,9 @@ from penstock.trial.workload import Batch, Workload
 
 Progress = Callable[[int, int], None]
 """Called with how many stages are done, and of how many."""
+
+_ONCE = once_differentiable(lambda *_: None).__code__
+"""By which functions are known that torch's decorator has marked; it leaves no other sign."""
 
 
 def largest_curvature(
@@ -125,6 +130,7 @@ def _product(
     value = loss(model(inputs), targets)
     if not value.isfinite():
         raise ModelError(f"the loss of the first minibatch is {float(value)}: no curvature there")
+    _refuse_once(value)
     with _twice():
         slopes = torch.autograd.grad(value, parameters, create_graph=True, allow_unused=True)
     # A parameter without a part in the loss, or with a constant one, has no curvature.
@@ -159,6 +165,32 @@ def _twice() -> Iterator[None]:
             f"the curvature cannot be estimated, because this model cannot be differentiated "
             f"twice: {str(error).splitlines()[0]}"
         ) from error
+
+
+def _refuse_once(value: Tensor) -> None:
+    """Refuse functions that say that they can be differentiated only once.
+
+    torch raises only if the error lies on the way to what it is asked about; on the way to
+    parameters, it would leave these functions' second derivatives out without a word.
+    """
+    seen: set[Any] = set()
+    todo = [value.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [before for before, _ in node.next_functions]
+        function = getattr(node, "_forward_cls", None)
+        if function is not None and _is_once(inspect.unwrap(function.backward, stop=_is_once)):
+            raise ModelError(
+                "the curvature cannot be estimated, because this model cannot be differentiated "
+                f"twice: {function.__name__} is once_differentiable"
+            )
+
+
+def _is_once(backward: Any) -> bool:
+    return getattr(backward, "__code__", None) is _ONCE
 
 
 def _lanczos(

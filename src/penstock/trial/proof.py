@@ -1,17 +1,18 @@
 """``prove``: whether a plan trains a workload as it should, against an independent reference.
 
-A synchronous plan must give what one device gives; an asynchronous one what its delays say, replayed
-one microbatch at a time. Neither reference shares engine code.
+A synchronous plan must give what one device gives; an asynchronous one what its delays say,
+replayed one microbatch at a time. Neither reference shares engine code.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import islice
-from math import inf, isclose, sqrt
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice, takewhile
+from math import inf, sqrt
+from typing import NamedTuple
 
 import torch
 from msgspec.structs import replace
@@ -30,6 +31,7 @@ from penstock.spine import spine_fingerprint, spine_of
 from penstock.timeline import Timeline
 from penstock.trial.contestants import intra_op_threads
 from penstock.trial.curvature import layers_of_stages
+from penstock.trial.verdict import Difference, Proof, ProofRow
 from penstock.trial.workload import Batch, Workload
 from penstock.versions import PipeMare, Predict
 
@@ -43,209 +45,348 @@ _LAST_PLACES = 16
 little training has moved it."""
 
 
-@dataclass(frozen=True)
-class Difference:
-    """How far a parameter or buffer of the pipeline is from the reference's, at its worst entry.
+def prove(
+    workload: Workload,
+    plan: Plan,
+    num_steps: int | None = None,
+    progress: Progress | None = None,
+    *,
+    float64: bool = False,
+) -> Proof:
+    """Train through a ``Pipeline`` in threads and through an independent reference, and compare.
 
-    Attributes:
-        name: in the model.
-        absolute: the difference; infinite where only one of them is finite.
-        ulps: in units in the last place of the tensor's largest entry.
-        share: of the way that training has moved the tensor, at its most moved entry.
-        allowed: whether it may be so large.
+    A synchronous plan is compared with ``SingleDevice``, an asynchronous one with
+    ``DelayedReplay``, which has no pipeline and applies literally the versions that the policy
+    states; there, recorded delays and versions held are compared with the policy's formulas, too.
+    Both sides begin with equal weights and draw the same random numbers.
+
+    Everything is expected to be equal to the bit, except where sums have another order: weights
+    that several layers share, replicas or copies of stages, slices of sequences, PipeMare's drift,
+    and predicted weights. There, a tensor may be off by √ε of the way that training has moved it (ε
+    of its dtype: 3e-4 in float32, 1.5e-8 in float64), or by 16 units in the last place.
+
+    Args:
+        workload: what to train.
+        plan: made for its model.
+        num_steps: minibatches; by default 5, or more if the steady state needs more.
+        progress: called now and then.
+        float64: train in float64 on both sides, where another order of sums hides nothing.
+
+    Raises:
+        InputError: the process is one of several; too few minibatches for the steady state, or too
+            short ones; ``build_model`` gives other weights at each call; layers draw random numbers
+            per slice, which one device cannot.
+        ModelError: the plan is for another model.
+        RunError: a step failed.
     """
+    if several_processes():
+        raise InputError(
+            "a proof runs all ranks in threads of one process, but this is one of "
+            f"{os.environ.get('WORLD_SIZE', 'several')} processes (WORLD_SIZE); start it without "
+            "torchrun"
+        )
+    sides = Sides.of(workload, plan, float64)
+    batches = _batches(workload, plan, num_steps, float64)
+    with intra_op_threads(plan.num_threads):
+        ours, timeline, held = _pipelined(sides, workload, batches, progress)
+        theirs, delays = _referred(sides, workload, batches)
+    if progress is not None:
+        progress(2 * len(batches), 2 * len(batches))
+    window = _steady_window(plan, batches)
+    rows = tuple(_row(sides, stage, timeline, held, window) for stage in range(len(sides.names)))
+    asynchronous = plan.versions.asynchronous
+    recorded = timeline.delays if asynchronous else {}
+    misread = (
+        (stage, k)
+        for stage, found in recorded.items()
+        for k, delay in found.items()
+        if delays.get((stage, k)) != delay
+    )
+    return Proof(
+        plan=plan,
+        reference="the sequential replay of its delays" if asynchronous else "one device",
+        expected=sides.expected,
+        losses=tuple(zip(map(float, ours), map(float, theirs), strict=True)),
+        loss_tolerance=sqrt(torch.finfo(ours[0].dtype).eps) if sides.rounding else 0.0,
+        rows=rows,
+        misread=tuple(misread),
+    )
 
-    name: str
-    absolute: float
-    ulps: float
-    share: float
-    allowed: bool
 
-    @property
-    def words(self) -> str:
-        """As a person reads it."""
-        if not self.absolute:
-            return "0, to the bit"
-        return f"{self.absolute:.2g} ({self.ulps:.3g} ulp)"
-
-
-@dataclass(frozen=True)
-class ProofRow:
-    """What was found at one stage.
-
-    Attributes:
-        layers: of the stage.
-        delay: by the policy's formula, in updates.
-        recorded_delay: the mean in the steady state, as the run recorded it; ``None`` of a
-            synchronous plan, which has none.
-        versions: held, by the policy's formula.
-        held: by each rank of the stage, as counted in the run; empty of a synchronous plan, and of
-            a stage whose weights did not change.
-        differences: of all parameters and buffers, in the model's order.
-    """
-
-    layers: tuple[str, ...]
-    delay: float
-    recorded_delay: float | None
-    versions: int
-    held: tuple[int, ...]
-    differences: tuple[Difference, ...]
-
-    @property
-    def largest(self) -> Difference | None:
-        """The largest difference, by units in the last place; ``None`` without any tensors."""
-        return max(self.differences, key=lambda one: (not one.allowed, one.ulps), default=None)
-
-    @property
-    def as_planned(self) -> bool:
-        """Whether delay and versions are what the formulas say."""
-        timely = self.recorded_delay is None or isclose(self.recorded_delay, self.delay)
-        return timely and set(self.held) <= {self.versions}
+def steps_needed(plan: Plan) -> int:
+    """How many minibatches a proof of a plan needs at least: one in the steady state."""
+    policy = plan.versions
+    synchronous = policy.t3 if isinstance(policy, PipeMare) else 0
+    return synchronous + steady_minibatch(plan) + 1
 
 
 @dataclass(frozen=True)
-class Proof:
-    """What came of ``prove``.
+class Sides:
+    """Two models that begin equal, and what they are at first.
 
     Attributes:
-        plan: that was run.
-        reference: that it was compared with.
-        expected: how equal they should be, in words.
-        losses: of each minibatch, (pipeline's, reference's).
-        loss_tolerance: by how much losses may differ, relative to the largest.
-        rows: one per stage.
-        misread: (stage, microbatch) whose recorded delay is not the one that the replay made.
+        plan: for them.
+        model: for the pipeline.
+        twin: for the reference.
+        initial: parameters and buffers before training, by name.
+        names: of each stage's parameters and buffers; those outside all layers are the last's.
+        rounding: why sums may have another order; empty where everything is equal to the bit.
     """
 
     plan: Plan
-    reference: str
-    expected: str
-    losses: tuple[tuple[float, float], ...]
-    loss_tolerance: float
-    rows: tuple[ProofRow, ...]
-    misread: tuple[tuple[int, int], ...] = ()
+    model: nn.Module
+    twin: nn.Module
+    initial: dict[str, Tensor]
+    names: tuple[tuple[str, ...], ...]
+    rounding: str
 
-    @property
-    def equal(self) -> bool:
-        """Whether everything is as it should be."""
-        return not self.faults
+    @classmethod
+    def of(cls, workload: Workload, plan: Plan, float64: bool) -> Sides:
+        """Build both.
 
-    @property
-    def exact(self) -> bool:
-        """Whether losses, parameters and buffers are equal to the bit."""
-        tensors = (one for row in self.rows for one in row.differences)
-        return all(ours == theirs for ours, theirs in self.losses) and not any(
-            one.absolute for one in tensors
-        )
-
-    @property
-    def faults(self) -> tuple[str, ...]:
-        """What is not as it should be, a sentence each."""
-        found = []
-        scale = max(abs(theirs) for _, theirs in self.losses)
-        for number, (ours, theirs) in enumerate(self.losses):
-            if not abs(ours - theirs) <= self.loss_tolerance * scale:
-                found.append(
-                    f"the loss of minibatch {number} is the first that differs: {ours!r} instead "
-                    f"of {theirs!r}"
-                )
-                break
-        found += self._wrong_weights()
-        for stage, row in enumerate(self.rows):
-            if not row.as_planned:
-                found.append(
-                    f"stage {stage} has a delay of {_number(row.recorded_delay)} and holds "
-                    f"{_several(row.held)} versions, but the formulas say {_number(row.delay)} and "
-                    f"{row.versions}"
-                )
-        if self.misread:
-            stage, k = self.misread[0]
-            found.append(f"stage {stage} is the first with another delay, at microbatch {k}")
-        return tuple(found)
-
-    def _wrong_weights(self) -> list[str]:
-        wrong = [
-            (stage, one)
-            for stage, row in enumerate(self.rows)
-            for one in row.differences
-            if not one.allowed
-        ]
-        if not wrong:
-            return []
-        stage, first = wrong[0]
-        total = sum(len(row.differences) for row in self.rows)
-        return [
-            f"{len(wrong)} of {total} parameters and buffers differ, first {first.name!r} of stage "
-            f"{stage}, by {first.absolute:.2g}, {first.ulps:.3g} units in its last place, "
-            f"{first.share:.2g} of the way that training has moved it"
-        ]
-
-    @property
-    def verdict(self) -> str:
-        """The whole answer in one sentence."""
-        if not self.equal:
-            return f"NOT equal: {'; '.join(self.faults)}."
-        how = "equal to the bit" if self.exact else "equal up to rounding"
-        delays = "; delays and versions held are what the formulas say"
-        return (
-            f"Proven: after {len(self.losses)} minibatches, losses and weights of {self._who} are "
-            f"those of {self.reference}, {how}"
-            f"{delays if self.plan.versions.asynchronous else ''}."
-        )
-
-    @property
-    def _who(self) -> str:
-        policy = self.plan.versions
-        return self.plan.schedule + (f" with {policy.name}" if policy.asynchronous else "")
-
-    def text(self) -> str:
-        """For people: a table with a row per stage, and the verdict."""
-        columns = [("stage", "layers", "delay", "recorded", "versions", "held", "difference")]
-        columns += [
-            (
-                str(stage),
-                _short(row.layers),
-                _number(row.delay),
-                _number(row.recorded_delay),
-                str(row.versions),
-                _several(row.held),
-                row.largest.words if row.largest else "no weights",
-            )
-            for stage, row in enumerate(self.rows)
-        ]
-        if not self.plan.versions.asynchronous:
-            columns = [(*row[:2], row[-1]) for row in columns]
-        widths = [max(map(len, column)) for column in zip(*columns, strict=True)]
-        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in columns)
-        (first, _), (last, _) = self.losses[0], self.losses[-1]
-        return "\n".join(
-            [
-                f"{self._who}, {len(self.losses)} minibatches, against {self.reference}; expected: "
-                f"{self.expected}",
-                "",
-                *lines,
-                "",
-                f"loss: {first:.4g} → {last:.4g}, largest difference "
-                f"{max(abs(ours - theirs) for ours, theirs in self.losses):.2g}",
-                self.verdict,
-            ]
-        )
-
-    def numbers(self) -> dict[str, object]:
-        """For programs."""
-        return {
-            "equal": self.equal,
-            "exact": self.exact,
-            "verdict": self.verdict,
-            "expected": self.expected,
-            "reference": self.reference,
-            "losses": [ours for ours, _ in self.losses],
-            "reference_losses": [theirs for _, theirs in self.losses],
-            "stages": [
-                {
-                    **{key: value for key, value in asdict(row).items() if key != "differences"},
-                    "largest_difference": asdict(row.largest) if row.largest else None,
-                }
-                for row in self.rows
-            ],
+        Raises:
+            InputError: they do not begin equal, or never can be.
+            ModelError: the plan is for another model.
+        """
+        model, twin = workload.build_model(), workload.build_model()
+        layers = layers_of_stages(model, plan)
+        rounding = _rounding(plan, [layer.module for own in layers for layer in own])
+        if float64:
+            model, twin = model.double(), twin.double()
+            plan = replace(plan, model=spine_fingerprint(spine_of(model)))
+        initial = {name: one.detach().clone() for name, one in _tensors(model).items()}
+        stage_of = {
+            id(one): stage
+            for stage, own in reversed(list(enumerate(layers)))
+            for layer in own
+            for one in (*layer.module.parameters(), *layer.module.buffers())
         }
+        names: list[list[str]] = [[] for _ in layers]
+        for name, one in _tensors(model).items():
+            names[stage_of.get(id(one), -1)].append(name)
+        sides = cls(plan, model, twin, initial, tuple(map(tuple, names)), rounding)
+        sides._check_equal()
+        return sides
+
+    def _check_equal(self) -> None:
+        for stage, names in enumerate(self.names):
+            for name, found in zip(names, self.differences(stage), strict=True):
+                if found.absolute:
+                    raise InputError(
+                        "build_model gives other weights at each call, so there is nothing to "
+                        f"compare: first {name!r} of stage {stage}, by {found.absolute:.2g}; call "
+                        "torch.manual_seed in it"
+                    )
+
+    @property
+    def expected(self) -> str:
+        """How equal the two sides should be."""
+        return (
+            f"equal up to rounding, because {self.rounding}"
+            if self.rounding
+            else ("equal to the bit")
+        )
+
+    def differences(self, stage: int) -> tuple[Difference, ...]:
+        """Of all parameters and buffers of a stage, in the model's order."""
+        ours, theirs = _tensors(self.model), _tensors(self.twin)
+        return tuple(
+            _difference(name, ours[name], theirs[name], self.initial[name], bool(self.rounding))
+            for name in self.names[stage]
+        )
+
+    def has_moved(self, stage: int) -> bool:
+        """Whether training has changed a parameter of a stage."""
+        theirs = dict(self.twin.named_parameters())
+        return any(
+            name in theirs and not torch.equal(theirs[name], self.initial[name])
+            for name in self.names[stage]
+        )
+
+
+def _rounding(plan: Plan, modules: Sequence[nn.Module]) -> str:
+    """Why sums have another order than the reference's, as the documents say."""
+    placement, policy = plan.placement, plan.versions
+    if placement.num_slices > 1:
+        for module in modules:
+            for part in module.modules():
+                if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
+                    raise InputError(
+                        "with slices of a sequence, dropout draws for each slice, which one device "
+                        "cannot: make the workload's model without dropout to prove its plan"
+                    )
+        return "one device runs whole sequences, not slices"
+    if placement.weight_copies > 1:
+        return "ranks that hold the same stage add their gradients"
+    users = Counter(id(one) for module in modules for one in module.parameters())
+    if max(users.values(), default=1) > 1:
+        return "layers share weights, whose gradients are added"
+    if isinstance(policy, Predict):
+        return "weights are predicted"
+    if isinstance(policy, PipeMare) and policy.t2 is not None:
+        return "PipeMare's drift is a running mean"
+    return ""
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, each once."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _batches(workload: Workload, plan: Plan, num_steps: int | None, float64: bool) -> list[Batch]:
+    least = steps_needed(plan)
+    # One minibatch more than needed, so that the steady state is seen to last.
+    count = max(_USUAL_STEPS, least + 1) if num_steps is None else num_steps
+    if count < least:
+        raise InputError(
+            f"{count} minibatches do not reach the steady state, in which delays are compared; "
+            f"take {least} or more"
+        )
+    found = list(islice(workload.batches(), count))
+    if len(found) < count:
+        raise InputError(
+            f"the workload {workload.name} yields only {len(found)} minibatches, but {count} are "
+            "to be trained"
+        )
+    if any(isinstance(part, microbatches.Microbatches) for batch in found for part in batch):
+        raise InputError("a proof cuts minibatches itself; give whole ones, not Microbatches")
+    if not float64:
+        return found
+    return [tuple(tree.replace(Tensor, _doubled, part) for part in batch) for batch in found]
+
+
+def _doubled(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _steady_window(plan: Plan, batches: Sequence[Batch]) -> range:
+    """The microbatches of the stream whose delays are those of the steady state."""
+    policy, size = plan.versions, plan.num_microbatches
+    stream = batches[policy.t3 if isinstance(policy, PipeMare) else 0 :]
+    rows = [microbatches.num_rows(inputs, "inputs") for inputs, _ in stream]
+    whole = sum(1 for _ in takewhile(lambda count: count >= size, rows))
+    first = steady_minibatch(plan)
+    if policy.asynchronous and whole <= first:
+        raise InputError(
+            f"minibatch {len(batches) - len(rows) + whole} has {rows[whole]} rows, fewer than the "
+            f"plan's {size} microbatches, before the steady state is reached; give larger ones"
+        )
+    return range(first * size, whole * size)
+
+
+class _Trained(NamedTuple):
+    """What the pipeline tells.
+
+    Attributes:
+        losses: of each minibatch.
+        timeline: of the last step, or of the stream.
+        held: by rank, the versions held; empty of a synchronous plan.
+    """
+
+    losses: list[Tensor]
+    timeline: Timeline
+    held: tuple[int, ...]
+
+
+def _pipelined(
+    sides: Sides, workload: Workload, batches: Sequence[Batch], progress: Progress | None
+) -> _Trained:
+    with Pipeline(
+        sides.model,
+        sides.plan,
+        loss=workload.loss,
+        optimizer=workload.optimizer,
+        transport="threads",
+        seed=_SEED,
+    ) as pipeline:
+        losses = []
+        for loss in pipeline.steps(batches):
+            assert loss is not None  # it tells its results
+            losses.append(loss)
+            if progress is not None:
+                progress(len(losses), 2 * len(batches))
+        asynchronous = sides.plan.versions.asynchronous
+        held = tuple(one.versions for one in pipeline.held_versions) if asynchronous else ()
+        return _Trained(losses, pipeline.timeline, held)
+
+
+def _referred(
+    sides: Sides, workload: Workload, batches: Sequence[Batch]
+) -> tuple[list[Tensor], dict[tuple[int, int], int]]:
+    """Losses of the reference and, by stage and microbatch, the delays that it applied."""
+    plan, twin = sides.plan, sides.twin
+    if plan.versions.asynchronous:
+        replay = DelayedReplay(
+            twin,
+            [len(stage.layers) for stage in plan.stages],
+            plan.versions,
+            plan.num_microbatches,
+            workload.loss,
+            workload.optimizer,
+            replicas=plan.replicas,
+            seed=_SEED,
+        )
+        losses = replay.train(batches)
+        return losses, {(one.stage, one.microbatch): one.delay for one in replay.reads}
+    # As a pipeline's, the list knows the names.
+    parameters = Parameters(list(twin.named_parameters()))
+    device = SingleDevice(
+        twin,
+        plan.num_microbatches,
+        workload.loss,
+        lambda _: workload.optimizer(parameters),
+        seed=_SEED,
+    )
+    return [device.step(*batch) for batch in batches], {}
+
+
+def _row(
+    sides: Sides, stage: int, timeline: Timeline, held: Sequence[int], window: range
+) -> ProofRow:
+    policy, place = sides.plan.versions, sides.plan.place(stage)
+    recorded = None
+    if policy.asynchronous:
+        delays = [delay for k, delay in timeline.delays[stage].items() if k in window]
+        recorded = sum(delays) / len(delays)
+    ranks = sides.plan.placement.ranks_of(stage) if held and sides.has_moved(stage) else ()
+    return ProofRow(
+        layers=sides.plan.stages[stage].layers,
+        delay=policy.delay(place),
+        recorded_delay=recorded,
+        versions=policy.versions_held(place),
+        held=tuple(held[rank] for rank in ranks),
+        differences=sides.differences(stage),
+    )
+
+
+def _difference(
+    name: str, ours: Tensor, theirs: Tensor, initial: Tensor, rounds: bool
+) -> Difference:
+    inexact = theirs.is_floating_point() or theirs.is_complex()
+    ours, wanted, before = (_plain(one) for one in (ours, theirs, initial))
+    absolute = _furthest(ours, wanted)
+    if not absolute:
+        return Difference(name, 0.0, 0.0, 0.0, allowed=True)
+    moved = _furthest(wanted, before)
+    precision = torch.finfo(theirs.dtype).eps if inexact else 1.0
+    place = precision * (float(wanted.abs().max()) if inexact else 1.0)
+    reach = sqrt(precision) * moved + _LAST_PLACES * place if inexact else 0.0
+    return Difference(
+        name,
+        absolute,
+        absolute / place if place else inf,
+        absolute / moved if moved else inf,
+        allowed=rounds and absolute <= reach < inf,
+    )
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
+
+
+def _furthest(left: Tensor, right: Tensor) -> float:
+    """The largest difference of two entries; equal ones, infinite or NaN included, differ by 0."""
+    equal = (left == right) | (left.isnan() & right.isnan())
+    apart = (left - right).abs().masked_fill(equal, 0.0).nan_to_num(inf, posinf=inf)
+    return float(apart.max()) if apart.numel() else 0.0

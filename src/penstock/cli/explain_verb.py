@@ -1,0 +1,213 @@
+"""``penstock explain``: what a plan does to the weights, and how fast it may learn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import isfinite
+from textwrap import fill
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from penstock.cli import options, show, sources
+from penstock.errors import ModelError
+from penstock.planner import Plan
+from penstock.planner.explanation import (
+    ExplainedStage,
+    Explanation,
+    Stability,
+    check_stability,
+    explain,
+)
+from penstock.planner.table import format_bytes
+
+_WIDTH = 100
+_EPILOG = (
+    "PLAN is a .json file, as `penstock plan -o` writes it. The curvature is the largest of the "
+    "loss in a stage's weights: give yours, or let it be estimated on a workload's first minibatch."
+)
+_READING = (
+    "k counts microbatches, t minibatches, both from 0; ⌊ ⌋ rounds down. Version v of a stage's "
+    "weights is what v updates have made of them; nothing reads below version 0."
+)
+_CAVEAT = (
+    "The bound 2·sin(π/(4τ+2)) (PipeMare, arXiv 1910.05124) is for plain SGD on a quadratic whose "
+    "gradients are τ updates old. Momentum and Adam scale and lengthen steps and differ from it; "
+    "what a policy corrects or predicts is not counted."
+)
+_REPLICAS = (
+    "The learning rate of a stage with replicas is multiplied by their number, since its updates "
+    "are means over them; that is counted."
+)
+
+
+@click.command(name="explain", epilog=_EPILOG)
+@click.argument("plan", type=click.Path())
+@click.option(
+    "--learning-rate", type=click.FloatRange(min=0, min_open=True), metavar="X",
+    help="Say whether it is stable.",
+)  # fmt: skip
+@click.option(
+    "--curvature", type=click.FloatRange(min=0, min_open=True), metavar="λ",
+    help="The largest of the loss, taken for every stage.",
+)  # fmt: skip
+@click.option(
+    "--workload", metavar="MODULE:FUNCTION",
+    help="Estimate each stage's curvature on this workload's first minibatch.",
+)  # fmt: skip
+@click.option(
+    "--estimate-steps", type=click.IntRange(min=1), default=5, show_default=True,
+    help="Hessian-vector products per stage.",
+)  # fmt: skip
+@options.json_option
+def explain_plan(
+    plan: str,
+    learning_rate: float | None,
+    curvature: float | None,
+    workload: str | None,
+    estimate_steps: int,
+    as_json: bool,
+) -> None:
+    """Say what a plan does to the weights of each stage, and how fast it may learn."""
+    if curvature is not None and workload is not None:
+        raise click.UsageError("give --curvature or --workload, not both")
+    loaded = Plan.load(plan)
+    found = explain(loaded)
+    curvatures = None if curvature is None else [curvature] * len(found.stages)
+    if workload is not None:
+        curvatures = _estimated(loaded, workload, estimate_steps)
+    checks: Sequence[Stability] = ()
+    if learning_rate is not None and curvatures is not None:
+        checks = check_stability(found, learning_rate, curvatures)
+    if as_json:
+        show.print_json(_numbers(found, curvatures, checks))
+        return
+    _print_versions(found)
+    _print_stability(found, learning_rate, curvatures, checks)
+
+
+def _estimated(plan: Plan, workload: str, steps: int) -> list[float] | None:
+    """Each stage's curvature; ``None``, and why on standard error, if it cannot be had."""
+    from penstock.trial import stage_curvatures
+    from penstock.trial.curvature import layers_of_stages
+
+    loaded = sources.load_workload(workload)
+    layers_of_stages(loaded.build_model(), plan)  # a plan for another model is no reason to go on
+    try:
+        with _bar() as progress:
+            return stage_curvatures(loaded, plan, steps, progress)
+    except ModelError as error:
+        show.say(f"{error}; give --curvature if you know it")
+        return None
+
+
+def _print_versions(found: Explanation) -> None:
+    click.echo(fill(found.title, _WIDTH))
+    click.echo(fill(found.summary, _WIDTH) + "\n")
+    stages = list(enumerate(found.stages))
+    if not found.synchronous:
+        at = f"at k={found.example}"
+        columns = ("stage", "layers", "ranks", "forward reads", at, "backward reads", at, "delay")
+        show.print_table(columns, [_readings(*stage) for stage in stages], num_texts=7)
+        click.echo("\n" + fill(_READING, _WIDTH) + "\n")
+    columns = ("stage", "layers", "ranks", "versions", "bytes", "δ", "in flight", "bytes")
+    rows = [_memory(*stage) for stage in stages]
+    show.print_table(columns, rows, num_texts=3)
+    click.echo("\nin flight: microbatches whose activations are kept at the worst moment")
+
+
+def _readings(index: int, stage: ExplainedStage) -> list[str]:
+    forward, backward = stage.forward, stage.backward
+    return [
+        *_named(index, stage),
+        forward.formula,
+        str(forward.example),
+        backward.formula,
+        str(backward.example),
+        f"{stage.delay:.3g}",
+    ]
+
+
+def _memory(index: int, stage: ExplainedStage) -> list[str]:
+    return [
+        *_named(index, stage),
+        str(stage.versions_held),
+        format_bytes(stage.version_bytes),
+        format_bytes(stage.extra_bytes) if stage.extra_bytes else "–",
+        str(stage.activations_in_flight),
+        format_bytes(stage.activation_bytes),
+    ]
+
+
+def _named(index: int, stage: ExplainedStage) -> tuple[str, str, str]:
+    return str(index), _layers(stage.layers), ", ".join(map(str, stage.ranks))
+
+
+def _layers(names: tuple[str, ...]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)}: {names[0]} … {names[-1]}"
+
+
+def _print_stability(
+    found: Explanation,
+    learning_rate: float | None,
+    curvatures: Sequence[float] | None,
+    checks: Sequence[Stability],
+) -> None:
+    click.echo("\nstable if learning rate × curvature is at most:\n")
+    columns = ["stage", "delay", "at most"]
+    rows = [
+        [str(index), f"{stage.delay:.3g}", f"{stage.stability_bound / stage.rate_factor:.3g}"]
+        for index, stage in enumerate(found.stages)
+    ]
+    if curvatures is not None:
+        columns += ["curvature", "largest rate"]
+        for index, curvature in enumerate(curvatures):
+            rows[index] += [f"{curvature:.3g}", f"{found.largest_rate(index, curvature):.3g}"]
+    elif learning_rate is not None:
+        columns.append(f"largest curvature at {learning_rate:g}")
+        for index, stage in enumerate(found.stages):
+            most = stage.stability_bound / stage.rate_factor / learning_rate
+            rows[index].append(f"{most:.3g}")
+    show.print_table(columns, rows)
+    click.echo()
+    if any(stage.rate_factor > 1 for stage in found.stages):
+        click.echo(fill(_REPLICAS, _WIDTH) + "\n")
+    for check in checks:
+        click.echo(fill(("" if check.stable else "warning: ") + check.words, _WIDTH))
+    if checks:
+        click.echo()
+    click.echo(fill(_CAVEAT, _WIDTH))
+
+
+def _numbers(
+    found: Explanation, curvatures: Sequence[float] | None, checks: Sequence[Stability]
+) -> dict[str, object]:
+    rates = [
+        found.largest_rate(index, curvature) for index, curvature in enumerate(curvatures or ())
+    ]
+    return {
+        "explanation": found,
+        "curvatures": curvatures,
+        "largest_rates": [rate if isfinite(rate) else None for rate in rates],
+        "stability": [
+            {"stage": one.stage, "stable": one.stable, "words": one.words} for one in checks
+        ],
+    }
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[int, int], None]]:
+    """A bar of stages, which goes when they are done."""
+    bar = Progress(
+        TextColumn("estimating curvature"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not Console(stderr=True).is_terminal,
+    )
+    with bar:
+        task = bar.add_task("stages", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,81 @@
+"""``penstock verify``: the proof, in one command, on the user's own model and plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from penstock.cli import options, show, sources
+from penstock.planner import Plan
+
+_EPILOG = (
+    "PLAN is a .json file, as `penstock plan -o` writes it. WORKLOAD is module:function, where the "
+    "function returns a penstock.trial.Workload; by default the demo's, "
+    f"{sources.DEFAULT_WORKLOAD}. The exit status is 1 if anything is not equal."
+)
+
+
+@click.command(epilog=_EPILOG)
+@click.argument("plan", type=click.Path())
+@click.argument("workload", default=sources.DEFAULT_WORKLOAD)
+@click.option(
+    "--steps", type=click.IntRange(min=1), show_default="5, or what the steady state takes",
+    help="Minibatches to train.",
+)  # fmt: skip
+@click.option(
+    "--float64", is_flag=True,
+    help="Train in float64 on both sides, so that where sums have another order, only the last "
+    "digits may differ.",
+)  # fmt: skip
+@click.option(
+    "--transport", type=click.Choice(["threads"]), default="threads", show_default=True,
+    help="All ranks run in this process.",
+)  # fmt: skip
+@options.json_option
+@click.pass_context
+def verify(
+    context: click.Context,
+    plan: str,
+    workload: str,
+    steps: int | None,
+    float64: bool,
+    transport: str,
+    as_json: bool,
+) -> None:
+    """Prove that a plan trains a model as it should.
+
+    A synchronous plan is trained beside one device; an asynchronous one beside a replay of its
+    delays, one microbatch at a time, and what was recorded beside the formulas of its policy.
+    """
+    from penstock.trial import prove
+
+    chosen = Plan.load(plan)
+    with _bar() as progress:
+        proof = prove(sources.load_workload(workload), chosen, steps, progress, float64=float64)
+    if as_json:
+        show.print_json(proof.numbers())
+    else:
+        click.echo(proof.text())
+    if not proof.equal:
+        context.exit(1)
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[int, int], None]]:
+    """A bar of minibatches on both sides, which goes when they are done."""
+    bar = Progress(
+        TextColumn("verifying"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not Console(stderr=True).is_terminal,
+    )
+    with bar:
+        task = bar.add_task("minibatches", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

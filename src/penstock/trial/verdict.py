@@ -1,0 +1,236 @@
+"""``Proof``: what came of comparing a plan's training with an independent reference."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from math import isclose
+from textwrap import fill
+
+from penstock.planner import Plan
+
+_WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a parameter or buffer of the pipeline is from the reference's, at its worst entry.
+
+    Attributes:
+        name: in the model.
+        absolute: the difference; infinite where only one of them is finite.
+        ulps: in units in the last place of the tensor's largest entry.
+        share: of the way that training has moved the tensor, at its most moved entry.
+        allowed: whether it may be so large.
+    """
+
+    name: str
+    absolute: float
+    ulps: float
+    share: float
+    allowed: bool
+
+    @property
+    def words(self) -> str:
+        """As a person reads it."""
+        if not self.absolute:
+            return "0, to the bit"
+        return f"{self.absolute:.2g} ({self.ulps:.3g} ulp)"
+
+
+@dataclass(frozen=True)
+class ProofRow:
+    """What was found at one stage.
+
+    Attributes:
+        layers: of the stage.
+        delay: by the policy's formula, in updates.
+        recorded_delay: the mean in the steady state, as the run recorded it; ``None`` of a
+            synchronous plan, which has none.
+        versions: held, by the policy's formula.
+        held: by each rank of the stage, as counted in the run; empty of a synchronous plan, and of
+            a stage whose weights did not change.
+        differences: of all parameters and buffers, in the model's order.
+    """
+
+    layers: tuple[str, ...]
+    delay: float
+    recorded_delay: float | None
+    versions: int
+    held: tuple[int, ...]
+    differences: tuple[Difference, ...]
+
+    @property
+    def largest(self) -> Difference | None:
+        """The largest difference, by units in the last place; ``None`` without any tensors."""
+        return max(self.differences, key=lambda one: (not one.allowed, one.ulps), default=None)
+
+    @property
+    def as_planned(self) -> bool:
+        """Whether delay and versions are what the formulas say."""
+        timely = self.recorded_delay is None or isclose(self.recorded_delay, self.delay)
+        return timely and set(self.held) <= {self.versions}
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What came of ``prove``.
+
+    Attributes:
+        plan: that was run.
+        reference: that it was compared with.
+        expected: how equal they should be, in words.
+        losses: of each minibatch, (pipeline's, reference's).
+        loss_tolerance: by how much losses may differ, relative to the largest.
+        rows: one per stage.
+        misread: (stage, microbatch) whose recorded delay is not the one that the replay made.
+    """
+
+    plan: Plan
+    reference: str
+    expected: str
+    losses: tuple[tuple[float, float], ...]
+    loss_tolerance: float
+    rows: tuple[ProofRow, ...]
+    misread: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        """Whether everything is as it should be."""
+        return not self.faults
+
+    @property
+    def exact(self) -> bool:
+        """Whether losses, parameters and buffers are equal to the bit."""
+        tensors = (one for row in self.rows for one in row.differences)
+        return all(ours == theirs for ours, theirs in self.losses) and not any(
+            one.absolute for one in tensors
+        )
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What is not as it should be, a sentence each."""
+        found = []
+        scale = max(abs(theirs) for _, theirs in self.losses)
+        for number, (ours, theirs) in enumerate(self.losses):
+            if not abs(ours - theirs) <= self.loss_tolerance * scale:
+                found.append(
+                    f"the loss of minibatch {number} is the first that differs: {ours!r} instead "
+                    f"of {theirs!r}"
+                )
+                break
+        found += self._wrong_weights()
+        for stage, row in enumerate(self.rows):
+            if not row.as_planned:
+                found.append(
+                    f"stage {stage} has a delay of {_number(row.recorded_delay)} and holds "
+                    f"{_several(row.held)} versions, but the formulas say {_number(row.delay)} and "
+                    f"{row.versions}"
+                )
+        if self.misread:
+            stage, k = self.misread[0]
+            found.append(f"stage {stage} is the first with another delay, at microbatch {k}")
+        return tuple(found)
+
+    def _wrong_weights(self) -> list[str]:
+        wrong = [
+            (stage, one)
+            for stage, row in enumerate(self.rows)
+            for one in row.differences
+            if not one.allowed
+        ]
+        if not wrong:
+            return []
+        stage, first = wrong[0]
+        total = sum(len(row.differences) for row in self.rows)
+        return [
+            f"{len(wrong)} of {total} parameters and buffers differ, first {first.name!r} of stage "
+            f"{stage}, by {first.absolute:.2g}, {first.ulps:.3g} units in its last place, "
+            f"{first.share:.2g} of the way that training has moved it"
+        ]
+
+    @property
+    def verdict(self) -> str:
+        """The whole answer in one sentence."""
+        if not self.equal:
+            doubt = "; train in float64 to rule out rounding" if self.loss_tolerance > 1e-7 else ""
+            return f"NOT equal: {'; '.join(self.faults)}{doubt}."
+        how = "equal to the bit" if self.exact else "equal up to rounding"
+        delays = "; delays and versions held are what the formulas say"
+        return (
+            f"Proven: after {len(self.losses)} minibatches, losses and weights of {self._who} are "
+            f"those of {self.reference}, {how}"
+            f"{delays if self.plan.versions.asynchronous else ''}."
+        )
+
+    @property
+    def _who(self) -> str:
+        policy = self.plan.versions
+        return self.plan.schedule + (f" with {policy.name}" if policy.asynchronous else "")
+
+    def text(self) -> str:
+        """For people: a table with a row per stage, and the verdict."""
+        columns: list[tuple[str, ...]] = [
+            ("stage", "layers", "delay", "recorded", "versions", "held", "difference")
+        ]
+        columns += [
+            (
+                str(stage),
+                _short(row.layers),
+                _number(row.delay),
+                _number(row.recorded_delay),
+                str(row.versions),
+                _several(row.held),
+                row.largest.words if row.largest else "no weights",
+            )
+            for stage, row in enumerate(self.rows)
+        ]
+        if not self.plan.versions.asynchronous:
+            columns = [(*row[:2], row[-1]) for row in columns]
+        widths = [max(map(len, column)) for column in zip(*columns, strict=True)]
+        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in columns)
+        (first, _), (last, _) = self.losses[0], self.losses[-1]
+        furthest = max(abs(ours - theirs) for ours, theirs in self.losses)
+        title = f"{self._who}, {len(self.losses)} minibatches, against {self.reference}"
+        return "\n".join(
+            [
+                fill(f"{title}; expected: {self.expected}", _WIDTH),
+                "",
+                *lines,
+                "",
+                f"loss: {first:.4g} → {last:.4g}, largest difference {furthest:.2g}",
+                fill(self.verdict, _WIDTH, break_long_words=False),
+            ]
+        )
+
+    def numbers(self) -> dict[str, object]:
+        """For programs."""
+        return {
+            "equal": self.equal,
+            "exact": self.exact,
+            "verdict": self.verdict,
+            "expected": self.expected,
+            "reference": self.reference,
+            "losses": [ours for ours, _ in self.losses],
+            "reference_losses": [theirs for _, theirs in self.losses],
+            "stages": [
+                {
+                    **{key: value for key, value in asdict(row).items() if key != "differences"},
+                    "largest_difference": asdict(row.largest) if row.largest else None,
+                }
+                for row in self.rows
+            ],
+        }
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
+
+
+def _several(counts: tuple[int, ...]) -> str:
+    return ", ".join(map(str, sorted(set(counts)))) or "–"
+
+
+def _short(layers: tuple[str, ...]) -> str:
+    if len(layers) == 1:
+        return layers[0]
+    return f"{len(layers)}: {layers[0]} … {layers[-1]}"

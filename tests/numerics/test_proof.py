@@ -1,0 +1,397 @@
+"""A proof says that a plan is right, and where it is not; and the estimate of curvature is one."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from msgspec.structs import replace
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from penstock import versions
+from penstock.errors import InputError, ModelError
+from penstock.run.delayed_replay import DelayedReplay
+from penstock.run.single_device import SingleDevice
+from penstock.trial import (
+    Workload,
+    largest_curvature,
+    proof,
+    prove,
+    stage_curvatures,
+    steps_needed,
+)
+from tests.helpers import make_batch, make_mlp, make_plan
+from tests.numerics.test_one_logical_model_shared import TiedGPT, token_batch
+from tests.small_workload import workload
+from tests.streams import plan_for
+
+STREAMS = {
+    "latest": versions.Latest(),
+    "stash": versions.Stash(),
+    "stash per minibatch": versions.Stash(updates="minibatch"),
+    "vertical sync": versions.VerticalSync(),
+    "2bw": versions.DoubleBuffer(),
+    "pipemare": versions.PipeMare(t1=6, t3=2),
+    "pipemare t2": versions.PipeMare(t2=0.3, updates="microbatch"),
+    "predict": versions.Predict(rule="spectrain"),
+}
+
+
+def stream(policy="stash", microbatches=2, **how):
+    how = how or {"num_stages": 3}
+    return plan_for(
+        STREAMS[policy], how.pop("num_stages", None), microbatches=microbatches, model=make_mlp(),
+        **how,
+    )  # fmt: skip
+
+
+def with_optimizers(*rates):
+    """The small workload, where each optimizer that is made gets the next of some rates."""
+    given = itertools.chain(rates, itertools.repeat(rates[-1]))
+    return dataclasses.replace(
+        workload(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=next(given))
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "gpipe", "interleaved-1f1b"])
+def test_a_synchronous_plan_is_proven_to_the_bit(schedule):
+    found = prove(workload(), make_plan(make_mlp(), 2, 4, schedule))
+    assert found.equal and found.exact
+    assert found.expected == "equal to the bit"
+    assert len(found.losses) == 5
+    assert sum(len(row.differences) for row in found.rows) == 6
+    assert all(row.recorded_delay is None and row.held == () for row in found.rows)
+    assert found.verdict.startswith("Proven:") and "one device" in found.verdict
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+@pytest.mark.parametrize("policy", STREAMS)
+def test_an_asynchronous_plan_is_proven_with_its_delays_and_versions(policy, microbatches):
+    plan = stream(policy, microbatches)
+    for num_steps in (None, steps_needed(plan)):
+        found = prove(workload(), plan, num_steps)
+        assert found.equal, found.verdict
+        assert found.exact or found.expected.startswith("equal up to rounding")
+        for stage, row in enumerate(found.rows):
+            place = plan.place(stage)
+            assert row.recorded_delay == pytest.approx(plan.versions.delay(place))
+            assert set(row.held) == {plan.versions.versions_held(place)}
+    assert found.exact or policy in ("pipemare t2", "predict")
+
+
+def test_replicas_are_proven():
+    found = prove(workload(), stream(replicas="2-1"))
+    assert found.equal
+    assert "rounding, because ranks that hold the same stage" in found.expected
+    assert [row.held for row in found.rows] == [(2, 2), (1,)]
+    assert found.rows[0].recorded_delay == 1
+
+
+@pytest.mark.parametrize("float64", [False, True])
+def test_another_order_of_sums_is_allowed_and_nothing_else(float64):
+    plan = make_plan(make_mlp(), 2, 4, "chimera")
+    found = prove(workload(), plan, float64=float64)
+    assert found.equal and not found.exact
+    assert "up to rounding" in found.verdict
+    assert max(one.ulps for row in found.rows for one in row.differences) < 100
+    # The first two optimizers are the pipeline's, one per rank and stage; the last is the device's.
+    right = 0.1
+    wrong = right * (1 + (1e-6 if float64 else 1e-2))
+    found = prove(with_optimizers(right, right, right, right, wrong), plan, float64=float64)
+    assert not found.equal
+    assert found.rows[0].differences[0].share == pytest.approx(wrong / right - 1, rel=0.2)
+    assert ("train in float64" in found.verdict) is not float64
+
+
+def test_tied_weights_are_proven_up_to_rounding():
+    tied = Workload(
+        TiedGPT,
+        F_loss,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        lambda: (token_batch(8, seed) for seed in range(9)),
+    )
+    found = prove(tied, make_plan(TiedGPT(), 2, 4), 3)
+    assert found.equal
+    assert (
+        found.expected
+        == "equal up to rounding, because layers share weights, whose gradients are added"
+    )
+
+
+def F_loss(output, targets):
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+
+def test_optimizers_that_ask_for_names_and_slices_with_dropout():
+    named = dataclasses.replace(
+        workload(),
+        optimizer=lambda parameters: torch.optim.SGD(
+            [one for _, one in parameters.named()], lr=0.1
+        ),
+    )
+    assert prove(named, make_plan(make_mlp(), 2, 4), 2).exact
+    plan = replace(make_plan(make_mlp(), 2, 4, "seq1f1b"), options={"num_slices": 2})
+    with pytest.raises(InputError, match="dropout draws for each slice"):
+        prove(workload(), plan)
+
+
+def test_a_replay_of_other_versions_is_not_equal(monkeypatch):
+    def latest(model, cuts, policy, *args, **kwargs):
+        return DelayedReplay(model, cuts, versions.Latest(), *args, **kwargs)
+
+    monkeypatch.setattr(proof, "DelayedReplay", latest)
+    found = prove(workload(), stream())
+    assert not found.equal
+    # Forwards read the same under both, so delays agree; backwards do not.
+    assert "parameters and buffers differ, first '0.weight' of stage 0" in found.verdict
+    assert "the loss of minibatch" in found.verdict and "versions" not in found.verdict
+    assert found.rows[0].largest.share > 1e-3
+
+
+def test_a_replay_of_other_delays_is_not_equal(monkeypatch):
+    def sync(model, cuts, policy, *args, **kwargs):
+        return DelayedReplay(model, cuts, versions.VerticalSync(), *args, **kwargs)
+
+    monkeypatch.setattr(proof, "DelayedReplay", sync)
+    found = prove(workload(), stream())
+    # The first stage has the same delay under both; vertical sync gives it to the others, too.
+    assert {stage for stage, _ in found.misread} == {1, 2}
+    assert "stage 1 is the first with another delay, at microbatch 2" in found.verdict
+
+
+def test_a_change_in_the_last_place_is_found_where_it_is(monkeypatch):
+    class Nudged(SingleDevice):
+        def __init__(self, model, *args, **kwargs):
+            super().__init__(model, *args, **kwargs)
+            self.bias = model[5].bias
+
+        def step(self, *batch):
+            loss = super().step(*batch)
+            with torch.no_grad():
+                worst = self.bias.abs().argmax()
+                self.bias[worst] = self.bias[worst].nextafter(torch.tensor(9.0))
+            return loss
+
+    monkeypatch.setattr(proof, "SingleDevice", Nudged)
+    found = prove(workload(), make_plan(make_mlp(), 2, 4), 1)
+    assert found.faults == (found.faults[0],)
+    assert "1 of 6 parameters and buffers differ, first '5.bias' of stage 1" in found.verdict
+    assert 0.4 <= found.rows[1].largest.ulps <= 1
+    assert found.rows[0].largest.absolute == 0
+
+
+def test_another_optimizer_is_not_equal():
+    found = prove(with_optimizers(0.1, 0.1, 0.2), make_plan(make_mlp(), 2, 4))
+    assert found.verdict.startswith("NOT equal: the loss of minibatch 1 is the first that differs")
+    assert found.numbers()["equal"] is False
+
+
+def test_versions_and_delays_other_than_the_formulas_are_said(monkeypatch):
+    monkeypatch.setattr(versions.Stash, "versions_held", lambda self, place: place.warm_up + 2)
+    found = prove(workload(), stream())
+    assert found.exact and not found.equal
+    assert "stage 0 has a delay of 2 and holds 3 versions, but the formulas say 2 and 4" in (
+        found.verdict
+    )
+    late = dataclasses.replace(found.rows[0], recorded_delay=5.0, versions=3)
+    assert not late.as_planned
+    assert dataclasses.replace(late, recorded_delay=2.0).as_planned
+
+
+def test_differences_are_measured_as_they_are_said_to_be():
+    before, theirs = torch.tensor([1.0, 4.0]), torch.tensor([3.0, 4.0])
+    ours = torch.tensor([3.5, 4.0])
+    found = proof._difference("w", ours, theirs, before, rounds=True)
+    assert (found.absolute, found.share, found.allowed) == (0.5, 0.25, False)
+    assert found.ulps == 0.5 / (4 * torch.finfo(torch.float32).eps)
+    assert proof._difference("w", theirs + 1e-6, theirs, before, rounds=True).allowed
+    assert not proof._difference("w", theirs + 1e-6, theirs, before, rounds=False).allowed
+    odd = torch.tensor([torch.nan, torch.inf])
+    assert proof._difference("w", odd, odd.clone(), before, rounds=False).allowed
+    gone = proof._difference("w", odd, theirs, before, rounds=True)
+    assert gone.absolute == torch.inf and not gone.allowed
+    count = torch.tensor([3])
+    assert not proof._difference("n", count + 1, count, count - 1, rounds=True).allowed
+
+
+def test_models_that_begin_different_are_refused():
+    seeds = itertools.count()
+    unseeded = dataclasses.replace(workload(), build_model=lambda: make_mlp(seed=next(seeds)))
+    with pytest.raises(InputError, match=r"first '0\.weight' of stage 0"):
+        prove(unseeded, make_plan(make_mlp(), 2, 4))
+
+
+def test_what_cannot_be_proven_is_refused(monkeypatch):
+    few = dataclasses.replace(workload(), batches=lambda: iter([make_batch(8)] * 2))
+    with pytest.raises(InputError, match="only 2 minibatches, but 5"):
+        prove(few, make_plan(make_mlp(), 2, 4))
+    with pytest.raises(
+        InputError, match=r"1 minibatches do not reach the steady state.* 2 or more"
+    ):
+        prove(workload(), stream(), 1)
+    short = dataclasses.replace(workload(), batches=lambda: iter([make_batch(1)] * 9))
+    with pytest.raises(InputError, match="minibatch 0 has 1 rows, fewer than the plan's 2"):
+        prove(short, stream())
+    with pytest.raises(ModelError, match="another model"):
+        prove(workload(), make_plan(make_mlp(dtype=torch.float64), 2, 4))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(InputError, match="one of 4 processes"):
+        prove(workload(), make_plan(make_mlp(), 2, 4))
+
+
+def test_a_last_minibatch_with_few_rows_is_no_obstacle():
+    sizes = (8, 8, 8, 8, 1)
+    ragged = dataclasses.replace(workload(), batches=lambda: map(make_batch, sizes))
+    assert prove(ragged, stream()).equal
+    assert prove(ragged, make_plan(make_mlp(), 2, 4)).exact
+
+
+def test_stages_without_weights_and_progress():
+    told = []
+    plan = make_plan(make_mlp(), 3, 4, cuts=[1, 3])  # the second stage: ReLU and dropout
+    found = prove(workload(), plan, 2, lambda *done: told.append(done))
+    assert told[0] == (1, 4) and told[-1] == (4, 4)
+    assert found.rows[1].largest is None and "no weights" in found.text()
+
+
+def test_the_text_is_a_table_that_ends_in_the_verdict():
+    found = prove(workload(), stream())
+    lines = found.text().splitlines()
+    assert all(len(line) <= 100 for line in lines)
+    assert lines[3].split() == ["stage", "layers", "delay", "recorded", "versions", "held",
+                                "difference"]  # fmt: skip
+    assert lines[4].split()[-8:] == ["2", "2", "3", "3", "0,", "to", "the", "bit"]
+    assert " ".join(found.text().split()).endswith(found.verdict)
+
+
+class Bowl(nn.Module):
+    """A quadratic with given curvatures, one per entry of its only weight."""
+
+    def __init__(self, curvatures):
+        super().__init__()
+        self.curvatures = torch.tensor(curvatures, dtype=torch.float64)
+        self.weight = nn.Parameter(torch.ones_like(self.curvatures))
+
+    def forward(self, value):
+        return 0.5 * (self.curvatures * self.weight**2).sum()
+
+
+def curvature_of(curvatures, steps):
+    bowl = Bowl(curvatures)
+    nothing = torch.zeros(1)
+    return largest_curvature(bowl, lambda out, _: out, (nothing, nothing), [bowl.weight], steps)
+
+
+@pytest.mark.parametrize("largest", [14.0, 0.002])
+def test_the_curvature_of_a_quadratic_is_its_largest_eigenvalue(largest):
+    spectrum = [largest * factor for factor in (0.1, 0.3, 0.5, 0.8, 1.0)]
+    assert curvature_of(spectrum, 5) == pytest.approx(largest, rel=1e-9)
+    assert curvature_of(spectrum, 50) == pytest.approx(largest, rel=1e-9)
+    wide = torch.linspace(0, 0.7 * largest, 300).tolist()
+    assert curvature_of([*wide, largest], 20) == pytest.approx(largest, rel=1e-3)
+    estimates = [curvature_of([*wide, largest], steps) for steps in (1, 3, 6, 12)]
+    assert estimates == sorted(estimates) and estimates[-1] <= largest
+
+
+def test_a_large_negative_eigenvalue_hides_nothing_and_a_plane_has_none():
+    assert curvature_of([-50.0, 1.0, 3.0], 3) == pytest.approx(3, rel=1e-9)
+    assert curvature_of([-5.0, -2.0], 2) == pytest.approx(-2, rel=1e-9)
+    assert curvature_of([0.0, 0.0], 5) == 0
+
+
+def test_the_curvature_of_each_stage_is_that_of_its_block_of_the_hessian():
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2), nn.Flatten()]
+    model = nn.Sequential(*layers).double()
+    inputs, targets = torch.randn(6, 4).double(), torch.randn(6, 2).double()
+    small = Workload(lambda: model, F.mse_loss, torch.optim.SGD, lambda: iter([(inputs, targets)]))
+    told = []
+    plan = make_plan(model, 3, 2, cuts=[1, 3])
+    found = stage_curvatures(small, plan, 12, lambda *done: told.append(done))
+    assert told == [(1, 3), (2, 3), (3, 3)]
+
+    def loss_of(index):
+        def loss(weight, bias):
+            own = {f"{index}.weight": weight, f"{index}.bias": bias}
+            return F.mse_loss(torch.func.functional_call(model, own, (inputs,)), targets)
+
+        return loss
+
+    first = block_curvature(loss_of(0), (layers[0].weight, layers[0].bias))
+    # Tanh stands in the second stage, without weights.
+    second = block_curvature(loss_of(2), (layers[2].weight, layers[2].bias))
+    assert found == pytest.approx([first, second, 0.0], rel=1e-3)
+
+
+def block_curvature(loss, parameters):
+    blocks = torch.autograd.functional.hessian(loss, parameters)
+    sizes = [one.numel() for one in parameters]
+    rows = [
+        torch.cat([block.reshape(size, -1) for block in row], dim=1)
+        for size, row in zip(sizes, blocks, strict=True)
+    ]
+    return float(torch.linalg.eigvalsh(torch.cat(rows))[-1])
+
+
+def test_an_estimate_leaves_no_trace():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        found = largest_curvature(model, F.cross_entropy, make_batch(8), model.parameters(), 4)
+    assert found > 0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    assert all(one.grad is None for one in model.parameters())
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value * 2
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class OnlyOnce(nn.Linear):
+    def forward(self, value):
+        return Once.apply(super().forward(value) ** 2)
+
+
+class Kernel(nn.Linear):
+    """As an op of which torch knows no second derivative."""
+
+    def forward(self, value):
+        rows = super().forward(value).view(len(value), 1, 1, 4)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(rows, rows, rows).view(len(value), 4)
+
+
+@pytest.mark.parametrize(
+    ("layer", "why"), [(OnlyOnce, "Once is once_differentiable"), (Kernel, "not implemented")]
+)
+def test_what_cannot_be_differentiated_twice_is_said(layer, why):
+    model = layer(16, 4)
+    with pytest.raises(ModelError, match=rf"cannot be differentiated twice: .*{why}"):
+        largest_curvature(model, F.cross_entropy, make_batch(8), model.parameters())
+
+
+def test_estimates_that_make_no_sense_are_refused():
+    model = nn.Linear(16, 4)
+    with pytest.raises(InputError, match="steps is 0"):
+        largest_curvature(model, F.cross_entropy, make_batch(8), model.parameters(), 0)
+    with pytest.raises(ModelError, match="the loss of the first minibatch is nan"):
+        largest_curvature(model, lambda *_: torch.tensor(torch.nan), make_batch(8),
+                          model.parameters())  # fmt: skip
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    assert largest_curvature(model, F.cross_entropy, make_batch(8), model.parameters()) == 0
