@@ -102,13 +102,14 @@ class WeightStore:
         self._place = place
         self._replicas = tuple(replicas)
         self._optimizer = optimizer
-        self._live: Leaves = []
-        self._slots: list[Slot] = []
-        self._find(modules)
+        self._modules = tuple(modules)
+        self._drifts: dict[nn.Parameter, Tensor] = {}
+        self._drift: list[Tensor] = []
         if isinstance(policy, Predict) and optimizer is not None:
             check_predictable(optimizer)
-        corrects = isinstance(policy, PipeMare) and policy.t2 is not None and policy.tau(place) > 0
-        self._drift = [torch.zeros_like(one) for one in self._live] if corrects else []
+        self._corrects = (
+            isinstance(policy, PipeMare) and policy.t2 is not None and policy.tau(place) > 0
+        )
         self._num_updates = 0
         if isinstance(policy, PipeMare) and policy.t1 is not None and optimizer is not None:
             # Around the step alone, so that schedulers do not see it.
@@ -118,29 +119,28 @@ class WeightStore:
         self.synchronous = False
         self.begin()
 
-    def _find(self, modules: Iterable[nn.Module]) -> None:
+    def _find(self) -> None:
+        """What is trained, which may change between streams."""
+        self._live: Leaves = []
+        self._slots: list[Slot] = []
         at: dict[int, int] = {}
-        for module in modules:
+        for module in self._modules:
             for name, parameter in module._parameters.items():
                 if parameter is None or not parameter.requires_grad:
                     continue  # what never changes has one version
-                if type(parameter) is not nn.Parameter:
-                    raise ModelError(
-                        f"{type(module).__name__}.{name} is a {type(parameter).__name__}; only "
-                        "plain parameters can have versions, so choose a synchronous schedule"
-                    )
-                if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                    raise ModelError(
-                        f"{type(module).__name__}.{name} has hooks, which would not see the "
-                        "gradients of its versions; remove them, or choose a synchronous schedule"
-                    )
+                _check(parameter, f"{type(module).__name__}.{name}")
                 if id(parameter) not in at:
                     at[id(parameter)] = len(self._live)
                     self._live.append(parameter)
                 self._slots.append(Slot(module._parameters, name, at[id(parameter)]))
+        if self._corrects:
+            for one in self._live:
+                self._drifts.setdefault(one, torch.zeros_like(one))
+            self._drift = [self._drifts[one] for one in self._live]
 
     def begin(self) -> None:
         """A new stream: versions count from 0 again."""
+        self._find()
         self._ends: list[int] = []
         ends = None if self._policy.updates == "microbatch" else self._ends
         rounds = Rounds(self._replicas, ends)
@@ -383,4 +383,18 @@ def refuse_autocast(store: WeightStore) -> None:
             "autocast makes copies of the weights, so that backwards would read those of the "
             "forward's time; use a policy that stashes (versions.Stash, VerticalSync, "
             "DoubleBuffer), or a model in bfloat16"
+        )
+
+
+def _check(parameter: nn.Parameter, name: str) -> None:
+    """Raise ``ModelError`` where leaves could not stand for a parameter."""
+    if type(parameter) is not nn.Parameter:
+        raise ModelError(
+            f"{name} is a {type(parameter).__name__}; only plain parameters can have versions, so "
+            "choose a synchronous schedule"
+        )
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise ModelError(
+            f"{name} has hooks, which would not see the gradients of its versions; remove them, or "
+            "choose a synchronous schedule"
         )

@@ -174,9 +174,9 @@ class Stash(_Policy, frozen=True, tag="stash"):
     first stage learns from gradients that are p−1 updates old, and the largest stable step shrinks
     about as 1/p.
 
-    Paper: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP
-    2019, section 3.3; first as Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN
-    Training", arXiv 1806.03377.
+    Paper: Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN Training", arXiv
+    1806.03377; then Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN
+    Training", SOSP 2019, section 3.3.
 
     Attributes:
         updates: after each ``"microbatch"``, or once per ``"minibatch"``.
@@ -197,9 +197,9 @@ class VerticalSync(_Policy, frozen=True, tag="vertical-sync"):
     Loses: On memory, always: p versions at every stage, also where weight stashing needs one. And
     the last stages, which could learn without delay, wait as long as the first.
 
-    Paper: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP
-    2019, section 3.3; first as Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN
-    Training", arXiv 1806.03377.
+    Paper: Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN Training", arXiv
+    1806.03377; then Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN
+    Training", SOSP 2019, section 3.3.
     """
 
     def __post_init__(self) -> None:

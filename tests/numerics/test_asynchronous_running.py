@@ -338,6 +338,58 @@ def test_tied_weights_of_two_stages_are_refused_and_of_one_are_not():
     assert_equal((together, losses), (other, replay.train(batches([4] * 4))))
 
 
+@pytest.mark.parametrize("policy", ["stash", "2bw", "pipemare", "vertical sync"])
+def test_minibatches_of_any_size_follow_each_other(policy):
+    plan = plan_for(POLICIES[policy], 4, microbatches=4)
+    sizes = (8, 2, 1, 8, 3, 8, 8, 1)
+    if policy == "2bw":
+        # A minibatch too short for two versions ends the stream, and the next begins one.
+        model, other = layered_model(), layered_model()
+        data = batches(sizes)
+        with pipeline_of(model, plan) as pipeline:
+            losses = list(pipeline.steps(data))
+        replay = DelayedReplay(
+            other,
+            cuts_of(plan),
+            plan.versions,
+            4,
+            nn.functional.mse_loss,
+            OPTIMIZERS["sgd"],
+            seed=3,
+        )
+        expected = [
+            loss
+            for start, end in ((0, 2), (2, 3), (3, 8))
+            for loss in replay.train(data[start:end])
+        ]
+        assert_equal((model, losses), (other, expected))
+    else:
+        engine, replay, _, _ = train_both(plan, batches(sizes), OPTIMIZERS["adam"])
+        assert_equal(engine, replay, exactly=policy != "pipemare")
+
+
+def test_layers_may_be_frozen_and_freed_between_streams():
+    model = layered_model()
+    model[0].requires_grad_(False)
+    plan = plan_for(versions.Stash(), 3, microbatches=4, model=model)
+    with pipeline_of(model, plan) as pipeline:
+        list(pipeline.steps(batches([8] * 3)))
+        before = model[0][0].weight.detach().clone()
+        assert torch.equal(before, layered_model()[0][0].weight)
+        model[0].requires_grad_(True)
+        list(pipeline.steps(batches([8] * 3)))
+        assert not torch.equal(before, model[0][0].weight)
+        assert pipeline.held_versions[0].versions == 3
+
+
+def test_a_plan_with_versions_is_a_file():
+    plan = plan_for(versions.PipeMare(t1=5, t2=0.3), 3, microbatches=4)
+    assert pk.Plan.from_json(plan.to_json()) == plan
+    other = plan.reading(versions.Stash())
+    assert [stage.weight_versions for stage in other.stages] == [3, 2, 1]
+    assert [stage.weight_versions for stage in plan.stages] == [2, 2, 2]
+
+
 def test_hooks_on_parameters_are_refused():
     model = layered_model()
     model[0][0].weight.register_hook(lambda gradient: gradient)

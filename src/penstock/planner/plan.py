@@ -81,6 +81,12 @@ class Plan(Value, frozen=True, kw_only=True):
             force_setattr(self, "versions", USUAL[self.schedule])
         self._check_placement(self.placement)
         check_policy(self.versions, self.schedule, self.replicas, self.num_microbatches)
+        # Follows from the policy, whoever wrote the file.
+        stages = (
+            replace(stage, weight_versions=weight_copies(self.versions, self.place(index)))
+            for index, stage in enumerate(self.stages)
+        )
+        force_setattr(self, "stages", tuple(stages))
 
     def _check_placement(self, schedule: Schedule) -> None:
         if schedule.num_stages != len(self.stages):
@@ -220,12 +226,7 @@ class Plan(Value, frozen=True, kw_only=True):
         Raises:
             InputError: the policy does not go with the schedule.
         """
-        changed = replace(self, versions=versions)
-        stages = (
-            replace(stage, weight_versions=weight_copies(versions, changed.place(index)))
-            for index, stage in enumerate(self.stages)
-        )
-        return replace(changed, stages=tuple(stages))
+        return replace(self, versions=versions)
 
     def simulate(self, num_minibatches: int | None = None) -> Timeline:
         """The predicted timeline of one step, weight update included. Of a schedule that never

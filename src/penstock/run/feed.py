@@ -34,6 +34,9 @@ class Feed:
         layout: of the model.
         recipe: how to train.
         driver: of the ranks.
+
+    Attributes:
+        under_way: what stands for each minibatch that has been begun and not collected.
     """
 
     def __init__(self, plan: Plan, layout: Layout, recipe: Recipe, driver: Driver[Any]) -> None:
@@ -43,6 +46,7 @@ class Feed:
         self._driver = driver
         self._flushed = lru_cache(maxsize=32)(self._synchronous)
         self._evaluated = lru_cache(maxsize=32)(self._forwards)
+        self.under_way: deque[Any] = deque()
         self._windows: Windows | None = None
         self._num_synchronous = 0
         self._restart()
@@ -76,13 +80,13 @@ class Feed:
                 "an asynchronous pipeline updates as it goes; leave update=False out, or plan with "
                 "a synchronous schedule"
             )
-        self.under_way: deque[Any] = deque()
+        self.under_way.clear()
         for minibatch in minibatches:
             segment, numbered = self._segment(minibatch, update)
-            self.under_way.append(self._driver.submit(segment, numbered))
+            self._submit(segment, numbered)
             most = self._most_under_way(numbered) if minibatch.more_follow else 0
             while len(self.under_way) > most:
-                yield self._driver.collect(self.under_way.popleft())
+                yield self._collect()
 
     def drain(self, step: int) -> Iterator[Outcome]:
         """Let what is under way come to its end.
@@ -95,16 +99,30 @@ class Feed:
         """
         if self._sizes and self._windows is not None:
             segment = self._next(self._windows, len(self._sizes), last=True)
-            self.under_way.append(self._driver.submit(segment, self._draining(step)))
+            self._submit(segment, self._draining(step))
             self._restart()
             while len(self.under_way) > 1:
-                yield self._driver.collect(self.under_way.popleft())
+                yield self._collect()
         else:
             while self.under_way:
-                yield self._driver.collect(self.under_way.popleft())
+                yield self._collect()
             nothing = Schedule(((),) * self._plan.num_ranks)
-            self.under_way.append(self._driver.submit(Segment.whole(nothing), Minibatch(step, ())))
-        self._driver.collect(self.under_way.popleft())
+            self._submit(Segment.whole(nothing), Minibatch(step, ()))
+        self._collect()
+
+    def _submit(self, segment: Segment, minibatch: Minibatch) -> None:
+        try:
+            self.under_way.append(self._driver.submit(segment, minibatch))
+        except BaseException:
+            self._restart()  # nothing is in flight after a failure
+            raise
+
+    def _collect(self) -> Outcome:
+        try:
+            return self._driver.collect(self.under_way.popleft())
+        except BaseException:
+            self._restart()
+            raise
 
     def _draining(self, step: int) -> Minibatch:
         return Minibatch(
@@ -116,10 +134,6 @@ class Feed:
             drains=True,
             synchronous=False,
         )
-
-    def forget(self) -> None:
-        """After a failure, nothing is under way."""
-        self._restart()
 
     def evaluate(self, minibatch: Minibatch) -> Outcome:
         """Run forward only."""
