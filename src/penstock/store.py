@@ -15,31 +15,25 @@ what a layer has computed from its weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from penstock.activation_meter import Saved, plain
-from penstock.errors import InputError, ModelError
+from penstock.errors import InputError
+from penstock.leaves import Leaves, Sockets
 from penstock.prediction import check_predictable, predicted
 from penstock.schedule import Kind, Op
 from penstock.schedule.op import RELEASING
 from penstock.schedule.rounds import Rounds
 from penstock.versions import PipeMare, Place, Policy, Predict, VersionBook
 
-Leaves = list[nn.Parameter]
+_FORWARDS = (Kind.FORWARD, Kind.RECOMPUTE)
+
 Instead = Callable[[Tensor], "Later | Saved | None"]
 """What to save instead of a tensor, if anything."""
-
-
-class Slot(NamedTuple):
-    """Where a module holds a parameter."""
-
-    holder: dict[str, nn.Parameter | None]
-    name: str
-    number: int
 
 
 class Held(NamedTuple):
@@ -102,7 +96,7 @@ class WeightStore:
         self._place = place
         self._replicas = tuple(replicas)
         self._optimizer = optimizer
-        self._modules = tuple(modules)
+        self._sockets = Sockets(modules)
         self._drifts: dict[nn.Parameter, Tensor] = {}
         self._drift: list[Tensor] = []
         if isinstance(policy, Predict) and optimizer is not None:
@@ -119,28 +113,13 @@ class WeightStore:
         self.synchronous = False
         self.begin()
 
-    def _find(self) -> None:
-        """What is trained, which may change between streams."""
-        self._live: Leaves = []
-        self._slots: list[Slot] = []
-        at: dict[int, int] = {}
-        for module in self._modules:
-            for name, parameter in module._parameters.items():
-                if parameter is None or not parameter.requires_grad:
-                    continue  # what never changes has one version
-                _check(parameter, f"{type(module).__name__}.{name}")
-                if id(parameter) not in at:
-                    at[id(parameter)] = len(self._live)
-                    self._live.append(parameter)
-                self._slots.append(Slot(module._parameters, name, at[id(parameter)]))
+    def begin(self) -> None:
+        """A new stream: versions count from 0 again."""
+        self._sockets.find()
         if self._corrects:
             for one in self._live:
                 self._drifts.setdefault(one, torch.zeros_like(one))
             self._drift = [self._drifts[one] for one in self._live]
-
-    def begin(self) -> None:
-        """A new stream: versions count from 0 again."""
-        self._find()
         self._ends: list[int] = []
         ends = None if self._policy.updates == "microbatch" else self._ends
         rounds = Rounds(self._replicas, ends)
@@ -148,12 +127,15 @@ class WeightStore:
         self._versions: dict[int, Leaves] = {}
         self._own: dict[int, Leaves] = {}
         self._now: dict[int, Tensor] = {}
-        self._future: dict[nn.Parameter, Tensor] = {}
         self._most = self.held()
 
     def extend(self, end: int) -> None:
         """The next minibatch: microbatches up to ``end`` belong to it."""
         self._ends.append(end)
+
+    @property
+    def _live(self) -> Leaves:
+        return self._sockets.live
 
     @property
     def stashes(self) -> bool:
@@ -168,9 +150,10 @@ class WeightStore:
         if leaves is None:
             yield version
         else:
-            with self._lent(leaves):
+            gathering = nullcontext() if op.kind in _FORWARDS else self._sockets.gathering(leaves)
+            with self._sockets.holding(leaves), gathering:
                 yield version
-            if op.kind in (Kind.FORWARD, Kind.RECOMPUTE) and not self._policy.stashes:
+            if op.kind in _FORWARDS and not self._policy.stashes:
                 self._let_go(leaves)
         if op.kind in RELEASING:
             self._own.pop(op.microbatch, None)
@@ -181,7 +164,7 @@ class WeightStore:
         if version not in self._versions:
             if self._book.newest == version and not self._outlives_an_update:
                 return None  # every pass that reads it comes before the next update
-            self._versions[version] = self._leaves()
+            self._versions[version] = self._sockets.leaves()
         return self._versions[version]
 
     @property
@@ -239,26 +222,6 @@ class WeightStore:
                 self._now = dict(enumerate(foreseen))
         return self._now[index]
 
-    @contextmanager
-    def _lent(self, leaves: Leaves) -> Iterator[None]:
-        """Leaves stand in the place of the model's parameters, and gather their gradients."""
-        pairs = list(zip(self._live, leaves, strict=True))
-        for live, leaf in pairs:
-            leaf.grad, live.grad = live.grad, None
-        for holder, name, number in self._slots:
-            holder[name] = leaves[number]
-        try:
-            yield
-        finally:
-            for holder, name, number in self._slots:
-                holder[name] = self._live[number]
-            for live, leaf in pairs:
-                live.grad, leaf.grad = leaf.grad, None
-
-    def _leaves(self) -> Leaves:
-        # By ``.data``: a leaf has a version counter of its own, since its memory is never written.
-        return [nn.Parameter(one.data) for one in self._live]
-
     def _let_go(self, leaves: Leaves) -> None:
         """The graph holds the leaves until its backward, but needs none of their values."""
         for live, leaf in zip(self._live, leaves, strict=True):
@@ -309,7 +272,7 @@ class WeightStore:
         if self._policy.stashes:
             if version in self._book.live:
                 if version not in self._versions:
-                    self._versions[version] = self._leaves()
+                    self._versions[version] = self._sockets.leaves()
                 for live in self._live:
                     if live.grad is not None:  # what does not change is shared
                         live.data = live.data.clone()
@@ -383,18 +346,4 @@ def refuse_autocast(store: WeightStore) -> None:
             "autocast makes copies of the weights, so that backwards would read those of the "
             "forward's time; use a policy that stashes (versions.Stash, VerticalSync, "
             "DoubleBuffer), or a model in bfloat16"
-        )
-
-
-def _check(parameter: nn.Parameter, name: str) -> None:
-    """Raise ``ModelError`` where leaves could not stand for a parameter."""
-    if type(parameter) is not nn.Parameter:
-        raise ModelError(
-            f"{name} is a {type(parameter).__name__}; only plain parameters can have versions, so "
-            "choose a synchronous schedule"
-        )
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        raise ModelError(
-            f"{name} has hooks, which would not see the gradients of its versions; remove them, or "
-            "choose a synchronous schedule"
         )

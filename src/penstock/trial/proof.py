@@ -87,12 +87,12 @@ def prove(
         )
     sides = Sides.of(workload, plan, float64)
     batches = _batches(workload, plan, num_steps, float64)
+    window = _steady_window(plan, batches)
     with intra_op_threads(plan.num_threads):
         ours, timeline, held = _pipelined(sides, workload, batches, progress)
         theirs, delays = _referred(sides, workload, batches)
     if progress is not None:
         progress(2 * len(batches), 2 * len(batches))
-    window = _steady_window(plan, batches)
     rows = tuple(_row(sides, stage, timeline, held, window) for stage in range(len(sides.names)))
     asynchronous = plan.versions.asynchronous
     recorded = timeline.delays if asynchronous else {}
@@ -262,14 +262,16 @@ def _doubled(tensor: Tensor) -> Tensor:
 def _steady_window(plan: Plan, batches: Sequence[Batch]) -> range:
     """The microbatches of the stream whose delays are those of the steady state."""
     policy, size = plan.versions, plan.num_microbatches
-    stream = batches[policy.t3 if isinstance(policy, PipeMare) else 0 :]
-    rows = [microbatches.num_rows(inputs, "inputs") for inputs, _ in stream]
+    synchronous = policy.t3 if isinstance(policy, PipeMare) else 0
+    rows = [microbatches.num_rows(inputs, "inputs") for inputs, _ in batches[synchronous:]]
     whole = sum(1 for _ in takewhile(lambda count: count >= size, rows))
     first = steady_minibatch(plan)
-    if policy.asynchronous and whole <= first:
+    # Behind a short minibatch, what updates once per minibatch may drain, or hold more versions.
+    least = len(rows) - 1 if policy.updates == "minibatch" else first + 1
+    if policy.asynchronous and whole < max(least, first + 1):
         raise InputError(
-            f"minibatch {len(batches) - len(rows) + whole} has {rows[whole]} rows, fewer than the "
-            f"plan's {size} microbatches, before the steady state is reached; give larger ones"
+            f"minibatch {synchronous + whole} has {rows[whole]} rows, fewer than the plan's {size} "
+            "microbatches; the formulas are for whole minibatches, so give larger ones"
         )
     return range(first * size, whole * size)
 

@@ -1,0 +1,99 @@
+"""Other tensors in the place of a model's parameters, for the time of a pass.
+
+Nothing is copied: the dictionaries in which modules keep their parameters are changed and restored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from torch import nn
+
+from penstock.errors import ModelError
+
+Leaves = list[nn.Parameter]
+"""One for each trained parameter."""
+
+
+class _Slot(NamedTuple):
+    """Where a module holds a parameter."""
+
+    holder: dict[str, nn.Parameter | None]
+    name: str
+    number: int
+
+
+class Sockets:
+    """Where the trained parameters of some modules are held.
+
+    Args:
+        modules: each once.
+
+    Attributes:
+        live: the trained parameters, each once.
+
+    Raises:
+        ModelError: a parameter is of a class of its own, or has hooks, which leaves would not have.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = tuple(modules)
+        self.find()
+
+    def find(self) -> None:
+        """Look again at what is trained: layers may be frozen and freed."""
+        self.live: Leaves = []
+        self._slots: list[_Slot] = []
+        at: dict[int, int] = {}
+        for module in self._modules:
+            for name, parameter in module._parameters.items():
+                if parameter is None or not parameter.requires_grad:
+                    continue  # what never changes has one version
+                _check(parameter, f"{type(module).__name__}.{name}")
+                if id(parameter) not in at:
+                    at[id(parameter)] = len(self.live)
+                    self.live.append(parameter)
+                self._slots.append(_Slot(module._parameters, name, at[id(parameter)]))
+
+    def leaves(self) -> Leaves:
+        """Parameters of their own with the memory that the live ones have now. Each has a version
+        counter of its own, so that autograd does not mind what becomes of the live one."""
+        return [nn.Parameter(one.data) for one in self.live]
+
+    @contextmanager
+    def holding(self, leaves: Leaves) -> Iterator[None]:
+        """Modules compute with the leaves."""
+        for holder, name, number in self._slots:
+            holder[name] = leaves[number]
+        try:
+            yield
+        finally:
+            for holder, name, number in self._slots:
+                holder[name] = self.live[number]
+
+    @contextmanager
+    def gathering(self, leaves: Leaves) -> Iterator[None]:
+        """What is added to the gradients of leaves is added to those of the live parameters."""
+        for live, leaf in zip(self.live, leaves, strict=True):
+            leaf.grad, live.grad = live.grad, None
+        try:
+            yield
+        finally:
+            for live, leaf in zip(self.live, leaves, strict=True):
+                live.grad, leaf.grad = leaf.grad, None
+
+
+def _check(parameter: nn.Parameter, name: str) -> None:
+    """Raise ``ModelError`` where leaves could not stand for a parameter."""
+    if type(parameter) is not nn.Parameter:
+        raise ModelError(
+            f"{name} is a {type(parameter).__name__}; only plain parameters can have versions, so "
+            "choose a synchronous schedule"
+        )
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise ModelError(
+            f"{name} has hooks, which would not see the gradients of its versions; remove them, or "
+            "choose a synchronous schedule"
+        )
