@@ -17,7 +17,7 @@ help:
 	@echo 'make test     all checks: lint, types, import rules, tests'
 	@echo 'make lint     the same without the tests'
 	@echo 'make format   rewrite the sources in the house style'
-	@echo 'make gallery  write docs/schedules anew from the schedule families'
+	@echo 'make gallery  write docs/schedules and docs/versions anew from the schedule families'
 	@echo 'make clean    remove $(VENV), caches and build leftovers'
 	@echo
 	@echo 'PYTHON=python3.12    another interpreter to build $(VENV) with (3.11 or newer)'

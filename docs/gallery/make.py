@@ -1,19 +1,21 @@
-"""Write ``docs/schedules``: a page and a drawing per schedule family, an index, a page on choosing.
+"""Write ``docs/schedules``: a page and a drawing per schedule family, an index, a page on choosing;
+and ``docs/versions``: the same for weight-version policies (see ``policies.py``).
 
 Everything about a family is read from its own docstrings, every number is simulated, every picture
 is drawn by the library; prose that belongs to no single family is in the templates beside this
-file. Run it with ``make gallery`` after a family has changed.
+file. Run it with ``make gallery`` after a family or a policy has changed.
 """
 
 from __future__ import annotations
 
-import re
-import string
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+
+import policies
+from pages import HERE, bibtex, filled, linked, options, paragraphs, percent, table
 
 from penstock.cli.sources import Source, load
 from penstock.cost import Costs
@@ -22,9 +24,9 @@ from penstock.errors import InputError
 from penstock.schedule import Schedule, families
 from penstock.schedule.about import About, about
 from penstock.simulator import simulate
+from penstock.versions import USUAL
 
-HERE = Path(__file__).parent
-TARGET = HERE.parent / "schedules"
+DOCS = HERE.parent
 
 DRAWN = ((4, 8), (4, 4), (2, 4))
 """Sizes for the drawing, the first that a family accepts."""
@@ -41,8 +43,13 @@ OTHER_COSTS = {
 0.03 of it. F = I + W is where Chimera was made for."""
 
 
-def main(target: Path = TARGET) -> None:
-    """Write all pages and pictures into a folder."""
+def main(docs: Path = DOCS) -> None:
+    """Write all pages and pictures into two folders of the documentation."""
+    _write_schedules(docs / "schedules")
+    policies.write(docs / "versions")
+
+
+def _write_schedules(target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     told = [about(name) for name in families.names()]
     for one in told:
@@ -53,7 +60,7 @@ def main(target: Path = TARGET) -> None:
     pair = [(name, _load(name, 4, 8).timeline) for name in ("1f1b", "zb-h2")]
     draw_stacked(pair, target / "bubbles.svg")
     for page, values in (("index.md", _index(told)), ("choosing.md", _choosing(chosen))):
-        (target / page).write_text(_filled(page, **values), encoding="utf-8")
+        (target / page).write_text(filled(page, **values), encoding="utf-8")
 
 
 @cache
@@ -77,17 +84,13 @@ def _drawn(name: str) -> tuple[tuple[int, int], Source]:
 
 
 def _built(size: tuple[int, int], costs: Costs | None = None) -> dict[str, Source]:
-    """The families that accept a size."""
+    """The families that flush and accept a size. Those that never flush do not compute the same,
+    and have no bubble but where their stream begins and ends."""
     found = {}
-    for name in families.names():
+    for name in _FLUSHING:
         with suppress(InputError):
             found[name] = _load(name, *size, costs)
     return found
-
-
-def _filled(template: str, **values: str) -> str:
-    text = (HERE / template).read_text(encoding="utf-8")
-    return string.Template(text).substitute(values)
 
 
 def _numbers(source: Source) -> list[str]:
@@ -95,33 +98,41 @@ def _numbers(source: Source) -> list[str]:
     assert schedule is not None  # it comes from a family
     return [
         f"{timeline.makespan:.5g}",
-        _percent(timeline.bubble),
-        _percent(timeline.stage_bubble),
+        percent(timeline.bubble),
+        percent(timeline.stage_bubble),
         f"{max(timeline.peak_activations):.4g}",
         str(schedule.num_hops),
         str(schedule.weight_copies),
     ]
 
 
+_FLUSHING = [name for name in families.names() if name not in USUAL]
 _COLUMNS = ("makespan", "bubble", "stage bubble", "peak", "hops", "copies")
 
 
-def _percent(share: float) -> str:
-    return f"{100 * max(share, 0):.1f} %"
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], num_texts: int = 1) -> str:
-    rule = ["---" if at < num_texts else "--:" for at in range(len(columns))]
-    cells = [columns, rule, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
-
-
-def _runs(schedule: Schedule | None) -> str:
+def _runs(name: str, schedule: Schedule | None) -> str:
     assert schedule is not None  # it comes from a family
+    if name in USUAL:
+        return (
+            f"Each row is a stream of m microbatches, which fills the pipeline once and drains it "
+            f"once: that is all the bubble there is. In between, a microbatch takes "
+            f"{_steady(name):g} F, which is what a device works for it, so a long stream has no "
+            "bubble. Do not compare these bubbles with those of schedules that flush.\n\n"
+            "Penstock's runtime performs it, with the results of the same delays on one device, "
+            f"one microbatch at a time. The policy is [{USUAL[name].name}]"
+            f"(../versions/{USUAL[name].name}.md) unless [another](../versions/index.md) is asked "
+            "for; [how to train so](../asynchronous.md)."
+        )
     runs = "Penstock's runtime performs it, with the results of one device"
     if schedule.num_slices > 1:
         return f"{runs}, where layers say how they work on a slice (see `penstock.slices`)."
     return f"{runs}."
+
+
+def _steady(name: str) -> float:
+    """What one more microbatch takes in a long stream."""
+    few, many = (_load(name, 4, count).timeline.makespan for count in (32, 64))
+    return (many - few) / 32
 
 
 def _family_page(one: About) -> str:
@@ -131,7 +142,7 @@ def _family_page(one: About) -> str:
         with suppress(InputError):
             source = _load(one.name, ranks, microbatches)
             rows.append([f"p = {ranks}, m = {microbatches}", *_numbers(source)])
-    return _filled(
+    return filled(
         "family.md",
         name=one.name,
         title=one.title,
@@ -139,41 +150,16 @@ def _family_page(one: About) -> str:
         ranks=str(size[0]),
         microbatches=str(size[1]),
         law=one.law,
-        details=_paragraphs(one.details),
-        numbers=_table(("", *_COLUMNS), rows),
-        runs=_runs(drawn.schedule),
+        details=paragraphs(one.details),
+        numbers=table(("", *_COLUMNS), rows),
+        runs=_runs(one.name, drawn.schedule),
         wins=one.wins or "Not said yet.",
         loses=one.loses or "Not said yet.",
-        options=_options(one),
-        citation=_linked(one.citation),
-        bibtex=_bibtex(one),
+        options=options(one),
+        citation=linked(one.citation),
+        bibtex=bibtex(one),
         source=_source_file(one.name),
     )
-
-
-def _paragraphs(texts: Iterable[str]) -> str:
-    return "".join(f"\n{text}\n" for text in texts)
-
-
-def _options(one: About) -> str:
-    if not one.options:
-        return ""
-    lines = [
-        f"- `{option.name}`{f', by default {option.default}' if option.default else ''}"
-        f"{f': {option.meaning}' if option.meaning else ''}"
-        for option in one.options
-    ]
-    listed = "\n".join(lines)
-    return f"\n## Options\n\n{listed}\n"
-
-
-def _linked(citation: str) -> str:
-    return re.sub(r"arXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", citation)
-
-
-def _bibtex(one: About) -> str:
-    entries = "\n\n".join(paper.bibtex() for paper in one.papers)
-    return f"\n```bibtex\n{entries}\n```\n" if entries else ""
 
 
 def _source_file(name: str) -> str:
@@ -186,20 +172,22 @@ def _index(told: Sequence[About]) -> dict[str, str]:
     for one in told:
         size, source = _drawn(one.name)
         mark = "" if size == DRAWN[0] else f" (p = {size[0]}, m = {size[1]})"
+        if one.name in USUAL:
+            mark = " (never flushes)"
         numbers = _numbers(source)
         rows.append([f"[{one.name}]({one.name}.md){mark}", one.law, *numbers])
     pictures = "\n\n".join(
         f"[![{one.name}, drawn by Penstock]({one.name}.svg)]({one.name}.md)" for one in told
     )
-    return {"table": _table(("schedule", "law", *_COLUMNS), rows, 2), "pictures": pictures}
+    return {"table": table(("schedule", "law", *_COLUMNS), rows, 2), "pictures": pictures}
 
 
 def _choosing(chosen: dict[str, Source]) -> dict[str, str]:
     ranks, microbatches = CHOICE
     by_memory = sorted(chosen, key=lambda name: max(chosen[name].timeline.peak_activations))
-    left_out = [name for name in families.names() if name not in chosen]
+    left_out = [name for name in _FLUSHING if name not in chosen]
     earns = [
-        [f"[{name}]({name}.md)", _percent(one.timeline.bubble), _percent(one.timeline.stage_bubble)]
+        [f"[{name}]({name}.md)", percent(one.timeline.bubble), percent(one.timeline.stage_bubble)]
         for name, one in chosen.items()
         if abs(one.timeline.bubble - one.timeline.stage_bubble) > 1e-9
     ]
@@ -208,12 +196,12 @@ def _choosing(chosen: dict[str, Source]) -> dict[str, str]:
         "ranks": str(ranks),
         "microbatches": str(microbatches),
         "left_out": f" {' and '.join(left_out)} cannot be built at this size." if left_out else "",
-        "table": _table(
+        "table": table(
             ("schedule", *_COLUMNS),
             ([f"[{name}]({name}.md)", *_numbers(chosen[name])] for name in by_memory),
         ),
-        "earns": _table(("schedule", "bubble", "stage bubble"), earns),
-        "costs": _table(
+        "earns": table(("schedule", "bubble", "stage bubble"), earns),
+        "costs": table(
             ("schedule", *others),
             (
                 [f"[{name}]({name}.md)", *(_both(found[name]) for found in others.values())]
@@ -227,24 +215,24 @@ def _choosing(chosen: dict[str, Source]) -> dict[str, str]:
 def _both(source: Source) -> str:
     """The makespan bubble; behind it the stage bubble, if it is another."""
     bubble, stage = source.timeline.bubble, source.timeline.stage_bubble
-    shown = _percent(bubble)
-    return shown if abs(bubble - stage) < 5e-4 else f"{shown} [{_percent(stage)}]"
+    shown = percent(bubble)
+    return shown if abs(bubble - stage) < 5e-4 else f"{shown} [{percent(stage)}]"
 
 
 def _figures() -> dict[str, str]:
     """Single numbers that the prose of ``choosing.md`` speaks of."""
     plain, split = (_load(name, 4, 8).timeline for name in ("1f1b", "zb-h2"))
     long_forward = {
-        f"{word}_{size}": _percent(_load(name, CHOICE[0], m, Costs(2, 1, 1)).timeline.bubble)
+        f"{word}_{size}": percent(_load(name, CHOICE[0], m, Costs(2, 1, 1)).timeline.bubble)
         for word, name in (("plain", "1f1b"), ("v_half", "v-half"), ("v_min", "v-min"))
         for size, m in (("few", CHOICE[1]), ("many", MANY))
     }
     return {
         **long_forward,
         "many": str(MANY),
-        "plain_bubble": _percent(plain.bubble),
-        "split_bubble": _percent(split.bubble),
-        "split_stage_bubble": _percent(split.stage_bubble),
+        "plain_bubble": percent(plain.bubble),
+        "split_bubble": percent(split.bubble),
+        "split_stage_bubble": percent(split.stage_bubble),
         "split_makespan": f"{split.makespan:g}",
         "split_work": f"{max(split.busy):g}",
     }

@@ -63,8 +63,11 @@ class Sockets:
         return [nn.Parameter(one.data) for one in self.live]
 
     @contextmanager
-    def holding(self, leaves: Leaves) -> Iterator[None]:
-        """Modules compute with the leaves."""
+    def holding(self, leaves: Leaves | None) -> Iterator[None]:
+        """Modules compute with the leaves; with the live parameters if there are none."""
+        if leaves is None:
+            yield
+            return
         for holder, name, number in self._slots:
             holder[name] = leaves[number]
         try:
@@ -74,8 +77,11 @@ class Sockets:
                 holder[name] = self.live[number]
 
     @contextmanager
-    def gathering(self, leaves: Leaves) -> Iterator[None]:
+    def gathering(self, leaves: Leaves | None) -> Iterator[None]:
         """What is added to the gradients of leaves is added to those of the live parameters."""
+        if leaves is None:
+            yield
+            return
         for live, leaf in zip(self.live, leaves, strict=True):
             leaf.grad, live.grad = live.grad, None
         try:

@@ -88,8 +88,9 @@ def delay_corrected(
     At update k, counted from 0, all learning rates are multiplied by
     ``versions.rate_factor(τ, k, anneal_updates)`` with the stage's delay τ. Outside the step they
     are what they were, so schedulers, state dicts and people see their own. k is the number of
-    steps made; it lies in the parameter groups as ``"delay_corrected_updates"``, so it is saved and loaded with
-    the optimizer's state, and begins at 0 if that has none. Copies by ``copy.deepcopy`` go on
+    steps made; it lies in the parameter groups as ``"delay_corrected_updates"``, so it is saved
+    and loaded with the optimizer's state, and begins at 0 if that has none. Copies by
+    ``copy.deepcopy`` go on
     correcting; pickled ones do not, since torch does not pickle hooks: save the state dict.
 
     Without delay, or with at most one update of it, nothing changes. ``versions.PipeMare(t1=…)``

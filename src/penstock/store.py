@@ -146,15 +146,15 @@ class WeightStore:
     def reading(self, op: Op) -> Iterator[int]:
         """Put the weights that an F, B, I, W or R reads in their place; yields their version."""
         version = self._book.read(op)
-        leaves = self._stashed(version) if self._policy.stashes else self._of_now(op)
-        if leaves is None:
-            yield version
+        if self._policy.stashes:
+            used = gathered = self._stashed(version)
         else:
-            gathering = nullcontext() if op.kind in _FORWARDS else self._sockets.gathering(leaves)
-            with self._sockets.holding(leaves), gathering:
-                yield version
-            if op.kind in _FORWARDS and not self._policy.stashes:
-                self._let_go(leaves)
+            used, gathered = self._of_now(op)
+        gathering = nullcontext() if op.kind in _FORWARDS else self._sockets.gathering(gathered)
+        with self._sockets.holding(used), gathering:
+            yield version
+        if op.kind in _FORWARDS and not self._policy.stashes:
+            self._let_go(used)
         if op.kind in RELEASING:
             self._own.pop(op.microbatch, None)
             self._drop_unread()
@@ -171,21 +171,21 @@ class WeightStore:
     def _outlives_an_update(self) -> bool:
         return self._policy.versions_held(self._place) > 1
 
-    def _of_now(self, op: Op) -> Leaves | None:
-        """Of a policy that does not stash: leaves with weights that are not simply the newest, or
-        the leaves of the graph that a backward goes through."""
-        if op.kind is Kind.FORWARD:
-            weights = self._foreseen(forward=True)
-        elif op.kind is Kind.RECOMPUTE:
-            weights = [self.now(index) for index in range(len(self._live))] if self._moves else None
-        else:
-            return self._own.get(op.microbatch)
-        if weights is None:
+    def _of_now(self, op: Op) -> tuple[Leaves | None, Leaves | None]:
+        """Of a policy that does not stash: the leaves that a pass computes with, if these are not
+        simply the newest weights, and those that its graph ends in."""
+        moved = self._foreseen(forward=True) if op.kind is Kind.FORWARD else None
+        if op.kind is not Kind.FORWARD and self._moves:
+            # Layers that run again in a backward read what the backward reads.
+            moved = [self.now(index) for index in range(len(self._live))]
+        used = None if moved is None else [nn.Parameter(one) for one in moved]
+        if op.kind not in _FORWARDS:
+            return used, self._own.get(op.microbatch)
+        if used is None:
             self._own.pop(op.microbatch, None)
-            return None
-        leaves = [nn.Parameter(one) for one in weights]
-        self._own[op.microbatch] = leaves
-        return leaves
+        else:
+            self._own[op.microbatch] = used
+        return used, used
 
     def _foreseen(self, *, forward: bool) -> list[Tensor] | None:
         if not isinstance(self._policy, Predict) or self._optimizer is None:
@@ -222,10 +222,11 @@ class WeightStore:
                 self._now = dict(enumerate(foreseen))
         return self._now[index]
 
-    def _let_go(self, leaves: Leaves) -> None:
+    def _let_go(self, leaves: Leaves | None) -> None:
         """The graph holds the leaves until its backward, but needs none of their values."""
-        for live, leaf in zip(self._live, leaves, strict=True):
-            leaf.data = live.data
+        for live, leaf in zip(self._live, leaves or self._live, strict=True):
+            if leaf is not live:
+                leaf.data = live.data
 
     def instead(self, microbatch: int, *, counts: bool) -> Instead | None:
         """For the forward of a microbatch: what autograd is to save in the place of weights.

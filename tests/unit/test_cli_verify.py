@@ -81,6 +81,12 @@ def test_steps_and_float64_are_heeded(saved):
     status, told = verify(path, SMALL, "--steps", "2", "--float64", "--transport", "threads")
     assert status == 0
     assert "after 2 minibatches" in told
+    both = [
+        json.loads(verify(path, SMALL, "--steps", "2", "--json", *how)[1])["losses"]
+        for how in ([], ["--float64"])
+    ]
+    assert both[0] == pytest.approx(both[1], rel=1e-5)
+    assert both[0] != both[1]
 
 
 def test_the_table_has_formulas_beside_what_was_recorded(saved):

@@ -41,6 +41,7 @@ from penstock.versions import (
     Policy,
     Predict,
     VerticalSync,
+    least_minibatch,
 )
 
 
@@ -155,7 +156,16 @@ class DelayedReplay:
         at_first = self._policy.t3 if isinstance(self._policy, PipeMare) else 0
         synchronous = max(0, at_first - self._num_minibatches)
         losses = self._stream(minibatches[:synchronous], Flush())
-        return losses + self._stream(minibatches[synchronous:], self._policy)
+        self.reads = []
+        least = min(least_minibatch(self._policy, self._replicas), self._num_microbatches)
+        stream: list[list[_Part]] = []
+        for index, minibatch in enumerate(minibatches[synchronous:], start=synchronous + 1):
+            stream.append(minibatch)
+            # Behind one that is too short for the versions that are kept, a pipeline drains.
+            if len(minibatch) < least or index == len(minibatches):
+                losses += self._stream(stream, self._policy)
+                stream = []
+        return losses
 
     def _cut(self, inputs: Any, targets: Any) -> list[_Part]:
         count = min(self._num_microbatches, microbatches.num_rows(inputs, "inputs"))

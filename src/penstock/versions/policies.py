@@ -1,38 +1,12 @@
-"""Weight-version policies: which weights each pass of each microbatch reads.
-
-An asynchronous pipeline updates a stage while microbatches are in flight there. A policy says which
-version of the weights a forward and its backward read, and so how many versions a stage must keep
-and how old a gradient is when it is applied. Version v of a stage is what it has after v updates,
-counted from the beginning of the stream.
-
-================  =======================  ==============================  ====================
-policy            forward reads            backward reads                  versions held
-================  =======================  ==============================  ====================
-``Flush``         t                        the same                        1
-``Latest``        the newest               the newest                      1
-``Stash``         the newest               the same as its forward         p−s
-``VerticalSync``  max(0, k−(p−1))          the same                        p
-``DoubleBuffer``  max(0, t−1)              the same                        2
-``PipeMare``      the newest               the newest, less τ·δ with T2    1 (and δ with T2)
-``Predict``       the newest, predicted    the newest (SpecTrain:          1
-                                           predicted)
-================  =======================  ==============================  ====================
-
-k counts microbatches and t minibatches. At stage s of p, the newest is max(0, k−(p−1−s)) at the
-forward of microbatch k, and k at its backward, where each microbatch is an update.
-"""
+"""The policies: what each says about versions, delays and memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import ClassVar, Literal
 
 from penstock.errors import InputError
-from penstock.schedule import Kind, Op
-from penstock.schedule.op import RELEASING
-from penstock.schedule.rounds import Rounds, warm_up
 from penstock.values import Value, is_number, is_whole, one_of
 
 Updates = Literal["microbatch", "minibatch"]
@@ -92,7 +66,7 @@ class _Policy(Value, frozen=True, tag_field="policy"):
         """The most versions of a stage's weights that are alive at once."""
         return ceil(place.warm_up / place.per_update) + 1
 
-    def extra_copies(self) -> int:
+    def extra_copies(self, place: Place) -> int:
         """Further buffers as large as the weights that stay from update to update."""
         return 0
 
@@ -110,8 +84,8 @@ class Flush(_Policy, frozen=True, tag="flush"):
     Loses: When m cannot be much larger than p: at m = p nearly half of the devices' time goes into
     filling and draining. Schedules that split the backward win back a part of it and still flush.
 
-    Paper: Published as PipeDream-Flush in Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN
-    Training", ICML 2021, arXiv 2006.09503, section 3.3.
+    Paper: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, arXiv
+    2006.09503, section 3.3, where it is called PipeDream-Flush.
     """
 
     asynchronous: ClassVar[bool] = False
@@ -321,9 +295,9 @@ class PipeMare(_Policy, frozen=True, tag="pipemare"):
         """1."""
         return 1
 
-    def extra_copies(self) -> int:
-        """δ, with T2."""
-        return 0 if self.t2 is None else 1
+    def extra_copies(self, place: Place) -> int:
+        """δ, with T2, at stages with a delay."""
+        return int(self.t2 is not None and self.tau(place) > 0)
 
 
 class Predict(_Policy, frozen=True, tag="predict"):
@@ -402,131 +376,3 @@ POLICIES: dict[str, type[Policy]] = {
 
 USUAL: dict[str, Policy] = {"pipedream": Stash(), "pipedream-2bw": DoubleBuffer()}
 """The policy that a schedule runs with if nothing else is said; all others flush."""
-
-
-def weight_copies(policy: Policy, place: Place) -> int:
-    """Versions of a stage's weights and buffers as large, altogether."""
-    return policy.versions_held(place) + policy.extra_copies()
-
-
-def least_minibatch(policy: Policy, replicas: Sequence[int]) -> int:
-    """The fewest microbatches of a minibatch with which a policy keeps what it promises: under 2BW,
-    as many as may be in flight behind it, p−1 without replicas."""
-    if not isinstance(policy, DoubleBuffer):
-        return 1
-    return max(warm_up(replicas, stage) * count for stage, count in enumerate(replicas))
-
-
-def check_policy(
-    policy: Policy, schedule: str, replicas: Sequence[int], num_microbatches: int
-) -> None:
-    """Raise ``InputError`` if a policy does not go with a plan.
-
-    Args:
-        policy: which.
-        schedule: name of the family.
-        replicas: of each stage.
-        num_microbatches: per minibatch.
-    """
-    if policy.asynchronous and policy.family != schedule:
-        raise InputError(
-            f"the policy {policy.name} is for the schedule {policy.family}, but the plan's is "
-            f"{schedule}; change one of them"
-        )
-    if policy.asynchronous and policy.updates == "minibatch":
-        least = max(least_minibatch(policy, replicas), *replicas)
-        if num_microbatches < least:
-            raise InputError(
-                f"{policy.name} with {len(replicas)} stages needs minibatches of {least} "
-                f"microbatches or more, but there are {num_microbatches}"
-            )
-    if isinstance(policy, VerticalSync) and len(set(replicas)) > 1:
-        raise InputError(
-            "vertical sync needs as many replicas of every stage, because versions are counted per "
-            f"stage; the plan has {'-'.join(map(str, replicas))}"
-        )
-
-
-@dataclass(frozen=True)
-class Trace:
-    """What weights the ops of one rank read.
-
-    Attributes:
-        versions: of each op: what an F, B, I, W or R reads; of an UPDATE, how many came before it;
-            −1 of all others.
-        held: the most versions that are alive at once, by stage.
-    """
-
-    versions: tuple[int, ...]
-    held: dict[int, int]
-
-
-def trace(ops: Sequence[Op], policy: Policy, rounds: Rounds, num_stages: int) -> Trace:
-    """Follow one rank of a stream and say which version every op reads, as the runtime does.
-
-    Args:
-        ops: of the rank, with updates (``schedule.lower.add_updates``).
-        policy: which.
-        rounds: of the stream.
-        num_stages: of the pipeline.
-    """
-    stages: dict[int, VersionBook] = {}
-    versions = []
-    for op in ops:
-        book = stages.setdefault(op.stage, VersionBook(policy, rounds, op.stage, num_stages))
-        versions.append(book.read(op))
-    return Trace(tuple(versions), {stage: book.most for stage, book in stages.items()})
-
-
-class VersionBook:
-    """Keeps account of one stage's versions on one rank: what each op reads, and what must be kept.
-
-    Attributes:
-        newest: updates made so far.
-        live: versions that a pass has read or will read.
-        most: of them at once.
-    """
-
-    def __init__(self, policy: Policy, rounds: Rounds, stage: int, num_stages: int) -> None:
-        self.newest = 0
-        self.most = 1
-        self._policy = policy
-        self._rounds = rounds
-        self._stage = stage
-        self._num_stages = num_stages
-        self._in_flight: dict[int, int] = {}
-        self._next_round = 0
-
-    def read(self, op: Op) -> int:
-        """The version that an op reads; of an update, the number of those before it; or −1."""
-        match op.kind:
-            case Kind.FORWARD:
-                return self._forward(op.microbatch)
-            case Kind.BACKWARD | Kind.BACKWARD_INPUT | Kind.BACKWARD_WEIGHT | Kind.RECOMPUTE:
-                version = self._in_flight[op.microbatch] if self._policy.stashes else self.newest
-                if op.kind in RELEASING:
-                    del self._in_flight[op.microbatch]
-                return version
-            case Kind.UPDATE:
-                self.newest += 1
-                self.most = max(self.most, len(self.live))
-                return self.newest - 1
-        return -1
-
-    def _forward(self, microbatch: int) -> int:
-        round_ = self._rounds.of(self._stage, microbatch)
-        version = self._policy.forward_version(round_, self.newest, self._num_stages)
-        self._in_flight[microbatch] = version
-        following = microbatch + self._rounds.replicas[self._stage]
-        self._next_round = self._rounds.of(self._stage, following)
-        return version
-
-    @property
-    def live(self) -> set[int]:
-        """Versions that something in flight has read, that a later forward will read, and the
-        newest."""
-        if not self._policy.stashes:
-            return {self.newest}
-        coming = self._policy.forward_version(self._next_round, self.newest, self._num_stages)
-        kept = range(min(coming, self.newest), self.newest + 1)
-        return {*kept, *self._in_flight.values()}

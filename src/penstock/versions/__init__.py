@@ -1,0 +1,65 @@
+"""Weight-version policies: which weights each pass of each microbatch reads.
+
+An asynchronous pipeline updates a stage while microbatches are in flight there. A policy says which
+version of the weights a forward and its backward read, and so how many versions a stage must keep
+and how old a gradient is when it is applied. Version v of a stage is what it has after v updates,
+counted from the beginning of the stream.
+
+================  =======================  ==============================  ====================
+policy            forward reads            backward reads                  versions held
+================  =======================  ==============================  ====================
+``Flush``         t                        the same                        1
+``Latest``        the newest               the newest                      1
+``Stash``         the newest               the same as its forward         p−s
+``VerticalSync``  max(0, k−(p−1))          the same                        p
+``DoubleBuffer``  max(0, t−1)              the same                        2
+``PipeMare``      the newest               the newest, less τ·δ with T2    1 (and δ with T2)
+``Predict``       the newest, predicted    the newest (SpecTrain:          1
+                                           predicted)
+================  =======================  ==============================  ====================
+
+k counts microbatches and t minibatches. At stage s of p, the newest is max(0, k−(p−1−s)) at the
+forward of microbatch k, and k at its backward, where each microbatch is an update.
+"""
+
+from __future__ import annotations
+
+from penstock.versions.book import Trace, VersionBook, trace
+from penstock.versions.fit import check_policy, least_minibatch, weight_copies
+from penstock.versions.policies import (
+    POLICIES,
+    USUAL,
+    DoubleBuffer,
+    Flush,
+    Latest,
+    PipeMare,
+    Place,
+    Policy,
+    Predict,
+    Stash,
+    Updates,
+    VerticalSync,
+    rate_factor,
+)
+
+__all__ = [
+    "POLICIES",
+    "USUAL",
+    "DoubleBuffer",
+    "Flush",
+    "Latest",
+    "PipeMare",
+    "Place",
+    "Policy",
+    "Predict",
+    "Stash",
+    "Trace",
+    "Updates",
+    "VersionBook",
+    "VerticalSync",
+    "check_policy",
+    "least_minibatch",
+    "rate_factor",
+    "trace",
+    "weight_copies",
+]

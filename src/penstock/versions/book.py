@@ -1,0 +1,96 @@
+"""An account of versions: what each op of a stage reads, and which must live."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.schedule import Kind, Op
+from penstock.schedule.op import RELEASING
+from penstock.schedule.rounds import Rounds
+from penstock.versions.policies import Policy
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What weights the ops of one rank read.
+
+    Attributes:
+        versions: of each op: what an F, B, I, W or R reads; of an UPDATE, how many came before it;
+            −1 of all others.
+        held: the most versions that are alive at once, by stage.
+    """
+
+    versions: tuple[int, ...]
+    held: dict[int, int]
+
+
+def trace(ops: Sequence[Op], policy: Policy, rounds: Rounds, num_stages: int) -> Trace:
+    """Follow one rank of a stream and say which version every op reads, as the runtime does.
+
+    Args:
+        ops: of the rank, with updates (``schedule.lower.add_updates``).
+        policy: which.
+        rounds: of the stream.
+        num_stages: of the pipeline.
+    """
+    stages: dict[int, VersionBook] = {}
+    versions = []
+    for op in ops:
+        book = stages.setdefault(op.stage, VersionBook(policy, rounds, op.stage, num_stages))
+        versions.append(book.read(op))
+    return Trace(tuple(versions), {stage: book.most for stage, book in stages.items()})
+
+
+class VersionBook:
+    """Keeps account of one stage's versions on one rank: what each op reads, and what must be kept.
+
+    Attributes:
+        newest: updates made so far.
+        live: versions that a pass has read or will read.
+        most: of them at once.
+    """
+
+    def __init__(self, policy: Policy, rounds: Rounds, stage: int, num_stages: int) -> None:
+        self.newest = 0
+        self.most = 1
+        self._policy = policy
+        self._rounds = rounds
+        self._stage = stage
+        self._num_stages = num_stages
+        self._in_flight: dict[int, int] = {}
+        self._next_round = 0
+
+    def read(self, op: Op) -> int:
+        """The version that an op reads; of an update, the number of those before it; or −1."""
+        match op.kind:
+            case Kind.FORWARD:
+                return self._forward(op.microbatch)
+            case Kind.BACKWARD | Kind.BACKWARD_INPUT | Kind.BACKWARD_WEIGHT | Kind.RECOMPUTE:
+                version = self._in_flight[op.microbatch] if self._policy.stashes else self.newest
+                if op.kind in RELEASING:
+                    del self._in_flight[op.microbatch]
+                return version
+            case Kind.UPDATE:
+                self.newest += 1
+                self.most = max(self.most, len(self.live))
+                return self.newest - 1
+        return -1
+
+    def _forward(self, microbatch: int) -> int:
+        round_ = self._rounds.of(self._stage, microbatch)
+        version = self._policy.forward_version(round_, self.newest, self._num_stages)
+        self._in_flight[microbatch] = version
+        following = microbatch + self._rounds.replicas[self._stage]
+        self._next_round = self._rounds.of(self._stage, following)
+        return version
+
+    @property
+    def live(self) -> set[int]:
+        """Versions that something in flight has read, that a later forward will read, and the
+        newest."""
+        if not self._policy.stashes:
+            return {self.newest}
+        coming = self._policy.forward_version(self._next_round, self.newest, self._num_stages)
+        kept = range(min(coming, self.newest), self.newest + 1)
+        return {*kept, *self._in_flight.values()}

@@ -1,0 +1,57 @@
+"""Which policies go with which plans, and what they cost there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.errors import InputError
+from penstock.schedule.rounds import warm_up
+from penstock.versions.policies import DoubleBuffer, PipeMare, Place, Policy, VerticalSync
+
+
+def weight_copies(policy: Policy, place: Place) -> int:
+    """Versions of a stage's weights and buffers as large, altogether."""
+    return policy.versions_held(place) + policy.extra_copies(place)
+
+
+def least_minibatch(policy: Policy, replicas: Sequence[int]) -> int:
+    """The fewest microbatches of a minibatch with which a policy keeps what it promises: under 2BW,
+    as many as may be in flight behind it, p−1 without replicas."""
+    if not isinstance(policy, DoubleBuffer):
+        return 1
+    return max(warm_up(replicas, stage) * count for stage, count in enumerate(replicas))
+
+
+def check_policy(
+    policy: Policy, schedule: str, replicas: Sequence[int], num_microbatches: int
+) -> None:
+    """Raise ``InputError`` if a policy does not go with a plan.
+
+    Args:
+        policy: which.
+        schedule: name of the family.
+        replicas: of each stage.
+        num_microbatches: per minibatch.
+    """
+    if policy.asynchronous and policy.family != schedule:
+        raise InputError(
+            f"the policy {policy.name} is for the schedule {policy.family}, but the plan's is "
+            f"{schedule}; change one of them"
+        )
+    if policy.asynchronous and policy.updates == "minibatch":
+        least = max(least_minibatch(policy, replicas), *replicas)
+        if num_microbatches < least:
+            raise InputError(
+                f"{policy.name} with {len(replicas)} stages needs minibatches of {least} "
+                f"microbatches or more, but there are {num_microbatches}"
+            )
+    if isinstance(policy, PipeMare) and policy.t3 and num_microbatches < max(replicas):
+        raise InputError(
+            f"a stage has {max(replicas)} replicas, but the minibatches that PipeMare's t3 makes "
+            f"synchronous have {num_microbatches} microbatches; each replica needs at least one"
+        )
+    if isinstance(policy, VerticalSync) and len(set(replicas)) > 1:
+        raise InputError(
+            "vertical sync needs as many replicas of every stage, because versions are counted per "
+            f"stage; the plan has {'-'.join(map(str, replicas))}"
+        )
