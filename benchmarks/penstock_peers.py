@@ -14,6 +14,7 @@ from penstock.planner import Plan, StagePlan
 from penstock.run.assembly import TransportName
 from penstock.schedule import Schedule
 from penstock.spine import spine_fingerprint, spine_of
+from penstock.versions import Flush, Policy
 
 NUM_RANKS = 2
 
@@ -23,14 +24,16 @@ def schedule_for(family: str, num_microbatches: int) -> Schedule:
     return schedules.build(family, num_ranks=NUM_RANKS, num_microbatches=num_microbatches)
 
 
-def plan_for(work: Work, model: nn.Module, family: str) -> Plan:
-    """The same cuts as the peers', whatever a planner would choose."""
+def plan_for(work: Work, model: nn.Module, family: str, versions: Policy | None = None) -> Plan:
+    """The same cuts as the peers', whatever a planner would choose; with the family's usual
+    policy if no other is given."""
     layers = spine_of(model)
     schedule = schedule_for(family, work.num_microbatches)
     rank_of = {stage: rank for rank, held in enumerate(schedule.stages_of) for stage in held}
     return Plan(
         model=spine_fingerprint(layers),
         schedule=family,
+        versions=Flush() if versions is None else versions,
         num_microbatches=work.num_microbatches,
         stages=tuple(
             StagePlan(layers=tuple(layers[index].name for index in indices), rank=rank_of[stage])
@@ -40,7 +43,7 @@ def plan_for(work: Work, model: nn.Module, family: str) -> Plan:
 
 
 def penstock_peer(
-    family: str, transport: TransportName, *, ahead: bool = False
+    family: str, transport: TransportName, *, ahead: bool = False, versions: Policy | None = None
 ) -> Callable[[Work], Peer]:
     """A peer with a schedule; with threads it runs on the calling rank alone.
 
@@ -49,13 +52,14 @@ def penstock_peer(
         transport: as ``Pipeline`` takes it.
         ahead: whether several steps are given to ``Pipeline.steps``, which begins one before all
             ranks have ended the last.
+        versions: which weights passes read, of a family that never flushes.
     """
 
     def build(work: Work) -> Peer:
         model = work.build_model()
         pipeline = pk.Pipeline(
             model,
-            plan_for(work, model, family),
+            plan_for(work, model, family, versions),
             loss=work.loss,
             optimizer=work.build_optimizer,
             transport=transport,

@@ -131,4 +131,5 @@ def main(transport, folder):
     Path(folder, f"report-{rank}.json").write_text(json.dumps(report))
 
 
-main(*sys.argv[1:])
+if __name__ == "__main__":
+    main(*sys.argv[1:])
