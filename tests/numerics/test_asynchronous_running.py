@@ -28,6 +28,12 @@ def pipeline_of(model, plan, optimizer=OPTIMIZERS["sgd"], **how):
     return pk.Pipeline(model, plan, optimizer=optimizer, **how)
 
 
+def replay_of(model, plan, optimizer=OPTIMIZERS["sgd"]):
+    loss = nn.functional.mse_loss
+    cuts, count = cuts_of(plan), plan.num_microbatches
+    return DelayedReplay(model, cuts, plan.versions, count, loss, optimizer, seed=3)
+
+
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("policy", STEADY)
 def test_recorded_delays_and_versions_are_those_of_the_formulas(policy, num_stages):
@@ -151,15 +157,7 @@ def test_a_loop_that_is_left_drains(policy):
         fed = pipeline._step  # how many minibatches were under way
         assert 2 < fed <= len(data)
         pipeline.evaluate(data[0][0])
-    replay = DelayedReplay(
-        other,
-        cuts_of(plan),
-        plan.versions,
-        4,
-        nn.functional.mse_loss,
-        OPTIMIZERS["sgd"],
-        seed=3,
-    )
+    replay = replay_of(other, plan)
     replay.train(data[:fed])
     exactly = policy != "pipemare"
     assert_equal((model, []), (other, []), exactly)
@@ -178,15 +176,7 @@ def test_a_loader_that_fails_leaves_a_drained_pipeline():
         with pytest.raises(KeyError):
             list(pipeline.steps(loader()))
         pipeline.evaluate(data[0][0])
-    replay = DelayedReplay(
-        other,
-        cuts_of(plan),
-        plan.versions,
-        4,
-        nn.functional.mse_loss,
-        OPTIMIZERS["sgd"],
-        seed=3,
-    )
+    replay = replay_of(other, plan)
     replay.train(data)
     assert_equal((model, []), (other, []))
 
@@ -197,15 +187,7 @@ def test_a_step_is_a_stream_of_one_minibatch_and_streams_follow_each_other():
     data = batches([8, 8, 4, 8])
     with pipeline_of(model, plan, OPTIMIZERS["adam"]) as pipeline:
         losses = [pipeline.step(*one) for one in data]
-    replay = DelayedReplay(
-        other,
-        cuts_of(plan),
-        plan.versions,
-        4,
-        nn.functional.mse_loss,
-        OPTIMIZERS["adam"],
-        seed=3,
-    )
+    replay = replay_of(other, plan, OPTIMIZERS["adam"])
     assert_equal((model, losses), (other, [replay.train([one])[0] for one in data]))
 
 
@@ -298,15 +280,7 @@ def test_batch_norm_sees_every_microbatch_in_order():
     plan = plan_for(versions.Stash(), 3, microbatches=4, model=model)
     with pipeline_of(model, plan) as pipeline:
         losses = list(pipeline.steps(batches([16] * 5)))
-    replay = DelayedReplay(
-        other,
-        cuts_of(plan),
-        plan.versions,
-        4,
-        nn.functional.mse_loss,
-        OPTIMIZERS["sgd"],
-        seed=3,
-    )
+    replay = replay_of(other, plan)
     assert_equal((model, losses), (other, replay.train(batches([16] * 5))))
 
 
@@ -360,15 +334,7 @@ def test_tied_weights_of_two_stages_are_refused_and_of_one_are_not():
         pipeline_of(apart, plan)
     plan = plan_for(versions.Stash(), 2, microbatches=2, model=together)
     other = tied(0, 1)
-    replay = DelayedReplay(
-        other,
-        cuts_of(plan),
-        plan.versions,
-        2,
-        nn.functional.mse_loss,
-        OPTIMIZERS["sgd"],
-        seed=3,
-    )
+    replay = replay_of(other, plan)
     with pipeline_of(together, plan) as pipeline:
         losses = list(pipeline.steps(batches([4] * 4)))
     assert_equal((together, losses), (other, replay.train(batches([4] * 4))))
@@ -384,15 +350,7 @@ def test_minibatches_of_any_size_follow_each_other(policy):
         data = batches(sizes)
         with pipeline_of(model, plan) as pipeline:
             losses = list(pipeline.steps(data))
-        replay = DelayedReplay(
-            other,
-            cuts_of(plan),
-            plan.versions,
-            4,
-            nn.functional.mse_loss,
-            OPTIMIZERS["sgd"],
-            seed=3,
-        )
+        replay = replay_of(other, plan)
         starts = ((0, 2), (2, 3), (3, 8))
         expected = [loss for start, end in starts for loss in replay.train(data[start:end])]
         assert_equal((model, losses), (other, expected))

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from penstock.errors import InputError, ModelError
 from penstock.trial import Workload, largest_curvature, stage_curvatures
 from tests.helpers import make_batch, make_plan
+from tests.tiny_models import Once
 
 
 class Bowl(nn.Module):
@@ -112,17 +113,6 @@ def test_an_estimate_leaves_no_trace():
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
     assert all(one.grad is None for one in model.parameters())
-
-
-class Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, value):
-        return value * 2
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient):
-        return gradient * 2
 
 
 class OnlyOnce(nn.Linear):

@@ -30,6 +30,7 @@ from penstock.run.delayed_replay import _Account
 from penstock.schedule.op import Kind
 from penstock.trial import Workload
 from tests.helpers import make_batch, make_mlp, make_plan
+from tests.tiny_models import Once
 
 POLICIES = [
     versions.Latest(),
@@ -295,17 +296,6 @@ class Recurrent(nn.Sequential):
     def __init__(self):
         torch.manual_seed(0)
         super().__init__(nn.Linear(16, 4), Twofold(), nn.Linear(4, 4))
-
-
-class Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, value):
-        return value * 2
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient):
-        return gradient * 2
 
 
 class Twofold(nn.Module):
