@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from math import isfinite
 from textwrap import fill
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from penstock.cli import options, show, sources
 from penstock.errors import ModelError
@@ -96,7 +93,7 @@ def _estimated(plan: Plan, workload: str, steps: int) -> list[float] | None:
     loaded = sources.load_workload(workload)
     layers_of_stages(loaded.build_model(), plan)  # a plan for another model is no reason to go on
     try:
-        with _bar() as progress:
+        with show.counting("estimating curvature") as progress:
             return stage_curvatures(loaded, plan, steps, progress)
     except ModelError as error:
         show.say(f"{error}; give --curvature if you know it")
@@ -195,19 +192,3 @@ def _numbers(
             {"stage": one.stage, "stable": one.stable, "words": one.words} for one in checks
         ],
     }
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[int, int], None]]:
-    """A bar of stages, which goes when they are done."""
-    bar = Progress(
-        TextColumn("estimating curvature"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not Console(stderr=True).is_terminal,
-    )
-    with bar:
-        task = bar.add_task("stages", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from penstock.cli import options, show, sources
 from penstock.cost import Costs
@@ -90,7 +86,7 @@ def rehearse(
         raise InputError(f"{many}: each is a process here, {MOST_RANKS} at most")
     plan, op_costs = _plan(source, ranks, microbatches, costs, op_ms / 1e3)
     expected_seconds = steps * scale * _step_seconds(plan, op_costs)
-    with _bar(expected_seconds) as progress:
+    with show.counting("rehearsing", quietly=expected_seconds < _QUIET_SECONDS) as progress:
         found = perform(
             plan,
             op_costs,
@@ -136,23 +132,6 @@ def _minibatch(source: str) -> int | None:
         return None
     found: int | None = sources.family_options(family, rest).get("minibatch")
     return found
-
-
-@contextmanager
-def _bar(expected_seconds: float) -> Iterator[Callable[[int, int], None]]:
-    """A bar of the steps, if the rehearsal takes its time."""
-    bar = Progress(
-        TextColumn("rehearsing"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(compact=True),
-        console=Console(stderr=True),
-        transient=True,
-        disable=expected_seconds < _QUIET_SECONDS,
-    )
-    with bar:
-        task = bar.add_task("steps", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _step_seconds(plan: Plan | Schedule, costs: Costs | None) -> float:

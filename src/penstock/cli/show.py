@@ -146,6 +146,29 @@ def _metric_row(source: Source, with_bytes: bool) -> list[str]:
 
 
 @contextmanager
+def counting(what: str, *, quietly: bool | None = None) -> Iterator[Callable[[int, int], None]]:
+    """A bar that counts to a total and goes when it is there; yields what takes (done, total).
+
+    Args:
+        what: is being done.
+        quietly: show nothing; by default where standard error is no terminal.
+    """
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn(what),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal if quietly is None else quietly,
+    )
+    with bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
 def profiling() -> Iterator[Callable[[int, int], None]]:
     """A bar for the passes of a profile."""
     with _bars() as bars:

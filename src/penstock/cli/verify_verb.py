@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from penstock.cli import options, show, sources
 from penstock.planner import Plan
@@ -54,7 +49,7 @@ def verify(
     from penstock.trial import prove
 
     chosen = Plan.load(plan)
-    with _bar() as progress:
+    with show.counting("verifying") as progress:
         proof = prove(sources.load_workload(workload), chosen, steps, progress, float64=float64)
     if as_json:
         show.print_json(proof.numbers())
@@ -62,20 +57,3 @@ def verify(
         click.echo(proof.text())
     if not proof.equal:
         context.exit(1)
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[int, int], None]]:
-    """A bar of minibatches on both sides, which goes when they are done."""
-    bar = Progress(
-        TextColumn("verifying"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(compact=True),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not Console(stderr=True).is_terminal,
-    )
-    with bar:
-        task = bar.add_task("minibatches", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
