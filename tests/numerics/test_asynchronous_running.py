@@ -411,6 +411,26 @@ def test_replicated_stages_that_flush_equal_one_device(schedule, replicas):
     assert_equal((model, losses), (other, expected), exactly=False)
 
 
+@pytest.mark.parametrize("policy", ["flush", "stash"])
+def test_replicas_evaluate_any_number_of_rows(policy):
+    plan = plan_for(POLICIES[policy], None, microbatches=4, replicas="3-1")
+    model = layered_model()
+    with pipeline_of(model, plan) as pipeline:
+        for rows in (1, 2, 3, 7):
+            inputs = batches([rows])[0][0]
+            expected = layered_model().eval()(inputs)
+            torch.testing.assert_close(pipeline.evaluate(inputs), expected.detach())
+
+
+def test_a_stream_shorter_than_the_replicas_is_refused():
+    plan = plan_for(versions.Stash(), None, microbatches=4, replicas="3-1")
+    with (
+        pipeline_of(layered_model(), plan) as pipeline,
+        pytest.raises(InputError, match="a stage has 3 replicas, but there are only 2"),
+    ):
+        pipeline.step(*batches([2])[0])
+
+
 def test_a_loss_that_is_a_sum_is_neither_averaged_nor_scaled():
     plan = plan_for(versions.Stash(), None, microbatches=4, replicas="2-1")
     optimizer = OPTIMIZERS["sgd"]

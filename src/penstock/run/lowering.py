@@ -12,6 +12,7 @@ from penstock.schedule.lower import (
     add_reduce,
     add_update,
     add_updates,
+    first_microbatches,
     forward_only,
 )
 from penstock.schedule.rounds import Rounds
@@ -45,5 +46,6 @@ def asynchronous(plan: Plan, num_microbatches: int, rounds: Rounds) -> Schedule:
 
 
 def forwards(plan: Plan, num_microbatches: int) -> Schedule:
-    """What the ranks perform to evaluate."""
-    return add_communication(forward_only(plan.build_schedule(num_microbatches)))
+    """What the ranks perform to evaluate; replicas without a microbatch have nothing to do."""
+    schedule = plan.build_schedule(max(num_microbatches, *plan.replicas))
+    return add_communication(forward_only(first_microbatches(schedule, num_microbatches)))
