@@ -45,6 +45,7 @@ class Sockets:
     def find(self) -> None:
         """Look again at what is trained: layers may be frozen and freed."""
         self.live: Leaves = []
+        self._names: list[str] = []
         self._slots: list[_Slot] = []
         at: dict[int, int] = {}
         for module in self._modules:
@@ -55,6 +56,7 @@ class Sockets:
                 if id(parameter) not in at:
                     at[id(parameter)] = len(self.live)
                     self.live.append(parameter)
+                    self._names.append(f"{type(module).__name__}.{name}")
                 self._slots.append(_Slot(module._parameters, name, at[id(parameter)]))
 
     def leaves(self) -> Leaves:
@@ -75,6 +77,12 @@ class Sockets:
         finally:
             for holder, name, number in self._slots:
                 holder[name] = self.live[number]
+        for leaf, name in zip(leaves, self._names, strict=True):
+            if leaf._version:
+                raise ModelError(
+                    f"a forward has written into {name}, of which there are several versions; do "
+                    "it between streams, or choose a synchronous schedule"
+                )
 
     @contextmanager
     def gathering(self, leaves: Leaves | None) -> Iterator[None]:
@@ -84,11 +92,19 @@ class Sockets:
             return
         for live, leaf in zip(self.live, leaves, strict=True):
             leaf.grad, live.grad = live.grad, None
+        bypassed = None
         try:
             yield
         finally:
-            for live, leaf in zip(self.live, leaves, strict=True):
+            for live, leaf, name in zip(self.live, leaves, self._names, strict=True):
+                bypassed = name if live.grad is not None else bypassed
                 live.grad, leaf.grad = leaf.grad, None
+        if bypassed is not None:
+            raise ModelError(
+                f"a layer computes with {bypassed} through a reference of its own, so that it does "
+                "not see the version that it should; read it as an attribute of its module, or "
+                "choose a synchronous schedule"
+            )
 
 
 def _check(parameter: nn.Parameter, name: str) -> None:

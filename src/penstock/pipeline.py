@@ -224,12 +224,14 @@ class Pipeline:
             The loss of each minibatch, in order, as ``step`` returns it. The next minibatch is
             under way then, so weights may be used only after the loop.
         """
+        expect(batches, Iterable, "the loader", "give an iterable of (inputs, targets) pairs")
         with self._exclusively():
             try:
                 minibatches = self._cutter.minibatches(self._open(batches), self._step)
                 for outcome in self._feed.train(minibatches):
                     yield self._loss_of(outcome)
             except RunError:
+                self._check_open()  # the caller may have closed it in the loop
                 raise
             except BaseException as error:
                 # The caller has left the loop, or the loader has raised: end what was begun.

@@ -110,6 +110,9 @@ class WeightStore:
             optimizer.register_step_pre_hook(self._lower_rates)
             optimizer.register_step_post_hook(self._restore_rates)
         self._rates: list[Any] = []
+        if policy.stashes and optimizer is not None:
+            # Right before the step, when it is clear which parameters will change.
+            optimizer.register_step_pre_hook(self._make_room)
         self.synchronous = False
         self.begin()
 
@@ -131,7 +134,8 @@ class WeightStore:
 
     def extend(self, end: int) -> None:
         """The next minibatch: microbatches up to ``end`` belong to it."""
-        self._ends.append(end)
+        if self._policy.updates == "minibatch":
+            self._ends.append(end)
 
     @property
     def _live(self) -> Leaves:
@@ -178,7 +182,7 @@ class WeightStore:
         if op.kind is not Kind.FORWARD and self._moves:
             # Layers that run again in a backward read what the backward reads.
             moved = [self.now(index) for index in range(len(self._live))]
-        used = None if moved is None else [nn.Parameter(one) for one in moved]
+        used = None if moved is None else [nn.Parameter(one.data) for one in moved]
         if op.kind not in _FORWARDS:
             return used, self._own.get(op.microbatch)
         if used is None:
@@ -271,14 +275,10 @@ class WeightStore:
         Yields how many updates came before."""
         version = self._book.read(op)
         if self._policy.stashes:
-            if version in self._book.live:
-                if version not in self._versions:
-                    self._versions[version] = self._sockets.leaves()
-                for live in self._live:
-                    if live.grad is not None:  # what does not change is shared
-                        live.data = live.data.clone()
-            else:
+            if version not in self._book.live:
                 self._versions.pop(version, None)
+            elif version not in self._versions:
+                self._versions[version] = self._sockets.leaves()
         with self._following_drift():
             yield version
         self._most = Held(*map(max, self._most, self.held()))
@@ -297,6 +297,17 @@ class WeightStore:
             yield
             for drift, live in zip(self._drift, self._live, strict=True):
                 drift.add_(live, alpha=1 - decay)
+
+    def _make_room(self, *_: Any) -> None:
+        """New memory for parameters that a step is about to change, where a version that is still
+        needed has theirs: this version or, of what has not changed since, one before it."""
+        for index, live in enumerate(self._live):
+            if live.grad is None:  # what does not change is shared
+                continue
+            address = live.untyped_storage().data_ptr()
+            kept = (leaves[index] for leaves in self._versions.values())
+            if any(leaf.untyped_storage().data_ptr() == address for leaf in kept):
+                live.data = live.data.clone()
 
     def _lower_rates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         assert isinstance(self._policy, PipeMare)

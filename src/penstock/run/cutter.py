@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -67,24 +66,24 @@ class Cutter:
                 weights += [0.0 for _ in first]  # they count for nothing
         return Minibatch(step, parts, wanted, weights, share, more_follow, self.num_slices)
 
-    def minibatches(
-        self, batches: Iterable[tuple[Any, Any]], first_step: int
-    ) -> Iterator[Minibatch]:
-        """Minibatches to train on, which know their number and whether more follow.
+    def minibatches(self, batches: Iterable[Any], first_step: int) -> Iterator[Minibatch]:
+        """Minibatches to train on, which know their number and whether more follow, or what ended
+        them if it was an error.
 
         Args:
             batches: of (inputs, targets). Cut at once: a loader may use the same memory for the
-                next. If it fails, that comes after the last minibatch.
+                next.
             first_step: the number of the first.
+
+        Raises:
+            InputError: they are no pairs.
         """
-        steps = itertools.count(first_step)
         cut = (
-            self.to_train(*batch, step=step) for batch, step in zip(batches, steps, strict=False)
+            self.to_train(*_pair(batch, number), step=first_step + number)
+            for number, batch in enumerate(batches)
         )
         for minibatch, failure in with_more(cut):
-            yield minibatch
-            if failure is not None:
-                raise failure
+            yield replace(minibatch, failure=failure)
 
     def to_evaluate(self, inputs: Any, *, step: int) -> Minibatch:
         """A minibatch of which only outputs are wanted."""
@@ -105,6 +104,18 @@ class Cutter:
                 raise InputError("inputs hold no microbatch")
             return len(inputs)
         return min(self.num_microbatches, microbatches.num_rows(inputs, "inputs"))
+
+
+def _pair(batch: Any, number: int) -> tuple[Any, Any]:
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        what = type(batch).__name__
+        many = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+        raise InputError(
+            f"minibatch {number} of the loader is a {what}{many}; steps() takes pairs: (inputs, "
+            "targets)"
+        )
+    inputs, targets = batch
+    return inputs, targets
 
 
 def _check_lengths(inputs: list[Any], targets: list[Any]) -> None:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from math import ceil
 from typing import Any
 
-from penstock.errors import InputError
+from penstock.errors import InputError, RunError
 from penstock.planner import Plan
 from penstock.run.driver import Driver
 from penstock.run.layout import Layout
@@ -83,10 +83,17 @@ class Feed:
         self.under_way.clear()
         for minibatch in minibatches:
             segment, numbered = self._segment(minibatch, update)
-            self._submit(segment, numbered)
-            most = self._most_under_way(numbered) if minibatch.more_follow else 0
-            while len(self.under_way) > most:
-                yield self._collect()
+            try:
+                self._submit(segment, numbered)
+                most = self._most_under_way(numbered) if minibatch.more_follow else 0
+                while len(self.under_way) > most:
+                    yield self._collect()
+            except RunError as error:
+                if minibatch.failure is None:
+                    raise
+                raise minibatch.failure from error  # what came first is what people must hear of
+            if minibatch.failure is not None:
+                raise minibatch.failure
 
     def drain(self, step: int) -> Iterator[Outcome]:
         """Let what is under way come to its end.

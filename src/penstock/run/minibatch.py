@@ -49,6 +49,7 @@ class Minibatch:
         base: how many come before the window of its segment.
         drains: it has no microbatches; what is in flight comes to its end.
         synchronous: of an asynchronous pipeline that is flushed after this minibatch.
+        failure: what ended the loader behind this minibatch, if it was an error.
         autocast: device types and dtypes for which the thread that made this had autocast on.
     """
 
@@ -64,6 +65,7 @@ class Minibatch:
     base: int = 0
     drains: bool = False
     synchronous: bool = True
+    failure: BaseException | None = None
     autocast: Mapping[str, torch.dtype] = field(default_factory=_autocast_here)
 
     @property

@@ -389,6 +389,11 @@ def _optimizer(
         ) from error
     remedy = "it must return one, as lambda parameters: torch.optim.AdamW(parameters) does"
     expect(made, torch.optim.Optimizer, "what the optimizer function made", remedy)
+    if isinstance(made, torch.optim.LBFGS):
+        raise InputError(
+            "LBFGS calls the loss several times per step, which a pipeline cannot do; take another "
+            "optimizer"
+        )
     if rate != 1.0:
         for group in made.param_groups:
             group["lr"] = group["lr"] * rate

@@ -116,6 +116,34 @@ def failing(transport):
     pipeline.close()
 
 
+def uneven(transport):
+    """A rank whose loader ends early, or fails: it says so itself, and nobody hangs."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    for raises in (False, True):
+        model = layered_model()
+        plan = plan_for(POLICIES["stash"], num_ranks, microbatches=4, model=model)
+
+        def loader(raises=raises):
+            for index, one in enumerate(batches([8] * 6)):
+                if rank == 1 and index == 3:
+                    if raises:
+                        raise ValueError("boom")
+                    return
+                yield one
+
+        pipeline = pipeline_of(model, plan, OPTIMIZERS["sgd"], transport)
+        try:
+            list(pipeline.steps(loader()))
+            yield "nothing failed"
+        except ValueError as error:
+            if not (raises and rank == 1 and "boom" in str(error)):
+                yield f"rank {rank}: {error}"
+        except RunError as error:
+            if (raises and rank == 1) or "zip" in str(error):
+                yield f"rank {rank}: {error}"
+        pipeline.close()
+
+
 def main(transport, folder):
     dist.init_process_group("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -127,6 +155,7 @@ def main(transport, folder):
             found += [f"{policy} {replicas}: {o}" for o in replayed(policy, replicas, transport)]
         found += [f"1f1b {replicas}: {one}" for one in synchronous(replicas, transport)]
     found += failing(transport)
+    found += uneven(transport)
     report = {"differences": found}
     Path(folder, f"report-{rank}.json").write_text(json.dumps(report))
 
