@@ -144,6 +144,22 @@ def _tracking(model):
     model[0] = nn.BatchNorm1d(6)
 
 
+def _referring(model):
+    weight = model[0].weight
+    model[0].forward = lambda value: F.linear(value, weight)
+
+
+def _writing(model):
+    layer = model[0]
+
+    def forward(value):
+        with torch.no_grad():
+            layer.weight.clamp_(-1, 1)
+        return F.linear(value, layer.weight)
+
+    layer.forward = forward
+
+
 PREDICT, TWICE = versions.Predict(), versions.DoubleBuffer()
 REFUSED = {
     "`clip_norm=`": {"clip_norm needs the gradients of all": [{"clip_norm": 1.0}]},
@@ -155,6 +171,12 @@ REFUSED = {
     "`step(…, update=False)`": {"updates as it goes": [{"update": False}]},
     "no `optimizer=`": {"give optimizer": [{"optimizer": None}]},
     "weights tied between stages": {"tied between stages 0, 1": [{"change": _tied}]},
+    "layers that compute with a parameter through a reference of their own (a list, a closure)": {
+        "through a reference of its own": [{"change": _referring}]
+    },
+    "writing into weights in a forward (clamping, `max_norm` of an embedding)": {
+        "has written into": [{"change": _writing}]
+    },
     "hooks on parameters, parameters of another class": {
         "has hooks": [{"change": _hooked}],
         "is a OwnParameter": [{"change": _of_its_own}],
