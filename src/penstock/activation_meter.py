@@ -117,8 +117,7 @@ class ActivationMeter:
             addresses = self._count(key, _storages(tensor))
             if not addresses:
                 return plain(tensor)
-            kept = tensor if tensor.is_leaf else tensor.detach()
-            return _Counted(kept, (key, addresses), self._notes)
+            return _Counted(_without_history(tensor), (key, addresses), self._notes)
 
         return saved_tensors_hooks(pack, _unpack)
 
@@ -255,9 +254,12 @@ def saving(instead: Callable[[Tensor], Any]) -> AbstractContextManager[None]:
 
 def plain(tensor: Tensor) -> Saved:
     """A tensor saved as autograd saves it."""
-    # With its history, an output would make the graph hold itself; detached, it shares memory and
-    # version.
-    return Saved(tensor if tensor.is_leaf else tensor.detach())
+    return Saved(_without_history(tensor))
+
+
+def _without_history(tensor: Tensor) -> Tensor:
+    # With it, an output would make the graph hold itself; detached, it shares memory and version.
+    return tensor if tensor.is_leaf else tensor.detach()
 
 
 def _unpack(saved: Any) -> Tensor:

@@ -10,9 +10,11 @@ from penstock.cli import options, show, sources
 from penstock.cluster import Cluster
 from penstock.drawing import draw as draw_timeline
 from penstock.drawing import read_report, write_report
+from penstock.errors import InputError
 from penstock.graph import LayerGraph
 from penstock.planner import Plan
 from penstock.planner import plan as find_plan
+from penstock.schedule.families.replicated import read_replicas
 from penstock.values import write_atomically
 from penstock.versions import POLICIES, Policy
 
@@ -37,10 +39,10 @@ def _parse_bytes(_: click.Context, __: click.Parameter, text: str | None) -> int
 
 
 def _num_ranks(replicas: str) -> int:
-    counts = replicas.split("-")
-    if not all(count.isdigit() for count in counts):
-        raise click.BadParameter(f"{replicas!r} are no replicas; write for example 2-1-1")
-    return sum(map(int, counts))
+    try:
+        return sum(read_replicas(replicas))
+    except InputError:
+        raise click.BadParameter(f"{replicas!r} are no replicas; write for example 2-1-1") from None
 
 
 def _parse_policy(_: click.Context, __: click.Parameter, text: str | None) -> Policy | None:

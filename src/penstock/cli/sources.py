@@ -33,11 +33,18 @@ from penstock.schedule.check import check
 from penstock.schedule.lower import add_update, add_updates
 from penstock.schedule.memory import Sizes
 from penstock.schedule.op import Kind
-from penstock.schedule.rounds import Rounds
 from penstock.simulator import simulate
 from penstock.timeline import BUSY, NO_VERSION, Timeline
 from penstock.values import read_text
-from penstock.versions import POLICIES, USUAL, Flush, Policy, check_policy, trace
+from penstock.versions import (
+    POLICIES,
+    USUAL,
+    Flush,
+    Policy,
+    check_policy,
+    rounds_of,
+    versions_read,
+)
 
 if TYPE_CHECKING:
     from penstock.trial import Workload
@@ -123,16 +130,12 @@ def _stream(schedule: Schedule, policy: Policy, minibatch: int, costs: Costs) ->
         minibatch: microbatches per update, where the policy updates once per minibatch.
         costs: of a whole rank's layers.
     """
-    replicas = tuple(schedule.copies[stage] for stage in range(schedule.num_stages))
-    check_policy(policy, policy.family, replicas, minibatch)
-    rounds = Rounds(replicas)
-    if policy.updates == "minibatch":
-        rounds = Rounds.of_minibatches(replicas, minibatch, schedule.num_microbatches)
+    rounds = rounds_of(policy, schedule, minibatch)
+    check_policy(policy, policy.family, rounds.replicas, minibatch)
     stream = add_updates(schedule, rounds)
-    traces = [trace(ops, policy, rounds, schedule.num_stages) for ops in stream.ranks]
     timeline = simulate(stream, _spread(costs, schedule))
     named = replace(timeline, name=f"{schedule.name} ({policy.name})")
-    return named.with_versions([one.versions for one in traces])
+    return named.with_versions(versions_read(stream, policy, rounds))
 
 
 def _reading_the_first(timeline: Timeline) -> Timeline:

@@ -15,9 +15,8 @@ from penstock.planner.table import format_bytes
 from penstock.schedule import Schedule
 from penstock.schedule.lower import add_update
 from penstock.schedule.memory import peak_activations
-from penstock.schedule.rounds import warm_up
 from penstock.simulator import simulate
-from penstock.versions import Flush, Place, Policy, weight_copies
+from penstock.versions import Flush, Policy, place_of, weight_copies
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,9 @@ class Setting:
     def weight_versions(self, stage: int, num_microbatches: int) -> int:
         """Copies of a stage's weights."""
         replicas = self.replicas or (1,) * self.num_stages
-        whole = self.versions.updates == "minibatch"
-        per_update = num_microbatches / replicas[stage] if whole else 1.0
-        place = Place(stage, self.num_stages, warm_up(replicas, stage), per_update)
-        return weight_copies(self.versions, place)
+        return weight_copies(
+            self.versions, place_of(self.versions, replicas, stage, num_microbatches)
+        )
 
     @cached_property
     def peaks(self) -> tuple[float, ...]:

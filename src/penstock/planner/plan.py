@@ -23,13 +23,24 @@ from penstock.planner.stage_plan import (
 from penstock.planner.table import count_of, render
 from penstock.schedule import Schedule, families
 from penstock.schedule.check import check
+from penstock.schedule.families.replicated import read_replicas
 from penstock.schedule.lower import add_recompute, add_update, add_updates, first_microbatches
 from penstock.schedule.memory import Sizes
-from penstock.schedule.rounds import Rounds, warm_up
+from penstock.schedule.rounds import Rounds
 from penstock.simulator import simulate
 from penstock.timeline import Timeline
 from penstock.values import Value, one_of
-from penstock.versions import USUAL, Flush, Place, Policy, check_policy, trace, weight_copies
+from penstock.versions import (
+    USUAL,
+    Flush,
+    Place,
+    Policy,
+    check_policy,
+    place_of,
+    rounds_of,
+    versions_read,
+    weight_copies,
+)
 
 
 class Plan(Value, frozen=True, kw_only=True):
@@ -111,8 +122,7 @@ class Plan(Value, frozen=True, kw_only=True):
 
     @property
     def _given_replicas(self) -> tuple[int, ...]:
-        given = self.options.get("replicas", ())
-        return tuple(map(int, given.split("-"))) if isinstance(given, str) and given else (*given,)
+        return read_replicas(self.options.get("replicas", ()))
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -126,14 +136,7 @@ class Plan(Value, frozen=True, kw_only=True):
 
     def place(self, stage: int) -> Place:
         """Where a stage stands, as weight-version policies ask for it."""
-        replicas = self.replicas
-        whole = self.versions.updates == "minibatch"
-        return Place(
-            stage,
-            len(self.stages),
-            warm_up(replicas, stage),
-            self.num_microbatches / replicas[stage] if whole else 1.0,
-        )
+        return place_of(self.versions, self.replicas, stage, self.num_microbatches)
 
     @property
     def rank_bytes(self) -> tuple[int, ...]:
@@ -162,7 +165,8 @@ class Plan(Value, frozen=True, kw_only=True):
         if not self.versions.asynchronous:
             return self.simulate().makespan
         few = 1 + ceil(2 * self.num_ranks * max(self.replicas) / self.num_microbatches)
-        first, second = (self.simulate(count).makespan for count in (few, 2 * few))
+        streams = (self._stream(count)[0] for count in (few, 2 * few))
+        first, second = (simulate(stream, self.costs).makespan for stream in streams)
         return (second - first) / few
 
     @property
@@ -238,15 +242,17 @@ class Plan(Value, frozen=True, kw_only=True):
         """
         if not self.versions.asynchronous:
             return simulate(add_update(self.build_schedule()), self.costs)
-        replicas, size = self.replicas, self.num_microbatches
-        count = num_minibatches or ceil(3 * self.num_ranks / size) + 1
-        total = max(count * size, *replicas)
-        rounds = Rounds(replicas)
-        if self.versions.updates == "minibatch":
-            rounds = Rounds.of_minibatches(replicas, size, total)
-        stream = add_updates(self.build_schedule(total), rounds)
-        traces = (trace(ops, self.versions, rounds, len(self.stages)) for ops in stream.ranks)
-        return simulate(stream, self.costs).with_versions([one.versions for one in traces])
+        fills = ceil(3 * self.num_ranks / self.num_microbatches) + 1
+        stream, rounds = self._stream(num_minibatches or fills)
+        read = versions_read(stream, self.versions, rounds)
+        return simulate(stream, self.costs).with_versions(read)
+
+    def _stream(self, num_minibatches: int) -> tuple[Schedule, Rounds]:
+        """So many minibatches without a flush, with their updates."""
+        total = max(num_minibatches * self.num_microbatches, *self.replicas)
+        schedule = self.build_schedule(total)
+        rounds = rounds_of(self.versions, schedule, self.num_microbatches)
+        return add_updates(schedule, rounds), rounds
 
     def __str__(self) -> str:
         title = (

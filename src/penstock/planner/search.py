@@ -20,6 +20,7 @@ from penstock.planner.plan import Plan
 from penstock.planner.stage_plan import stage_bytes
 from penstock.planner.table import format_bytes, format_seconds, format_speed_up
 from penstock.schedule import Kind, families
+from penstock.schedule.families.replicated import read_replicas
 from penstock.values import expect
 from penstock.versions import USUAL, Flush, Policy, check_policy
 
@@ -152,11 +153,8 @@ def _replicated(
     versions: Policy | None,
 ) -> Setting:
     """The one setting that given replicas allow."""
-    parts = replicas.split("-") if isinstance(replicas, str) else replicas
-    counts = tuple(int(part) if str(part).isdigit() else 0 for part in parts)
+    counts = read_replicas(replicas)
     num_devices = len(task.cluster.devices)
-    if min(counts, default=0) < 1:
-        raise InputError(f"replicas is {replicas!r}; give a count ≥ 1 for every stage, as in 2-1-1")
     if stages not in (None, len(counts)):
         raise InputError(f"replicas are given for {len(counts)} stages, but stages is {stages}")
     if sum(counts) > num_devices:

@@ -19,7 +19,7 @@ from penstock.schedule.op import COMPUTE, RELEASING
 from penstock.schedule.rounds import Rounds
 from penstock.timeline import Timeline
 from penstock.values import is_whole
-from penstock.versions import USUAL, Policy, check_policy
+from penstock.versions import USUAL, Policy, check_policy, rounds_of
 
 _MICROBATCHES_PER_RANK = 8
 _FEWEST_MINIBATCHES = 4
@@ -51,12 +51,10 @@ class Stream:
         Raises:
             InputError: the policy does not go with the schedule.
         """
-        replicas = tuple(schedule.copies[stage] for stage in range(schedule.num_stages))
-        check_policy(policy, policy.family, replicas, minibatch)
-        if policy.updates == "microbatch":
-            return cls(policy, Rounds(replicas), lcm(*replicas))
-        rounds = Rounds.of_minibatches(replicas, minibatch, schedule.num_microbatches)
-        return cls(policy, rounds, lcm(minibatch, *replicas))
+        rounds = rounds_of(policy, schedule, minibatch)
+        check_policy(policy, policy.family, rounds.replicas, minibatch)
+        size = minibatch if policy.updates == "minibatch" else 1
+        return cls(policy, rounds, lcm(size, *rounds.replicas))
 
     def with_updates(self, schedule: Schedule) -> Schedule:
         """A schedule of compute ops with every stage's updates in it."""

@@ -51,6 +51,7 @@ class Feed:
         self._num_synchronous = 0
         self._restart()
         policy = plan.versions
+        self._least_minibatch = least_minibatch(policy, plan.replicas)
         if policy.asynchronous:
             self._windows = Windows(
                 lambda count, rounds: asynchronous(plan, count, rounds),
@@ -173,7 +174,7 @@ class Feed:
         """Whether the stream can go on behind a minibatch of this size: one that is shorter than
         what is in flight would need versions that are not kept, so the pipeline drains behind
         it."""
-        return count >= least_minibatch(self._plan.versions, self._plan.replicas)
+        return count >= self._least_minibatch
 
     def _most_under_way(self, minibatch: Minibatch) -> int:
         """How many minibatches behind the first rank the last one may be."""

@@ -24,8 +24,14 @@ forward of microbatch k, and k at its backward, where each microbatch is an upda
 
 from __future__ import annotations
 
-from penstock.versions.book import Trace, VersionBook, trace
-from penstock.versions.fit import check_policy, least_minibatch, weight_copies
+from penstock.versions.book import Trace, VersionBook, trace, versions_read
+from penstock.versions.fit import (
+    check_policy,
+    least_minibatch,
+    place_of,
+    rounds_of,
+    weight_copies,
+)
 from penstock.versions.policies import (
     POLICIES,
     USUAL,
@@ -59,7 +65,10 @@ __all__ = [
     "VerticalSync",
     "check_policy",
     "least_minibatch",
+    "place_of",
     "rate_factor",
+    "rounds_of",
     "trace",
+    "versions_read",
     "weight_copies",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.schedule import Kind, Op
+from penstock.schedule import Kind, Op, Schedule
 from penstock.schedule.op import RELEASING
 from penstock.schedule.rounds import Rounds
 from penstock.versions.policies import Policy
@@ -40,6 +40,18 @@ def trace(ops: Sequence[Op], policy: Policy, rounds: Rounds, num_stages: int) ->
         book = stages.setdefault(op.stage, VersionBook(policy, rounds, op.stage, num_stages))
         versions.append(book.read(op))
     return Trace(tuple(versions), {stage: book.most for stage, book in stages.items()})
+
+
+def versions_read(stream: Schedule, policy: Policy, rounds: Rounds) -> list[tuple[int, ...]]:
+    """``trace`` of every rank: the version that each op reads.
+
+    Args:
+        stream: with updates.
+        policy: which.
+        rounds: of the stream.
+    """
+    traces = (trace(ops, policy, rounds, stream.num_stages) for ops in stream.ranks)
+    return [one.versions for one in traces]
 
 
 class VersionBook:

@@ -5,8 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.errors import InputError
-from penstock.schedule.rounds import warm_up
+from penstock.schedule import Schedule
+from penstock.schedule.rounds import Rounds, warm_up
 from penstock.versions.policies import DoubleBuffer, PipeMare, Place, Policy, VerticalSync
+
+
+def place_of(policy: Policy, replicas: Sequence[int], stage: int, num_microbatches: int) -> Place:
+    """Where a stage stands.
+
+    Args:
+        policy: says what an update is made of.
+        replicas: of each stage.
+        stage: which.
+        num_microbatches: per minibatch.
+    """
+    whole = policy.updates == "minibatch"
+    per_update = num_microbatches / replicas[stage] if whole else 1.0
+    return Place(stage, len(replicas), warm_up(replicas, stage), per_update)
+
+
+def rounds_of(policy: Policy, schedule: Schedule, minibatch: int) -> Rounds:
+    """When the stages of a stream update.
+
+    Args:
+        policy: says what an update is made of.
+        schedule: of the stream.
+        minibatch: microbatches of each but perhaps the last.
+    """
+    replicas = tuple(schedule.copies[stage] for stage in range(schedule.num_stages))
+    if policy.updates == "microbatch":
+        return Rounds(replicas)
+    return Rounds.of_minibatches(replicas, minibatch, schedule.num_microbatches)
 
 
 def weight_copies(policy: Policy, place: Place) -> int:

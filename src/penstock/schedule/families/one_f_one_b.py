@@ -7,12 +7,8 @@ PPoPP 2021, arXiv 2007.01045, section 3.2).
 
 from __future__ import annotations
 
-from penstock.schedule.families.replicated import (
-    Replicas,
-    one_then_one,
-    replica_counts,
-    round_robin,
-)
+from penstock.schedule.families.alternate import alternate
+from penstock.schedule.families.replicated import Replicas, replica_counts, round_robin
 from penstock.schedule.schedule import Schedule
 
 
@@ -45,4 +41,4 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, replicas: Replicas = "") 
         InputError: replicas that do not add up to the ranks, or more replicas than microbatches.
     """
     counts = replica_counts("1f1b", replicas, num_ranks)
-    return round_robin("1f1b", counts, num_microbatches, one_then_one)
+    return round_robin("1f1b", counts, num_microbatches, alternate)

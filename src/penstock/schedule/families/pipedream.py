@@ -7,12 +7,8 @@ Training", arXiv 1806.03377.
 
 from __future__ import annotations
 
-from penstock.schedule.families.replicated import (
-    Replicas,
-    one_then_one,
-    replica_counts,
-    round_robin,
-)
+from penstock.schedule.families.alternate import alternate
+from penstock.schedule.families.replicated import Replicas, replica_counts, round_robin
 from penstock.schedule.schedule import Schedule
 
 
@@ -48,4 +44,4 @@ def pipedream(num_ranks: int, num_microbatches: int, replicas: Replicas = "") ->
         InputError: replicas that do not add up to the ranks, or more replicas than microbatches.
     """
     counts = replica_counts("pipedream", replicas, num_ranks)
-    return round_robin("pipedream", counts, num_microbatches, one_then_one)
+    return round_robin("pipedream", counts, num_microbatches, alternate)

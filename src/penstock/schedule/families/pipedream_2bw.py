@@ -7,13 +7,9 @@ section 3.1.
 from __future__ import annotations
 
 from penstock.errors import InputError
+from penstock.schedule.families.alternate import alternate
 from penstock.schedule.families.options import at_least
-from penstock.schedule.families.replicated import (
-    Replicas,
-    one_then_one,
-    replica_counts,
-    round_robin,
-)
+from penstock.schedule.families.replicated import Replicas, replica_counts, round_robin
 from penstock.schedule.rounds import warm_up
 from penstock.schedule.schedule import Schedule
 
@@ -60,4 +56,4 @@ def pipedream_2bw(
                 f"{family}: a minibatch of {minibatch} microbatches is too short: a stage would "
                 f"need more than two versions; take {least} or more"
             )
-    return round_robin(family, counts, num_microbatches, one_then_one)
+    return round_robin(family, counts, num_microbatches, alternate)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from penstock.errors import InputError
-from penstock.schedule.families.alternate import alternate
 from penstock.schedule.op import Kind, Op
 from penstock.schedule.rounds import warm_up
 from penstock.schedule.schedule import Schedule
@@ -23,32 +22,38 @@ Order = Callable[[int, list[Op], list[Op]], list[Op]]
 """From a stage's warm-up, its forwards and its backwards to their order."""
 
 
+def read_replicas(replicas: Replicas) -> tuple[int, ...]:
+    """A count for every stage; none if nothing is said.
+
+    Raises:
+        InputError: it is no list of counts, or one is below 1.
+    """
+    if not replicas:
+        return ()
+    parts: Sequence[Any] = items_of(replicas) or (0,)
+    if isinstance(replicas, str):
+        parts = [int(part) if part.isdigit() else 0 for part in replicas.split("-")]
+    if not all(is_whole(part) and part >= 1 for part in parts):
+        raise InputError(f"replicas is {replicas!r}; give a count ≥ 1 for every stage, as in 2-1-1")
+    return tuple(parts)
+
+
 def replica_counts(family: str, replicas: Replicas, num_ranks: int) -> tuple[int, ...]:
     """The replicas of each stage.
 
     Raises:
         InputError: no counts, one below 1, or counts that do not add up to the number of ranks.
     """
-    if not replicas:
-        return (1,) * num_ranks
-    parts: Sequence[Any] = items_of(replicas) or (0,)
-    if isinstance(replicas, str):
-        parts = [int(part) if part.isdigit() else 0 for part in replicas.split("-")]
-    if not all(is_whole(part) and part >= 1 for part in parts):
-        raise InputError(
-            f"{family}: replicas is {replicas!r}; give a count ≥ 1 for every stage, as in 2-1-1"
-        )
+    try:
+        parts = read_replicas(replicas) or (1,) * num_ranks
+    except InputError as error:
+        raise InputError(f"{family}: {error}") from None
     if sum(parts) != num_ranks:
         raise InputError(
             f"{family}: replicas {'-'.join(map(str, parts))} are {sum(parts)} ranks, but num_ranks "
             f"is {num_ranks}; make them equal"
         )
-    return tuple(parts)
-
-
-def one_then_one(in_hand: int, forwards: list[Op], backwards: list[Op]) -> list[Op]:
-    """1F1B's order on one rank."""
-    return alternate(in_hand, forwards, backwards)
+    return parts
 
 
 def round_robin(
