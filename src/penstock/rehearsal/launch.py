@@ -98,12 +98,13 @@ def _be_rank(inherited: Sequence[Connection], play_arguments: tuple[Any, ...]) -
 
 def _death(ranks: Sequence[Rank]) -> str:
     for number, (process, _) in enumerate(ranks):
-        if process.exitcode is not None and process.exitcode < 0:
-            name = signal.Signals(-process.exitcode).name
+        code = process.exitcode  # read once: every reading asks the operating system anew
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
             hint = "; the machine may be out of memory" if name == "SIGKILL" else ""
             return f"rank {number}'s process was ended by {name}{hint},"
-        if process.exitcode:
-            return f"rank {number}'s process ended with exit code {process.exitcode}"
+        if code:
+            return f"rank {number}'s process ended with exit code {code}"
     asker_is_gone = bool(select.select([sys.stdin], [], [], 0)[0])
     return "who asked for the rehearsal has gone" if asker_is_gone else ""
 
