@@ -19,12 +19,13 @@ class Costs:
 
     Attributes:
         forward: F.
-        backward_input: I; a full backward B takes ``backward_input + backward_weight``.
+        backward_input: I.
         backward_weight: W.
         hop: from the end of an op until its result is usable on another rank; entry s is the edge
             between stages s and s+1, in both directions.
         update: the optimizer's step of a stage, once per minibatch.
         recompute: R; by default as long as the forward that it repeats.
+        backward: a full backward B; by default ``backward_input + backward_weight``.
         reduce: from the moment the last copy of a stage has handed in its gradients until their
             sum is there; overlaps with compute.
 
@@ -39,6 +40,7 @@ class Costs:
     update: PerStage = 0.0
     recompute: PerStage | None = None
     reduce: PerStage = 0.0
+    backward: PerStage | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -80,6 +82,8 @@ class Costs:
                 taken = self.backward_input
             case Kind.BACKWARD_WEIGHT:
                 taken = self.backward_weight
+            case Kind.BACKWARD if self.backward is not None:
+                taken = self.backward
             case Kind.BACKWARD:
                 return _at(self.backward_input, op.stage) + _at(self.backward_weight, op.stage)
             case Kind.UPDATE:
@@ -98,7 +102,7 @@ class Costs:
         """The costs of each stage where plain numbers are those of a whole rank's layers, so that
         schedules with one stage per rank and with several train the same model: an even share of
         the compute. Lists are per stage already, and a hop takes as long as before."""
-        shared = ("forward", "backward_input", "backward_weight", "update", "recompute")
+        shared = ("forward", "backward_input", "backward_weight", "backward", "update", "recompute")
         values = {name: getattr(self, name) for name in shared}
         numbers = {name: value for name, value in values.items() if isinstance(value, float)}
         return replace(self, **{name: value / stages_per_rank for name, value in numbers.items()})

@@ -1,13 +1,18 @@
 """What a model costs, layer by layer: ``Layer`` and ``LayerGraph``.
 
-A profile is a chain of layers in execution order. It knows nothing of torch, so a plan can be made
-on another machine, from a file.
+A profile lists layers in execution order. A cut behind any of them makes two stages; what has to
+travel there is the output of every layer before the cut that one behind it reads. It knows nothing
+of torch, so a plan can be made on another machine, from a file.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+
+from msgspec import field
 
 from penstock.errors import InputError
 from penstock.values import Value
@@ -18,19 +23,32 @@ class Layer(Value, frozen=True, kw_only=True):
 
     Attributes:
         name: qualified name in the model, as in ``state_dict`` keys.
-        kind: class name of the module, for people.
+        kind: class name of the module, for people and for tensor parallelism.
         forward_seconds: one forward pass.
         backward_input_seconds: the gradient with respect to the layer's input.
-        backward_weight_seconds: the gradient with respect to its parameters.
+        backward_weight_seconds: the gradient with respect to its parameters; the two together are a
+            whole backward.
+        split_seconds: what a backward in two halves takes longer than a whole one.
+        recompute_seconds: a forward that runs again before its backward; as long as the first by
+            default.
         update_seconds: the optimizer's step on its parameters, once per minibatch.
         activation_bytes: what autograd keeps from forward until backward.
         held_input_bytes: its input, if autograd does not keep that anyway; what a stage that begins
             with it holds besides.
         weight_kept_bytes: what stays between the two halves of a split backward.
-        output_bytes: what travels to the next layer, and as a gradient back from it.
+        workspace_bytes: what it needs for itself while it runs, beyond what it keeps.
+        output_bytes: what it hands to the layers that read it, and as a gradient gets back.
         parameter_bytes: parameters; their gradients take as much again.
+        buffer_bytes: what its state has besides, as running statistics.
         optimizer_bytes: the optimizer's state for them.
+        inputs: names of the layers whose outputs it reads; the one before it by default.
+        skip_bytes: what it hands past its neighbours, besides its output: bytes by the name of the
+            layer that takes it.
+        shared_parameters: bytes of the parameters that other layers hold as well, by their name in
+            the model (tied weights).
         signature: shapes and dtypes of the parameters, so that a plan can tell its model.
+        spread: of the measured seconds: half the distance between their quartiles over the median.
+        warnings: what is odd about the measurements, in words.
     """
 
     name: str
@@ -38,20 +56,30 @@ class Layer(Value, frozen=True, kw_only=True):
     forward_seconds: float
     backward_input_seconds: float
     backward_weight_seconds: float
+    split_seconds: float = 0.0
+    recompute_seconds: float | None = None
     update_seconds: float = 0.0
     activation_bytes: int = 0
     held_input_bytes: int = 0
     weight_kept_bytes: int = 0
+    workspace_bytes: int = 0
     output_bytes: int = 0
     parameter_bytes: int = 0
+    buffer_bytes: int = 0
     optimizer_bytes: int = 0
+    inputs: tuple[str, ...] | None = None
+    skip_bytes: dict[str, int] = field(default_factory=dict)
+    shared_parameters: dict[str, int] = field(default_factory=dict)
     signature: str = ""
+    spread: float = 0.0
+    warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in self.__struct_fields__:
-            value = getattr(self, field)
-            if not isinstance(value, str) and not value >= 0:
-                raise InputError(f"layer {self.name!r}: {field} is {value}, but must be ≥ 0")
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            numbers = value.values() if isinstance(value, dict) else (value,)
+            if any(isinstance(number, int | float) and not number >= 0 for number in numbers):
+                raise InputError(f"layer {self.name!r}: {name} is {value}, but must be ≥ 0")
 
     @property
     def backward_seconds(self) -> float:
@@ -73,28 +101,108 @@ class LayerGraph(Value, frozen=True, kw_only=True):
             microbatch.
         input_bytes: size of the model's own input for one microbatch.
         hop_seconds: measured overhead of handing one message to a neighbouring worker, or 0.
+        op_seconds: measured overhead of one op (F, B, I or W) of a stage beyond its layers, or 0.
+        contention: how many times longer everything takes while the other cores of the machine are
+            as busy as this one; at least 1.
         num_threads: intra-op threads it was measured with; a worker gets as many.
         device: what it was measured on, for people.
+        dtype: of the parameters, for people.
+        software: versions of what it was measured with, by name.
+        other_sizes: the same model measured with microbatches of other sizes.
     """
 
     layers: tuple[Layer, ...]
     microbatch_size: int = 1
     input_bytes: int = 0
     hop_seconds: float = 0.0
+    op_seconds: float = 0.0
+    contention: float = 1.0
     num_threads: int = 1
     device: str = ""
+    dtype: str = ""
+    software: dict[str, str] = field(default_factory=dict)
+    other_sizes: tuple[LayerGraph, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise InputError("a LayerGraph needs at least one layer")
-        names = [layer.name for layer in self.layers]
-        repeated = sorted({name for name in names if names.count(name) > 1})
+        counts = Counter(layer.name for layer in self.layers)
+        repeated = sorted(name for name, count in counts.items() if count > 1)
         if repeated:
             raise InputError(f"layer names must be unique, but {', '.join(repeated)} repeat")
-        if self.microbatch_size < 1:
-            raise InputError(f"microbatch_size is {self.microbatch_size}, but must be ≥ 1")
-        if self.num_threads < 1:
-            raise InputError(f"num_threads is {self.num_threads}, but must be ≥ 1")
+        for name, least in (("microbatch_size", 1), ("num_threads", 1), ("contention", 1)):
+            if not getattr(self, name) >= least:
+                raise InputError(f"{name} is {getattr(self, name)}, but must be ≥ {least}")
+        self._check_order()
+        self._check_other_sizes()
+
+    def _check_order(self) -> None:
+        place = {layer.name: index for index, layer in enumerate(self.layers)}
+        for index, layer in enumerate(self.layers):
+            for name in layer.inputs or ():
+                if place.get(name, index) >= index:
+                    raise InputError(f"layer {layer.name!r} reads {name!r}, no layer before it")
+            for name in layer.skip_bytes:
+                if place.get(name, -1) <= index:
+                    raise InputError(f"layer {layer.name!r} skips to {name!r}, no layer behind it")
+
+    def _check_other_sizes(self) -> None:
+        sizes = [self.microbatch_size]
+        for other in self.other_sizes:
+            if other.other_sizes or other.fingerprint != self.fingerprint:
+                raise InputError(
+                    f"other_sizes: the profile with microbatches of {other.microbatch_size} is of "
+                    "another model or has other sizes of its own; give one profile per size"
+                )
+            sizes.append(other.microbatch_size)
+        if len(set(sizes)) < len(sizes):
+            raise InputError(
+                f"other_sizes: two profiles have microbatches of the same size: {sizes}"
+            )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The microbatch sizes that were measured, ascending."""
+        return tuple(sorted((self.microbatch_size, *(o.microbatch_size for o in self.other_sizes))))
+
+    def at(self, microbatch_size: int) -> LayerGraph:
+        """The profile with microbatches of this size.
+
+        Raises:
+            InputError: it was not measured.
+        """
+        for graph in (self, *self.other_sizes):
+            if graph.microbatch_size == microbatch_size:
+                return graph
+        measured = ", ".join(map(str, self.sizes))
+        raise InputError(
+            f"the profile has no microbatches of {microbatch_size}, only of {measured}; measure it "
+            "with that size too"
+        )
+
+    @property
+    def crossing_bytes(self) -> tuple[int, ...]:
+        """What travels over a cut behind each layer but the last: every output that is read behind
+        it, once, and every skip."""
+        change = [0] * (len(self.layers) + 1)
+        for start, stop, num_bytes in self._spans():
+            change[start] += num_bytes
+            change[stop] -= num_bytes
+        return tuple(accumulate(change[: len(self.layers) - 1]))
+
+    def _spans(self) -> Iterator[tuple[int, int, int]]:
+        """(producer, last reader, bytes) of everything that is handed on."""
+        place = {layer.name: index for index, layer in enumerate(self.layers)}
+        last = list(range(len(self.layers)))
+        for index, layer in enumerate(self.layers):
+            before = (index - 1,) if index else ()
+            sources = before if layer.inputs is None else map(place.__getitem__, layer.inputs)
+            for source in sources:
+                last[source] = index  # in execution order, so the last one stays
+            for name, num_bytes in layer.skip_bytes.items():
+                yield index, place[name], num_bytes
+        for index, layer in enumerate(self.layers):
+            yield index, last[index], layer.output_bytes
 
     @property
     def fingerprint(self) -> str:

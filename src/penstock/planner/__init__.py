@@ -1,7 +1,7 @@
 """From a profile and a cluster to a plan."""
 
-from penstock.planner.plan import Plan
+from penstock.planner.plan import Alternative, Plan
 from penstock.planner.search import plan
 from penstock.planner.stage_plan import StagePlan
 
-__all__ = ["Plan", "StagePlan", "plan"]
+__all__ = ["Alternative", "Plan", "StagePlan", "plan"]

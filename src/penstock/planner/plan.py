@@ -11,6 +11,7 @@ from typing import Any, get_args
 from msgspec import field
 from msgspec.structs import force_setattr, replace
 
+from penstock.cluster import Device
 from penstock.cost import Costs
 from penstock.errors import InputError, ModelError
 from penstock.planner.stage_plan import (
@@ -43,6 +44,31 @@ from penstock.versions import (
 )
 
 
+class Alternative(Value, frozen=True, kw_only=True):
+    """A plan that was weighed.
+
+    Attributes:
+        label: what it is the best of, for example ``"data parallel"``.
+        description: schedule, stages, replicas.
+        step_seconds: of a minibatch; without a flush, in the steady state.
+        bubble: idle rank-time over all rank-time of a step; 0 without a flush.
+        memory_bytes: of the rank that needs most.
+        moved_bytes: over all links, per minibatch.
+        delay: updates between the version of the weights that a gradient is computed with and the
+            one that it is applied to, of the stage that waits longest; 0 in a synchronous plan.
+        remark: for example why it was not chosen.
+    """
+
+    label: str
+    description: str
+    step_seconds: float
+    bubble: float = 0.0
+    memory_bytes: int = 0
+    moved_bytes: int = 0
+    delay: float = 0.0
+    remark: str = ""
+
+
 class Plan(Value, frozen=True, kw_only=True):
     """How to spread one model.
 
@@ -55,7 +81,13 @@ class Plan(Value, frozen=True, kw_only=True):
         num_microbatches: per minibatch, at least 1.
         stages: in execution order, at least one.
         num_threads: intra-op threads of each worker, as in the profile.
+        microbatch_size: rows of a microbatch, as in the profile; 0 where nobody says.
+        devices: of each rank, in order; with several tensor ranks, those of a rank follow one
+            another. Empty where nobody says.
+        num_tensor_ranks: devices that share every layer of a stage (``StagePlan.splits``).
+        cost_model: by which communication was counted.
         reason: one sentence on why this plan was chosen.
+        alternatives: what else could have been done, and what it would have cost.
         version: of this file format.
 
     Raises:
@@ -70,13 +102,18 @@ class Plan(Value, frozen=True, kw_only=True):
     options: dict[str, Any] = field(default_factory=dict)
     versions: Policy = field(default_factory=Flush)
     num_threads: int = 1
+    microbatch_size: int = 0
+    devices: tuple[Device, ...] = ()
+    num_tensor_ranks: int = 1
+    cost_model: str = "ring"
     reason: str = ""
+    alternatives: tuple[Alternative, ...] = ()
     version: int = 1
 
     def __post_init__(self) -> None:
         if self.version != 1:
             raise InputError(f"the plan has version {self.version}; this Penstock reads version 1")
-        for name in ("num_microbatches", "num_threads"):
+        for name in ("num_microbatches", "num_threads", "num_tensor_ranks"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}, but must be ≥ 1")
         if not self.stages:
@@ -91,6 +128,7 @@ class Plan(Value, frozen=True, kw_only=True):
         if self.schedule in USUAL and not self.versions.asynchronous:
             force_setattr(self, "versions", USUAL[self.schedule])
         self._check_placement(self.placement)
+        self._check_devices()
         check_policy(self.versions, self.schedule, self.replicas, self.num_microbatches)
         # Follows from the policy, whoever wrote the file.
         stages = (
@@ -112,6 +150,18 @@ class Plan(Value, frozen=True, kw_only=True):
                     f"stage {index} is on rank {stage.rank}, but {self.schedule} runs it on rank "
                     f"{', '.join(map(str, ranks))}"
                 )
+
+    def _check_devices(self) -> None:
+        needed = self.num_ranks * self.num_tensor_ranks
+        if self.devices and len(self.devices) != needed:
+            raise InputError(f"{needed} devices are needed, but {len(self.devices)} are named")
+        names = Counter(device.name for device in self.devices)
+        twice = [name for name, count in names.items() if count > 1]
+        if twice:
+            raise InputError(f"device {twice[0]!r} is given to more than one rank")
+        split = next((stage for stage in self.stages if stage.splits), None)
+        if split is not None and self.num_tensor_ranks == 1:
+            raise InputError(f"{split.layers[0]!r} and others are split over num_tensor_ranks = 1")
 
     @property
     def num_ranks(self) -> int:
@@ -140,7 +190,7 @@ class Plan(Value, frozen=True, kw_only=True):
 
     @property
     def rank_bytes(self) -> tuple[int, ...]:
-        """Predicted memory of each rank: ``StagePlan.memory_bytes`` of its stages."""
+        """Predicted memory of each rank."""
         return bytes_of_ranks(self.stages, self.placement)
 
     @property

@@ -17,7 +17,6 @@ from penstock.graph import LayerGraph
 from penstock.partition import balance
 from penstock.planner.candidate import Candidate, Setting, Task
 from penstock.planner.plan import Plan
-from penstock.planner.stage_plan import stage_bytes
 from penstock.planner.table import format_bytes, format_seconds, format_speed_up
 from penstock.schedule import Kind, families
 from penstock.schedule.families.replicated import read_replicas
@@ -230,7 +229,8 @@ def _fits(task: Task, setting: Setting, slack: float) -> Callable[[int, int, int
     copies = [setting.weight_versions(stage, task.num_microbatches) for stage in range(len(peaks))]
 
     def fits(stage: int, start: int, stop: int) -> bool:
-        held = stage_bytes(*task.sizes(start, stop), peaks[stage], copies[stage])
+        parameters, optimizer, activations = task.sizes(start, stop)
+        held = (copies[stage] + 1) * parameters + optimizer + round(peaks[stage] * activations)
         return held <= limits[stage]
 
     return fits

@@ -12,7 +12,7 @@ OP_SECONDS = 10e-3
 """What F, I and W of all of a rank's layers take where nobody says."""
 
 _NAMES = tuple(field.name for field in fields(Costs))
-_COMPUTE = ("forward", "backward_input", "backward_weight", "recompute")
+_COMPUTE = ("forward", "backward_input", "backward_weight", "backward", "recompute")
 
 
 def default_costs(schedule: Schedule) -> Costs:
