@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from penstock.profiler import profile
     from penstock.rehearsal import rehearse
     from penstock.spine import run_spine
+    from penstock.tracing import Captured, capture
 
 __version__ = "0.1.0"
 __all__ = [
+    "Captured",
     "Cluster",
     "Costs",
     "Device",
@@ -47,6 +49,7 @@ __all__ = [
     "Sizes",
     "Span",
     "Timeline",
+    "capture",
     "check",
     "draw",
     "errors",
@@ -61,6 +64,8 @@ __all__ = [
 ]
 
 _NEEDS_TORCH = {
+    "Captured": "penstock.tracing",
+    "capture": "penstock.tracing",
     "Microbatches": "penstock.microbatches",
     "Pipeline": "penstock.pipeline",
     "profile": "penstock.profiler",

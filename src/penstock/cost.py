@@ -23,6 +23,8 @@ class Costs:
         backward_weight: W.
         hop: from the end of an op until its result is usable on another rank; entry s is the edge
             between stages s and s+1, in both directions.
+        link: of a hop, how long it keeps the link busy, so that the next message from the same rank
+            to the same rank waits; 0 where any number can travel at once.
         update: the optimizer's step of a stage, once per minibatch.
         recompute: R; by default as long as the forward that it repeats.
         backward: a full backward B; by default ``backward_input + backward_weight``.
@@ -41,6 +43,7 @@ class Costs:
     recompute: PerStage | None = None
     reduce: PerStage = 0.0
     backward: PerStage | None = None
+    link: PerStage = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -64,7 +67,8 @@ class Costs:
         for field in fields(self):
             value = getattr(self, field.name)
             # The last stage has no edge behind it, so its hop may be left out.
-            enough = {num_stages, num_stages - 1} if field.name == "hop" else {num_stages}
+            edges = field.name in ("hop", "link")
+            enough = {num_stages, num_stages - 1} if edges else {num_stages}
             if isinstance(value, tuple) and len(value) not in enough:
                 raise InputError(
                     f"costs: {field.name} has {len(value)} numbers, but the schedule has "
@@ -97,6 +101,15 @@ class Costs:
         if op.kind is Kind.UPDATE:
             return _at(self.reduce, op.stage)
         return _at(self.hop, min(needed.stage, op.stage))
+
+    @property
+    def has_busy_links(self) -> bool:
+        """Whether messages may have to wait for each other."""
+        return bool(self.link if isinstance(self.link, float) else any(self.link))
+
+    def occupies(self, first_stage: int) -> float:
+        """How long a message keeps the link between a stage and the next one busy."""
+        return _at(self.link, first_stage)
 
     def spread(self, stages_per_rank: float) -> Costs:
         """The costs of each stage where plain numbers are those of a whole rank's layers, so that

@@ -26,13 +26,11 @@ class Footprint(NamedTuple):
             begins with the layer holds it, because the gradient is handed back by it.
         weight_kept: what stays from the input gradient until the weight gradient of a split
             backward.
-        output: what goes to the next layer.
     """
 
     activation: int
     held_input: int
     weight_kept: int
-    output: int
 
 
 def measure_footprints(
@@ -75,7 +73,6 @@ def measure_footprints(
                 if owners.get(address, _NOBODY) < index
             ),
             _weight_kept(modules[index], run, values[index], index > 0),
-            sum(tensor.nbytes for tensor in tree.tensors(values[index + 1])),
         )
         for index, run in enumerate(runs)
     ]

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from msgspec import field
+from msgspec.structs import replace
 
 from penstock.errors import InputError
 from penstock.values import Value
@@ -203,6 +204,29 @@ class LayerGraph(Value, frozen=True, kw_only=True):
                 yield index, place[name], num_bytes
         for index, layer in enumerate(self.layers):
             yield index, last[index], layer.output_bytes
+
+    def reordered(self, names: Sequence[str]) -> LayerGraph:
+        """The same model with its layers in another order, and every layer's inputs named.
+
+        Args:
+            names: of all layers.
+
+        Raises:
+            InputError: not the names of all layers, or a layer comes before one that it reads.
+        """
+        by_name = {layer.name: layer for layer in self.layers}
+        if sorted(names) != sorted(by_name):
+            raise InputError("an order of layers must name each of them once")
+        before = ("", *(layer.name for layer in self.layers))
+        named = {
+            layer.name: (layer.inputs if layer.inputs is not None else (one,) if one else ())
+            for layer, one in zip(self.layers, before, strict=False)
+        }
+        return replace(
+            self,
+            layers=tuple(replace(by_name[name], inputs=named[name]) for name in names),
+            other_sizes=tuple(other.reordered(names) for other in self.other_sizes),
+        )
 
     @property
     def fingerprint(self) -> str:

@@ -276,6 +276,10 @@ def _named(model: nn.Module, modules: Iterable[object]) -> Iterator[NamedLayer]:
                 f"entry {index} of the spine is a {type(module).__name__}, not an nn.Module; "
                 "wrap functions in a module"
             )
+        given: object = getattr(module, "spine_name", None)
+        if isinstance(given, str):  # it holds its state under the full names of the model
+            yield NamedLayer(given, "", module)
+            continue
         # A module that stands in several places has a name for each.
         aliases = names.get(id(module), [])
         prefix = aliases.pop(0) if len(aliases) > 1 else next(iter(aliases), None)

@@ -147,7 +147,8 @@ def test_profile_plan_train_report_hand_files_on(tmp_path):
         "plan", str(graph), "-m", "4", "-p", "2", "--schedule", "1f1b", "-o", str(plan), "--json"
     )
     assert json.loads(found)["schedule"] == "1f1b"
-    assert "rank 1 │" in run("draw", str(plan))
+    drawn = run("draw", str(plan))
+    assert "stage 1: " in drawn and "0→1: " in drawn and "rank 1 │" in drawn
     answer = json.loads(
         run("train", workload, "--plan", str(plan), "--steps", "6", "--compare", "-o", str(folder),
             "--timeline", str(tmp_path / "step.json"), "--json")
@@ -339,7 +340,9 @@ def test_versions_of_files(tmp_path):
     ):
         Plan(model="m", schedule=schedule, num_microbatches=2, stages=stages).save(plan)
         drawn = run("draw", str(plan), "--versions", *more).splitlines()
-        read = {int(number) for number in drawn[4].split("│")[1].split()}
+        assert drawn[0].startswith(f"{schedule}: 2 stages on 2 ranks")
+        reads = [line for line in drawn if line.startswith("reads  │")]
+        read = {int(number) for number in reads[1].split("│")[1].split()}
         assert read == set(range(newest + 1))
 
 

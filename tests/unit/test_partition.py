@@ -1,3 +1,6 @@
+from math import inf
+
+import numpy as np
 import pytest
 
 from penstock.errors import InputError, PlanError
@@ -42,10 +45,14 @@ def test_a_dear_edge_is_not_cut():
 
 def test_a_stage_can_have_a_limit_of_its_own():
     sizes = {0: 1, 1: 3}
-    fits = lambda stage, start, stop: stop - start <= sizes[stage]  # noqa: E731
-    assert balance([1, 1, 1, 1], 2, fits=fits) == (0, 1, 4)
+
+    def extra(num_layers):
+        lengths = np.arange(num_layers + 1) - np.arange(num_layers + 1)[:, None]
+        return lambda stage: np.where(lengths <= sizes[stage], 0.0, inf)
+
+    assert balance([1, 1, 1, 1], 2, extra=extra(4)) == (0, 1, 4)
     with pytest.raises(PlanError, match="no way to cut 5 layers into 2 stages"):
-        balance([1] * 5, 2, fits=fits)
+        balance([1] * 5, 2, extra=extra(5))
 
 
 def test_a_thousand_layers():

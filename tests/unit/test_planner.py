@@ -6,7 +6,10 @@ from msgspec.structs import replace
 from penstock import Cluster, Device, Layer, LayerGraph, Link, plan
 from penstock.errors import FileError, InputError, ModelError, PlanError
 from penstock.planner import Plan, StagePlan
+from penstock.planner.offers import Wish
+from penstock.planner.race import Race
 from penstock.planner.search import plan as search
+from penstock.planner.task import Task
 
 KIB = 1024
 
@@ -41,20 +44,29 @@ def layers_of(found):
 
 
 def test_two_devices_halve_the_chain():
-    found = plan(chain(), devices(2), microbatches=8)
+    found = plan(chain(), devices(2), microbatches=8, schedule="1f1b")
     assert (found.schedule, layers_of(found)) == ("1f1b", [2, 2])
     assert found.model == chain().fingerprint
     assert found.simulate().makespan == pytest.approx(9 * 0.06)
     assert found.reason == (
-        "2 stages with 1f1b: 540 ms a step, 1.78× one device; eager-1f1b would take as "
-        "long and hold 3 instead of 2 microbatches"
+        "2 stages with 1f1b: 540 ms a step, 1.78× one device; data parallelism on 2 devices would "
+        "take 480 ms, but is not what was asked for"
+    )
+
+
+def test_free_links_make_data_parallelism_the_best():
+    found = plan(chain(), devices(2), microbatches=8)
+    assert (found.replicas, found.step_seconds) == ((2,), pytest.approx(0.48))
+    assert found.reason == (
+        "data parallelism on 2 devices: 480 ms a step, 2.00× one device; 4 stages with dualpipe-v "
+        "would take 490 ms"
     )
 
 
 def test_a_schedule_and_a_number_of_stages_can_be_asked_for():
     found = plan(chain(), devices(4), microbatches=4, schedule="gpipe", stages=3)
     assert (found.schedule, layers_of(found)) == ("gpipe", [2, 1, 1])
-    assert "no other plan was allowed or fits" in found.reason
+    assert "data parallelism on 4 devices would take 120 ms" in found.reason
 
 
 def test_slow_links_make_one_device_the_best():
@@ -67,8 +79,12 @@ def test_slow_links_make_one_device_the_best():
 def test_a_layer_that_dwarfs_all_others_leaves_devices_free():
     layers = list(chain(4, seconds=0).layers)
     layers[0] = replace(layers[0], forward_seconds=1)
-    found = plan(LayerGraph(layers=tuple(layers)), devices(4), microbatches=4)
+    found = plan(LayerGraph(layers=tuple(layers)), devices(4), microbatches=4, replicas="1")
     assert found.num_ranks == 1
+    pipelines = Wish(any_replicas=False)
+    race = Race()
+    race.run([Task(LayerGraph(layers=tuple(layers)), devices(4), 4)], pipelines)
+    assert race.winner.setting.num_ranks == 1
 
 
 def test_what_a_stage_is_made_of():
@@ -114,33 +130,57 @@ def test_the_faster_device_gets_more_layers():
 
 def test_a_small_device_gets_fewer_layers():
     cluster = Cluster(devices=(Device(name="small", memory_bytes=24 * KIB), Device(name="large")))
-    found = plan(chain(), cluster, microbatches=8, stages=2)
-    assert (found.schedule, layers_of(found)) == ("1f1b", [1, 3])
+    found = plan(chain(), cluster, microbatches=8, schedule="gpipe", recompute="never")
+    assert [device.name for device in found.devices] == ["large"]
+    small_first = Cluster(devices=(cluster.devices[0], Device(name="full", memory_bytes=50 * KIB)))
+    found = plan(chain(), small_first, microbatches=8, schedule="1f1b", recompute="never")
+    assert ([one.name for one in found.devices], layers_of(found)) == (["full", "small"], [2, 2])
 
 
 def test_memory_decides_between_schedules():
     graph = replace(chain(), hop_seconds=0.001)
-    # Two forwards ahead of each backward hide the hops, as GPipe's eight do, for less memory.
-    assert plan(graph, devices(2), microbatches=8).schedule == "eager-1f1b"
-    found = plan(graph, devices(2), microbatches=8, memory_bytes=50 * KIB)
-    assert found.schedule == "1f1b"
+    assert plan(graph, devices(2), microbatches=8, stages=2).schedule == "zb-h1"
+    # To run some forwards twice costs less than the bubbles of schedules that hold less.
+    found = plan(graph, devices(2), microbatches=8, stages=2, memory_bytes=38 * KIB)
+    assert (found.schedule, found.stages[0].recompute) == ("eager-1f1b", "stage")
+    found = plan(
+        graph, devices(2), microbatches=8, stages=2, memory_bytes=41 * KIB, recompute="never"
+    )
+    assert found.schedule == "zb-h1"
 
 
 def test_too_little_memory_names_the_closest_plan_and_what_it_misses():
     with pytest.raises(PlanError) as caught:
-        plan(chain(), devices(2), microbatches=8, stages=2, memory_bytes=20 * KIB)
+        never = {"microbatches": 8, "stages": 2, "recompute": "never"}
+        plan(chain(), devices(2), memory_bytes=20 * KIB, **never)
     assert str(caught.value) == (
         "no plan fits in memory; the closest, 2 stages with 1f1b, needs 32 KiB on rank 1 (d1), "
-        "12 KiB over the 20 KiB allowed: allow that much, or profile smaller microbatches"
+        "12 KiB over the 20 KiB allowed: allow recomputing, and 2 stages with 1f1b and recompute "
+        "fits (8 KiB on a rank)"
     )
-    assert plan(chain(), devices(2), microbatches=8, stages=2, memory_bytes=32 * KIB)
+    assert plan(chain(), devices(2), memory_bytes=32 * KIB, **never)
+    with pytest.raises(PlanError, match=r"1 KiB over .*: give it 4 devices like these, and 4 stag"):
+        plan(chain(), devices(2), microbatches=8, stages=2, memory_bytes=7 * KIB)
+    with pytest.raises(PlanError, match="allow that much, or profile smaller microbatches"):
+        plan(chain(), devices(2), microbatches=8, memory_bytes=KIB)
+
+
+def test_smaller_microbatches_that_were_profiled_are_a_way_out():
+    halves = replace(chain(activation_bytes=4 * KIB, held_input_bytes=0), microbatch_size=1)
+    whole = replace(chain(), microbatch_size=2, other_sizes=(halves,))
+    with pytest.raises(PlanError, match="take smaller microbatches, and .* fits"):
+        plan(whole, devices(1), microbatches=8, memory_bytes=15 * KIB)
+    assert plan(whole, devices(1), minibatch=16, memory_bytes=15 * KIB).microbatch_size == 1
 
 
 def test_ranks_that_share_memory():
     cluster = Cluster(devices=devices(2).devices, memory_bytes=60 * KIB)
-    assert plan(chain(), cluster, microbatches=8).num_ranks == 1
-    with pytest.raises(PlanError, match=r"62 KiB on all ranks together.* 2 KiB over the 60 KiB"):
-        plan(chain(), cluster, microbatches=8, stages=2)
+    found = plan(chain(), cluster, microbatches=8)
+    assert (found.schedule, layers_of(found), sum(found.rank_bytes)) == ("1f1b", [1, 3], 54 * KIB)
+    assert "84 KiB on all ranks together, which share memory, 24 KiB over" in found.reason
+    tight = replace(cluster, memory_bytes=10 * KIB)
+    with pytest.raises(PlanError, match=r"KiB on all ranks together.* KiB over the 10 KiB"):
+        plan(chain(), tight, microbatches=8, stages=2)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +190,7 @@ def test_ranks_that_share_memory():
         ({"stages": 0}, InputError, "stages is 0"),
         ({"memory_bytes": -5}, InputError, "memory_bytes is -5"),
         ({"stages": 5}, PlanError, "4 layers cannot make 5 stages"),
-        ({"stages": 3}, PlanError, r"3 stages on 2 device\(s\); ask for 1, 2 or give a cluster"),
+        ({"stages": 3}, PlanError, r"3 stages on 2 device\(s\); ask for 1, 2, 4 or give a cluster"),
         ({"schedule": "1f1p"}, InputError, "no schedule is called '1f1p'; did you mean '1f1b'"),
     ],
 )
@@ -177,7 +217,7 @@ def test_by_default_this_machine():
     assert found.num_ranks <= len(Cluster.local().devices)
 
 
-PLAN = plan(chain(), devices(2), microbatches=8)
+PLAN = plan(chain(), devices(2), microbatches=8, schedule="1f1b")
 
 
 def test_a_plan_in_print():

@@ -98,13 +98,19 @@ def test_layers_without_parameters_have_no_weight_gradient():
 
 @pytest.mark.parametrize(
     ("first", "inputs"),
-    [(nn.Embedding(50, 16), torch.arange(ROWS)), (nn.Linear(16, 16), torch.randn(ROWS, 16))],
+    [
+        (nn.Embedding(50, 512), torch.randint(0, 50, (4000,))),
+        (nn.Linear(512, 512), torch.randn(512, 512)),
+    ],
 )
-def test_the_first_layer_has_no_input_gradient(first, inputs):
-    layers = quick(nn.Sequential(first, nn.Linear(16, 4)), inputs).layers
-    assert layers[0].backward_input_seconds == 0
-    assert layers[0].backward_weight_seconds > 0
-    assert layers[1].backward_input_seconds > 0
+def test_the_first_layer_gives_no_input_gradient(first, inputs):
+    # Its half of a backward has little to do but to put the weight's gradient off.
+    def is_mostly_weights():
+        layers = quick(nn.Sequential(first, nn.Linear(512, 4)), inputs).layers
+        assert layers[1].backward_input_seconds > 0
+        return layers[0].backward_input_seconds < 0.5 * layers[0].backward_weight_seconds
+
+    assert any(is_mostly_weights() for _ in range(5))
 
 
 class Counter(nn.Module):
@@ -187,10 +193,56 @@ def test_loss_and_targets_come_together():
     assert graph.layers[-1].output_bytes == FLOAT  # the loss
 
 
-@pytest.mark.parametrize("options", [{"repeats": 0}, {"num_threads": 0}, {"repeats": -1}])
-def test_impossible_numbers_are_refused(options):
-    with pytest.raises(InputError, match=r"must be ≥ 1"):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"repeats": 0}, "must be ≥ 1"),
+        ({"num_threads": 0}, "must be ≥ 1"),
+        ({"repeats": -1}, "must be ≥ 1"),
+        ({"busy_cores": -1}, "busy_cores is -1, but must be a whole number ≥ 0"),
+        ({"busy_cores": 0.5}, "busy_cores is 0.5"),
+        ({"sizes": [4, 9]}, "9 rows cannot be taken from a sample of 8"),
+        ({"sizes": [0]}, "0 rows cannot be taken"),
+        ({"sizes": [1.5]}, "1.5 rows cannot be taken"),
+    ],
+)
+def test_impossible_numbers_are_refused(options, message):
+    with pytest.raises(InputError, match=message):
         quick(make_mlp(), torch.randn(ROWS, 16), **options)
+
+
+def test_a_model_and_its_inputs_are_on_one_device():
+    with pytest.raises(InputError, match=r"several devices \(cpu, meta\)"):
+        quick(make_mlp(), torch.randn(ROWS, 16, device="meta"))
+
+
+def test_it_says_where_and_with_what_it_was_measured():
+    graph = quick(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(ROWS, 4))
+    assert graph.dtype == "float32"
+    assert graph.device.endswith("CPU")
+    assert graph.software["torch"] == torch.__version__
+    assert set(graph.software) == {"torch", "python", "penstock"}
+    assert 0 < graph.op_seconds < 0.1
+
+
+def test_other_sizes_are_measured_with_rows_of_the_sample():
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    targets = torch.randint(0, 4, (ROWS,))
+    graph = quick(
+        model, torch.randn(ROWS, 16), loss=F.cross_entropy, targets=targets,
+        optimizer=torch.optim.AdamW, sizes=[4, 1, 4, ROWS],
+    )  # fmt: skip
+    assert graph.sizes == (1, 4, ROWS)
+    half = graph.at(4)
+    assert (half.microbatch_size, half.input_bytes) == (4, graph.input_bytes // 2)
+    for layer, other in zip(graph.layers, half.layers, strict=True):
+        assert other.activation_bytes * 2 == layer.activation_bytes or layer is graph.layers[-1]
+        assert other.parameter_bytes == layer.parameter_bytes
+        assert other.optimizer_bytes == layer.optimizer_bytes
+        assert other.update_seconds == layer.update_seconds
+        assert other.forward_seconds > 0
+    assert [layer.output_bytes for layer in half.layers] == [4 * 32 * FLOAT, 4 * 32 * FLOAT, FLOAT]
+    assert pk.LayerGraph.from_json(graph.to_json()) == graph
 
 
 def test_a_failing_layer_is_named_with_its_input():
@@ -230,6 +282,7 @@ def test_progress_is_told():
     seen = []
     quick(make_mlp(), torch.randn(ROWS, 16), progress=lambda *done: seen.append(done), repeats=2)
     total = seen[-1][1]
+    assert total == 1 + 2
     assert seen == [(index, total) for index in range(1, total + 1)]
 
 

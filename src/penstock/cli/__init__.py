@@ -7,6 +7,7 @@ import sys
 import click
 
 from penstock import __version__
+from penstock.cli.cluster_verb import CLUSTER_VERBS
 from penstock.cli.explain_verb import explain_plan
 from penstock.cli.model_verbs import MODEL_VERBS
 from penstock.cli.rehearse_verb import rehearse
@@ -24,7 +25,7 @@ def penstock() -> None:
     """
 
 
-for verb in (*MODEL_VERBS, *SCHEDULE_VERBS, rehearse, explain_plan, verify):
+for verb in (*MODEL_VERBS, *SCHEDULE_VERBS, *CLUSTER_VERBS, rehearse, explain_plan, verify):
     penstock.add_command(verb)
 
 

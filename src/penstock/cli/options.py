@@ -8,10 +8,12 @@ from typing import Any, TypeVar
 
 import click
 
+from penstock.cli import sources
+from penstock.cluster.units import to_bytes
 from penstock.cost import Costs
 from penstock.errors import FileError, InputError
 from penstock.values import Value
-from penstock.versions import POLICIES
+from penstock.versions import POLICIES, Policy
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
@@ -122,3 +124,25 @@ def versions_options(verb: Verb) -> Verb:
         "--versions", is_flag=True,
         help="Also show which version of its stage's weights each op reads.",
     )(verb)  # fmt: skip
+
+
+def parse_bytes(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
+    """A size with its unit."""
+    try:
+        return None if text is None else to_bytes(f"{text}B" if text.isdigit() else text)
+    except InputError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def _parse_policy(_: click.Context, __: click.Parameter, text: str | None) -> Policy | None:
+    return None if text is None else sources.read_policy(text)
+
+
+def policy_option(verb: Verb) -> Verb:
+    """``--versions`` of a plan."""
+    return click.option(
+        "--versions",
+        callback=_parse_policy,
+        help="Train without a flush, with this weight-version policy: "
+        f"{', '.join(POLICIES)}; fields follow the name, as in pipemare:t1=1000,t2=0.3.",
+    )(verb)

@@ -1,19 +1,22 @@
 """Pictures of a timeline: text, SVG, HTML, Chrome trace. One function, ``draw``, for all of them;
-``draw_stacked`` for several timelines on one axis, ``draw_scatter`` for memory against bubble,
-``write_report`` for a whole training run."""
+``draw_plan`` for a plan with its timeline, ``draw_stacked`` for several timelines on one axis,
+``draw_scatter`` for memory against bubble, ``write_report`` for a whole training run."""
 
-from penstock.drawing.draw import draw, draw_scatter, draw_stacked
+from penstock.drawing.draw import draw, draw_plan, draw_scatter, draw_stacked
+from penstock.drawing.plan_picture import PlanPicture
 from penstock.drawing.report import read_report, write_report
 from penstock.drawing.run_report import Fact, Report, Series, StageRow, TimelineRecord
 from penstock.drawing.svg import stacked
 
 __all__ = [
     "Fact",
+    "PlanPicture",
     "Report",
     "Series",
     "StageRow",
     "TimelineRecord",
     "draw",
+    "draw_plan",
     "draw_scatter",
     "draw_stacked",
     "read_report",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.drawing.labels import Names
@@ -123,7 +123,12 @@ def hatches(timelines: Sequence[Timeline]) -> str:
         for span in timeline.spans
         if span.op.kind in _MARKS
     }
-    return lines(_hatch(kind, level) for kind, level in sorted(used))
+    return patterns(used)
+
+
+def patterns(used: Iterable[tuple[Kind, int]]) -> str:
+    """Definitions of the patterns of these kinds and shades; some need none."""
+    return lines(_hatch(kind, level) for kind, level in sorted(used) if kind in _MARKS)
 
 
 def _hatch(kind: Kind, level: int) -> str:
@@ -163,7 +168,7 @@ def box(
         label_height = height - BAND if versions and kind in READING else height
         middle = y + label_height / 2 + style.size * 0.36
         size = f"font-size:{style.size:g}px"
-        class_ = _ink(kind, level)
+        class_ = ink(kind, level)
         parts.append(write(x + width / 2, middle, style.text(name), class_, style=size))
     if versions and kind in READING and span.version is not None:
         gap = _gap(width)
@@ -194,7 +199,8 @@ def _rectangle(place: Place, fill: dict[str, str]) -> str:
     return tag("rect", x=x + gap, y=y + 1, width=wide, height=height - 2, rx=corner, **fill)
 
 
-def _ink(kind: Kind, level: int) -> str:
+def ink(kind: Kind, level: int) -> str:
+    """The class of text that stands on a box."""
     letter = LETTERS[kind]
     if kind in _MARKS:
         return f"on-{letter} s{level}"

@@ -10,6 +10,8 @@ from typing import TypeVar
 
 from penstock.drawing.chrome import chrome
 from penstock.drawing.html import page, stacked_page
+from penstock.drawing.plan_page import plan_page, plan_with_timeline_svg, plan_with_timeline_text
+from penstock.drawing.plan_picture import PlanPicture
 from penstock.drawing.scatter import scatter_timelines
 from penstock.drawing.svg import stacked, svg
 from penstock.drawing.text import stacked_text, text
@@ -56,6 +58,33 @@ def draw(
     if versions:
         timeline.check_versions()
     renderers = {suffix: partial(one, versions=versions) for suffix, one in RENDERERS.items()}
+    return _drawn(renderers, timeline, path)
+
+
+def draw_plan(
+    picture: PlanPicture,
+    timeline: Timeline,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    versions: bool = False,
+) -> str:
+    """Draw a plan with its predicted timeline below; otherwise as ``draw``. A ``.json`` holds the
+    timeline alone.
+
+    Args:
+        picture: of the plan, from ``penstock.planner.picture.picture_of``.
+        timeline: its prediction.
+        path: as for ``draw``.
+        versions: as for ``draw``.
+    """
+    if versions:
+        timeline.check_versions()
+    renderers: dict[str, Callable[[Timeline], str]] = {
+        ".txt": partial(plan_with_timeline_text, picture, versions=versions),
+        ".svg": partial(plan_with_timeline_svg, picture, versions=versions),
+        ".html": partial(plan_page, picture, versions=versions),
+        ".json": partial(chrome, versions=versions),
+    }
     return _drawn(renderers, timeline, path)
 
 

@@ -3,31 +3,26 @@
 A pipeline's beat is its slowest stage, so that is what the cuts minimise; among all cuts with that
 beat they then make the stages as even as possible. Both are exact: a dynamic programme over (stage,
 last layer), first with the maximum, then with the sum of squares under the best maximum as ceiling.
-Layer costs are never negative, so a stage only gets slower as it reaches further back, and each
-search for its first layer stops early.
+What a stage would cost from any first to any last layer is one table, so a step for all of them is
+one operation on arrays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import inf, isfinite
+from typing import TYPE_CHECKING
 
 from penstock.errors import InputError, PlanError
 
-Fits = Callable[[int, int, int], bool]
-"""(stage, first layer, layer behind the last) → may this stage hold these layers?"""
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Table = npt.NDArray[np.float64]
 
 _ROUNDING = 1e-12
 """Relative: the same seconds summed in another order are still the same."""
-
-
-@dataclass(frozen=True)
-class _Chain:
-    costs: tuple[float, ...]
-    edges: tuple[float, ...]
-    speeds: tuple[float, ...]
-    fits: Fits
 
 
 def balance(
@@ -36,14 +31,14 @@ def balance(
     *,
     edges: Sequence[float] = (),
     speeds: Sequence[float] = (),
-    fits: Fits | None = None,
+    extra: Callable[[int], Table] | None = None,
 ) -> tuple[int, ...]:
     """Cut ``costs`` into consecutive, non-empty stages whose slowest is as fast as possible.
 
     Of several such cuts, the most even one is returned (least sum of squared stage costs), and of
     several of those the one that gives early stages more: a slow stage near the end of the pipeline
     also delays its filling and draining.
-    Takes O(n²) steps per stage at worst and far fewer as a rule, n the number of layers.
+    Takes O(n²) steps per stage, n the number of layers.
 
     >>> balance([1, 1, 1, 1, 2], num_stages=2)
     (0, 3, 5)
@@ -54,8 +49,9 @@ def balance(
         edges: seconds that a cut behind layer k adds to the stage before it, a number for each
             layer but the last; by default a cut costs nothing.
         speeds: of each stage's device; a stage takes its layers' seconds divided by its speed.
-        fits: whether a stage may hold layers ``[start, stop)``, for example by its memory; asked
-            with (stage, start, stop).
+        extra: for a stage, what it takes on top with layers ``[start, stop)``, for example to run
+            its forward again, ≥ 0; infinite where it may not hold them, for example for its memory.
+            A table with n + 1 rows (start) and columns (stop).
 
     Returns:
         Where the stages begin and end: stage s holds layers ``cuts[s]`` to ``cuts[s + 1] - 1``. The
@@ -63,69 +59,87 @@ def balance(
 
     Raises:
         InputError: a number is negative or not finite, or there is a wrong number of them.
-        PlanError: there are fewer layers than stages, or no cuts satisfy ``fits``.
+        PlanError: there are fewer layers than stages, or no cuts are allowed by
+            ``extra``.
     """
     _check(costs, num_stages, edges, speeds)
-    chain = _Chain(
-        costs=tuple(costs),
-        edges=(*(edges or (0.0,) * (len(costs) - 1)), 0.0),
-        speeds=tuple(speeds) or (1.0,) * num_stages,
-        fits=fits or (lambda stage, start, stop: True),
-    )
-    slowest, _ = _solve(chain, max, ceiling=inf)
+    import numpy as np
+
+    behind = np.array([0.0, *(edges or (0.0,) * (len(costs) - 1)), 0.0])
+    between = _sums(costs)
+
+    def seconds(stage: int) -> Table:
+        table: Table = (between / speeds[stage] if speeds else between) + behind
+        return table if extra is None else table + extra(stage)
+
+    slowest, cuts = _solve(num_stages, seconds, np.maximum)
     if slowest == inf:
         raise PlanError(
             f"no way to cut {len(costs)} layers into {num_stages} stages keeps every stage within "
             "its limit; raise the limits or change the number of stages"
         )
-    _, cuts = _solve(chain, _add_square, ceiling=slowest * (1 + _ROUNDING))
+
+    def squares(stage: int) -> Table:
+        table = seconds(stage)
+        return np.where(table <= slowest * (1 + _ROUNDING), table * table, inf)
+
+    _, cuts = _solve(num_stages, squares, np.add)
     return cuts
 
 
-def _add_square(score: float, cost: float) -> float:
-    return score + cost * cost
+def lightest(num_layers: int, num_stages: int, weight: Callable[[int], Table]) -> tuple[int, ...]:
+    """Cut layers into consecutive, non-empty stages of the least total weight.
+
+    Args:
+        num_layers: of the model, at least ``num_stages``.
+        num_stages: how many stages.
+        weight: for a stage, what it weighs with layers ``[start, stop)``; infinite where it may not
+            hold them. A table as for ``balance``.
+
+    Returns:
+        The cuts, as ``balance`` gives them; none where nothing is allowed.
+    """
+    import numpy as np
+
+    possible = _sums([0.0] * num_layers)
+    least, cuts = _solve(num_stages, lambda stage: possible + weight(stage), np.add)
+    return cuts if least < inf else ()
+
+
+def _sums(costs: Sequence[float]) -> Table:
+    """The sum over layers ``[start, stop)``; infinite where there is none between."""
+    import numpy as np
+
+    table = np.full((len(costs) + 1, len(costs) + 1), inf)
+    for start in range(len(costs)):
+        # Each from its own start, so that equal layers have equal sums wherever they are.
+        table[start, start + 1 :] = np.cumsum(costs[start:])
+    return table
 
 
 def _solve(
-    chain: _Chain, combine: Callable[[float, float], float], ceiling: float
+    num_stages: int,
+    price: Callable[[int], Table],
+    combine: Callable[[Table, Table], Table],
 ) -> tuple[float, tuple[int, ...]]:
-    """The least combined cost over all cuts with no stage above ``ceiling``, and these cuts."""
-    num_layers, num_stages = len(chain.costs), len(chain.speeds)
-    best = [0.0] + [inf] * num_layers  # best[k]: the first k layers, in the stages so far
-    starts = []
+    """The least combined price over all cuts, and these cuts."""
+    import numpy as np
+
+    best, starts = np.zeros(1), []
     for stage in range(num_stages):
-        row, start = [inf] * (num_layers + 1), [0] * (num_layers + 1)
-        for stop in range(stage + 1, num_layers - (num_stages - 1 - stage) + 1):
-            row[stop], start[stop] = _best_start(chain, stage, stop, best, combine, ceiling)
-        best = row
-        starts.append(start)
-    cuts = [num_layers]
+        table = price(stage)
+        if stage == 0:
+            best = np.full(len(table), inf)
+            best[0] = 0.0
+        score = combine(best[:, None], table)
+        best = score.min(axis=0)
+        # Of equals the last start is taken, which leaves more to the stages before.
+        as_good = score[::-1] <= best * (1 + _ROUNDING)
+        starts.append(len(table) - 1 - as_good.argmax(axis=0))
+    least, cuts = float(best[-1]), [len(best) - 1]
     for start in reversed(starts):
-        cuts.append(start[cuts[-1]])
-    return best[num_layers], tuple(reversed(cuts))
-
-
-def _best_start(
-    chain: _Chain,
-    stage: int,
-    stop: int,
-    best: list[float],
-    combine: Callable[[float, float], float],
-    ceiling: float,
-) -> tuple[float, int]:
-    """(least combined cost, first layer) of ``stage`` if it ends before layer ``stop``."""
-    least, chosen, seconds = inf, 0, 0.0
-    for start in range(stop - 1, stage - 1, -1):
-        seconds += chain.costs[start]
-        cost = seconds / chain.speeds[stage] + chain.edges[stop - 1]
-        # Of equals the shorter one is kept, which leaves more to the stages before.
-        bound = least * (1 - _ROUNDING)
-        if cost > ceiling or combine(0.0, cost) >= bound:
-            break
-        score = combine(best[start], cost)
-        if score < bound and chain.fits(stage, start, stop):
-            least, chosen = score, start
-    return least, chosen
+        cuts.append(int(start[cuts[-1]]))
+    return least, tuple(reversed(cuts))
 
 
 def _check(

@@ -1,159 +1,165 @@
-"""What the search weighs: a ``Task``, a ``Setting`` for it, and the ``Candidate`` they give."""
+"""``Candidate``: a setting with its cuts, which could be the plan."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
-from math import inf
+from itertools import accumulate, pairwise
+from math import ceil, inf, lcm
+from typing import NamedTuple
 
-from penstock.cluster import Cluster
-from penstock.graph import LayerGraph
+from penstock.planner.alternative import Alternative
 from penstock.planner.plan import Plan
-from penstock.planner.stage_plan import StagePlan, bytes_of_ranks, costs_of
-from penstock.planner.table import format_bytes
+from penstock.planner.setting import Rooms, Setting
+from penstock.planner.stage_plan import Recompute, StagePlan, bytes_of_ranks, costs_of
+from penstock.planner.steady import steady_seconds
+from penstock.planner.table import count_of, format_bytes
+from penstock.planner.task import Task
 from penstock.schedule import Schedule
-from penstock.schedule.lower import add_update
-from penstock.schedule.memory import peak_activations
+from penstock.schedule.lower import add_recompute, add_update
 from penstock.simulator import simulate
-from penstock.versions import Flush, Policy, place_of, weight_copies
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A schedule on some number of ranks, before anything is said about layers.
+class Excess(NamedTuple):
+    """By how many bytes a limit is missed (≤ 0: it is not), and where."""
 
-    Attributes:
-        schedule: of one minibatch; of a stream, as long as shows how much is in flight.
-        versions: which weights passes read.
-        replicas: of each stage; empty for one of each.
-    """
+    num_bytes: float
+    held: float
+    limit: float
+    place: str
 
-    schedule: Schedule
-    versions: Policy = field(default_factory=Flush)
-    replicas: tuple[int, ...] = ()
-
-    @property
-    def num_ranks(self) -> int:
-        """How many devices it uses."""
-        return self.schedule.num_ranks
-
-    @property
-    def num_stages(self) -> int:
-        """Into how many stages it wants the model cut."""
-        return self.schedule.num_stages
-
-    @cached_property
-    def rank_of(self) -> tuple[int, ...]:
-        """The rank of each stage."""
-        return tuple(self.schedule.ranks_of(stage)[0] for stage in range(self.num_stages))
-
-    def replicas_of(self, stage: int) -> int:
-        """How many ranks hold a stage."""
-        return self.replicas[stage] if self.replicas else 1
-
-    def weight_versions(self, stage: int, num_microbatches: int) -> int:
-        """Copies of a stage's weights."""
-        replicas = self.replicas or (1,) * self.num_stages
-        return weight_copies(
-            self.versions, place_of(self.versions, replicas, stage, num_microbatches)
-        )
-
-    @cached_property
-    def peaks(self) -> tuple[float, ...]:
-        """Per rank, microbatches in flight at the worst moment."""
-        return peak_activations(self.schedule.ranks, self.schedule.num_slices)
-
-
-@dataclass(frozen=True)
-class Task:
-    """What was asked for, and the numbers of any stage that could be part of an answer."""
-
-    graph: LayerGraph
-    cluster: Cluster
-    num_microbatches: int
-    memory_bytes: int | None
-
-    def limit(self, rank: int) -> float:
-        """Bytes that a rank may use."""
-        limits = (self.cluster.devices[rank].memory_bytes, self.memory_bytes)
-        return min((limit for limit in limits if limit), default=inf)
-
-    def hop_seconds(self, stop: int) -> float:
-        """From the output of the layer before ``stop`` until another rank can use it."""
-        hop = self.cluster.link.seconds(self.graph.layers[stop - 1].output_bytes)
-        # A link with a latency was measured as a whole; one without does not know what handing a
-        # message to another worker costs, but the profile does.
-        return hop if self.cluster.link.latency_seconds else hop + self.graph.hop_seconds
-
-    def sizes(self, start: int, stop: int) -> tuple[int, int, int]:
-        """Bytes of parameters, optimizer state and one microbatch's activations of a stage with
-        layers ``[start, stop)``."""
-        parameters, optimizer, activations = self._sums
-        # A stage hands back the gradient of its input, so it holds that whatever its layers keep.
-        held = self.graph.layers[start].held_input_bytes
-        return (
-            parameters[stop] - parameters[start],
-            optimizer[stop] - optimizer[start],
-            activations[stop] - activations[start] + held,
-        )
-
-    def stage(self, setting: Setting, index: int, start: int, stop: int) -> StagePlan:
-        """Stage ``index`` with layers ``[start, stop)``, on its device."""
-        layers, rank = self.graph.layers[start:stop], setting.rank_of[index]
-        speed = self.cluster.devices[rank].speed
-        parameters, optimizer, activations = self.sizes(start, stop)
-        return StagePlan(
-            layers=tuple(layer.name for layer in layers),
-            rank=rank,
-            forward_seconds=sum(layer.forward_seconds for layer in layers) / speed,
-            backward_input_seconds=sum(one.backward_input_seconds for one in layers) / speed,
-            backward_weight_seconds=sum(one.backward_weight_seconds for one in layers) / speed,
-            update_seconds=sum(layer.update_seconds for layer in layers) / speed,
-            hop_seconds=self.hop_seconds(stop) if stop < len(self.graph.layers) else 0.0,
-            parameter_bytes=parameters,
-            optimizer_bytes=optimizer,
-            activation_bytes=activations,
-            weight_kept_bytes=sum(layer.weight_kept_bytes for layer in layers),
-            input_bytes=self._input_bytes[start],
-            layer_input_bytes=sum(self._input_bytes[start:stop]),
-            peak_activations=setting.peaks[rank],
-            weight_versions=setting.weight_versions(index, self.num_microbatches),
-        )
-
-    @cached_property
-    def _input_bytes(self) -> list[int]:
-        """Of every layer."""
-        return [self.graph.input_bytes, *(layer.output_bytes for layer in self.graph.layers)]
-
-    @cached_property
-    def _sums(self) -> tuple[list[int], ...]:
-        """Of parameters, optimizer state and activations: entry k is that of the first k layers."""
-        layers = self.graph.layers
-        columns = (
-            (layer.parameter_bytes for layer in layers),
-            (layer.optimizer_bytes for layer in layers),
-            (layer.activation_bytes for layer in layers),
-        )
-        return tuple(list(accumulate(column, initial=0)) for column in columns)
+    def __str__(self) -> str:
+        over = f"{format_bytes(self.num_bytes)} over the {format_bytes(self.limit)} allowed"
+        return f"{format_bytes(self.held)} {self.place}, {over}"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting with its cuts. Its text is for reasons and errors."""
+    """A setting with its cuts. Its text is for reasons and errors.
+
+    Attributes:
+        task: what is planned.
+        setting: the schedule and its devices.
+        cuts: where stages begin; the last entry is the number of layers.
+        recomputes: of each stage.
+    """
 
     task: Task
     setting: Setting
-    stages: tuple[StagePlan, ...]
+    cuts: tuple[int, ...]
+    recomputes: tuple[Recompute, ...]
 
     def __str__(self) -> str:
-        count = len(self.stages)
-        return f"{count} stage{'s' if count > 1 else ''} with {self.setting.schedule.name}"
+        setting = self.setting
+        name = setting.schedule.name
+        if setting.replicas:
+            name += " " + "-".join(map(str, setting.replicas))
+        if setting.versions.asynchronous:
+            name += f" ({setting.versions.name})"
+        again = " and recompute" if any(one != "none" for one in self.recomputes) else ""
+        if self.task.num_tensor_ranks > 1:
+            again = f", layers over {self.task.num_tensor_ranks} devices{again}"
+        if len(setting.replicas) == 1:
+            return f"data parallelism on {count_of(setting.num_ranks, 'device')}{again}"
+        return f"{count_of(len(self.recomputes), 'stage')} with {name}{again}"
+
+    @cached_property
+    def stages(self) -> tuple[StagePlan, ...]:
+        """Of the plan."""
+        return tuple(
+            self._stage(index, start, stop)
+            for index, (start, stop) in enumerate(pairwise(self.cuts))
+        )
+
+    def _stage(self, index: int, start: int, stop: int) -> StagePlan:
+        task, setting = self.task, self.setting
+        devices, layers = setting.devices_of[index], task.graph.layers[start:stop]
+        pace, more = task.pace(devices, setting.devices), task.graph.op_seconds
+        is_last = stop == task.num_layers
+        hop, busy = (
+            (0.0, 0.0) if is_last else task.hop(stop, devices, setting.devices_of[index + 1])
+        )
+
+        def seconds(name: str) -> float:
+            return pace * task.sum(name, start, stop)
+
+        rank = setting.ranks_of[index][0]
+        return StagePlan(
+            layers=tuple(layer.name for layer in layers),
+            rank=rank,
+            forward_seconds=seconds("forward_seconds") + more,
+            backward_input_seconds=seconds("backward_input_seconds") + more,
+            backward_weight_seconds=seconds("backward_weight_seconds"),
+            split_seconds=seconds("split_seconds") + more,
+            recompute_seconds=seconds("recompute_seconds") + more,
+            update_seconds=seconds("update_seconds"),
+            reduce_seconds=self._reduce_seconds(index, start, stop),
+            hop_seconds=hop,
+            link_seconds=busy,
+            transfer_bytes=0 if is_last else task.crossing_bytes[stop],
+            parameter_bytes=int(task.sum("parameter_bytes", start, stop)),
+            optimizer_bytes=int(task.sum("optimizer_bytes", start, stop)),
+            buffer_bytes=int(task.sum("buffer_bytes", start, stop)),
+            workspace_bytes=task.workspace_bytes(
+                start, stop, again=self.recomputes[index] == "layers"
+            ),
+            activation_bytes=task.activation_bytes(start, stop),
+            weight_kept_bytes=int(task.sum("weight_kept_bytes", start, stop)),
+            input_bytes=task.input_bytes[start],
+            layer_input_bytes=int(task.sum("input_bytes", start, stop)),
+            peak_activations=setting.peaks[rank],
+            weight_versions=setting.weight_versions(index, task.num_microbatches),
+            recompute=self.recomputes[index],
+            splits={} if task.groups is None else task.groups.splits([one.name for one in layers]),
+        )
+
+    def _reduce_seconds(self, index: int, start: int, stop: int) -> float:
+        """Until gradients of replicas and of weights tied across stages are summed."""
+        task, setting = self.task, self.setting
+        devices = setting.devices_of[index]
+        num_bytes = task.sum("parameter_bytes", start, stop)
+        link = task.topology.slowest_link(devices, num_bytes)
+        model = task.communication
+        whole = model.reduce_seconds(num_bytes, len(devices), link)
+        backward = task.sum("backward_input_seconds", start, stop) + task.sum(
+            "backward_weight_seconds", start, stop
+        )
+        hidden = model.overlap * min(whole, task.pace(devices, setting.devices) * backward)
+        return whole - hidden + self._tied_seconds(index, start, stop)
+
+    def _tied_seconds(self, index: int, start: int, stop: int) -> float:
+        task, setting = self.task, self.setting
+        total = 0.0
+        for _, num_bytes, first, last in task.ties:
+            if start <= first < stop <= last or first < start <= last < stop:
+                other = setting.devices_of[self._stage_with(last if first >= start else first)]
+                link = task.link_between(setting.devices_of[index], other, num_bytes)
+                total += link.seconds(num_bytes)
+        return total
+
+    def _stage_with(self, layer: int) -> int:
+        return next(stage for stage, stop in enumerate(self.cuts[1:]) if layer < stop)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """With the recomputes that its stages want."""
+        again = [stage for stage, how in enumerate(self.recomputes) if how == "stage"]
+        return add_recompute(self.setting.schedule, again) if again else self.setting.schedule
 
     @cached_property
     def rank_bytes(self) -> tuple[int, ...]:
         """Predicted memory of each rank."""
-        return bytes_of_ranks(self.stages, self.setting.schedule)
+        setting, task = self.setting, self.task
+        if not setting.is_exact:
+            return bytes_of_ranks(self.stages, self.schedule)
+        # The same, without another walk through all ops.
+        rooms = Rooms(task, setting)
+        held = [0] * setting.num_ranks
+        for index, bounds in enumerate(pairwise(self.cuts)):
+            needed = rooms.num_bytes(index, self.recomputes[index])[bounds]
+            for rank in setting.ranks_of[index]:
+                held[rank] = int(needed)
+        return tuple(held)
 
     @property
     def peak(self) -> float:
@@ -162,43 +168,155 @@ class Candidate:
 
     @cached_property
     def least_seconds(self) -> float:
-        """No step is shorter than the work of its busiest rank."""
-        work = [0.0] * self.setting.num_ranks
-        for index, stage in enumerate(self.stages):
-            count = self.setting.replicas_of(index)
-            compute = self.task.num_microbatches * stage.compute_seconds / count
-            work[stage.rank] += compute + stage.update_seconds
-        return max(work)
+        """No step is shorter: the first microbatch must reach each rank, the rank must do its work,
+        and where a rank has one stage and whole backwards, the last gradient must travel back."""
+        stages, setting = self.stages, self.setting
+        count = self.task.num_microbatches
+        if setting.versions.asynchronous:
+            return self._least_steady_seconds
+        way_in = [0.0, *accumulate(one.forward_seconds + one.hop_seconds for one in stages)]
+        way_back = [
+            0.0,
+            *accumulate(one.backward_input_seconds + one.hop_seconds for one in stages),
+        ]
+        returns = setting.is_single and not setting.splits_backward
+        bounds = []
+        for own in setting.schedule.stages_of:
+            shares = (ceil(count / setting.replicas_of(stage)) for stage in own)
+            work = sum(
+                share * _busy_seconds(stages[stage])
+                for share, stage in zip(shares, own, strict=True)
+            )
+            updates = sum(stages[stage].update_seconds for stage in own)
+            first = own[0]
+            bounds.append(way_in[first] + work + updates)
+            if returns and not setting.replicas:
+                bounds.append(way_in[first] + work + way_back[first])
+        return max(bounds)
+
+    @property
+    def _least_steady_seconds(self) -> float:
+        """A full pipeline is as fast as its slowest rank or link."""
+        setting, count = self.setting, self.task.num_microbatches
+        replicas = [setting.replicas_of(index) for index in range(len(self.stages))]
+        ranks = (
+            count * _busy_seconds(stage) / own
+            for stage, own in zip(self.stages, replicas, strict=True)
+        )
+        # Microbatches take turns on the pairs of replicas at the ends of a cut.
+        links = (
+            count * stage.link_seconds / lcm(*ends)
+            for stage, ends in zip(self.stages, pairwise(replicas), strict=False)
+        )
+        return max(*ranks, *links, 0.0)
 
     @cached_property
     def seconds(self) -> float:
-        """The predicted step, weight update included."""
+        """The predicted minibatch, weight update included; without a flush, in the steady state."""
         if self.setting.versions.asynchronous:
-            return self.to_plan().step_seconds
-        return simulate(add_update(self.setting.schedule), costs_of(self.stages)).makespan
+            setting = self.setting
+            return steady_seconds(
+                setting.stream,
+                setting.versions,
+                costs_of(self.stages),
+                self.task.num_microbatches,
+                setting.replicas or (1,) * setting.num_stages,
+            )
+        return simulate(add_update(self.schedule), costs_of(self.stages)).makespan
 
-    def excess(self) -> tuple[float, str]:
-        """By how many bytes it misses the limit it misses most (≤ 0: it fits), and where."""
-        devices = self.task.cluster.devices
-        needs = [
-            (held, self.task.limit(rank), f"on rank {rank} ({devices[rank].name})")
-            for rank, held in enumerate(self.rank_bytes)
+    @cached_property
+    def bubble(self) -> float:
+        """Idle rank-time over all rank-time."""
+        if not self.seconds:
+            return 0.0
+        plan = self.to_plan()
+        return max(0.0, 1 - plan.work_seconds / (self.seconds * self.setting.num_ranks))
+
+    @cached_property
+    def moved_bytes(self) -> int:
+        """Over all links, for one minibatch: outputs, their gradients, and gradients of weights."""
+        total = 0.0
+        for index, stage in enumerate(self.stages):
+            others = self.setting.replicas_of(index) - 1
+            updates = 1
+            if self.setting.versions.updates == "microbatch":
+                updates = self.task.num_microbatches // self.setting.replicas_of(index)
+            total += 2 * self.task.num_microbatches * stage.transfer_bytes
+            total += 2 * others * stage.parameter_bytes * updates
+        if self.task.groups is not None:
+            used = self.setting.num_ranks / len(self.task.cluster.devices)
+            total += self.task.groups.found.moved_bytes * max(used, 1 / len(self.stages))
+        return round(total)
+
+    @cached_property
+    def delay(self) -> float:
+        """Of the stage whose gradients are oldest, in updates."""
+        plan = self.to_plan()
+        return max(plan.versions.delay(plan.place(stage)) for stage in range(len(self.stages)))
+
+    @cached_property
+    def excess(self) -> Excess:
+        """Of the limit that it misses most."""
+        if min(self.task.limits) == inf and not self.task.topology.shared_memories:
+            return _excess(0, inf, "")
+        names = [self.task.cluster.devices[device].name for device in self.setting.devices]
+        found = [
+            _excess(held, self.task.limits[device], f"on rank {rank} ({names[rank]})")
+            for rank, (held, device) in enumerate(
+                zip(self.rank_bytes, self.setting.devices, strict=True)
+            )
         ]
-        shared = self.task.cluster.memory_bytes or inf
-        needs.append((sum(self.rank_bytes), shared, "on all ranks together, which share memory"))
-        held, limit, place = max(needs, key=lambda need: need[0] - need[1])
-        over = f"{format_bytes(held - limit)} over the {format_bytes(limit)} allowed"
-        return held - limit, f"{format_bytes(held)} {place}, {over}"
+        for host, limit in self.task.topology.shared_memories:
+            own = [
+                held
+                for held, device in zip(self.rank_bytes, self.setting.devices, strict=True)
+                if device in host
+            ]
+            everybody = len(own) == self.setting.num_ranks
+            place = "on all ranks together, which share memory"
+            if not everybody:
+                place = f"on the {len(own)} ranks that share a host's memory"
+            found.append(_excess(sum(own), limit, place))
+        return max(found)
 
-    def to_plan(self, reason: str = "") -> Plan:
+    def limited_like(self, other: Candidate) -> Candidate:
+        """The same cuts on another candidate's cluster."""
+        task = replace(self.task, cluster=other.task.cluster, memory_bytes=other.task.memory_bytes)
+        return replace(self, task=task)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it keeps all limits."""
+        return self.excess.num_bytes <= 0
+
+    def to_plan(self, reason: str = "", alternatives: tuple[Alternative, ...] = ()) -> Plan:
         """The file that people read and the runtime runs."""
+        task, setting = self.task, self.setting
+        options = dict(setting.options)
+        if setting.replicas:
+            options["replicas"] = list(setting.replicas)
         return Plan(
-            model=self.task.graph.fingerprint,
-            schedule=self.setting.schedule.name,
-            num_microbatches=self.task.num_microbatches,
-            options={"replicas": list(self.setting.replicas)} if self.setting.replicas else {},
+            model=task.graph.fingerprint,
+            schedule=setting.schedule.name,
+            num_microbatches=task.num_microbatches,
+            options=options,
             stages=self.stages,
-            versions=self.setting.versions,
-            num_threads=self.task.graph.num_threads,
+            versions=setting.versions,
+            num_threads=task.graph.num_threads,
+            microbatch_size=task.graph.microbatch_size,
+            devices=tuple(one for device in setting.devices for one in task.devices_at(device)),
+            num_tensor_ranks=task.num_tensor_ranks,
+            cost_model=task.communication.name,
             reason=reason,
+            alternatives=alternatives,
         )
+
+
+def _busy_seconds(stage: StagePlan) -> float:
+    """Of a microbatch on one of a stage's ranks."""
+    again = stage.again_seconds if stage.recompute != "none" else 0.0
+    return stage.compute_seconds + again
+
+
+def _excess(held: float, limit: float, place: str) -> Excess:
+    return Excess(held - limit if limit < inf else -inf, held, limit, place)

@@ -14,6 +14,7 @@ from msgspec.structs import force_setattr, replace
 from penstock.cluster import Device
 from penstock.cost import Costs
 from penstock.errors import InputError, ModelError
+from penstock.planner.alternative import Alternative, comparison
 from penstock.planner.stage_plan import (
     Recompute,
     StagePlan,
@@ -21,13 +22,13 @@ from penstock.planner.stage_plan import (
     costs_of,
     sizes_of,
 )
+from penstock.planner.steady import steady_seconds, stream_of
 from penstock.planner.table import count_of, render
 from penstock.schedule import Schedule, families
 from penstock.schedule.check import check
 from penstock.schedule.families.replicated import read_replicas
-from penstock.schedule.lower import add_recompute, add_update, add_updates, first_microbatches
+from penstock.schedule.lower import add_recompute, add_update, first_microbatches
 from penstock.schedule.memory import Sizes
-from penstock.schedule.rounds import Rounds
 from penstock.simulator import simulate
 from penstock.timeline import Timeline
 from penstock.values import Value, one_of
@@ -38,35 +39,9 @@ from penstock.versions import (
     Policy,
     check_policy,
     place_of,
-    rounds_of,
     versions_read,
     weight_copies,
 )
-
-
-class Alternative(Value, frozen=True, kw_only=True):
-    """A plan that was weighed.
-
-    Attributes:
-        label: what it is the best of, for example ``"data parallel"``.
-        description: schedule, stages, replicas.
-        step_seconds: of a minibatch; without a flush, in the steady state.
-        bubble: idle rank-time over all rank-time of a step; 0 without a flush.
-        memory_bytes: of the rank that needs most.
-        moved_bytes: over all links, per minibatch.
-        delay: updates between the version of the weights that a gradient is computed with and the
-            one that it is applied to, of the stage that waits longest; 0 in a synchronous plan.
-        remark: for example why it was not chosen.
-    """
-
-    label: str
-    description: str
-    step_seconds: float
-    bubble: float = 0.0
-    memory_bytes: int = 0
-    moved_bytes: int = 0
-    delay: float = 0.0
-    remark: str = ""
 
 
 class Plan(Value, frozen=True, kw_only=True):
@@ -112,22 +87,15 @@ class Plan(Value, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.version != 1:
-            raise InputError(f"the plan has version {self.version}; this Penstock reads version 1")
-        for name in ("num_microbatches", "num_threads", "num_tensor_ranks"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}, but must be ≥ 1")
-        if not self.stages:
-            raise InputError("the plan has no stages")
-        for index, stage in enumerate(self.stages):
-            if not stage.layers:
-                raise InputError(f"stage {index} has no layers; give it one or drop the stage")
-        counts = Counter(name for stage in self.stages for name in stage.layers)
-        repeated = sorted(name for name, count in counts.items() if count > 1)
-        if repeated:
-            raise InputError(f"layers {', '.join(repeated)} stand in more than one place")
+            raise InputError(
+                f"the plan has version {self.version}; this Penstock reads version 1, so plan again"
+            )
+        self._check_numbers()
+        self._check_layers()
         if self.schedule in USUAL and not self.versions.asynchronous:
             force_setattr(self, "versions", USUAL[self.schedule])
         self._check_placement(self.placement)
+        self._check_replicas()
         self._check_devices()
         check_policy(self.versions, self.schedule, self.replicas, self.num_microbatches)
         # Follows from the policy, whoever wrote the file.
@@ -137,6 +105,47 @@ class Plan(Value, frozen=True, kw_only=True):
         )
         force_setattr(self, "stages", tuple(stages))
 
+    def _check_numbers(self) -> None:
+        least = {"num_microbatches": 1, "num_threads": 1, "num_tensor_ranks": 1}
+        for name, smallest in {**least, "microbatch_size": 0}.items():
+            if getattr(self, name) < smallest:
+                raise InputError(f"{name} is {getattr(self, name)}, but must be ≥ {smallest}")
+        given = [name for name in ("name", "num_ranks", "num_microbatches") if name in self.options]
+        if given:
+            raise InputError(
+                f"options: {given[0]} is none, it follows from the rest of the plan; leave it out"
+            )
+
+    def _check_layers(self) -> None:
+        if not self.stages:
+            raise InputError("the plan has no stages; give it at least one")
+        for index, stage in enumerate(self.stages):
+            if not stage.layers:
+                raise InputError(f"stage {index} has no layers; give it one or drop the stage")
+            if not self._given_replicas and stage.rank >= len(self.stages):
+                count = len(self.stages)
+                raise InputError(
+                    f"stage {index} is on rank {stage.rank}, but {count_of(count, 'stage')} "
+                    f"without replicas are on at most {count_of(count, 'rank')}"
+                )
+            unknown = [name for name in stage.splits if name not in stage.layers]
+            if unknown:
+                raise InputError(
+                    f"stage {index}: splits has {unknown[0]!r}, which is no layer of this stage"
+                )
+        counts = Counter(name for stage in self.stages for name in stage.layers)
+        repeated = sorted(name for name, count in counts.items() if count > 1)
+        if repeated:
+            raise InputError(f"layers {', '.join(repeated)} stand in more than one place")
+
+    def _check_replicas(self) -> None:
+        # Without a flush, a minibatch may end between two replicas.
+        if not self.versions.asynchronous and self.num_microbatches < max(self.replicas):
+            raise InputError(
+                f"a stage has {max(self.replicas)} replicas, but a minibatch has only "
+                f"{count_of(self.num_microbatches, 'microbatch', 'es')}; each replica needs one"
+            )
+
     def _check_placement(self, schedule: Schedule) -> None:
         if schedule.num_stages != len(self.stages):
             raise InputError(
@@ -145,6 +154,8 @@ class Plan(Value, frozen=True, kw_only=True):
             )
         for index, stage in enumerate(self.stages):
             ranks = schedule.ranks_of(index)
+            if self._given_replicas:
+                ranks = ranks[:1]
             if stage.rank not in ranks:
                 raise InputError(
                     f"stage {index} is on rank {stage.rank}, but {self.schedule} runs it on rank "
@@ -154,14 +165,22 @@ class Plan(Value, frozen=True, kw_only=True):
     def _check_devices(self) -> None:
         needed = self.num_ranks * self.num_tensor_ranks
         if self.devices and len(self.devices) != needed:
-            raise InputError(f"{needed} devices are needed, but {len(self.devices)} are named")
+            raise InputError(
+                f"{needed} devices are needed, but {len(self.devices)} are named; name one for "
+                "each rank and tensor rank, or none"
+            )
         names = Counter(device.name for device in self.devices)
         twice = [name for name, count in names.items() if count > 1]
         if twice:
-            raise InputError(f"device {twice[0]!r} is given to more than one rank")
+            raise InputError(
+                f"device {twice[0]!r} is given to more than one rank; name another one"
+            )
         split = next((stage for stage in self.stages if stage.splits), None)
         if split is not None and self.num_tensor_ranks == 1:
-            raise InputError(f"{split.layers[0]!r} and others are split over num_tensor_ranks = 1")
+            raise InputError(
+                f"layer {next(iter(split.splits))!r} is split, but num_tensor_ranks is 1; take the "
+                "splits out, or give each rank several devices"
+            )
 
     @property
     def num_ranks(self) -> int:
@@ -202,10 +221,22 @@ class Plan(Value, frozen=True, kw_only=True):
 
     @property
     def one_device_seconds(self) -> float:
-        """A step without a pipeline: every op of every stage and microbatch, one after another."""
-        compute = sum(stage.compute_seconds for stage in self.stages)
-        pairs = zip(self.stages, self.updates_per_minibatch, strict=True)
-        updates = sum(stage.update_seconds * count for stage, count in pairs)
+        """A step without a pipeline, as the planner predicted it; where it did not, every op of
+        every stage and microbatch, one after another."""
+        for one in self.alternatives:
+            if one.label == "single device":
+                return one.step_seconds
+        return self.work_seconds
+
+    @property
+    def work_seconds(self) -> float:
+        """What all ranks together work for a minibatch, updates included."""
+        compute = sum(
+            stage.compute_seconds + (stage.again_seconds if stage.recompute != "none" else 0.0)
+            for stage in self.stages
+        )
+        parts = zip(self.stages, self.updates_per_minibatch, self.replicas, strict=True)
+        updates = sum(stage.update_seconds * count * ranks for stage, count, ranks in parts)
         return self.num_microbatches * compute + updates
 
     @property
@@ -214,10 +245,9 @@ class Plan(Value, frozen=True, kw_only=True):
         state."""
         if not self.versions.asynchronous:
             return self.simulate().makespan
-        few = 1 + ceil(2 * self.num_ranks * max(self.replicas) / self.num_microbatches)
-        streams = (self._stream(count)[0] for count in (few, 2 * few))
-        first, second = (simulate(stream, self.costs).makespan for stream in streams)
-        return (second - first) / few
+        return steady_seconds(
+            self.build_schedule, self.versions, self.costs, self.num_microbatches, self.replicas
+        )
 
     @property
     def costs(self) -> Costs:
@@ -293,16 +323,15 @@ class Plan(Value, frozen=True, kw_only=True):
         if not self.versions.asynchronous:
             return simulate(add_update(self.build_schedule()), self.costs)
         fills = ceil(3 * self.num_ranks / self.num_microbatches) + 1
-        stream, rounds = self._stream(num_minibatches or fills)
+        stream, rounds = stream_of(
+            self.build_schedule,
+            self.versions,
+            num_minibatches or fills,
+            self.num_microbatches,
+            self.replicas,
+        )
         read = versions_read(stream, self.versions, rounds)
         return simulate(stream, self.costs).with_versions(read)
-
-    def _stream(self, num_minibatches: int) -> tuple[Schedule, Rounds]:
-        """So many minibatches without a flush, with their updates."""
-        total = max(num_minibatches * self.num_microbatches, *self.replicas)
-        schedule = self.build_schedule(total)
-        rounds = rounds_of(self.versions, schedule, self.num_microbatches)
-        return add_updates(schedule, rounds), rounds
 
     def __str__(self) -> str:
         title = (
@@ -321,10 +350,17 @@ class Plan(Value, frozen=True, kw_only=True):
             replicas=self.replicas,
             flushes=not self.versions.asynchronous,
         )
-        return f"{sheet}\n\n{self.reason}" if self.reason else sheet
+        others = f"\n\n{comparison(self.alternatives)}" if self.alternatives else ""
+        return f"{sheet}{others}\n\n{self.reason}" if self.reason else sheet + others
 
     def check_model(self, names: Sequence[str], model_fingerprint: str) -> None:
-        """Raise ``ModelError`` unless this plan was made for a model with these layers."""
+        """Raise ``ModelError`` unless this plan was made for a model with these layers, and
+        ``InputError`` if it cannot run."""
+        if self.num_tensor_ranks > 1:
+            raise InputError(
+                f"the plan splits layers over {self.num_tensor_ranks} devices, which Penstock can "
+                "plan and draw but not run yet; plan with tensor_ranks=1"
+            )
         planned = [name for stage in self.stages for name in stage.layers]
         if planned != list(names):
             missing = [name for name in names if name not in planned]
@@ -333,7 +369,7 @@ class Plan(Value, frozen=True, kw_only=True):
                 f"not in the plan: {', '.join(missing) or 'none'}; "
                 f"not in the model: {', '.join(unknown) or 'none'}"
                 if missing or unknown
-                else "the order of the layers differs"
+                else "the order of the layers differs; .ordered(names) changes a captured model's"
             )
             raise ModelError(
                 f"the plan was made for another model ({detail}); profile and plan this one"

@@ -15,7 +15,7 @@ from penstock.schedule.memory import Sizes, peaks
 from penstock.values import Value
 
 Recompute = Literal["none", "stage", "layers"]
-Split = Literal["data", "column", "row", "any"]
+Split = Literal["data", "column", "row", "any", "whole"]
 
 
 class StagePlan(Value, frozen=True, kw_only=True):
@@ -30,6 +30,7 @@ class StagePlan(Value, frozen=True, kw_only=True):
         update_seconds: once per minibatch.
         reduce_seconds: until the sum of its replicas' gradients is there, once per update.
         hop_seconds: from this stage's output until the next stage can use it.
+        link_seconds: of the hop, how long it keeps the link busy.
         transfer_bytes: what goes to the next stage for a microbatch, and as gradients comes back.
         parameter_bytes: weights; gradients take as much again.
         optimizer_bytes: optimizer state.
@@ -46,7 +47,9 @@ class StagePlan(Value, frozen=True, kw_only=True):
             at once, ``"layers"`` layer by layer; ``"none"`` by default.
         splits: how the tensor ranks of the stage share each layer, by its name: ``"data"`` (each
             takes its part of the rows), ``"column"`` (of the outputs), ``"row"`` (of the inputs) or
-            ``"any"`` (whatever its neighbours do); empty where the plan has one tensor rank.
+            ``"any"`` (whatever its neighbours do), or repeat it, each all of it (``"whole"``);
+            empty where the plan has one tensor rank. Times are then those of the group, bytes those
+            of each of its devices.
     """
 
     layers: tuple[str, ...]
@@ -59,6 +62,7 @@ class StagePlan(Value, frozen=True, kw_only=True):
     update_seconds: float = 0.0
     reduce_seconds: float = 0.0
     hop_seconds: float = 0.0
+    link_seconds: float = 0.0
     transfer_bytes: int = 0
     parameter_bytes: int = 0
     optimizer_bytes: int = 0
@@ -129,6 +133,7 @@ def costs_of(stages: Sequence[StagePlan]) -> Costs:
         update=[one.update_seconds for one in stages],
         reduce=[one.reduce_seconds for one in stages],
         hop=[one.hop_seconds for one in stages],
+        link=[one.link_seconds for one in stages],
     )
 
 

@@ -36,7 +36,7 @@ def render(
     return "\n".join(
         [
             title,
-            _as_text(_stages(stages, replicas)),
+            as_text(_stages(stages, replicas)),
             f"{_prediction(timeline, step_seconds, one_device_seconds, flushes=flushes)}, "
             f"{format_bytes(_in_all(stages, replicas))} in all",
             text(timeline),
@@ -109,7 +109,8 @@ def _prediction(
     )
 
 
-def _as_text(table: Table) -> str:
+def as_text(table: Table) -> str:
+    """A table of rich's, as wide as plans are."""
     from rich.console import Console
 
     file = io.StringIO()

@@ -19,6 +19,7 @@ class PlannedLinks(Transport):
         inner: carries them.
         alarm: wakes when a message may be used.
         hop_seconds: planned, of the edges between stages.
+        link_seconds: of these, how long a message keeps others between the same ranks waiting.
         reduce_seconds: of all other edges, on which copies of a stage exchange gradients.
     """
 
@@ -27,19 +28,29 @@ class PlannedLinks(Transport):
         inner: Transport,
         alarm: Alarm,
         hop_seconds: Mapping[Edge, float],
+        link_seconds: Mapping[Edge, float],
         reduce_seconds: float,
     ) -> None:
         self._inner = inner
         self._alarm = alarm
         self._hop_seconds = hop_seconds
+        self._link_seconds = link_seconds
         self._reduce_seconds = reduce_seconds
+        self._free: dict[tuple[int, int], float] = {}
 
     def send(self, edge: Edge, number: int, value: Any) -> None:
         hop = self._hop_seconds.get(edge, self._reduce_seconds)
         if hop:
             # A tensor: as part of a message's description it would make each one a new kind.
-            value = value, torch.tensor(time.perf_counter() + hop, dtype=torch.float64)
+            value = value, torch.tensor(self._leaves(edge) + hop, dtype=torch.float64)
         self._inner.send(edge, number, value)
+
+    def _leaves(self, edge: Edge) -> float:
+        """When a message that is ready now begins its way."""
+        ranks = edge.source, edge.target
+        leaves = max(time.perf_counter(), self._free.get(ranks, 0.0))
+        self._free[ranks] = leaves + self._link_seconds.get(edge, 0.0)
+        return leaves
 
     def recv(self, edge: Edge, number: int, waiting: str) -> Any:
         value = self._inner.recv(edge, number, waiting)

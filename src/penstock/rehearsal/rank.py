@@ -146,6 +146,7 @@ def _planned_links(
     """The transport, slowed down where the plan's links are slower."""
     edges = Program(Segment.whole(schedule), rank).edges.items()
     hops = {edge: _hop(job, op) for op, edge in edges}
+    busy = {edge: job.costs.occupies(min(op.stage, other_end(op).stage)) for op, edge in edges}
     reduces = [
         job.costs.delay(op, op)
         for op in schedule.ranks[rank]
@@ -153,7 +154,7 @@ def _planned_links(
     ]
     if not any([*hops.values(), *reduces]):
         return transport
-    return PlannedLinks(transport, alarm, hops, max(reduces, default=0.0))
+    return PlannedLinks(transport, alarm, hops, busy, max(reduces, default=0.0))
 
 
 def _hop(job: Job, op: Op) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.errors import InputError
 from penstock.schedule.op import RELEASING, Kind, Op
@@ -116,6 +116,52 @@ def peaks(ranks: Iterable[Sequence[Op]], sizes: Sizes, num_slices: int = 1) -> t
     return tuple(
         max(accumulate((change for _, change in changes(ops, sizes, num_slices)), initial=0.0))
         for ops in ranks
+    )
+
+
+class Load(NamedTuple):
+    """What a rank holds at one moment.
+
+    Attributes:
+        inputs: microbatches of which it has the stage's input only, and will run forward again.
+        whole: that keep everything.
+        for_weight: that keep what the weight gradient needs.
+    """
+
+    inputs: float = 0
+    whole: float = 0
+    for_weight: float = 0
+
+
+_CHANGES = {
+    Kind.RECOMPUTE: (-1, 1, 0),
+    Kind.BACKWARD: (0, -1, 0),
+    Kind.BACKWARD_INPUT: (0, -1, 1),
+    Kind.BACKWARD_WEIGHT: (0, 0, -1),
+}
+
+
+def loads(ops: Sequence[Op]) -> tuple[Load, ...]:
+    """What a rank holds at its worst moments: whatever the sizes are, the most that is held is held
+    at one of these.
+
+    Args:
+        ops: of one rank with one stage, compute only, of whole microbatches.
+    """
+    again = any(op[1] is Kind.RECOMPUTE for op in ops)
+    forward = (1, 0, 0) if again else (0, 1, 0)
+    now, found = Load(), {Load()}
+    for op in ops:
+        change = forward if op[1] is Kind.FORWARD else _CHANGES[op[1]]
+        now = Load(now[0] + change[0], now[1] + change[1], now[2] + change[2])
+        found.add(now)
+    return tuple(sorted(one for one in found if not _is_exceeded(one, found)))
+
+
+def _is_exceeded(load: Load, others: Iterable[Load]) -> bool:
+    return any(
+        other != load and all(more >= own for more, own in zip(other, load, strict=True))
+        for other in others
     )
 
 

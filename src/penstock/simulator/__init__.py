@@ -25,8 +25,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
     An op starts when its rank is free and every result it needs is there; a result from another
     rank takes ``costs.hop`` longer. Sending and receiving overlap with compute on the other ranks
-    and cost the own rank nothing but the wait. Where microbatches are worked on in slices, each
-    slice takes its share of a microbatch's time; a hop is paid per message.
+    and cost the own rank nothing but the wait; where a message keeps its link busy
+    (``costs.link``), the next one from the same rank to the same rank waits for it. Where
+    microbatches are worked on in slices, each slice takes its share of a microbatch's time; a hop
+    is paid per message.
 
     Args:
         schedule: compute only, or lowered; both give the same times.
@@ -43,7 +45,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     costs = Costs() if costs is None else costs
     expect(costs, Durations, "costs", "give a penstock.Costs")
     costs.check_stages(schedule.num_stages)
-    if _is_large(schedule):
+    if _is_large(schedule) and not costs.has_busy_links:
         # Only here, so that everything else starts without numpy.
         from penstock.simulator.waves import by_waves
 

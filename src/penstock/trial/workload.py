@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from penstock import microbatches, tree
@@ -61,12 +62,24 @@ class Workload:
         return first
 
     def profile(
-        self, num_microbatches: int, *, repeats: int = 7, progress: Progress | None = None
+        self,
+        num_microbatches: int,
+        *,
+        repeats: int = 7,
+        sizes: Sequence[int] = (),
+        busy_cores: int | None = None,
+        progress: Progress | None = None,
     ) -> LayerGraph:
         """Profile the model on the first microbatch of the first minibatch.
 
+        Args:
+            num_microbatches: into which the minibatch is cut.
+            repeats, busy_cores, progress: as ``penstock.profile`` takes them.
+            sizes: other microbatch sizes to measure, of at most the rows of the minibatch.
+
         Raises:
-            InputError: there is no minibatch, or it has fewer rows than microbatches.
+            InputError: there is no minibatch, or it has fewer rows than microbatches or than one of
+                the ``sizes``.
         """
         inputs, targets = self.first_batch()
         rows = microbatches.num_rows(inputs, "inputs")
@@ -75,12 +88,29 @@ class Workload:
                 f"a minibatch of {rows} rows cannot be cut into {num_microbatches} microbatches; "
                 f"ask for at most {rows}"
             )
-        return profile(
+        if max(sizes, default=0) > rows:
+            raise InputError(
+                f"sizes: a minibatch of {rows} rows has no microbatch of {max(sizes)}; ask for at "
+                f"most {rows}"
+            )
+        asked = -(-rows // num_microbatches)
+        largest = max(asked, *sizes, 1)
+        graph = profile(
             self.build_model(),
-            microbatches.split(inputs, num_microbatches)[0],
+            _first_rows(inputs, largest),
             loss=self.loss,
-            targets=microbatches.split(targets, num_microbatches)[0],
+            targets=_first_rows(targets, largest),
             optimizer=self.optimizer,
             repeats=repeats,
+            sizes=[*sizes, asked],
+            busy_cores=busy_cores,
             progress=progress,
         )
+        others = [graph.at(size) for size in graph.sizes if size != asked]
+        return replace(
+            graph.at(asked), other_sizes=tuple(replace(one, other_sizes=()) for one in others)
+        )
+
+
+def _first_rows(value: Any, num_rows: int) -> Any:
+    return tree.replace(Tensor, lambda one: one[:num_rows].clone(), value)

@@ -1,0 +1,90 @@
+"""ResNet-50.
+
+He, Zhang, Ren, Sun: Deep Residual Learning for Image Recognition, arXiv:1512.03385, 2015; table 1
+(50 layers) and figure 5, right (the bottleneck). Where the number of channels changes, the shortcut
+is a projection (section 3.3, option B), and the first 1×1 convolution of the block has the stride.
+
+It is no chain: every block adds its input to its output. ``penstock.capture`` cuts it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+SIZES = {
+    "paper": {"blocks": (3, 4, 6, 3), "width": 64, "classes": 1000, "pixels": 224},
+    "small": {"blocks": (1, 2), "width": 4, "classes": 10, "pixels": 32},
+}
+_EXPANSION = 4
+
+
+class Bottleneck(nn.Module):
+    """1×1, 3×3 and 1×1 convolutions, and a way around them."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = width * _EXPANSION
+        self.reduce = nn.Conv2d(inputs, width, 1, stride, bias=False)
+        self.reduce_norm = nn.BatchNorm2d(width)
+        self.spatial = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.spatial_norm = nn.BatchNorm2d(width)
+        self.expand = nn.Conv2d(width, outputs, 1, bias=False)
+        self.expand_norm = nn.BatchNorm2d(outputs)
+        self.relu = nn.ReLU(inplace=True)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
+
+    def forward(self, value: Tensor) -> Tensor:
+        """[rows, inputs, height, width] → [rows, 4 · width, height / stride, width / stride]."""
+        inner = self.relu(self.reduce_norm(self.reduce(value)))
+        inner = self.relu(self.spatial_norm(self.spatial(inner)))
+        inner = self.expand_norm(self.expand(inner))
+        inner += self.shortcut(value)
+        return self.relu(inner)
+
+
+class ResNet(nn.Module):
+    """A stem, groups of bottlenecks that halve the resolution, and a classifier."""
+
+    def __init__(self, blocks: tuple[int, ...], width: int, classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, stride=2, padding=1),
+        )
+        groups, channels = [], width
+        for group, count in enumerate(blocks):
+            inner = width * 2**group
+            for index in range(count):
+                stride = 2 if group > 0 and index == 0 else 1
+                groups.append(Bottleneck(channels, inner, stride))
+                channels = inner * _EXPANSION
+        self.blocks = nn.Sequential(*groups)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.classifier = nn.Linear(channels, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, image: Tensor) -> Tensor:
+        """[rows, 3, pixels, pixels] → logits [rows, classes]."""
+        value = self.pool(self.blocks(self.stem(image)))
+        return self.classifier(value.flatten(1))
+
+
+def build(size: str = "paper") -> ResNet:
+    """The model with 25.6 million parameters, or a small one."""
+    chosen = SIZES[size]
+    return ResNet(chosen["blocks"], chosen["width"], chosen["classes"])
+
+
+def example_inputs(rows: int = 8, size: str = "paper") -> Tensor:
+    """Noise of the shape of images, [rows, 3, pixels, pixels]."""
+    pixels = SIZES[size]["pixels"]
+    return torch.randn(rows, 3, pixels, pixels)

@@ -1,0 +1,45 @@
+"""VGG-16.
+
+Simonyan, Zisserman: Very Deep Convolutional Networks for Large-Scale Image Recognition,
+arXiv:1409.1556, 2014; table 1, configuration D. Almost all of its 138 million parameters are in the
+fully connected layers, almost all of its work in the convolutions.
+
+It is an ``nn.Sequential``, so it is a spine itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+SIZES = {
+    "paper": {"width": 64, "hidden": 4096, "classes": 1000, "pixels": 224},
+    "small": {"width": 2, "hidden": 16, "classes": 10, "pixels": 32},
+}
+# Convolutions between two poolings, and channels in units of the width.
+_GROUPS = ((2, 1), (2, 2), (3, 4), (3, 8), (3, 8))
+
+
+def build(size: str = "paper") -> nn.Sequential:
+    """[rows, 3, pixels, pixels] → logits [rows, classes]."""
+    chosen = SIZES[size]
+    layers: list[nn.Module] = []
+    channels, pixels = 3, chosen["pixels"]
+    for count, factor in _GROUPS:
+        for _ in range(count):
+            outputs = chosen["width"] * factor
+            layers += [nn.Conv2d(channels, outputs, 3, padding=1), nn.ReLU(inplace=True)]
+            channels = outputs
+        layers.append(nn.MaxPool2d(2))
+        pixels //= 2
+    hidden = chosen["hidden"]
+    layers.append(nn.Flatten())
+    for inputs in (channels * pixels**2, hidden):
+        layers += [nn.Linear(inputs, hidden), nn.ReLU(inplace=True), nn.Dropout(0.5)]
+    return nn.Sequential(*layers, nn.Linear(hidden, chosen["classes"]))
+
+
+def example_inputs(rows: int = 8, size: str = "paper") -> Tensor:
+    """Noise of the shape of images, [rows, 3, pixels, pixels]."""
+    pixels = SIZES[size]["pixels"]
+    return torch.randn(rows, 3, pixels, pixels)

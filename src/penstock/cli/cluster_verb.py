@@ -1,0 +1,293 @@
+"""``penstock cluster`` and ``penstock measure-cluster``: devices, and how fast they are joined."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, get_args
+
+import click
+
+from penstock.cli import options, show
+from penstock.cluster import Cluster, Link
+from penstock.cluster.local import Kind
+from penstock.drawing import units
+from penstock.drawing.units import number
+from penstock.errors import DeadlineError, InputError, RunError
+from penstock.values import write_atomically
+
+if TYPE_CHECKING:
+    from penstock.link_meter import Measurement
+
+_HOW = (
+    "start it under torchrun, for example `torchrun --nproc-per-node 4 --no-python penstock "
+    "measure-cluster -o cluster.json`, or measure processes of this machine with --ranks 4"
+)
+_OTHERS_SECONDS = 5.0
+"""How long the others may take to say why they end, once one has failed."""
+
+
+@click.command()
+@click.argument("file", type=click.Path(), required=False)
+@options.ranks_option(None)
+@click.option(
+    "--kind", type=click.Choice(get_args(Kind)),
+    help="Cores or GPUs of this machine; default: GPUs if there are.",
+)  # fmt: skip
+@options.output_option("Where to write the cluster (.json).")
+@options.json_option
+def cluster(
+    file: str | None, ranks: int | None, kind: Kind | None, output: str | None, as_json: bool
+) -> None:
+    """Show a cluster: this machine's devices, or those in FILE (.toml or .json)."""
+    if file is not None and (ranks is not None or kind is not None):
+        raise InputError("--ranks and --kind are about this machine; leave them or FILE out")
+    found = Cluster.load(file) if file is not None else Cluster.local(ranks, kind)
+    if output is not None:
+        found.save(output)
+        show.say(f"wrote {output}")
+    if as_json:
+        show.print_json(found)
+    else:
+        _print_cluster(found)
+
+
+@click.command("measure-cluster")
+@click.option(
+    "-p", "--ranks", type=click.IntRange(min=2),
+    help="Measure between so many processes of this machine, without torchrun.",
+)  # fmt: skip
+@click.option(
+    "--backend", type=click.Choice(("gloo", "nccl")),
+    help="Of torch.distributed; default: nccl where there are GPUs, else gloo.",
+)  # fmt: skip
+@click.option(
+    "--seconds", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True,
+    help="About how long to measure each pair of ranks.",
+)  # fmt: skip
+@click.option(
+    "--most-pairs", type=click.IntRange(min=1), default=66, show_default=True,
+    help="If there are more pairs, measure neighbours only: on each host, and from host to host.",
+)  # fmt: skip
+@click.option(
+    "--deadline", type=click.FloatRange(min=0, min_open=True), default=60.0, show_default=True,
+    help="Seconds that a rank may take to come, or to answer.",
+)  # fmt: skip
+@options.output_option("Where to write the cluster (.json).")
+@options.json_option
+def measure_cluster(
+    ranks: int | None,
+    backend: str | None,
+    seconds: float,
+    most_pairs: int,
+    deadline: float,
+    output: str | None,
+    as_json: bool,
+) -> None:
+    """Measure the links between the processes of a job, and write the cluster they make.
+
+    Times messages of several sizes between every pair of ranks, fits latency and bandwidth, and
+    compares an all-reduce with what they predict. Run it under torchrun, with as many processes as
+    there will be ranks.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        if ranks is None:
+            raise InputError(f"nothing is measured by one process alone; {_HOW}")
+        _start_here(ranks, deadline)
+        return
+    if ranks not in (None, int(os.environ["WORLD_SIZE"])):
+        raise InputError("under torchrun, --nproc-per-node says how many ranks; leave --ranks out")
+    with _process_group(backend, deadline) as rank:
+        from penstock.link_meter import measure_cluster as measure
+
+        counting = show.counting("measuring links") if rank == 0 else nullcontext(None)
+        with counting as progress:
+            found = measure(
+                most_pairs=most_pairs,
+                seconds_per_pair=seconds,
+                deadline_seconds=deadline,
+                progress=progress,
+            )
+        if rank == 0:
+            _report(found, output, as_json)
+
+
+@contextmanager
+def _process_group(backend: str | None, deadline_seconds: float) -> Iterator[int]:
+    """torch's default group while it is needed; yields this process's rank."""
+    import torch
+    import torch.distributed as dist
+
+    chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    if chosen == "nccl":
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if local_rank >= torch.cuda.device_count():
+            raise InputError(
+                f"rank {os.environ['RANK']} is process {local_rank} of its host, which has "
+                f"{torch.cuda.device_count()} GPUs; start one process per GPU, or --backend gloo"
+            )
+        torch.cuda.set_device(local_rank)
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(chosen, timeout=timedelta(seconds=deadline_seconds))
+    except (RuntimeError, ValueError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise DeadlineError(
+            f"rank {os.environ['RANK']} did not meet the others within {deadline_seconds:g} s: "
+            f"{first_line}"
+        ) from None
+    try:
+        yield dist.get_rank()
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _start_here(num_ranks: int, deadline_seconds: float) -> None:
+    """Run this very command in processes of this machine, and end when they have."""
+    import torch.distributed as dist
+
+    # Whoever serves the store chooses its port, so that two measurements never take the same.
+    wait = timedelta(seconds=deadline_seconds)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=wait
+    )
+    place = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(num_ranks),
+        # torch's own name for: somebody else serves the store.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "penstock.cli", *sys.argv[1:]],
+            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        failed = _first_failure(processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    if failed is not None:
+        raise RunError(f"rank {failed[0]} ended with exit code {failed[1]}; nothing was written")
+
+
+def _first_failure(processes: list[subprocess.Popen[bytes]]) -> tuple[int, int] | None:
+    """(rank, exit code) of who failed first; ``None`` when all have ended well."""
+    while True:
+        for rank, process in enumerate(processes):
+            if process.poll():
+                _wait_for_all(processes)
+                return rank, process.returncode
+        if all(process.returncode == 0 for process in processes):
+            return None
+        _pause(processes)
+
+
+def _wait_for_all(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        try:
+            process.wait(_OTHERS_SECONDS)
+        except subprocess.TimeoutExpired:
+            return
+
+
+def _pause(processes: list[subprocess.Popen[bytes]]) -> None:
+    running = next(process for process in processes if process.returncode is None)
+    try:
+        running.wait(0.1)
+    except subprocess.TimeoutExpired:
+        return
+
+
+def _report(found: Measurement, output: str | None, as_json: bool) -> None:
+    if output is not None:
+        write_atomically(output, found.cluster.to_json() + "\n")
+    if as_json:
+        show.print_json(_numbers(found))
+    else:
+        _print_measurement(found)
+    if output is not None:
+        show.say(f"wrote {output}")
+
+
+def _numbers(found: Measurement) -> dict[str, object]:
+    names = [device.name for device in found.cluster.devices]
+    return {
+        "cluster": found.cluster,
+        "links": [
+            {"between": [names[a], names[b]], **_fields(one.link), "fit_error": one.error}
+            for (a, b), one in found.fits.items()
+        ],
+        "all_reduces": [one._asdict() for one in found.sums],
+    }
+
+
+def _fields(link: Link) -> dict[str, float]:
+    return {
+        "latency_seconds": link.latency_seconds,
+        "bytes_per_second": link.bytes_per_second,
+    }
+
+
+def _print_measurement(found: Measurement) -> None:
+    names = [device.name for device in found.cluster.devices]
+    rows = [
+        (f"{names[a]} – {names[b]}", *_cells(one.link), f"{one.error:.0%}")
+        for (a, b), one in found.fits.items()
+    ]
+    show.print_table(("pair", "latency", "bandwidth", "fit error"), rows)
+    click.echo()
+    sums = [
+        (
+            units.bytes_(one.num_bytes),
+            units.seconds(one.measured_seconds),
+            units.seconds(one.predicted_seconds),
+            f"{one.predicted_seconds / one.measured_seconds - 1:+.0%}",
+        )
+        for one in found.sums
+    ]
+    show.print_table(("all-reduce of", "measured", "as a ring", "difference"), sums)
+    click.echo()
+    _print_cluster(found.cluster)
+
+
+def _print_cluster(found: Cluster) -> None:
+    devices = [
+        (device.name, units.bytes_(device.memory_bytes) if device.memory_bytes else "–",
+         f"{device.speed:g}")
+        for device in found.devices
+    ]  # fmt: skip
+    show.print_table(("device", "memory", "speed"), devices)
+    click.echo()
+    joined = [
+        (f"{group.name}: {', '.join(group.members)}", *_cells(group.link),
+         units.bytes_(group.memory_bytes) if group.memory_bytes else "–")
+        for group in found.groups
+    ]  # fmt: skip
+    shared = units.bytes_(found.memory_bytes) if found.memory_bytes else "–"
+    joined.append(("between groups" if joined else "all", *_cells(found.link), shared))
+    joined += [(" – ".join(wire.between), *_cells(wire.link), "–") for wire in found.wires]
+    joined += [(f"spare {one.name}", "–", _rate(one.bytes_per_second), "–") for one in found.spares]
+    show.print_table(("joined", "latency", "bandwidth", "shared memory"), joined)
+
+
+def _cells(link: Link) -> tuple[str, str]:
+    rate = _rate(link.bytes_per_second) if link.bytes_per_second else "free"
+    return units.seconds(link.latency_seconds), rate
+
+
+def _rate(bytes_per_second: float) -> str:
+    giga = bytes_per_second >= 1e9
+    return f"{number(bytes_per_second / (1e9 if giga else 1e6))} {'GB/s' if giga else 'MB/s'}"
+
+
+CLUSTER_VERBS = (cluster, measure_cluster)

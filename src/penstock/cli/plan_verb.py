@@ -1,0 +1,146 @@
+"""The verb that plans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import click
+
+from penstock.cli import options, show
+from penstock.cluster import Cluster
+from penstock.errors import InputError
+from penstock.graph import LayerGraph
+from penstock.partition import COST_MODELS
+from penstock.pipedream_profiles import read_pipedream_graph
+from penstock.planner import plan as find_plan
+from penstock.planner import what_if as plan_what_if
+from penstock.planner.setting import RecomputeRule
+from penstock.schedule.families.replicated import read_replicas
+
+
+def _num_ranks(replicas: str) -> int:
+    try:
+        return sum(read_replicas(replicas))
+    except InputError:
+        raise click.BadParameter(
+            f"{replicas!r} are no replicas; write for example 2-1-1, or any"
+        ) from None
+
+
+def _parse_tensor_ranks(_: click.Context, __: click.Parameter, text: str) -> int | Literal["any"]:
+    if text == "any":
+        return "any"
+    if not text.isdigit() or int(text) < 1:
+        raise click.BadParameter(f"{text!r} is no number of devices; write for example 2, or any")
+    return int(text)
+
+
+@click.command()
+@click.argument("graph", type=click.Path())
+@click.argument("cluster", type=click.Path(), required=False)
+@options.ranks_option(None)
+@options.microbatches_option(None)
+@click.option(
+    "--minibatch", type=int, help="Rows of a minibatch: tries every microbatch size profiled."
+)
+@click.option("--schedule", help="Schedule family; default: the best of all.")
+@options.policy_option
+@click.option("--replicas", help="Ranks of each stage, as in 2-1-1, or any.")
+@click.option("--memory", callback=options.parse_bytes, help="Limit per rank, for example 8GiB.")
+@click.option("--async", "asynchronous", is_flag=True, help="Also schedules that never flush.")
+@click.option(
+    "--recompute",
+    type=click.Choice(get_args(RecomputeRule)),
+    default="where-needed",
+    show_default=True,
+    help="Which stages may run forward twice to save memory.",
+)
+@click.option(
+    "--tensor",
+    "tensor_ranks",
+    default="1",
+    callback=_parse_tensor_ranks,
+    help="Devices that share every layer, or any; such plans cannot run yet.",
+)
+@click.option(
+    "--cost-model",
+    type=click.Choice(COST_MODELS),
+    default="ring",
+    show_default=True,
+    help="How exchanges of gradients are counted.",
+)
+@click.option(
+    "--overlap",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    show_default=True,
+    help="Share of an exchange of gradients that hides behind the backward.",
+)
+@click.option(
+    "--order",
+    type=click.Choice(["execution", "any"]),
+    default="execution",
+    show_default=True,
+    help="Where branching models may be cut.",
+)
+@click.option(
+    "--placement",
+    type=click.Choice(["exact", "reinforce"]),
+    default="exact",
+    show_default=True,
+    help="Exact cuts, or a learned placement of branching models.",
+)
+@click.option("--what-if", help='Plan again with changes, as in "bandwidth*2, memory/2".')
+@options.output_option("Where to write the plan (.json).")
+@options.json_option
+def plan(
+    graph: str,
+    cluster: str | None,
+    ranks: int | None,
+    microbatches: int | None,
+    minibatch: int | None,
+    replicas: str | None,
+    memory: int | None,
+    what_if: str | None,
+    output: str | None,
+    as_json: bool,
+    **request: Any,
+) -> None:
+    """Find the best plan for a profile.
+
+    GRAPH is a profile, as `penstock profile -o` writes it, or a graph.txt of PipeDream's. CLUSTER
+    is a file (.toml or .json, see `penstock cluster`); by default the cores of this machine.
+    """
+    counts = replicas not in (None, "any")
+    num_devices = _num_ranks(replicas) if replicas and counts else ranks
+    there = Cluster.load(cluster) if cluster else Cluster.local(num_devices)
+    if microbatches is None and minibatch is None:
+        microbatches = 8
+    request |= {
+        "microbatches": microbatches,
+        "minibatch": minibatch,
+        "stages": None if replicas else ranks,
+        "memory_bytes": memory,
+        "replicas": replicas,
+    }
+    profile = _read_graph(graph)
+    if what_if is None:
+        chosen = find_plan(profile, there, **request)
+        text = str(chosen)
+    else:
+        changed = plan_what_if(what_if, profile, there, **request)
+        chosen, text = changed.after, str(changed)
+    if output is not None:
+        chosen.save(output)
+        show.say(f"wrote {output}")
+    if as_json:
+        show.print_json(chosen)
+    else:
+        click.echo(text)
+
+
+def _read_graph(path: str) -> LayerGraph:
+    if Path(path).suffix.lower() == ".txt":
+        return read_pipedream_graph(path)
+    return LayerGraph.load(path)

@@ -1,0 +1,153 @@
+"""The verb that measures a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from penstock.cli import options, show, sources
+from penstock.graph import Layer, LayerGraph
+
+if TYPE_CHECKING:
+    from penstock.trial import Workload
+
+WORKLOAD_HELP = (
+    "WORKLOAD is module:function, where the function returns a penstock.trial.Workload; by default "
+    f"the demo's, {sources.DEFAULT_WORKLOAD}."
+)
+_COLUMNS = (
+    "layer", "kind", "F ms", "I ms", "W ms", "split ms", "R ms", "±", "update ms", "kept MiB",
+    "weights MiB", "flags",
+)  # fmt: skip
+_LEGEND = (
+    "F forward, I and W the halves of a backward, split: what halving it adds, R a second forward; "
+    "±: half the distance between the quartiles of F + I + W; kept: for the backward."
+)
+
+
+def _parse_sizes(_: click.Context, __: click.Parameter, text: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise click.BadParameter(f"{text!r} are no sizes; write for example 2,4,8") from None
+
+
+@click.command(epilog=WORKLOAD_HELP)
+@click.argument("workload", default=sources.DEFAULT_WORKLOAD)
+@options.microbatches_option(8)
+@click.option("--repeats", type=int, default=7, show_default=True, help="Measurements per time.")
+@click.option("--sizes", callback=_parse_sizes, help="Other microbatch sizes, in rows, as 2,4,8.")
+@click.option(
+    "--busy-cores", type=click.IntRange(min=0),
+    help="Other cores to keep busy, to see what that costs; default: all others, at most 7.",
+)  # fmt: skip
+@options.output_option("Where to write the profile (.json).")
+@options.json_option
+def profile(
+    workload: str,
+    microbatches: int,
+    repeats: int,
+    sizes: tuple[int, ...],
+    busy_cores: int | None,
+    output: str | None,
+    as_json: bool,
+) -> None:
+    """Measure a model layer by layer."""
+    loaded = sources.load_workload(workload)
+    with show.profiling() as progress:
+        graph = loaded.profile(
+            microbatches, repeats=repeats, sizes=sizes, busy_cores=busy_cores, progress=progress
+        )
+    if output is not None:
+        graph.save(output)
+        show.say(f"wrote {output}")
+    if as_json:
+        show.print_json(graph)
+    else:
+        print_graph(graph)
+
+
+def profiled(workload: Workload, microbatches: int) -> LayerGraph:
+    """The profile of a workload, with a bar meanwhile."""
+    with show.profiling() as progress:
+        return workload.profile(microbatches, progress=progress)
+
+
+def print_graph(graph: LayerGraph) -> None:
+    """A profile as a table: a line per layer, their sum, what is odd, and where it was measured."""
+    rows = [_row(layer) for layer in graph.layers]
+    show.print_table(_COLUMNS, [*rows, _sums(graph.layers)])
+    click.echo(f"\n{_LEGEND}")
+    for warning, layers in _warnings(graph.layers).items():
+        click.echo(f"! {warning}: {', '.join(layers)}")
+    click.echo("\n".join(_conditions(graph)))
+
+
+def _row(layer: Layer) -> tuple[str, ...]:
+    return (
+        layer.name,
+        layer.kind,
+        *_cells([layer]),
+        f"{layer.spread:.0%}",
+        *_amounts([layer]),
+        "!" * len(layer.warnings),
+    )
+
+
+def _sums(layers: Sequence[Layer]) -> tuple[str, ...]:
+    return ("all", "", *_cells(layers), "", *_amounts(layers), "")
+
+
+def _cells(layers: Sequence[Layer]) -> list[str]:
+    columns = zip(
+        *(
+            (
+                layer.forward_seconds,
+                layer.backward_input_seconds,
+                layer.backward_weight_seconds,
+                layer.split_seconds,
+                layer.forward_seconds
+                if layer.recompute_seconds is None
+                else layer.recompute_seconds,
+            )
+            for layer in layers
+        ),
+        strict=True,
+    )
+    return [f"{sum(column) * 1e3:.3f}" for column in columns]
+
+
+def _amounts(layers: Sequence[Layer]) -> list[str]:
+    return [
+        f"{sum(layer.update_seconds for layer in layers) * 1e3:.3f}",
+        f"{sum(layer.activation_bytes for layer in layers) / 2**20:.2f}",
+        f"{sum(layer.parameter_bytes for layer in layers) / 2**20:.2f}",
+    ]
+
+
+def _warnings(layers: Sequence[Layer]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for layer in layers:
+        for warning in layer.warnings:
+            found.setdefault(warning, []).append(layer.name)
+    return found
+
+
+def _conditions(graph: LayerGraph) -> list[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in graph.software.items())
+    lines = [
+        f"{graph.microbatch_size} rows, {graph.dtype or 'no parameters'}, {graph.device}, "
+        f"{graph.num_threads} thread{'' if graph.num_threads == 1 else 's'}; {versions}",
+        f"an op takes {graph.op_seconds * 1e6:.0f} µs beside its layers, a message "
+        f"{graph.hop_seconds * 1e6:.0f} µs; with the other cores busy, all takes "
+        f"{graph.contention:.2f} times as long",
+    ]
+    for other in graph.other_sizes:
+        seconds = sum(layer.compute_seconds for layer in other.layers)
+        lines.append(
+            f"with {other.microbatch_size} rows: F + B {seconds * 1e3:.3f} ms, "
+            f"{seconds / other.microbatch_size * 1e3:.3f} ms per row"
+        )
+    return lines

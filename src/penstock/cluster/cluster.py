@@ -1,0 +1,146 @@
+"""``Cluster``: devices and how they are joined. A file people write and edit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Self
+
+from msgspec.structs import replace
+
+from penstock.cluster import local
+from penstock.cluster.checks import check_groups, check_names, check_wires
+from penstock.cluster.parts import Device, Group, Link, SpareMachine, Wire
+from penstock.errors import InputError
+from penstock.values import Value, is_whole, read_text
+
+
+class Cluster(Value, frozen=True, kw_only=True):
+    """Devices and how they are joined.
+
+    Attributes:
+        devices: at least one. By default rank i of a plan runs on device i.
+        link: between any two devices or groups that no group has.
+        memory_bytes: memory all devices share (cores of one host), or 0 when each has its own.
+        groups: servers, racks and so on; nobody is a member twice.
+        wires: pairs of devices with a link of their own.
+        spares: machines that can sum gradients.
+
+    Raises:
+        InputError: no device, a negative memory, a name that two have, a member or the end of a
+            wire that is not there, a member twice, a circle of groups, or a pair with two wires.
+    """
+
+    devices: tuple[Device, ...]
+    link: Link = Link()
+    memory_bytes: int = 0
+    groups: tuple[Group, ...] = ()
+    wires: tuple[Wire, ...] = ()
+    spares: tuple[SpareMachine, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise InputError("a Cluster needs at least one device")
+        if self.memory_bytes < 0:
+            raise InputError(f"cluster memory_bytes is {self.memory_bytes}, but must be ≥ 0")
+        names = [device.name for device in self.devices]
+        check_names(self.devices, self.groups, self.spares)
+        check_groups(names, self.groups)
+        check_wires(names, self.wires)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a cluster from a file.
+
+        Args:
+            path: ends in ``.toml`` for what people write (``docs/clusters.md``); anything else is
+                JSON, as ``save`` writes it.
+
+        Raises:
+            FileError: the file is not there, an unknown key, a wrong type or unit, or parts that
+                contradict each other; the path inside the file is named where there is one.
+        """
+        if Path(path).suffix.lower() != ".toml":
+            return super().load(path)
+        return cls.from_toml(read_text(path), where=str(path))
+
+    @classmethod
+    def from_toml(cls, text: str, where: str = "text") -> Self:
+        """Read what people write, with units and servers; see ``docs/clusters.md``.
+
+        Args:
+            text: TOML.
+            where: the name to use in errors, for example the path of the file.
+
+        Raises:
+            FileError: as ``load``.
+        """
+        from penstock.cluster import written  # takes as long to load as all the rest of this room
+
+        with written.refusals(where):
+            return cls(**written.read(text))
+
+    @classmethod
+    def tree(
+        cls, counts: Sequence[int], links: Sequence[Link], *, device: Device | None = None
+    ) -> Cluster:
+        """A regular tree.
+
+        Args:
+            counts: how many members the groups of each level have, innermost first: ``(4, 2)`` is
+                two servers of four devices.
+            links: between the members of a group of each level, innermost first.
+            device: what all devices are like; its name is not used.
+
+        Raises:
+            InputError: no levels, a count below 1, or not one link per level.
+        """
+        _check_levels(counts, links)
+        pattern = device or Device(name="")
+        names = [f"device{index}" for index in range(prod(counts))]
+        devices = tuple(replace(pattern, name=name) for name in names)
+        groups: list[Group] = []
+        for level, (count, link) in enumerate(zip(counts[:-1], links[:-1], strict=True)):
+            parts = [tuple(names[at : at + count]) for at in range(0, len(names), count)]
+            word = "server" if level == 0 else f"level{level}-"
+            made = [
+                Group(name=f"{word}{index}", members=members, link=link)
+                for index, members in enumerate(parts)
+            ]
+            groups += made
+            names = [group.name for group in made]
+        return cls(devices=devices, link=links[-1], groups=tuple(groups))
+
+    @classmethod
+    def local(cls, num_devices: int | None = None, kind: local.Kind | None = None) -> Cluster:
+        """This machine: its GPUs, or the CPU cores that this process may use.
+
+        Links are without cost, since nobody has measured them (``penstock measure-cluster`` does).
+
+        Args:
+            num_devices: how many. By default all GPUs, or one worker per core; more workers than
+                cores may be asked for, more GPUs may not.
+            kind: ``"gpu"`` for NVIDIA's GPUs, each with its own memory, or ``"cpu"`` for cores,
+                which share the host's. By default GPUs if there are (as many as asked for), else
+                cores.
+
+        Raises:
+            InputError: ``num_devices`` is below 1, no such kind, or not so many GPUs.
+        """
+        devices, memory_bytes = local.devices(num_devices, kind)
+        return cls(devices=devices, memory_bytes=memory_bytes)
+
+
+def _check_levels(counts: Sequence[int], links: Sequence[Link]) -> None:
+    if not counts:
+        raise InputError("a tree needs at least one level; give counts, for example (4, 2)")
+    if len(counts) != len(links):
+        raise InputError(
+            f"a tree with {len(counts)} counts needs as many links, innermost first, not "
+            f"{len(links)}"
+        )
+    wrong = next((count for count in counts if not is_whole(count) or count < 1), None)
+    if wrong is not None:
+        raise InputError(f"a count of a tree is {wrong!r}, but must be a whole number ≥ 1")

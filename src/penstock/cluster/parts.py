@@ -1,0 +1,127 @@
+"""What a cluster is made of: ``Device``, ``Link``, ``Group``, ``Wire``, ``SpareMachine``."""
+
+from __future__ import annotations
+
+from math import isfinite
+
+from penstock.errors import InputError
+from penstock.values import Value
+
+
+class Device(Value, frozen=True, kw_only=True):
+    """One place that runs a rank's ops, one at a time.
+
+    Attributes:
+        name: for people, for example ``cpu0``.
+        memory_bytes: what a rank may use here; 0 means not limited.
+        speed: relative to the machine the profile was measured on (2.0 is twice as fast).
+
+    Raises:
+        InputError: a negative memory, or a speed that is not a positive number.
+    """
+
+    name: str
+    memory_bytes: int = 0
+    speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes < 0:
+            raise InputError(f"device {self.name!r}: memory_bytes is {self.memory_bytes} < 0")
+        if not (self.speed > 0 and isfinite(self.speed)):
+            raise InputError(f"device {self.name!r}: speed is {self.speed}, but must be > 0")
+
+
+class Link(Value, frozen=True, kw_only=True):
+    """How neighbouring devices are joined.
+
+    Attributes:
+        latency_seconds: time before the first byte arrives.
+        bytes_per_second: bandwidth after that; 0 means so high that it does not count (for
+            example threads that share memory).
+
+    Raises:
+        InputError: one of them is negative or not finite.
+    """
+
+    latency_seconds: float = 0.0
+    bytes_per_second: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("latency_seconds", "bytes_per_second"):
+            value = getattr(self, name)
+            if not (value >= 0 and isfinite(value)):
+                raise InputError(
+                    f"a link's latency and bandwidth must be finite and ≥ 0, but {name} is {value}"
+                )
+
+    def seconds(self, num_bytes: float) -> float:
+        """Time from sending ``num_bytes`` until they have arrived."""
+        transfer = num_bytes / self.bytes_per_second if self.bytes_per_second else 0.0
+        return self.latency_seconds + transfer
+
+
+class Group(Value, frozen=True, kw_only=True):
+    """Devices that are nearer to each other than to the rest, as those of one server.
+
+    Attributes:
+        name: for people; unlike that of any device or other group.
+        members: names of devices or of other groups, at least one.
+        link: between any two members.
+        memory_bytes: memory that all devices in it share (cores of one host), or 0 when each has
+            its own.
+
+    Raises:
+        InputError: no members, one named twice, or a negative memory.
+    """
+
+    name: str
+    members: tuple[str, ...]
+    link: Link = Link()
+    memory_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.members:
+            raise InputError(f"group {self.name!r} has no members; give it some or leave it out")
+        if self.memory_bytes < 0:
+            raise InputError(f"group {self.name!r}: memory_bytes is {self.memory_bytes} < 0")
+
+
+class Wire(Value, frozen=True, kw_only=True):
+    """What joins two devices, instead of what their groups say.
+
+    Attributes:
+        between: their names.
+        link: in both directions.
+
+    Raises:
+        InputError: both names are the same.
+    """
+
+    between: tuple[str, str]
+    link: Link
+
+    def __post_init__(self) -> None:
+        if self.between[0] == self.between[1]:
+            raise InputError(f"a wire joins {self.between[0]!r} with itself; name two devices")
+
+
+class SpareMachine(Value, frozen=True, kw_only=True):
+    """A machine without accelerators that can sum gradients for others.
+
+    Attributes:
+        name: for people.
+        bytes_per_second: of its network, in each direction.
+
+    Raises:
+        InputError: the bandwidth is not a positive number.
+    """
+
+    name: str
+    bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        if not (self.bytes_per_second > 0 and isfinite(self.bytes_per_second)):
+            raise InputError(
+                f"spare machine {self.name!r}: bytes_per_second is {self.bytes_per_second}, but "
+                "must be > 0"
+            )

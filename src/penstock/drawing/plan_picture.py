@@ -1,0 +1,231 @@
+"""``PlanPicture``: what the picture of a plan shows, as plain values.
+
+Drawing knows nothing of plans; ``planner.picture`` makes these of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from penstock.drawing.units import bytes_, seconds
+from penstock.schedule.op import Kind
+
+MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "other")
+"""What memory is spent on, in the order of ``DeviceRow.memory``. Other: buffers, and room to
+work."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One stage on one rank.
+
+    Attributes:
+        stage: its number.
+        parts: (kind, seconds) of what the rank does for it per microbatch of the minibatch, in that
+            order; where replicas take turns, the rank's share. Empty where no times are known.
+        shade: which of the shades s0 to s3 it has; later stages of a rank are paler.
+    """
+
+    stage: int
+    parts: tuple[tuple[Kind, float], ...]
+    shade: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Of all parts."""
+        return sum(length for _, length in self.parts)
+
+
+@dataclass(frozen=True)
+class DeviceRow:
+    """One device.
+
+    Attributes:
+        name: of the device, or of the rank.
+        memory: bytes, one number for each of ``MEMORY_PARTS``.
+        limit_bytes: what it has; 0 where nobody says.
+    """
+
+    name: str
+    memory: tuple[int, ...] = (0,) * len(MEMORY_PARTS)
+    limit_bytes: int = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """All of it."""
+        return sum(self.memory)
+
+    @property
+    def over_bytes(self) -> int:
+        """How much more it needs than it has."""
+        return max(self.memory_bytes - self.limit_bytes, 0) if self.limit_bytes else 0
+
+    @property
+    def memory_words(self) -> str:
+        """What it needs, and of how much; nothing where nobody knows."""
+        if not self.memory_bytes:
+            return f"of {bytes_(self.limit_bytes)}" if self.limit_bytes else ""
+        needed = bytes_(self.memory_bytes)
+        if self.over_bytes:
+            return f"{needed}, {bytes_(self.over_bytes)} over"
+        return f"{needed} of {bytes_(self.limit_bytes)}" if self.limit_bytes else needed
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """One rank: the blocks that it runs, one after another, and its devices; several where they
+    share every layer."""
+
+    blocks: tuple[Block, ...]
+    devices: tuple[DeviceRow, ...]
+
+    @property
+    def seconds(self) -> float:
+        """What it does per microbatch of the minibatch."""
+        return sum(block.seconds for block in self.blocks)
+
+
+@dataclass(frozen=True)
+class Heading:
+    """What is said of a stage above its rows.
+
+    Attributes:
+        stage: its number.
+        layers: names, at least one.
+        remarks: its times, replicas, what runs again and so on, each a few words.
+    """
+
+    stage: int
+    layers: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def layer_words(self) -> str:
+        """The first and last layer and how many."""
+        if len(self.layers) == 1:
+            return self.layers[0]
+        return f"{self.layers[0]} … {self.layers[-1]} ({len(self.layers)} layers)"
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks that stand together: the replicas of one stage, or one rank."""
+
+    headings: tuple[Heading, ...]
+    ranks: tuple[RankRow, ...]
+
+    @property
+    def devices(self) -> tuple[DeviceRow, ...]:
+        """Of all its ranks."""
+        return tuple(device for rank in self.ranks for device in rank.devices)
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What goes from one group of ranks to another, and as gradients comes back.
+
+    Attributes:
+        source: index of the group.
+        target: likewise, another one.
+        stages: those behind whose output it goes.
+        num_bytes: per microbatch and stage.
+        seconds: until it can be used.
+    """
+
+    source: int
+    target: int
+    stages: tuple[int, ...]
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def words(self) -> str:
+        """Which stages, how many bytes, how long."""
+        between = ", ".join(f"{stage}→{stage + 1}" for stage in self.stages)
+        numbers = [bytes_(self.num_bytes)] if self.num_bytes else []
+        numbers += [seconds(self.seconds)] if self.seconds else []
+        told = " in ".join(numbers)
+        return f"{between}: {told}" if told else between
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A table of what else could have been done.
+
+    Attributes:
+        columns: their names.
+        rows: a text per column.
+        chosen: which row is this plan; none by default.
+        num_texts: the first so many columns, and the last, are words; the others numbers.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    chosen: int | None = None
+    num_texts: int = 2
+
+    def is_text(self, column: int) -> bool:
+        """Whether a column is of words."""
+        return column < self.num_texts or column == len(self.columns) - 1
+
+
+@dataclass(frozen=True)
+class PlanPicture:
+    """A plan as it is drawn.
+
+    Attributes:
+        title: schedule, stages, ranks, microbatches.
+        facts: what is predicted, each a few words.
+        reason: why it was chosen; may be empty.
+        groups: in the order of ranks.
+        flows: between them.
+        choices: what else there was, if anything.
+    """
+
+    title: str
+    facts: tuple[str, ...]
+    reason: str
+    groups: tuple[RankGroup, ...]
+    flows: tuple[Flow, ...] = ()
+    choices: Choices | None = None
+
+    @cached_property
+    def ranks(self) -> tuple[RankRow, ...]:
+        """Of all groups."""
+        return tuple(rank for group in self.groups for rank in group.ranks)
+
+    @cached_property
+    def devices(self) -> tuple[DeviceRow, ...]:
+        """Of all groups."""
+        return tuple(device for group in self.groups for device in group.devices)
+
+    @cached_property
+    def beat(self) -> float:
+        """Seconds per microbatch of the rank that has most to do; no plan of these stages can be
+        faster."""
+        return max((rank.seconds for rank in self.ranks), default=0.0)
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[Kind, int], ...]:
+        """The kinds of work and the shades that occur."""
+        blocks = (block for rank in self.ranks for block in rank.blocks)
+        return tuple(sorted({(kind, block.shade) for block in blocks for kind, _ in block.parts}))
+
+    @cached_property
+    def memory_extent(self) -> float:
+        """Bytes that a bar as long as its place stands for. Limits far beyond what is used are out
+        of the picture, or the bars would be too short to be read."""
+        most = max((device.memory_bytes for device in self.devices), default=0)
+        limits = [device.limit_bytes for device in self.devices]
+        return max([most, *(limit for limit in limits if limit <= 4 * most)]) or 1.0
+
+    def neighbours(self, above: int) -> tuple[Flow, ...]:
+        """The flows between a group and the one below it, in either direction."""
+        pair = {above, above + 1}
+        return tuple(flow for flow in self.flows if {flow.source, flow.target} == pair)
+
+    @cached_property
+    def far_flows(self) -> tuple[Flow, ...]:
+        """The flows between groups that do not stand beside each other."""
+        return tuple(flow for flow in self.flows if abs(flow.source - flow.target) > 1)

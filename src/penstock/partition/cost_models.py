@@ -1,0 +1,138 @@
+"""What a stage and a cut cost in the steady state: three cost models, by name.
+
+A pipeline's beat is its slowest part: a stage on its devices, or a cut on its links. All three
+count seconds per microbatch and differ in three things: how long an exchange of gradients takes,
+how much of it hides behind compute, and what a cut costs.
+
+``pipedream-released``
+    What PipeDream's published optimizer computes: ``(T + 4(m−1)·|w| / (m·B)) / m`` for a stage of T
+    seconds and |w| bytes on m devices, and ``2·a / (m·B)`` for a cut of a bytes.
+``pipedream-paper``
+    What the paper says (SOSP'19, section 3.1): ``max(T, 2(m−1)·|w| / B) / m``, and ``2·a / B``.
+``ring``
+    A ring all-reduce: ``2(m−1)/m · |w| / B`` and 2(m−1) latencies. ``overlap`` is the share of it
+    that compute can hide. A cut takes two messages with their latencies, shared by m devices.
+
+The first two know no latencies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.cluster import Link
+from penstock.errors import InputError
+from penstock.values import is_number, one_of
+
+RELEASED, PAPER, RING = "pipedream-released", "pipedream-paper", "ring"
+
+COST_MODELS = (RELEASED, PAPER, RING)
+"""Names of the cost models."""
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds per microbatch of stages and cuts; see the module for the formulas.
+
+    Attributes:
+        name: one of ``COST_MODELS``.
+        overlap: the share of a gradient exchange that compute can hide, between 0 and 1. Only
+            ``ring`` leaves it free: the released optimizer adds the two (0), the paper takes the
+            longer one (1). ``cost_model`` sees to that.
+    """
+
+    name: str
+    overlap: float = 1.0
+
+    def stage_seconds(
+        self,
+        compute_seconds: float,
+        parameter_bytes: float,
+        num_replicas: int,
+        link: Link,
+        updates: float = 1.0,
+    ) -> float:
+        """Steady-state seconds per microbatch of a stage.
+
+        Args:
+            compute_seconds: forward and backward of one microbatch on one device.
+            parameter_bytes: of the stage.
+            num_replicas: devices that share the microbatches.
+            link: the slowest between them.
+            updates: per microbatch; 1/m where m microbatches make one. Replicas exchange gradients
+                once per update, and at most once per round in which each has one microbatch, which
+                is what 1 means (PipeDream).
+        """
+        exchange = self.reduce_seconds(parameter_bytes, num_replicas, link)
+        return self.shared_seconds(compute_seconds, exchange, num_replicas, updates)
+
+    def shared_seconds(
+        self, compute_seconds: float, exchange_seconds: float, num_replicas: int, updates: float
+    ) -> float:
+        """``stage_seconds`` where it is known how long an exchange takes."""
+        compute = compute_seconds / num_replicas
+        exchange = exchange_seconds * min(updates, 1 / num_replicas)
+        shown = 1 - self.overlap
+        return max(compute, exchange) + shown * min(compute, exchange)
+
+    def cut_seconds(self, num_bytes: float, num_replicas: int, link: Link) -> float:
+        """Seconds per microbatch that a cut takes: a message forward, and its gradient back.
+
+        Args:
+            num_bytes: in one direction.
+            num_replicas: of the side that has fewer, since each sends and receives at a time.
+            link: the slowest that is used.
+        """
+        if self.name == RING:
+            return 2 * link.seconds(num_bytes) / num_replicas
+        return 2 * _transfer(num_bytes, link) / (num_replicas if self.shares_cuts else 1)
+
+    @property
+    def shares_cuts(self) -> bool:
+        """Whether replicas share what a cut costs; not so in the paper's formulas."""
+        return self.name != PAPER
+
+    def reduce_seconds(self, parameter_bytes: float, num_replicas: int, link: Link) -> float:
+        """One exchange of gradients, alone.
+
+        Args:
+            parameter_bytes: of the stage.
+            num_replicas: devices that have a copy each; one has nobody to ask.
+            link: the slowest between them.
+        """
+        others = num_replicas - 1
+        seconds = self.bytes_moved(num_replicas) * _transfer(parameter_bytes, link)
+        return seconds + 2 * others * self.latency_seconds(link)
+
+    def bytes_moved(self, num_replicas: int) -> float:
+        """How many bytes an exchange puts on a link for each byte of parameters."""
+        others = num_replicas - 1
+        if self.name == PAPER:
+            return 2.0 * others
+        return (4 if self.name == RELEASED else 2) * others / num_replicas
+
+    def latency_seconds(self, link: Link) -> float:
+        """What a message takes besides its bytes, for this model."""
+        return link.latency_seconds if self.name == RING else 0.0
+
+
+def cost_model(name: str, overlap: float = 1.0) -> CostModel:
+    """A cost model by its name.
+
+    Args:
+        name: one of ``COST_MODELS``.
+        overlap: for ``ring``: the share of a gradient exchange that compute can hide, 0 to 1. The
+            other two have their own.
+
+    Raises:
+        InputError: no such name, or ``overlap`` is not between 0 and 1.
+    """
+    one_of("cost_model", name, COST_MODELS)
+    if not is_number(overlap) or not 0 <= overlap <= 1:
+        raise InputError(f"overlap is {overlap!r}, but must be a number between 0 and 1")
+    fixed = {RELEASED: 0.0, PAPER: 1.0}
+    return CostModel(name, fixed.get(name, float(overlap)))
+
+
+def _transfer(num_bytes: float, link: Link) -> float:
+    return num_bytes / link.bytes_per_second if link.bytes_per_second else 0.0

@@ -1,0 +1,138 @@
+"""Which devices the replicas of a stage take: DAPPLE's three ways.
+
+Fan et al., arXiv 2007.01045, section 4.2. Stages are given devices one after another, from the
+first. A *server* is an innermost group of the cluster's tree; devices outside of all groups are
+servers of their own, unless there are no groups at all: then all devices are one server. A server
+is *fresh* while none of its devices is taken, and *full* when all are. Within a server, devices are
+taken in the cluster's order, and servers that a rule does not tell apart in theirs.
+
+- **fresh-first** fills fresh servers one by one, then those partly used, the emptiest first: the
+  replicas of a stage stay together, which their gradients want.
+- **append-first** fills the servers partly used, the fullest first, then fresh ones: nothing is
+  left over in small pieces, and neighbouring stages meet in a server, which activations want.
+- **scatter-first** takes one device at a time from the server that the stage has fewest of, the
+  emptiest first: every server sees a part of each stage, which suits stages whose replicas have
+  little to exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, get_args
+
+from penstock.cluster import Cluster, Topology
+from penstock.errors import InputError, PlanError
+from penstock.values import one_of
+
+Rule = Literal["fresh-first", "append-first", "scatter-first"]
+RULES: tuple[Rule, ...] = get_args(Rule)
+
+
+def servers(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
+    """The devices of each server, by their places in ``cluster.devices``."""
+    paths = Topology(cluster).paths
+    if not any(paths):
+        return (tuple(range(len(paths))),)
+    found: dict[object, list[int]] = {}
+    for device, path in enumerate(paths):
+        found.setdefault(path[-1] if path else ("alone", device), []).append(device)
+    return tuple(map(tuple, found.values()))
+
+
+def take(
+    rule: Rule, sizes: Sequence[int], used: Sequence[int], num_replicas: int
+) -> tuple[int, ...]:
+    """How many devices of each server a stage takes.
+
+    >>> take("append-first", sizes=[4, 4], used=[1, 0], num_replicas=4)
+    (3, 1)
+
+    Args:
+        rule: fresh-first, append-first or scatter-first, as this module says.
+        sizes: devices of each server.
+        used: how many of them are taken already.
+        num_replicas: how many to take.
+
+    Returns:
+        A count per server.
+
+    Raises:
+        InputError: no such rule.
+        PlanError: fewer devices are free.
+    """
+    one_of("rule", rule, RULES)
+    free = [size - gone for size, gone in zip(sizes, used, strict=True)]
+    if num_replicas > sum(free):
+        raise PlanError(
+            f"{num_replicas} replicas do not fit on {sum(free)} free devices; ask for fewer"
+        )
+    if rule == "scatter-first":
+        return _scattered(free, num_replicas)
+    fresh_last = rule == "append-first"
+
+    def turn(server: int) -> tuple[bool, int]:
+        is_fresh = not used[server]
+        emptiness = 0 if is_fresh else free[server]
+        return is_fresh is fresh_last, emptiness if fresh_last else -emptiness
+
+    taken, left = [0] * len(sizes), num_replicas
+    for server in sorted(range(len(sizes)), key=turn):
+        taken[server] = min(left, free[server])
+        left -= taken[server]
+    return tuple(taken)
+
+
+def _scattered(free: Sequence[int], num_replicas: int) -> tuple[int, ...]:
+    taken = [0] * len(free)
+    for _ in range(num_replicas):
+        open_ones = (server for server, count in enumerate(free) if taken[server] < count)
+        least = min(open_ones, key=lambda server: (taken[server], taken[server] - free[server]))
+        taken[least] += 1
+    return tuple(taken)
+
+
+def placements(cluster: Cluster, replicas: Sequence[int]) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The devices of every stage when all stages follow the same rule.
+
+    Args:
+        cluster: whose innermost groups are the servers.
+        replicas: of each stage.
+
+    Returns:
+        By the rule's name: for every stage, places in ``cluster.devices``, ascending; none twice.
+
+    Raises:
+        InputError: no stage, or a count below 1.
+        PlanError: more replicas than devices.
+    """
+    if not replicas or min(replicas) < 1:
+        raise InputError(f"replicas is {tuple(replicas)}; give a count ≥ 1 for every stage")
+    if sum(replicas) > len(cluster.devices):
+        raise PlanError(
+            f"{sum(replicas)} replicas do not fit on {len(cluster.devices)} devices; ask for fewer"
+        )
+    return {rule: tuple(_by_rule(rule, servers(cluster), replicas)) for rule in RULES}
+
+
+def _by_rule(
+    rule: Rule, groups: Sequence[Sequence[int]], replicas: Sequence[int]
+) -> Iterator[tuple[int, ...]]:
+    sizes, used = [len(group) for group in groups], [0] * len(groups)
+    for count in replicas:
+        taken = take(rule, sizes, used, count)
+        yield devices_of(groups, used, taken)
+        used = [before + more for before, more in zip(used, taken, strict=True)]
+
+
+def devices_of(
+    groups: Sequence[Sequence[int]], used: Sequence[int], taken: Sequence[int]
+) -> tuple[int, ...]:
+    """The next free devices of each server, ascending.
+
+    Args:
+        groups: devices of each server.
+        used: how many of them are taken already.
+        taken: how many more to take.
+    """
+    rows = zip(groups, used, taken, strict=True)
+    return tuple(sorted(one for group, gone, more in rows for one in group[gone : gone + more]))

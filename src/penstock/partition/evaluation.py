@@ -1,0 +1,203 @@
+"""``Partition``: which layers on which devices; and what it costs, asked of the plan itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import lcm
+
+from penstock.cluster import Cluster, Link, Topology
+from penstock.errors import InputError
+from penstock.graph import LayerGraph
+from penstock.partition.cost_models import PAPER, CostModel
+from penstock.partition.states import handed_on
+
+_USUAL_BYTES = 2**20
+"""Links are compared by how long they take for so much."""
+
+Line = tuple[float, float]
+"""(seconds per byte of parameters, seconds besides) of an exchange of gradients."""
+
+
+@dataclass(frozen=True)
+class PartitionedStage:
+    """One stage.
+
+    Attributes:
+        layers: names, in execution order.
+        devices: indices into the cluster's devices, one for each replica. Microbatch k is on the
+            replica k modulo their number.
+    """
+
+    layers: tuple[str, ...]
+    devices: tuple[int, ...]
+
+    @property
+    def replicas(self) -> int:
+        """How many devices share the stage's microbatches."""
+        return len(self.devices)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Stages from the model's input to its output.
+
+    Attributes:
+        stages: every layer is in exactly one; no device is in two. Devices may be left over.
+        bottleneck_seconds: the slowest stage or cut, per microbatch.
+        method: what was searched, in words.
+    """
+
+    stages: tuple[PartitionedStage, ...]
+    bottleneck_seconds: float
+    method: str = ""
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Of each stage."""
+        return tuple(stage.replicas for stage in self.stages)
+
+
+def evaluate(
+    graph: LayerGraph,
+    cluster: Cluster,
+    cost_model: CostModel,
+    partition: Partition,
+    updates: float = 1.0,
+) -> float:
+    """Seconds per microbatch of the slowest stage or cut of any partition, in the steady state.
+
+    Replicas run at the pace of the slowest of their devices. A cut takes the slowest of the links
+    that are used: of replica k mod r to replica k mod r' for all microbatches k. Gradients go in
+    one ring over the slowest link, or level by level through the cluster's tree, whichever is
+    faster.
+
+    Args:
+        graph: the model.
+        cluster: whose devices the partition names.
+        cost_model: what stages and cuts cost.
+        partition: ``bottleneck_seconds`` is not looked at.
+        updates: per microbatch, as in ``CostModel.stage_seconds``.
+
+    Raises:
+        InputError: a layer is missing or there twice, a stage reads from a later one, or a device
+            is not there or in two stages.
+    """
+    _check(graph, cluster, partition)
+    topology = Topology(cluster)
+    layers = {layer.name: layer for layer in graph.layers}
+    beats = []
+    for stage in partition.stages:
+        own = [layers[name] for name in stage.layers]
+        pace = min(cluster.devices[index].speed for index in stage.devices)
+        exchange = exchange_seconds(
+            exchange_lines(cost_model, topology, stage.devices),
+            float(sum(layer.parameter_bytes for layer in own)),
+        )
+        compute = sum(layer.compute_seconds for layer in own) / pace
+        beats.append(cost_model.shared_seconds(compute, exchange, stage.replicas, updates))
+    for (one, other), num_bytes in zip(
+        pairwise(partition.stages), _cuts(graph, partition), strict=True
+    ):
+        fewer = min(one.replicas, other.replicas)
+        link = _link_between(topology, one.devices, other.devices)
+        beats.append(cost_model.cut_seconds(num_bytes, fewer, link))
+    return max(beats)
+
+
+def exchange_lines(
+    cost_model: CostModel, topology: Topology, devices: Sequence[int]
+) -> tuple[Line, ...]:
+    """The ways in which devices can sum their gradients, each as a line over parameter bytes."""
+    whole = _line(cost_model, len(devices), topology.slowest_link(devices, _USUAL_BYTES))
+    levels = _levels(topology, devices)
+    if len(levels) < 2:
+        return (whole,)
+    lines = [_line(cost_model, count, link) for count, link in levels]
+    # The paper lets the levels of its recursion overlap.
+    combine = max if cost_model.name == PAPER else sum
+    return whole, (combine(one for one, _ in lines), combine(other for _, other in lines))
+
+
+def exchange_seconds(lines: Sequence[Line], parameter_bytes: float) -> float:
+    """The fastest of several ways to exchange gradients."""
+    return min(slope * parameter_bytes + base for slope, base in lines)
+
+
+def _line(cost_model: CostModel, num_replicas: int, link: Link) -> Line:
+    """``CostModel.reduce_seconds`` as a line."""
+    per_byte = 1 / link.bytes_per_second if link.bytes_per_second else 0.0
+    base = cost_model.reduce_seconds(0.0, num_replicas, link)
+    return cost_model.bytes_moved(num_replicas) * per_byte, base
+
+
+def _levels(topology: Topology, devices: Sequence[int]) -> list[tuple[int, Link]]:
+    """(members, link) of each level at which devices are joined, innermost first; nothing where a
+    pair has a wire of its own or groups are not equally deep."""
+    paths = [topology.paths[index] for index in devices]
+    depths = {len(path) for path in paths}
+    if topology.wires or len(depths) > 1:
+        return []
+    levels = []
+    for depth in range(depths.pop(), -1, -1):
+        members: dict[tuple[int, ...], set[object]] = {}
+        for device, path in zip(devices, paths, strict=True):
+            inner: object = path[depth] if depth < len(path) else device
+            members.setdefault(path[:depth], set()).add(inner)
+        groups = topology.cluster.groups
+        links = [
+            groups[path[-1]].link if path else topology.cluster.link
+            for path, inner in members.items()
+            if len(inner) > 1
+        ]
+        if links:
+            slowest = max(links, key=lambda link: link.seconds(_USUAL_BYTES))
+            levels.append((max(map(len, members.values())), slowest))
+    return levels
+
+
+def _link_between(topology: Topology, senders: Sequence[int], readers: Sequence[int]) -> Link:
+    """The slowest link that microbatches take from the replicas of one stage to the next."""
+    count = lcm(len(senders), len(readers))
+    pairs = {(senders[k % len(senders)], readers[k % len(readers)]) for k in range(count)}
+    links = {topology.link(*pair) for pair in pairs}
+    return max(links, key=lambda link: link.seconds(_USUAL_BYTES))
+
+
+def _cuts(graph: LayerGraph, partition: Partition) -> list[float]:
+    """Bytes in one direction over each border between stages."""
+    names = [layer.name for layer in graph.layers]
+    stage_of = {name: k for k, stage in enumerate(partition.stages) for name in stage.layers}
+    totals = [0.0] * (len(partition.stages) - 1)
+    for source, readers, num_bytes in handed_on(graph):
+        last = max(stage_of[names[reader]] for reader in readers)
+        for border in range(stage_of[names[source]], last):
+            totals[border] += num_bytes
+    return totals
+
+
+def _check(graph: LayerGraph, cluster: Cluster, partition: Partition) -> None:
+    stage_of: dict[str, int] = {}
+    for index, stage in enumerate(partition.stages):
+        for name in stage.layers:
+            if name in stage_of:
+                raise InputError(f"layer {name!r} is in stages {stage_of[name]} and {index}")
+            stage_of[name] = index
+        if not stage.layers or not stage.devices:
+            raise InputError(f"stage {index} needs at least one layer and one device")
+    if set(stage_of) != {layer.name for layer in graph.layers}:
+        raise InputError("a partition has each layer of its graph, and no others")
+    names = [layer.name for layer in graph.layers]
+    for source, readers, _ in handed_on(graph):
+        for reader in readers:
+            if stage_of[names[reader]] < stage_of[names[source]]:
+                raise InputError(
+                    f"layer {names[reader]!r} is in a stage before {names[source]!r}, but reads it"
+                )
+    used = [index for stage in partition.stages for index in stage.devices]
+    if len(set(used)) < len(used) or not set(used) <= set(range(len(cluster.devices))):
+        raise InputError(
+            f"devices are {used}, but each may be used once, and the cluster has "
+            f"{len(cluster.devices)}"
+        )

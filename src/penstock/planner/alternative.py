@@ -1,0 +1,55 @@
+"""``Alternative``: a plan that was weighed, as a row of the table that tells why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.planner.table import as_text, format_bytes, format_seconds
+from penstock.values import Value
+
+
+class Alternative(Value, frozen=True, kw_only=True):
+    """A plan that was weighed.
+
+    Attributes:
+        label: what it is the best of, for example ``"data parallel"``.
+        description: schedule, stages, replicas.
+        step_seconds: of a minibatch; without a flush, in the steady state.
+        bubble: idle rank-time over all rank-time of a step; 0 without a flush.
+        memory_bytes: of the rank that needs most.
+        moved_bytes: over all links, per minibatch.
+        delay: updates between the version of the weights that a gradient is computed with and the
+            one that it is applied to, of the stage that waits longest; 0 in a synchronous plan.
+        remark: for example why it was not chosen.
+    """
+
+    label: str
+    description: str
+    step_seconds: float
+    bubble: float = 0.0
+    memory_bytes: int = 0
+    moved_bytes: int = 0
+    delay: float = 0.0
+    remark: str = ""
+
+
+def comparison(rows: Sequence[Alternative]) -> str:
+    """Plans side by side, as text without colour codes."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, collapse_padding=True)
+    for name in ("", "plan", "step", "bubble", "memory", "moved", "delay", ""):
+        table.add_column(name, justify="left" if name in ("", "plan") else "right")
+    for one in rows:
+        table.add_row(
+            one.label,
+            one.description,
+            format_seconds(one.step_seconds),
+            f"{one.bubble:.0%}",
+            format_bytes(one.memory_bytes),
+            format_bytes(one.moved_bytes),
+            f"{one.delay:g}",
+            one.remark,
+        )
+    return as_text(table)

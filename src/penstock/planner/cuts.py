@@ -1,0 +1,146 @@
+"""The best cuts for a setting, exactly, within the memory of every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import pairwise
+from math import inf
+from typing import TYPE_CHECKING
+
+from penstock.errors import PlanError
+from penstock.partition.chain import balance, lightest
+from penstock.planner.candidate import Candidate
+from penstock.planner.setting import Rooms, Setting
+from penstock.planner.task import Task
+
+if TYPE_CHECKING:
+    from penstock.partition.chain import Table
+    from penstock.planner.task import Vector
+
+
+def candidates(task: Task, setting: Setting, slack: float = 0.0) -> list[Candidate]:
+    """The best cuts for ``setting``: by compute alone, and with the hops added.
+
+    No single number says how far a hop delays a step (that depends on the schedule), so both are
+    made and the simulator decides. A stage that has no room for its activations runs forward twice
+    if the setting allows it, which counts as compute.
+
+    Args:
+        task: what is planned.
+        setting: the schedule and its devices.
+        slack: bytes by which limits may be exceeded.
+
+    Returns:
+        Only what fits. Where every rank has one stage and a memory of its own, something is found
+        if there is anything.
+    """
+    if setting.num_stages > task.num_layers:
+        return []
+    # Several stages of a rank share its memory; they get even shares if they do not fit without.
+    for shared in (True,) if setting.is_single else (False, True):
+        rooms = Rooms(task, setting, slack, shared)
+        found = _balanced(task, setting, rooms)
+        fitting = [one for one in found if one.excess.num_bytes <= slack]
+        if fitting:
+            return fitting
+    if task.topology.shared_memories:
+        return [one for one in _lightest(task, setting, slack) if one.excess.num_bytes <= slack]
+    return []
+
+
+def ways_to_fit(task: Task, setting: Setting, cuts: tuple[int, ...]) -> Candidate | None:
+    """Given cuts, with as much recomputing as they need; ``None`` if they do not fit even so."""
+    candidate = _candidate(task, setting, cuts, Rooms(task, setting))
+    return candidate if candidate.fits else None
+
+
+def _balanced(task: Task, setting: Setting, rooms: Rooms) -> Iterator[Candidate]:
+    if not rooms.is_free or (setting.versions.asynchronous and task.ties):
+        cuts = _balance(task, setting, rooms)
+    else:
+        # Without limits, cuts depend on the devices only: many schedules share them.
+        key = (setting.devices_of, setting.replicas)
+        if key not in task.known_cuts:
+            task.known_cuts[key] = _balance(task, setting, rooms)
+        cuts = task.known_cuts[key]
+    for one in cuts:
+        yield _candidate(task, setting, one, rooms)
+
+
+def _balance(task: Task, setting: Setting, rooms: Rooms) -> list[tuple[int, ...]]:
+    """Where to cut: by compute alone, and with the hops."""
+    paces = [task.pace(devices, setting.devices) for devices in setting.devices_of]
+    speeds = [setting.replicas_of(stage) / pace for stage, pace in enumerate(paces)]
+    hops = [_hops(task, setting, stage) for stage in range(setting.num_stages)]
+    ties = _split_ties(task, setting)
+
+    def extra(stage: int) -> Table:
+        return rooms.again_seconds(stage) / speeds[stage] + ties
+
+    def with_hop(stage: int) -> Table:
+        return extra(stage) + 2 * hops[stage]
+
+    found = []
+    for cost in (extra, with_hop) if any(map(any, hops)) else (extra,):
+        with suppress(PlanError):
+            found.append(
+                balance(task.compute_seconds, setting.num_stages, speeds=speeds, extra=cost)
+            )
+    return list(dict.fromkeys(found))
+
+
+def _hops(task: Task, setting: Setting, stage: int) -> Vector:
+    """Seconds from a stage to the next if it ends before each layer."""
+    import numpy as np
+
+    count = task.num_layers + 1
+    if stage == setting.num_stages - 1:
+        return np.zeros(count)
+    ends = setting.devices_of[stage], setting.devices_of[stage + 1]
+    if ends not in task.known_hops:
+        task.known_hops[ends] = np.array(
+            [task.hop(stop, *ends)[0] if 0 < stop < task.num_layers else 0 for stop in range(count)]
+        )
+    return task.known_hops[ends]
+
+
+def _lightest(task: Task, setting: Setting, slack: float) -> Iterator[Candidate]:
+    """The cuts that need the least memory in all, for ranks that share it."""
+    import numpy as np
+
+    rooms = Rooms(task, setting, slack)
+    ties = _split_ties(task, setting)
+
+    def weight(stage: int) -> Table:
+        needed = np.minimum.reduce(rooms.lightest(stage))
+        allowed = np.isfinite(rooms.again_seconds(stage) + ties)
+        return np.where(allowed, setting.replicas_of(stage) * needed, inf)
+
+    cuts = lightest(task.num_layers, setting.num_stages, weight)
+    if cuts:
+        least = (
+            rooms.ways[int(np.argmin([table[bounds] for table in rooms.lightest(stage)]))]
+            for stage, bounds in enumerate(pairwise(cuts))
+        )
+        yield Candidate(task, setting, cuts, tuple(least))
+
+
+def _candidate(task: Task, setting: Setting, cuts: tuple[int, ...], rooms: Rooms) -> Candidate:
+    how = (rooms.recompute(stage, *bounds) for stage, bounds in enumerate(pairwise(cuts)))
+    return Candidate(task, setting, cuts, tuple(how))
+
+
+def _split_ties(task: Task, setting: Setting) -> Table:
+    """Infinite for stages that would part layers with tied weights, where that is not possible:
+    without a flush, stages are never at the same update."""
+    import numpy as np
+
+    count = task.num_layers + 1
+    table = np.zeros((count, count))
+    if setting.versions.asynchronous:
+        starts, stops = np.arange(count)[:, None], np.arange(count)
+        for _, _, first, last in task.ties:
+            parted = ((first < starts) & (starts <= last)) | ((first < stops) & (stops <= last))
+            table[parted] = inf
+    return table

@@ -1,0 +1,303 @@
+"""``Offer``: a schedule on some devices that may be worth building; and all that a wish allows."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, permutations, product
+from typing import Any, Literal
+
+from penstock.errors import InputError, PlanError
+from penstock.partition import best_partition
+from penstock.partition.dapple_search import dapple_candidates
+from penstock.planner.setting import RecomputeRule, Setting
+from penstock.planner.task import Task
+from penstock.schedule import families
+from penstock.versions import USUAL, DoubleBuffer, Flush, Policy, Stash, check_policy
+
+PLAIN = "1f1b"
+"""The family whose order replicas and single stages take."""
+
+_STAGES_PER_RANK = (2, 3, 4)
+_UNASKED_NEVER = frozenset({*families.SEARCHED, *USUAL, "chimera", "seq1f1b"})
+"""Searched orders take time; Chimera needs two copies of each stage; not every model is capable of
+slices; what never flushes changes what is learned."""
+
+
+_DAPPLE_LIMIT = 5_000
+"""Layers times devices beyond which DAPPLE's search takes seconds."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a plan must be like.
+
+    Attributes:
+        schedule: its family; the best by default.
+        stages: how many; the best number by default.
+        versions: its weight-version policy; by default what belongs to the schedule.
+        replicas: of each stage; none, and ``any_replicas`` decides.
+        any_replicas: whether stages may be given replicas.
+        asynchronous: whether it may be a schedule that never flushes, or must be one.
+        least_stages: at least so many.
+        recompute: what may run forward twice.
+    """
+
+    schedule: str | None = None
+    stages: int | None = None
+    versions: Policy | None = None
+    replicas: tuple[int, ...] = ()
+    any_replicas: bool = True
+    asynchronous: Literal["no", "also", "only"] = "no"
+    least_stages: int = 1
+    recompute: RecomputeRule = "where-needed"
+
+    def allows(self, num_stages: int) -> bool:
+        """Whether a plan may have so many stages."""
+        return num_stages >= self.least_stages and self.stages in (None, num_stages)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A schedule on some devices, not built yet.
+
+    Attributes:
+        family: of the schedule.
+        devices: of each rank.
+        versions: which weights passes read.
+        replicas: of each stage; none for one of each.
+        options: of the family.
+        recompute: what may run twice.
+    """
+
+    family: str
+    devices: tuple[int, ...]
+    versions: Policy = field(default_factory=Flush)
+    replicas: tuple[int, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+    recompute: RecomputeRule = "where-needed"
+
+    def least_seconds(self, task: Task) -> float:
+        """No minibatch takes less: all devices busy all the time."""
+        pace = sum(1 / task.pace((device,), self.devices) for device in self.devices)
+        return task.num_microbatches * sum(task.compute_seconds) / pace
+
+    def setting(self, task: Task) -> Setting:
+        """Build it.
+
+        Raises:
+            InputError: the family refuses, or the policy does not go with it.
+            PlanError: it wants more stages than there are layers, or copies of stages.
+        """
+        num_ranks = len(self.devices)
+        # Of a stream, as many as fill the pipeline.
+        fills = num_ranks if self.versions.asynchronous else 1
+        count = max(task.num_microbatches, fills, *(self.replicas or (1,)))
+        options = dict(self.options)
+        given = {**options, "replicas": self.replicas} if self.replicas else options
+        schedule = families.build(self.family, num_ranks=num_ranks, num_microbatches=count, **given)
+        setting = Setting(
+            schedule, self.devices, self.versions, self.replicas, options, self.recompute
+        )
+        counts = self.replicas or (1,) * setting.num_stages
+        check_policy(self.versions, self.family, counts, task.num_microbatches)
+        if not self.replicas and schedule.weight_copies > 1:
+            raise PlanError(
+                f"{self.family} keeps {schedule.weight_copies} copies of each stage; a plan gives "
+                "every stage one rank, so ask for another schedule"
+            )
+        if setting.num_stages > task.num_layers:
+            raise PlanError(
+                f"{self.family} on {num_ranks} rank(s) needs {setting.num_stages} stages, but "
+                f"there are only {task.num_layers} layers"
+            )
+        return setting
+
+
+def offers(task: Task, wish: Wish) -> list[Offer]:
+    """All that a wish allows."""
+    if wish.replicas:
+        found = [_replicated(task, wish)]
+    else:
+        found = list(_straight(task, wish))
+        if wish.any_replicas and wish.schedule in (None, *_with_replicas()):
+            found += _with_any_replicas(task, wish)
+    return list(dict.fromkeys(found))
+
+
+def _with_replicas() -> tuple[str, ...]:
+    return (PLAIN, *USUAL)
+
+
+def _policies(wish: Wish) -> tuple[tuple[str, Policy], ...]:
+    """(family, policy) of what a wish without a schedule allows besides schedules that flush."""
+    if wish.versions is not None and wish.versions.asynchronous:
+        return ((wish.versions.family, wish.versions),)
+    if wish.asynchronous == "no":
+        return ()
+    return tuple((policy.family, policy) for policy in (Stash(), DoubleBuffer()))
+
+
+def _names(wish: Wish, num_ranks: int) -> list[tuple[str, Policy]]:
+    """The (family, policy) pairs that may run on so many ranks."""
+    if wish.schedule is not None:
+        return [(wish.schedule, wish.versions or USUAL.get(wish.schedule, Flush()))]
+    never_flushes = _policies(wish) if num_ranks > 1 else ()
+    if wish.versions is not None and wish.versions.asynchronous:
+        return list(_policies(wish))
+    if wish.asynchronous == "only":
+        return list(never_flushes)
+    # On one rank, all schedules do the same.
+    names = families.names() if num_ranks > 1 else (PLAIN,)
+    flushes = [(name, Flush()) for name in names if name not in _UNASKED_NEVER]
+    return [*flushes, *never_flushes]
+
+
+def _straight(task: Task, wish: Wish) -> Iterator[Offer]:
+    """One rank for every stage."""
+    for num_ranks in range(1, min(len(task.cluster.devices), task.num_layers) + 1):
+        for devices in _orders(task, num_ranks):
+            for family, policy in _names(wish, num_ranks):
+                rule = "never" if policy.asynchronous else wish.recompute
+                for options in _variants(family, num_ranks, task.num_layers):
+                    yield Offer(family, devices, policy, (), options, rule)
+
+
+def _variants(
+    family: str, num_ranks: int, num_layers: int
+) -> Iterator[tuple[tuple[str, Any], ...]]:
+    """The options worth trying: the family's own, and other numbers of stages per rank."""
+    yield ()
+    if "stages_per_rank" in inspect.signature(families.family(family)).parameters:
+        for count in _STAGES_PER_RANK[1:]:
+            if num_ranks > 1 and count * num_ranks <= num_layers:
+                yield (("stages_per_rank", count),)
+
+
+def _orders(task: Task, num_ranks: int) -> list[tuple[int, ...]]:
+    """Devices for so many ranks: as they are listed; the fastest; those with most memory first,
+    because the first stages hold most."""
+    listed = range(len(task.cluster.devices))
+    devices = task.cluster.devices
+    fastest = sorted(listed, key=lambda index: -devices[index].speed)[:num_ranks]
+    roomiest = sorted(listed, key=lambda index: -task.limits[index])[:num_ranks]
+    choices = (tuple(listed[:num_ranks]), tuple(sorted(fastest)), tuple(roomiest))
+    return list(dict.fromkeys(choices))
+
+
+def _replicated(task: Task, wish: Wish) -> Offer:
+    """What given replicas allow.
+
+    Raises:
+        InputError: another number of stages is asked for.
+        PlanError: too few devices or layers.
+    """
+    counts, num_devices = wish.replicas, len(task.cluster.devices)
+    if wish.stages not in (None, len(counts)):
+        raise InputError(
+            f"replicas are given for {len(counts)} stages, but stages is {wish.stages}"
+        )
+    if sum(counts) > num_devices:
+        raise PlanError(
+            f"replicas {'-'.join(map(str, counts))} need {sum(counts)} devices, but there are "
+            f"{num_devices}"
+        )
+    if len(counts) > task.num_layers:
+        raise PlanError(f"{task.num_layers} layers cannot make {len(counts)} stages")
+    family = wish.schedule or PLAIN
+    policy = wish.versions or USUAL.get(family, Flush())
+    rule: RecomputeRule = "never" if policy.asynchronous else wish.recompute
+    return Offer(family, tuple(range(sum(counts))), policy, counts, (), rule)
+
+
+def _with_any_replicas(task: Task, wish: Wish) -> Iterator[Offer]:
+    """Stages with replicas that some planner would choose: data parallelism; width × depth of
+    PipeDream-2BW, and PipeDream's own, exact for the steady state."""
+    pairs: Sequence[tuple[str, Policy]]
+    if wish.schedule is not None:
+        pairs = [(wish.schedule, wish.versions or USUAL.get(wish.schedule, Flush()))]
+    else:
+        never = wish.asynchronous == "only" or (wish.versions and wish.versions.asynchronous)
+        pairs = [*([] if never else [(PLAIN, Flush())]), *_policies(wish)]
+    shapes = _shapes(task)
+    for family, policy in pairs:
+        rule: RecomputeRule = "never" if policy.asynchronous else wish.recompute
+        for counts, devices in shapes:
+            yield Offer(family, devices, policy, counts, (), rule)
+
+
+def _shapes(task: Task) -> list[Shape]:
+    if not task.known_shapes:
+        found = [*_width_by_depth(task), *_all_but_some(task), *_partitions(task)]
+        task.known_shapes.extend(dict.fromkeys(found))
+    return task.known_shapes
+
+
+def neighbours(setting: Setting) -> Iterator[Offer]:
+    """Offers with one replica moved from a stage to another, of the same devices in the same
+    order."""
+    for source, target in permutations(range(len(setting.replicas)), 2):
+        counts = list(setting.replicas)
+        counts[source] -= 1
+        counts[target] += 1
+        if counts[source]:
+            yield Offer(
+                setting.schedule.name,
+                setting.devices,
+                setting.versions,
+                tuple(counts),
+                tuple(setting.options.items()),
+                setting.recompute,
+            )
+
+
+def _all_but_some(task: Task) -> Iterator[Shape]:
+    """Two stages, one of which has few devices: large layers at an end of the model want that."""
+    num_devices = min(len(task.cluster.devices), task.num_microbatches + 1)
+    for few in (1, 2) if num_devices > 2 and task.num_layers > 1 else ():
+        for counts in {(num_devices - few, few), (few, num_devices - few)}:
+            if max(counts) <= task.num_microbatches and min(counts) > 0:
+                yield counts, tuple(range(sum(counts)))
+
+
+Shape = tuple[tuple[int, ...], tuple[int, ...]]
+"""(replicas of each stage, devices of each rank)."""
+
+
+def _width_by_depth(task: Task) -> Iterator[Shape]:
+    """As many pipelines side by side as there are devices for; of depth 1, data parallelism."""
+    num_devices = len(task.cluster.devices)
+    for depth in range(1, min(num_devices // 2, task.num_layers) + 1):
+        width = min(num_devices // depth, task.num_microbatches)
+        if width > 1:
+            counts = (width,) * depth
+            yield counts, tuple(range(width * depth))
+            # The replicas of a stage on different servers, a pipeline within one.
+            yield (
+                counts,
+                tuple(
+                    stage + depth * replica for stage in range(depth) for replica in range(width)
+                ),
+            )
+
+
+def _partitions(task: Task) -> Iterator[Shape]:
+    """PipeDream's, with an update per minibatch and with one per microbatch, whether exchanges of
+    gradients hide behind compute or not; and DAPPLE's."""
+    models = (task.communication, replace(task.communication, overlap=1.0))
+    for updates, model in product((1 / task.num_microbatches, 1.0), models):
+        found = best_partition(task.graph, task.cluster, model, updates=updates)
+        yield from _shape(task, [stage.devices for stage in found.stages])
+    if task.num_layers * len(task.cluster.devices) <= _DAPPLE_LIMIT:
+        for one in dapple_candidates(
+            task.graph, task.cluster, task.num_microbatches, model=task.communication
+        ):
+            yield from _shape(task, one.devices)
+
+
+def _shape(task: Task, stages: Sequence[Sequence[int]]) -> Iterator[Shape]:
+    """Of these devices, if stages have replicas and each replica has a microbatch."""
+    counts = tuple(map(len, stages))
+    if 1 < max(counts) <= task.num_microbatches:
+        yield counts, tuple(chain.from_iterable(stages))

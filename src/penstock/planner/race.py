@@ -1,0 +1,149 @@
+"""Which of many offers is the fastest that fits; only those that may win are simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
+
+from penstock.errors import InputError, PlanError
+from penstock.planner.candidate import Candidate
+from penstock.planner.cuts import candidates
+from penstock.planner.offers import Offer, Wish, neighbours, offers
+from penstock.planner.task import Task
+
+SAME = 0.01
+"""Relative: no prediction tells plans this close apart, so the one that needs less memory wins."""
+
+_MOST_MOVES = 20
+
+Built = tuple[int, list[Candidate]] | InputError | PlanError
+"""(stages, candidates) of an offer, or why there are none."""
+
+
+@dataclass
+class Race:
+    """Candidates and the best of them.
+
+    Attributes:
+        least: seconds of the fastest so far.
+        contenders: all that were simulated.
+        refusals: why offers could not be built, by their number of ranks.
+        num_stages: of the settings that could be built.
+    """
+
+    least: float = inf
+    contenders: list[Candidate] = field(default_factory=list)
+    refusals: dict[int, InputError | PlanError] = field(default_factory=dict)
+    num_stages: set[int] = field(default_factory=set)
+
+    def run(self, tasks: Sequence[Task], wish: Wish) -> None:
+        """Let everything compete that a wish allows for one of some tasks. Bounds come before
+        simulations: first of offers, then of their cuts."""
+        waiting: list[tuple[float, int, Candidate]] = []
+        numbers = count()  # candidates themselves have no order
+        for task, offer in _by_promise(tasks, wish):
+            promised = offer.least_seconds(task)
+            # Who cannot be slower than what the next offers promise runs first.
+            while waiting and waiting[0][0] <= promised:
+                self._enter(heappop(waiting))
+            if promised > self.least * (1 + SAME):
+                break
+            for candidate in self.built(task, offer, wish):
+                heappush(waiting, (candidate.least_seconds, next(numbers), candidate))
+        while waiting:
+            self._enter(heappop(waiting))
+        if not wish.replicas:
+            self._climb(wish)
+
+    def _climb(self, wish: Wish) -> None:
+        """Move replicas from stage to stage as long as that helps."""
+        for _ in range(_MOST_MOVES):
+            best, least = self.winner, self.least
+            if best is None or len(best.setting.replicas) < 2:
+                return
+            for offer in neighbours(best.setting):
+                for candidate in self.built(best.task, offer, wish):
+                    self._enter((candidate.least_seconds, 0, candidate))
+            if self.least == least:
+                return
+
+    def built(self, task: Task, offer: Offer, wish: Wish) -> list[Candidate]:
+        """An offer's candidates, if it has as many stages as are wished for."""
+        if offer not in task.known_offers:
+            task.known_offers[offer] = self._built(task, offer)
+        found: Built = task.known_offers[offer]
+        if not isinstance(found, tuple):
+            self.refusals[len(offer.devices)] = found
+            return []
+        num_stages, candidates_ = found
+        self.num_stages.add(num_stages)
+        return candidates_ if wish.allows(num_stages) else []
+
+    def _built(self, task: Task, offer: Offer) -> Built:
+        try:
+            setting = offer.setting(task)
+        except (InputError, PlanError) as error:
+            return error
+        return setting.num_stages, candidates(task, setting)
+
+    def _enter(self, entry: tuple[float, int, Candidate]) -> None:
+        """Simulate a candidate, unless its bound says that it is slower than the best."""
+        bound, _, candidate = entry
+        if bound <= self.least * (1 + SAME):
+            self.contenders.append(candidate)
+            self.least = min(self.least, candidate.seconds)
+
+    @property
+    def winner(self) -> Candidate | None:
+        """The fastest; of those that are as fast, the one that needs least memory, then the fewest
+        ranks, then the least to know about."""
+        ties = [one for one in self.contenders if one.seconds <= self.least * (1 + SAME)]
+        return min(ties, key=_modesty, default=None)
+
+
+def _modesty(one: Candidate) -> tuple[float, ...]:
+    setting = one.setting
+    return (
+        sum(one.rank_bytes),
+        setting.num_ranks,
+        setting.num_stages,
+        setting.splits_backward,
+        one.peak,
+        one.seconds,
+    )
+
+
+def _by_promise(tasks: Sequence[Task], wish: Wish) -> list[tuple[Task, Offer]]:
+    pairs = [(task, offer) for task in tasks for offer in offers(task, wish)]
+    return sorted(pairs, key=lambda pair: pair[1].least_seconds(pair[0]))
+
+
+def fastest(tasks: Sequence[Task], wishes: Iterable[Wish]) -> Candidate | None:
+    """The winner of one race for several wishes; ``None`` if nothing fits."""
+    race = Race()
+    for wish in wishes:
+        race.run(tasks, wish)
+    return race.winner
+
+
+def closest(tasks: Sequence[Task], wish: Wish) -> Candidate | None:
+    """The candidate that misses its limits by the fewest bytes; ``None`` if nothing can be built.
+
+    Each one found tightens the slack for the next, so that what remains is the least excess.
+    """
+    least, nearest = inf, None
+    for task, offer in _by_promise(tasks, wish):
+        with suppress(InputError, PlanError):
+            setting = offer.setting(task)
+            found = wish.allows(setting.num_stages)
+            while found:
+                found = False
+                for candidate in candidates(task, setting, slack=least - 1):
+                    over = candidate.excess.num_bytes
+                    if over < least:
+                        least, nearest, found = over, candidate, True
+    return nearest

@@ -1,0 +1,70 @@
+"""Branching models may be cut where no prefix of their execution order ends: their layers are put
+into another order first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from penstock.partition import best_partition
+from penstock.partition.learned import learned_placement
+from penstock.partition.placement_space import Stages, stage_costs
+from penstock.planner.candidate import Candidate
+from penstock.planner.cuts import ways_to_fit
+from penstock.planner.offers import PLAIN, Offer, Wish
+from penstock.planner.task import Task
+from penstock.schedule import families
+from penstock.schedule.lower import add_update
+from penstock.simulator import simulate
+
+_USUAL_BYTES = 2**20
+
+
+def in_other_orders(task: Task) -> Iterator[Task]:
+    """The same task with layers in the orders in which the exact partition of the graph, in the
+    steady state, has them."""
+    names = [layer.name for layer in task.graph.layers]
+    for updates in (1 / task.num_microbatches, 1.0):
+        for straight in (False, True):
+            found = best_partition(
+                task.graph,
+                task.cluster,
+                task.communication,
+                updates=updates,
+                straight=straight,
+                order="any",
+            )
+            order = [name for stage in found.stages for name in stage.layers]
+            if order != names:
+                names = order
+                yield replace(task, graph=task.graph.reordered(order))
+
+
+def learned(task: Task, wish: Wish) -> Candidate | None:
+    """What a policy finds that learns by trial and error which device takes which layers, judged by
+    simulations of 1F1B (``penstock.partition.learned``); ``None`` if it does not fit.
+
+    Args:
+        task: with devices that are all used, or fewer.
+        wish: what may run twice.
+    """
+    link = task.topology.slowest_link(range(len(task.cluster.devices)), _USUAL_BYTES)
+
+    def score(stages: Stages) -> float:
+        schedule = families.build(
+            PLAIN, num_ranks=len(stages), num_microbatches=task.num_microbatches
+        )
+        return simulate(add_update(schedule), stage_costs(task.graph, stages, link)).makespan
+
+    num_devices = min(len(task.cluster.devices), task.num_layers)
+    stages = learned_placement(task.graph, num_devices, score).stages
+    return _candidate(task, wish, stages)
+
+
+def _candidate(task: Task, wish: Wish, stages: Sequence[Sequence[str]]) -> Candidate | None:
+    order = [name for stage in stages for name in stage]
+    placed = replace(task, graph=task.graph.reordered(order))
+    offer = Offer(PLAIN, tuple(range(len(stages))), recompute=wish.recompute)
+    cuts = tuple(accumulate(map(len, stages), initial=0))
+    return ways_to_fit(placed, offer.setting(placed), cuts)

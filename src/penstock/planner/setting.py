@@ -1,0 +1,232 @@
+"""``Setting``: a schedule on some devices, before anything is said about layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf
+from typing import TYPE_CHECKING, Any, Literal
+
+from penstock.planner.stage_plan import Recompute
+from penstock.planner.task import Task
+from penstock.schedule import Kind, Schedule, families
+from penstock.schedule.lower import add_recompute
+from penstock.schedule.memory import Load, loads, peak_activations
+from penstock.versions import Flush, Policy, place_of, weight_copies
+
+if TYPE_CHECKING:
+    from penstock.partition.chain import Table
+
+_RECOMPUTES: tuple[Recompute, ...] = ("none", "layers", "stage")
+
+RecomputeRule = Literal["where-needed", "never", "stage", "layers"]
+"""Whether stages may run forward twice: where they would not fit otherwise, never, or always."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A schedule on some devices.
+
+    Attributes:
+        schedule: of one minibatch; of a stream, as long as shows how much is in flight.
+        devices: of each rank, by their index in the cluster.
+        versions: which weights passes read.
+        replicas: of each stage; empty for one of each.
+        options: of the schedule's family.
+        recompute: what may run twice.
+    """
+
+    schedule: Schedule
+    devices: tuple[int, ...]
+    versions: Policy = field(default_factory=Flush)
+    replicas: tuple[int, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    recompute: RecomputeRule = "where-needed"
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks it uses."""
+        return self.schedule.num_ranks
+
+    @property
+    def num_stages(self) -> int:
+        """Into how many stages it wants the model cut."""
+        return self.schedule.num_stages
+
+    @cached_property
+    def ranks_of(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each stage."""
+        return tuple(self.schedule.ranks_of(stage) for stage in range(self.num_stages))
+
+    @cached_property
+    def devices_of(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of each stage."""
+        return tuple(tuple(self.devices[rank] for rank in ranks) for ranks in self.ranks_of)
+
+    @cached_property
+    def is_single(self) -> bool:
+        """Whether every rank has one stage."""
+        return all(len(own) == 1 for own in self.schedule.stages_of)
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether backwards come in two halves."""
+        return any(op[1] is Kind.BACKWARD_INPUT for ops in self.schedule.ranks for op in ops)
+
+    def stream(self, num_microbatches: int) -> Schedule:
+        """The schedule for so many microbatches."""
+        given = {"replicas": self.replicas} if self.replicas else {}
+        return families.build(
+            self.schedule.name,
+            num_ranks=self.num_ranks,
+            num_microbatches=num_microbatches,
+            **self.options,
+            **given,
+        )
+
+    def replicas_of(self, stage: int) -> int:
+        """How many ranks hold a stage."""
+        return self.replicas[stage] if self.replicas else 1
+
+    def weight_versions(self, stage: int, num_microbatches: int) -> int:
+        """Copies of a stage's weights."""
+        replicas = self.replicas or (1,) * self.num_stages
+        return weight_copies(
+            self.versions, place_of(self.versions, replicas, stage, num_microbatches)
+        )
+
+    @cached_property
+    def peaks(self) -> tuple[float, ...]:
+        """Per rank, microbatches in flight at the worst moment."""
+        return peak_activations(self.schedule.ranks, self.schedule.num_slices)
+
+    @cached_property
+    def loads(self) -> tuple[tuple[Load, ...], ...]:
+        """What the ranks of each stage hold at their worst moments; exact where every rank has one
+        stage, else an even share."""
+        return self._loads(self.schedule, lambda held: Load(whole=held))
+
+    @cached_property
+    def loads_again(self) -> tuple[tuple[Load, ...], ...]:
+        """The same where every stage runs forward a second time."""
+        return self._loads(self._recomputing, lambda held: Load(inputs=held, whole=1))
+
+    def _loads(
+        self, schedule: Schedule, share: Callable[[float], Load]
+    ) -> tuple[tuple[Load, ...], ...]:
+        if self.is_exact:
+            # Later replicas have no more microbatches than the first.
+            return tuple(loads(schedule.ranks[ranks[0]]) for ranks in self.ranks_of)
+        return tuple((share(max(self.peaks[rank] for rank in ranks)),) for ranks in self.ranks_of)
+
+    @cached_property
+    def is_exact(self) -> bool:
+        """Whether ``loads`` are."""
+        return self.is_single and self.schedule.num_slices == 1
+
+    @cached_property
+    def _recomputing(self) -> Schedule:
+        return add_recompute(self.schedule, range(self.num_stages))
+
+
+class Rooms:
+    """Which layers the stages of a setting have memory for, and with how much recomputing.
+
+    Args:
+        task: for the sizes.
+        setting: which.
+        slack: bytes by which limits may be exceeded.
+        shared: of a rank with several stages, whether each gets an even share of its limit;
+            otherwise these have no limit.
+    """
+
+    def __init__(
+        self, task: Task, setting: Setting, slack: float = 0.0, shared: bool = True
+    ) -> None:
+        self._task = task
+        self._setting = setting
+        stages = range(setting.num_stages)
+        self._copies = [setting.weight_versions(one, task.num_microbatches) for one in stages]
+        self._limits = [self._limit(stage, slack, shared) for stage in stages]
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing is limited and nothing must run twice."""
+        rule = self._setting.recompute
+        return rule in {"where-needed", "never"} and min(self._limits) == inf
+
+    def _limit(self, stage: int, slack: float, shared: bool) -> float:
+        setting = self._setting
+        if not setting.is_single and not shared:
+            return inf
+        per_rank = (
+            (self._task.limits[setting.devices[rank]] + slack)
+            / len(setting.schedule.stages_of[rank])
+            for rank in setting.ranks_of[stage]
+        )
+        return min(per_rank)
+
+    def again_seconds(self, stage: int) -> Table:
+        """What a stage takes longer because it must run forward twice, for all starts and stops;
+        infinite where it does not fit even so."""
+        import numpy as np
+
+        rule, limit = self._setting.recompute, self._limits[stage]
+        again = self._task.tables["recompute_seconds"]
+        if rule in {"stage", "layers"}:
+            return np.where(self.num_bytes(stage, rule) <= limit, again, inf)
+        fits = self.num_bytes(stage, "none") <= limit
+        if rule == "never":
+            return np.where(fits, 0.0, inf)
+        least = np.minimum(self.num_bytes(stage, "layers"), self.num_bytes(stage, "stage"))
+        return np.where(fits, 0.0, np.where(least <= limit, again, inf))
+
+    def recompute(self, stage: int, start: int, stop: int) -> Recompute:
+        """What must run twice if a stage has layers ``[start, stop)``, which fit."""
+        rule, limit = self._setting.recompute, self._limits[stage]
+        if rule in {"stage", "layers"}:
+            return rule
+        if rule == "never" or limit == inf:
+            return "none"
+        sizes = {how: self.num_bytes(stage, how)[start, stop] for how in _RECOMPUTES}
+        if sizes["none"] <= limit:
+            return "none"
+        return min(("layers", "stage"), key=sizes.__getitem__)
+
+    def lightest(self, stage: int) -> tuple[Table, ...]:
+        """``num_bytes`` of every way that is allowed, in the order of ``ways``."""
+        return tuple(self.num_bytes(stage, how) for how in self.ways)
+
+    @property
+    def ways(self) -> tuple[Recompute, ...]:
+        """What may run twice."""
+        rule = self._setting.recompute
+        if rule == "where-needed":
+            return _RECOMPUTES
+        return ("none",) if rule == "never" else (rule,)
+
+    def num_bytes(self, stage: int, how: Recompute) -> Table:
+        """What a rank of a stage needs, for all starts and stops."""
+        key = (self._copies[stage], self._loads(stage, how), how)
+        if key not in self._task.known_bytes:
+            self._task.known_bytes[key] = self._num_bytes(*key)
+        return self._task.known_bytes[key]
+
+    def _loads(self, stage: int, how: Recompute) -> tuple[Load, ...]:
+        return (self._setting.loads_again if how == "stage" else self._setting.loads)[stage]
+
+    def _num_bytes(self, copies: int, loads: tuple[Load, ...], how: Recompute) -> Table:
+        import numpy as np
+
+        tables, inputs = self._task.tables, np.array(self._task.input_bytes, dtype=float)[:, None]
+        whole = tables["input_bytes" if how == "layers" else "activation_bytes"]
+        halves = tables["weight_kept_bytes"]
+        in_flight = [
+            load.inputs * inputs + load.whole * whole + load.for_weight * halves for load in loads
+        ]
+        workspace = "again_workspace_bytes" if how == "layers" else "workspace_bytes"
+        state = sum(tables[name] for name in ("optimizer_bytes", "buffer_bytes", workspace))
+        weights = (copies + 1) * tables["parameter_bytes"]
+        total: Table = np.ceil(np.maximum.reduce(in_flight)) + weights + state
+        return total

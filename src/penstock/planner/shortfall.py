@@ -1,0 +1,75 @@
+"""Where nothing fits: what is over by how much, and the smallest change that would do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace as replaced
+
+from msgspec.structs import replace
+
+from penstock.cluster import Device
+from penstock.planner.candidate import Candidate
+from penstock.planner.offers import Wish
+from penstock.planner.race import closest, fastest
+from penstock.planner.table import format_bytes
+from penstock.planner.task import Task
+
+_TIMES_AS_MANY = (2, 4)
+
+
+def shortfall(tasks: Sequence[Task], wish: Wish) -> str:
+    """The message for a request that no memory limit allows.
+
+    Args:
+        tasks: one per microbatch size.
+        wish: what was asked for.
+    """
+    nearest = closest(tasks, wish)
+    if nearest is None:
+        return "no plan fits in memory: nothing that was asked for can be built"
+    missed = f"no plan fits in memory; the closest, {nearest}, needs {nearest.excess}"
+    for change, one in _changes(tasks, wish):
+        return f"{missed}: {change}, and {one} fits ({format_bytes(max(one.rank_bytes))} on a rank)"
+    return f"{missed}: allow that much, or profile smaller microbatches"
+
+
+def _changes(tasks: Sequence[Task], wish: Wish) -> Iterator[tuple[str, Candidate]]:
+    """(what to change, what then fits), the smallest change first."""
+    free = replaced(wish, schedule=None, stages=None, replicas=(), any_replicas=True)
+    smaller = [
+        replaced(
+            task,
+            graph=task.graph.at(size),
+            num_microbatches=task.num_microbatches * task.graph.microbatch_size // size,
+        )
+        for task in tasks
+        for size in task.graph.sizes
+        if size < task.graph.microbatch_size and task.graph.microbatch_size % size == 0
+    ]
+    steps = (
+        ("allow recomputing", tasks, replaced(wish, recompute="where-needed")),
+        ("leave schedule and stages to the planner", tasks, free),
+        ("leave recomputing to it too", tasks, replaced(free, recompute="where-needed")),
+        ("take smaller microbatches", smaller, replaced(free, recompute="where-needed")),
+    )
+    for change, those, what in steps:
+        if those and (what != wish or those is not tasks):
+            one = fastest(those, [what])
+            if one is not None:
+                yield change, one
+    for times in _TIMES_AS_MANY:
+        more = [_with_more_devices(task, times) for task in tasks]
+        one = fastest(more, [replaced(free, recompute="where-needed")])
+        if one is not None:
+            yield f"give it {len(more[0].cluster.devices)} devices like these", one
+
+
+def _with_more_devices(task: Task, times: int) -> Task:
+    devices = task.cluster.devices
+    more = tuple(
+        replace(device, name=f"{device.name} ({turn})")
+        for turn in range(2, times + 1)
+        for device in devices
+    )
+    grown: tuple[Device, ...] = (*devices, *more)
+    return replaced(task, cluster=replace(task.cluster, devices=grown, groups=(), wires=()))

@@ -1,0 +1,30 @@
+"""Some devices of a cluster, joined as they are in the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from msgspec.structs import replace
+
+from penstock.cluster import Cluster
+
+
+def only(cluster: Cluster, chosen: Collection[int]) -> Cluster:
+    """A cluster with some devices of another, by their indices, in its order. Groups that have none
+    of them are left out."""
+    devices = tuple(one for index, one in enumerate(cluster.devices) if index in set(chosen))
+    names = {device.name for device in devices}
+    members = {group.name: set(group.members) for group in cluster.groups}
+    while True:
+        there = names | members.keys()
+        kept = {name: own & there for name, own in members.items() if own & there}
+        if kept == members:
+            break
+        members = kept
+    groups = tuple(
+        replace(group, members=tuple(one for one in group.members if one in members[group.name]))
+        for group in cluster.groups
+        if group.name in members
+    )
+    wires = tuple(wire for wire in cluster.wires if set(wire.between) <= names)
+    return replace(cluster, devices=devices, groups=groups, wires=wires)

@@ -1,0 +1,225 @@
+"""``Task``: a model, a cluster and a minibatch, and the numbers of any stage of any answer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, product
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+from penstock.cluster import Cluster, Device, Link, Topology
+from penstock.graph import Layer, LayerGraph
+from penstock.partition.cost_models import CostModel, cost_model
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from penstock.partition.chain import Table
+    from penstock.planner.tensor_groups import TensorGroups
+
+    Vector = npt.NDArray[np.float64]
+
+_MANY_PAIRS = 256
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be planned.
+
+    Attributes:
+        graph: the profile, with microbatches of one size.
+        cluster: where.
+        num_microbatches: per minibatch.
+        memory_bytes: what a device may use, on top of the cluster's own limits.
+        communication: how gradients and outputs are counted.
+        groups: where each device stands for several that share layers: which, and how.
+    """
+
+    graph: LayerGraph
+    cluster: Cluster
+    num_microbatches: int
+    memory_bytes: int | None = None
+    communication: CostModel = field(default_factory=lambda: cost_model("ring", overlap=0.0))
+    groups: TensorGroups | None = None
+
+    @property
+    def num_tensor_ranks(self) -> int:
+        """Devices that share layers."""
+        return 1 if self.groups is None else self.groups.num_ranks
+
+    def devices_at(self, index: int) -> tuple[Device, ...]:
+        """What one device of the cluster stands for."""
+        return (self.cluster.devices[index],) if self.groups is None else self.groups.devices[index]
+
+    @cached_property
+    def topology(self) -> Topology:
+        """How the devices are joined."""
+        return Topology(self.cluster)
+
+    @cached_property
+    def known_cuts(self) -> dict[object, list[tuple[int, ...]]]:
+        """Cuts found so far, by what they depend on."""
+        return {}
+
+    @cached_property
+    def known_offers(self) -> dict[object, Any]:
+        """What was made of offers so far."""
+        return {}
+
+    @cached_property
+    def known_shapes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Replicas of each stage and devices of each rank that are worth trying, once found."""
+        return []
+
+    @cached_property
+    def known_bytes(self) -> dict[object, Table]:
+        """What stages need, found so far."""
+        return {}
+
+    @cached_property
+    def known_hops(self) -> dict[object, Vector]:
+        """Seconds of hops found so far, by the devices at their ends."""
+        return {}
+
+    @cached_property
+    def num_layers(self) -> int:
+        """Of the model."""
+        return len(self.graph.layers)
+
+    @cached_property
+    def limits(self) -> tuple[float, ...]:
+        """Bytes that each device may use."""
+        own = (device.memory_bytes for device in self.cluster.devices)
+        return tuple(
+            min((limit for limit in (one, self.memory_bytes) if limit), default=inf) for one in own
+        )
+
+    @cached_property
+    def crossing_bytes(self) -> tuple[int, ...]:
+        """What travels over the cut in front of each layer; nothing in front of the first."""
+        return (0, *self.graph.crossing_bytes)
+
+    @cached_property
+    def sums(self) -> dict[str, list[float]]:
+        """Of each number of a layer: entry k is the sum over the first k layers."""
+        names = (
+            "forward_seconds", "backward_input_seconds", "backward_weight_seconds",
+            "split_seconds", "update_seconds", "parameter_bytes", "optimizer_bytes",
+            "buffer_bytes", "activation_bytes", "weight_kept_bytes",
+        )  # fmt: skip
+        layers = self.graph.layers
+        columns: dict[str, Iterable[float]] = {
+            name: [getattr(layer, name) for layer in layers] for name in names
+        }
+        columns["recompute_seconds"] = map(_again_seconds, layers)
+        columns["input_bytes"] = self.input_bytes[:-1]
+        return {name: list(accumulate(column, initial=0)) for name, column in columns.items()}
+
+    def sum(self, name: str, start: int, stop: int) -> float:
+        """Of one number, over layers ``[start, stop)``."""
+        column = self.sums[name]
+        return column[stop] - column[start]
+
+    @cached_property
+    def input_bytes(self) -> tuple[int, ...]:
+        """Of a stage that begins with each layer; behind the last, nothing is."""
+        return (self.graph.input_bytes, *self.crossing_bytes[1:], 0)
+
+    @cached_property
+    def compute_seconds(self) -> tuple[float, ...]:
+        """Forward and backward of a microbatch, of each layer."""
+        return tuple(layer.compute_seconds for layer in self.graph.layers)
+
+    def activation_bytes(self, start: int, stop: int) -> int:
+        """What a microbatch keeps at a stage with layers ``[start, stop)``."""
+        # A stage hands back the gradient of its input, so it holds that whatever its layers keep.
+        held = self.graph.layers[start].held_input_bytes
+        return int(self.sum("activation_bytes", start, stop)) + held
+
+    @cached_property
+    def tables(self) -> dict[str, Table]:
+        """Of each number that ``sum`` gives, what it gives for all stages: a table with a row for
+        each start and a column for each stop."""
+        import numpy as np
+
+        tables = {}
+        for name, column in self.sums.items():
+            sums = np.array(column, dtype=float)
+            tables[name] = sums - sums[:, None]
+        held = np.array([*(layer.held_input_bytes for layer in self.graph.layers), 0.0])
+        tables["activation_bytes"] = tables["activation_bytes"] + held[:, None]
+        for again in (False, True):
+            name = "again_workspace_bytes" if again else "workspace_bytes"
+            needs = [_workspace_bytes(layer, again) for layer in self.graph.layers]
+            tables[name] = np.zeros_like(tables["activation_bytes"])
+            for start in range(self.num_layers if any(needs) else 0):
+                tables[name][start, start + 1 :] = np.maximum.accumulate(needs[start:])
+        return tables
+
+    def workspace_bytes(self, start: int, stop: int, *, again: bool) -> int:
+        """Of the hungriest of these layers.
+
+        Args:
+            start, stop: of the layers.
+            again: whether they run forward again one by one, so that the activations of one are
+                there besides.
+        """
+        return max(_workspace_bytes(layer, again) for layer in self.graph.layers[start:stop])
+
+    @cached_property
+    def ties(self) -> tuple[tuple[str, int, int, int], ...]:
+        """(name, bytes, first layer, last layer) of parameters that several layers hold."""
+        holders: dict[str, list[int]] = {}
+        sizes: dict[str, int] = {}
+        for index, layer in enumerate(self.graph.layers):
+            for name, num_bytes in layer.shared_parameters.items():
+                holders.setdefault(name, []).append(index)
+                sizes[name] = num_bytes
+        return tuple((name, sizes[name], own[0], own[-1]) for name, own in holders.items())
+
+    def pace(self, devices: Collection[int], used: Collection[int]) -> float:
+        """By what the profile's seconds are multiplied on the slowest of some devices.
+
+        Args:
+            devices: of a stage.
+            used: by the whole plan.
+        """
+        slowest = min(self.cluster.devices[device].speed for device in devices)
+        return (self.graph.contention if self._is_crowded(devices, used) else 1.0) / slowest
+
+    def _is_crowded(self, devices: Collection[int], used: Collection[int]) -> bool:
+        """Whether one of them shares its host's memory with another one that works."""
+        return any(
+            len(set(host) & set(used)) > 1 and set(host) & set(devices)
+            for host, _ in self.topology.shared_memories
+        )
+
+    def link_between(self, sources: Sequence[int], targets: Sequence[int], num_bytes: int) -> Link:
+        """The slowest over which a message may travel from one stage's devices to another's."""
+        if len(sources) * len(targets) > _MANY_PAIRS:
+            return self.topology.slowest_link({*sources, *targets}, num_bytes)
+        links = (
+            self.topology.link(*pair) for pair in product(sources, targets) if len({*pair}) > 1
+        )
+        return max(links, key=lambda link: link.seconds(num_bytes), default=Link())
+
+    def hop(self, stop: int, sources: Sequence[int], targets: Sequence[int]) -> tuple[float, float]:
+        """(seconds until the output of the layers before ``stop`` can be used by others, how long
+        that keeps the link busy)."""
+        num_bytes = self.crossing_bytes[stop]
+        link = self.link_between(sources, targets, num_bytes)
+        seconds, busy = link.seconds(num_bytes), link.seconds(num_bytes) - link.latency_seconds
+        # A link with a latency was measured as a whole; one without does not know what handing a
+        # message to another worker costs, but the profile does.
+        return (seconds if link.latency_seconds else seconds + self.graph.hop_seconds), busy
+
+
+def _workspace_bytes(layer: Layer, again: bool) -> int:
+    return layer.workspace_bytes + (layer.activation_bytes if again else 0)
+
+
+def _again_seconds(layer: Layer) -> float:
+    return layer.forward_seconds if layer.recompute_seconds is None else layer.recompute_seconds

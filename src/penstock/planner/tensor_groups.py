@@ -1,0 +1,99 @@
+"""Tensor parallelism as a task: groups of devices that share every layer, and the model as one of
+them sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from msgspec.structs import replace as with_fields
+
+from penstock.cluster import Cluster, Device
+from penstock.errors import PlanError
+from penstock.partition.tensor import TensorSplit, split_layers
+from penstock.planner.stage_plan import Split
+from penstock.planner.subset import only
+from penstock.planner.task import Task
+
+_USUAL_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class TensorGroups:
+    """Who shares layers with whom, and how.
+
+    Attributes:
+        devices: of each group, which stands for one device of the task's cluster.
+        found: the splits of the layers.
+    """
+
+    devices: tuple[tuple[Device, ...], ...]
+    found: TensorSplit
+
+    @property
+    def num_ranks(self) -> int:
+        """Devices per group."""
+        return len(self.devices[0])
+
+    def splits(self, layers: Sequence[str]) -> dict[str, Split]:
+        """Of some layers."""
+        return {name: self._split(name) for name in layers}
+
+    def _split(self, name: str) -> Split:
+        split = self.found.splits[name]
+        return "whole" if split == "any" and self.found.layouts[name] == "whole" else split
+
+
+def in_groups(task: Task, num_tensor_ranks: int) -> Task:
+    """A task whose devices are groups of as many devices of another, neighbours in its list.
+
+    Args:
+        task: with one device each.
+        num_tensor_ranks: devices per group, at least 2.
+
+    Raises:
+        PlanError: the cluster has fewer devices.
+    """
+    cluster, count = task.cluster, len(task.cluster.devices)
+    if num_tensor_ranks > count:
+        raise PlanError(
+            f"layers cannot be split over {num_tensor_ranks} devices: the cluster has {count}"
+        )
+    last = count - count % num_tensor_ranks
+    members = [range(at, at + num_tensor_ranks) for at in range(0, last, num_tensor_ranks)]
+    links = [task.topology.slowest_link(group, _USUAL_BYTES) for group in members]
+    slowest = max(links, key=lambda link: link.seconds(_USUAL_BYTES))
+    found = split_layers(
+        task.graph, num_tensor_ranks, slowest, num_microbatches=task.num_microbatches
+    )
+    groups = tuple(tuple(cluster.devices[index] for index in group) for group in members)
+    return replace(
+        task,
+        graph=found.graph,
+        cluster=_of_leaders(cluster, members, groups),
+        groups=TensorGroups(groups, found),
+    )
+
+
+def _of_leaders(
+    cluster: Cluster, members: Sequence[range], groups: Sequence[Sequence[Device]]
+) -> Cluster:
+    """The first device of every group, as slow and as small as the weakest in it."""
+    leaders = only(cluster, [group[0] for group in members])
+    devices = tuple(
+        with_fields(
+            leader,
+            speed=min(device.speed for device in group),
+            memory_bytes=min((one.memory_bytes for one in group if one.memory_bytes), default=0),
+        )
+        for leader, group in zip(leaders.devices, groups, strict=True)
+    )
+    return with_fields(leaders, devices=devices)
+
+
+def widths(task: Task) -> Iterator[int]:
+    """The sizes of groups worth trying: powers of two, up to all devices."""
+    width = 2
+    while width <= len(task.cluster.devices):
+        yield width
+        width *= 2

@@ -1,0 +1,172 @@
+"""Why a plan was chosen: what else there was, and what decided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace as replaced
+
+from msgspec.structs import replace
+
+from penstock.planner.alternative import Alternative
+from penstock.planner.candidate import Candidate
+from penstock.planner.offers import PLAIN, Wish
+from penstock.planner.race import SAME, fastest
+from penstock.planner.table import count_of, format_bytes, format_seconds, format_speed_up
+from penstock.planner.task import Task
+
+_MATTERS = 0.1
+"""A share of the step that is worth a word."""
+
+_PLENTY = 1 << 62
+
+
+def rivals(tasks: Sequence[Task], wish: Wish) -> dict[str, Candidate]:
+    """The best of every kind of plan, as far as it can be built: the fastest that fits, else the
+    fastest if memory did not matter."""
+    plain = Wish(schedule=PLAIN, any_replicas=False, recompute=wish.recompute)
+    everything = Wish(recompute=wish.recompute)
+    widths = [min(len(task.cluster.devices), task.num_microbatches) for task in tasks]
+    kinds = {
+        "single device": replaced(plain, stages=1),
+        "data parallel": replaced(plain, replicas=(max(widths),)),
+        "straight pipeline": replaced(plain, least_stages=2),
+        "best synchronous": everything,
+        "best asynchronous": replaced(everything, asynchronous="only", least_stages=2),
+    }
+    if max(widths) == 1:
+        del kinds["data parallel"]
+    whole = [task for task in tasks if task.groups is None]
+    split = [task for task in tasks if task.groups is not None]
+    found = {label: _best(whole or tasks, one) for label, one in kinds.items()}
+    if split:
+        found["split layers"] = _best(split, everything)
+    return {label: one for label, one in found.items() if one is not None}
+
+
+def _best(tasks: Sequence[Task], wish: Wish) -> Candidate | None:
+    return fastest(tasks, [wish]) or fastest([_roomy(task) for task in tasks], [wish])
+
+
+def _roomy(task: Task) -> Task:
+    """The same with so much memory that it does not count."""
+    cluster = task.cluster
+    boundless = replace(
+        cluster,
+        devices=tuple(replace(device, memory_bytes=0) for device in cluster.devices),
+        memory_bytes=cluster.memory_bytes and _PLENTY,
+        groups=tuple(
+            replace(group, memory_bytes=group.memory_bytes and _PLENTY) for group in cluster.groups
+        ),
+    )
+    return replaced(task, cluster=boundless, memory_bytes=None)
+
+
+def alternatives_of(
+    chosen: Candidate, found: dict[str, Candidate], wish: Wish
+) -> tuple[Alternative, ...]:
+    """The rivals as rows of a table."""
+    rows = dict(found)
+    if not any(_is_same(one, chosen) for one in rows.values()):
+        rows = {"this plan": chosen, **rows}
+    return tuple(
+        Alternative(
+            label=label,
+            description=str(one),
+            step_seconds=one.seconds,
+            bubble=one.bubble,
+            memory_bytes=max(one.rank_bytes),
+            moved_bytes=one.moved_bytes,
+            delay=one.delay,
+            remark=_remark(one, chosen, wish),
+        )
+        for label, one in rows.items()
+    )
+
+
+def _remark(one: Candidate, chosen: Candidate, wish: Wish) -> str:
+    if _is_same(one, chosen):
+        return "chosen"
+    over = one.limited_like(chosen).excess
+    if over.num_bytes > 0:
+        return f"does not fit: {format_bytes(over.num_bytes)} over {over.place}"
+    if one.setting.versions.asynchronous and wish.asynchronous == "no":
+        return "old weights: not asked for"
+    return ""
+
+
+def _is_same(one: Candidate, other: Candidate) -> bool:
+    return _essence(one) == _essence(other)
+
+
+def _essence(one: Candidate) -> tuple[object, ...]:
+    return one.task.num_tensor_ranks, one.task.graph, one.setting, one.cuts, one.recomputes
+
+
+def reason_for(
+    chosen: Candidate, contenders: Sequence[Candidate], found: dict[str, Candidate], wish: Wish
+) -> str:
+    """One sentence on why ``chosen`` won, with the plan that decided it."""
+    speed_up = format_speed_up(found["single device"].seconds, chosen.seconds)
+    verdict = f"{chosen}: {format_seconds(chosen.seconds)} a step, {speed_up} one device"
+    others = [
+        one
+        for one in (*contenders, *found.values())
+        if str(one) != str(chosen) and _is_allowed(one, wish)
+    ]
+    fitting = [one for one in others if one.limited_like(chosen).fits]
+    faster = min(others, key=lambda one: one.seconds, default=chosen)
+    if faster.seconds < chosen.seconds * (1 - SAME):
+        why = "is not what was asked for"
+        if faster not in fitting:
+            why = f"needs {faster.limited_like(chosen).excess}"
+        return f"{verdict}; {faster} would take {format_seconds(faster.seconds)}, but {why}"
+    if not fitting:
+        return f"{verdict}; nothing else is possible or fits"
+    return f"{verdict}; {_comparison(chosen, min(fitting, key=lambda one: one.seconds))}"
+
+
+def _is_allowed(one: Candidate, wish: Wish) -> bool:
+    return wish.asynchronous != "no" or not one.setting.versions.asynchronous
+
+
+def _comparison(chosen: Candidate, rival: Candidate) -> str:
+    if rival.seconds > chosen.seconds * (1 + SAME):
+        return f"{rival} would take {format_seconds(rival.seconds)}{_what_slows(rival, chosen)}"
+    as_long = f"{rival} would take as long and "
+    if rival.peak > chosen.peak:
+        return as_long + f"hold {rival.peak:g} instead of {chosen.peak:g} microbatches"
+    if sum(rival.rank_bytes) > sum(chosen.rank_bytes):
+        return as_long + f"need {format_bytes(sum(rival.rank_bytes))} in all"
+    if rival.setting.num_ranks > chosen.setting.num_ranks:
+        return as_long + f"need {count_of(rival.setting.num_ranks, 'device')}"
+    return as_long + "is less simple"
+
+
+def _what_slows(rival: Candidate, chosen: Candidate) -> str:
+    """The largest cost that the chosen plan does not have."""
+    exchange, recomputed = (
+        (_exchange_seconds(rival) - _exchange_seconds(chosen)) / rival.seconds,
+        (_again_seconds(rival) - _again_seconds(chosen)) / rival.seconds,
+    )
+    idle = rival.bubble - chosen.bubble
+    if exchange >= max(_MATTERS, recomputed):
+        return f", {format_seconds(_exchange_seconds(rival))} of it to exchange gradients"
+    if recomputed >= _MATTERS:
+        return f", {format_seconds(_again_seconds(rival))} of it to run forward twice"
+    if idle >= _MATTERS:
+        return f", with its devices idle {rival.bubble:.0%} of the time"
+    return ""
+
+
+def _exchange_seconds(one: Candidate) -> float:
+    return max(stage.reduce_seconds for stage in one.stages)
+
+
+def _again_seconds(one: Candidate) -> float:
+    """Of a minibatch, at the stage that repeats most."""
+    again = (
+        stage.again_seconds / one.setting.replicas_of(index)
+        for index, stage in enumerate(one.stages)
+        if stage.recompute != "none"
+    )
+    return one.task.num_microbatches * max(again, default=0.0)

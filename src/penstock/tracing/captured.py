@@ -1,0 +1,291 @@
+"""``capture``: a model that names no spine becomes one that has one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from penstock import microbatches, tree
+from penstock.errors import InputError, ModelError
+from penstock.spine import run_spine
+from penstock.tracing.flow import Flow, must_follow
+from penstock.tracing.graphs import Dynamic, Given, Traced, spread, trace
+from penstock.tracing.layers import (
+    Borders,
+    CapturedLayer,
+    Shape,
+    adopt_the_rest,
+    described,
+    program_of,
+)
+from penstock.tracing.proof import check_equal
+from penstock.tracing.segments import Granularity, Segment, localise_sizes, segments_of
+from penstock.values import one_of
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """A model's graphs, from which its layers can be built in any order.
+
+    Attributes:
+        traced: by whether the model was training.
+        segments: likewise; the same names in the same order.
+        borders: see there.
+    """
+
+    traced: dict[bool, Traced]
+    segments: dict[bool, list[Segment]]
+    borders: Borders
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    @property
+    def names(self) -> list[str]:
+        """Of the layers."""
+        return [segment.name for segment in self.segments[True]]
+
+    def flow(self, training: bool, order: Sequence[int]) -> Flow:
+        """What passes between the layers in an order."""
+        segments = self.segments[training]
+        return Flow(self.traced[training], [segments[index] for index in order])
+
+
+class Captured(nn.Module):
+    """A model cut into layers in execution order; made by ``capture``.
+
+    It holds the model's own modules, parameters and buffers under the model's own names: training
+    it trains the model, and either's ``state_dict`` is the other's. Switch modes (``train()``,
+    ``eval()``) here, not at the model: which of two graphs a layer follows is its own mode.
+
+    Attributes:
+        original: the model.
+        how: which tracer was used, and why the first was not.
+    """
+
+    how: str
+
+    def __init__(self, model: nn.Module, traces: _Trace, how: str, order: Sequence[int]) -> None:
+        super().__init__()
+        for kind in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[kind] = getattr(model, kind)
+        self.__dict__["original"] = model
+        self.how = how
+        self._traces = traces
+        self._order = tuple(order)
+        self._described = described(model)
+        # No child: its parameters would have a second name.
+        self.__dict__["_layers"] = _layers(model, traces, self._order)
+        self._tell_layers()
+
+    def spine(self) -> list[CapturedLayer]:
+        """The layers, in the order in which they run.
+
+        Raises:
+            ModelError: the model has been moved or converted since it was captured.
+        """
+        if described(self) != self._described:
+            raise ModelError(
+                "parameters or buffers were moved to another device or dtype after the model was "
+                "captured, which its graph does not know; capture it again"
+            )
+        self._tell_layers()
+        return list(self.__dict__["_layers"])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns; called as the model is, or with its inputs as one value."""
+        if kwargs and args:
+            bound = self._traces.borders.signature.bind(*args, **kwargs)
+            inputs: Any = dict(bound.arguments)
+        elif kwargs:
+            inputs = kwargs
+        else:
+            inputs = args[0] if len(args) == 1 else args
+        return run_spine(self.spine(), inputs)
+
+    @property
+    def training(self) -> bool:
+        """The mode of the model."""
+        original = self.__dict__.get("original")
+        return original is None or bool(original.training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "original" in self.__dict__:
+            self.__dict__["original"].training = mode
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch the model and its layers to training mode, or out of it."""
+        super().train(mode)
+        self._tell_layers()
+        return self
+
+    def _tell_layers(self) -> None:
+        for layer in self.__dict__["_layers"]:
+            layer.training = self.training
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the layers, in the order in which they run."""
+        return tuple(self._traces.names[index] for index in self._order)
+
+    def ordered(self, names: Iterable[str]) -> Captured:
+        """The same model with its layers in another order.
+
+        Raises:
+            InputError: these are not its layers, or one would run before what it reads.
+        """
+        wanted, own = list(names), self._traces.names
+        if sorted(wanted) != sorted(own):
+            odd = sorted({*wanted} ^ {*own}) or ["some twice"]
+            raise InputError(
+                f"an order must list every layer once; it differs in {', '.join(odd[:5])}"
+            )
+        order = [own.index(name) for name in wanted]
+        place = {index: at for at, index in enumerate(order)}
+        for training in (True, False):
+            before = must_follow(self, self._traces.flow(training, range(len(own))))
+            for index, earlier in enumerate(before):
+                for other in earlier:
+                    if place[other] > place[index]:
+                        raise InputError(
+                            f"layer {own[index]!r} cannot run before {own[other]!r}, whose result "
+                            "it needs"
+                        )
+        return Captured(self.__dict__["original"], self._traces, self.how, order)
+
+
+def capture(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    granularity: Granularity = "module",
+    dynamic: Dynamic = "rows",
+    verify: bool = True,
+) -> Captured:
+    """Cut a model that is no chain into layers, by tracing it.
+
+    Modules without children stay whole and are called as they are, so hooks, dropout and running
+    statistics work as ever; what stands between two calls goes with the first. What a later layer
+    reads is handed on by those between. The model is traced in training and in evaluation mode.
+
+    Args:
+        model: any module that ``torch.export`` or ``torch.fx`` can trace. It is not changed.
+        inputs: one microbatch, rows first, as the pipeline will get it: a tuple is spread over the
+            arguments of ``forward``, a dictionary over its keywords, if they fit.
+        granularity: ``"module"``: a layer per call of a module; ``"block"``: one per entry of a
+            list of modules (``nn.ModuleList``, ``nn.Sequential``), for fewer, larger layers.
+        dynamic: which sizes of the inputs may differ later: the number of ``"rows"``, or ``"all"``.
+        verify: run model and layers on ``inputs``, and on another number of rows, and compare.
+
+    Returns:
+        A module with a ``spine()``, for ``profile``, ``plan`` and ``Pipeline``.
+
+    Raises:
+        ModelError: it cannot be traced, its layers in the two modes do not match, it works for one
+            number of rows only, or its layers do not give what it gives.
+        InputError: inputs that ``forward`` does not take, or without rows.
+    """
+    one_of("granularity", granularity, ("module", "block"))
+    one_of("dynamic", dynamic, ("rows", "all"))
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"the model is a {type(model).__name__}, not an nn.Module")
+    signature = inspect.signature(model.forward)
+    given = spread(signature, _at_least_two_rows(inputs))
+    traced: dict[bool, Traced] = {}
+    told: dict[str, None] = {}
+    for training in (True, False):
+        with _in_mode(model, training):
+            traced[training], how = trace(model, given, dynamic)
+            told[how] = None
+    segments = _segments(model, traced, granularity)
+    traces = _Trace(traced, segments, _borders(signature, given, traced, dynamic))
+    captured = Captured(model, traces, "; ".join(told), range(len(traces.names)))
+    if verify:
+        for training in (True, False):
+            with _in_mode(model, training):
+                check_equal(model, captured, given)
+    return captured
+
+
+def _at_least_two_rows(inputs: Any) -> Any:
+    # What has one row is traced as if there were never more.
+    if microbatches.num_rows(inputs, "inputs") > 1:
+        return inputs
+    return tree.replace(Tensor, lambda one: torch.cat([one, one]), inputs)
+
+
+@contextmanager
+def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    # A model that is in a mode need not have all of its modules in that mode.
+    before = [(module, module.training) for module in model.modules()]
+    if model.training != training:
+        model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
+def _segments(
+    model: nn.Module, traced: dict[bool, Traced], granularity: Granularity
+) -> dict[bool, list[Segment]]:
+    """The layers in both modes: the same names in the same order."""
+    training = segments_of(model, traced[True], granularity)
+    names = [segment.name for segment in training]
+    found = segments_of(model, traced[False], granularity, names)
+    by_name = {segment.name: segment for segment in found}
+    if [name for name in names if name in by_name] != [segment.name for segment in found]:
+        raise ModelError(
+            f"{type(model).__name__} runs its layers in another order in evaluation mode than in "
+            "training, so no plan could serve both; give it a method `spine(self)`"
+        )
+    # A layer that only training runs hands everything on in evaluation.
+    evaluation = [by_name.get(name, Segment(name)) for name in names]
+    for mode, segments in ((True, training), (False, evaluation)):
+        localise_sizes(traced[mode], segments)
+    return {True: training, False: evaluation}
+
+
+def _borders(
+    signature: inspect.Signature, given: Given, traced: dict[bool, Traced], dynamic: Dynamic
+) -> Borders:
+    leaves, structure = tree.flatten(given)
+    fixed = 1 if dynamic == "rows" else None
+    return Borders(
+        signature=signature,
+        structure=structure,
+        leaves=tuple(_expected(leaf, fixed) for leaf in leaves),
+        guards={mode: one.guards for mode, one in traced.items()},
+        outputs={mode: one.output_structure for mode, one in traced.items()},
+    )
+
+
+def _expected(leaf: Any, fixed: int | None) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return Shape(
+        None if fixed is None or at < fixed else size for at, size in enumerate(leaf.shape)
+    )
+
+
+def _layers(model: nn.Module, traces: _Trace, order: Sequence[int]) -> tuple[CapturedLayer, ...]:
+    flows = {training: traces.flow(training, order) for training in (True, False)}
+    layers = []
+    for index, segment in enumerate(flows[True].segments):
+        programs = {
+            mode: program_of(traces.traced[mode], flow, index) for mode, flow in flows.items()
+        }
+        called = [str(node.target) for node in segment.nodes if node.op == "call_module"]
+        kind = type(model.get_submodule(called[0])).__name__ if called else "function"
+        end = (index == 0, index == len(order) - 1)
+        layers.append(CapturedLayer(segment.name, kind, model, programs, traces.borders, end))
+    adopt_the_rest(model, layers)
+    return tuple(layers)

@@ -1,0 +1,266 @@
+"""Tracing a model: ``torch.export`` first, ``torch.fx`` if that fails."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+
+from penstock import tree
+from penstock.errors import InputError, ModelError
+from penstock.tracing.leaves import OpaqueError, WholeModules, leaves_of
+
+Dynamic = Literal["rows", "all"]
+
+_CACHE = (
+    "Its config says use_cache=True, so it returns a cache that no training needs: set "
+    "model.config.use_cache = False"
+)
+_REMEDY = (
+    "Give the model a method `spine(self)` that returns its layers in execution order (see "
+    "docs/models.md), or change what cannot be traced"
+)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A model as a graph, for one mode.
+
+    Attributes:
+        graph: one placeholder for each leaf of ``(args, kwargs)``; modules without children are
+            called; the output is a flat list.
+        constants: what the graph reads and the model does not hold.
+        output_structure: of what the model returns.
+        guards: raises unless shapes are those that the graph is for; where torch tells.
+    """
+
+    graph: fx.Graph
+    constants: dict[str, Any]
+    output_structure: tree.Structure
+    guards: Callable[..., Any] | None
+
+
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def spread(signature: inspect.Signature, inputs: Any) -> Given:
+    """How ``forward`` is called with the inputs of a pipeline: (args, kwargs).
+
+    A tuple is spread over the arguments of ``forward``, a dictionary over its keywords, if they
+    fit; everything else, and what does not fit, is one argument.
+    """
+    tries: list[Given] = [((inputs,), {})]
+    if isinstance(inputs, tuple):
+        tries.insert(0, (inputs, {}))
+    elif isinstance(inputs, dict) and all(isinstance(key, str) for key in inputs):
+        tries.insert(0, ((), dict(inputs)))
+    for args, kwargs in tries:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            continue
+        return args, kwargs
+    raise InputError(
+        f"forward{signature} cannot be called with these inputs; give a "
+        "tuple with its arguments, or a dictionary with its keywords"
+    )
+
+
+def trace(model: nn.Module, given: Given, dynamic: Dynamic) -> tuple[Traced, str]:
+    """The graph of a model in its current mode, and which tracer made it.
+
+    Raises:
+        ModelError: no tracer can.
+    """
+    try:
+        return _exported(model, given, dynamic), "torch.export"
+    except Exception as error:
+        first = error
+    try:
+        why = f"torch.fx, because torch.export failed: {_short(first)}"
+        return _symbolic(model, given), why
+    except Exception as second:
+        caches = getattr(getattr(model, "config", None), "use_cache", False) is True
+        remedy = f"{_CACHE}. {_REMEDY}" if caches else _REMEDY
+        raise ModelError(
+            f"{type(model).__name__} can be traced neither by torch.export ({_short(first)}) nor "
+            f"by torch.fx ({_short(second)}). {remedy}"
+        ) from first
+
+
+def _short(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = lines[0] if lines else "no reason given"
+    return f"{type(error).__name__}: {said[:200]}"
+
+
+def _exported(model: nn.Module, given: Given, dynamic: Dynamic) -> Traced:
+    modules = leaves_of(model)
+    while True:
+        whole = WholeModules(modules)
+        try:
+            return _export(model, given, dynamic, whole)
+        except Exception as error:
+            hiding = _opaque(error)
+            if hiding is None:
+                raise
+            modules = {name: one for name, one in modules.items() if name != hiding}
+
+
+def _opaque(error: BaseException | None) -> str | None:
+    while error is not None:
+        if isinstance(error, OpaqueError):
+            return error.name
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _export(model: nn.Module, given: Given, dynamic: Dynamic, whole: WholeModules) -> Traced:
+    args, kwargs = given
+    shapes: Any = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
+    for tensor in tree.tensors(given):
+        if tensor.dim():
+            count = tensor.dim() if dynamic == "all" else 1
+            shapes[tensor] = dict.fromkeys(range(count), torch.export.Dim.AUTO)
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        for kind in {tensor.device.type for tensor in tree.tensors(given)}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(whole.active())
+        # Of what a model may not assign while it is exported; parameters are put back.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes)
+    module = program.module()
+    guards = _take_guards(module)
+    _restore_calls(module.graph, whole)
+    _drop_idle(module.graph)
+    structure = program.call_spec.out_spec
+    assert structure is not None
+    return Traced(module.graph, _constants(module, model), structure, guards)
+
+
+def _take_guards(module: Any) -> Callable[..., Any] | None:
+    """Newer versions of torch check shapes inside the graph; we do so before its first layer."""
+    guards: Callable[..., Any] | None = getattr(module, "_guards_fn", None)
+    for node in list(module.graph.nodes):
+        if node.op == "call_module" and node.target == "_guards_fn":
+            module.graph.erase_node(node)
+    return guards
+
+
+def _restore_calls(graph: fx.Graph, whole: WholeModules) -> None:
+    """Put calls of modules in the place of the operations that stood for them."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not whole.operation:
+            continue
+        tensors, sizes, at = node.args
+        call = whole.calls[at]
+        args, kwargs = call.arguments(list(tensors), list(sizes))
+        with graph.inserting_before(node):
+            made = graph.create_node("call_module", call.name, args, kwargs)
+            # The stack names the module itself last; what encloses it is what matters here.
+            made.meta = {"nn_module_stack": node.meta.get("nn_module_stack", {})}
+            source = made
+            if not call.gives_one_tensor:
+                source = graph.create_node("call_function", leaves_of_output, (made,))
+        for user in list(node.users):
+            if call.gives_one_tensor:
+                made.meta["val"] = user.meta.get("val")
+                user.replace_all_uses_with(made)
+                graph.erase_node(user)
+            else:
+                user.args = (source, call.places[user.args[1]])
+        graph.erase_node(node)
+
+
+def leaves_of_output(value: Any) -> list[Any]:
+    """The leaves of what a module returned; part of graphs."""
+    return tree.flatten(value)[0]
+
+
+def _drop_idle(graph: fx.Graph) -> None:
+    """Remove what nobody reads and that neither draws nor writes nor checks."""
+    for node in reversed(list(graph.nodes)):
+        if not node.users and _is_idle(node):
+            graph.erase_node(node)
+
+
+def _is_idle(node: fx.Node) -> bool:
+    if node.op == "get_attr":
+        return True
+    if node.op != "call_function":
+        return False
+    if node.target is torch.ops.aten._assert_tensor_metadata.default:
+        return True  # it would forbid autocast
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return getattr(node.target, "__module__", "") == "_operator"
+    schema, tags = node.target._schema, node.target.tags
+    draws = torch.Tag.nondeterministic_seeded in tags
+    return bool(schema.returns) and not schema.is_mutable and not draws
+
+
+def _constants(module: nn.Module, model: nn.Module) -> dict[str, Any]:
+    """What a graph reads that is neither parameter nor buffer of the model."""
+    state = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    state |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    found: dict[str, Any] = {}
+    for node in module.graph.nodes:  # type: ignore[union-attr]
+        if node.op == "get_attr" and node.target not in state:
+            value: Any = module
+            for atom in node.target.split("."):
+                value = getattr(value, atom)
+            found[node.target] = value
+    return found
+
+
+class _LeafTracer(fx.Tracer):
+    """Keeps the same modules whole as an export does, and takes nested inputs."""
+
+    def __init__(self, model: nn.Module, given: Given) -> None:
+        super().__init__()
+        self._whole = {id(module) for module in leaves_of(model).values()}
+        self._leaves, self._structure = tree.flatten(given)
+        self.output_structure: tree.Structure | None = None
+
+    def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
+        return id(module) in self._whole
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
+        inputs: list[Any] = []
+        for at, leaf in enumerate(self._leaves):
+            proxy = self.create_proxy("placeholder", f"input_{at}", (), {})
+            inputs.append(proxy if isinstance(leaf, Tensor) else leaf)
+        args, kwargs = tree.unflatten(inputs, self._structure)
+
+        def run(root: nn.Module) -> list[Any]:
+            outputs, self.output_structure = tree.flatten(root.forward(*args, **kwargs))
+            return outputs
+
+        return run, [self.root]
+
+
+def _symbolic(model: nn.Module, given: Given) -> Traced:
+    tracer = _LeafTracer(model, given)
+    with torch.enable_grad():
+        graph = tracer.trace(model)
+    _drop_idle(graph)
+    structure = tracer.output_structure
+    assert structure is not None
+    return Traced(graph, _constants(_owner(model, graph), model), structure, None)
+
+
+def _owner(model: nn.Module, graph: fx.Graph) -> nn.Module:
+    # Tensors made while tracing are left as attributes of the model.
+    module = fx.GraphModule(model, graph)
+    for name in [name for name in vars(model) if name.startswith("_tensor_constant")]:
+        delattr(model, name)
+    return module

@@ -1,0 +1,308 @@
+"""The layers of a traced model as modules: code for each mode, and the model's own parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, fx, nn
+
+from penstock import tree
+from penstock.errors import InputError
+from penstock.tracing.flow import Flow
+from penstock.tracing.graphs import Traced, spread
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a layer does in one mode.
+
+    Attributes:
+        run: from (layer, values) to the values behind it; of the last layer, the leaves of what the
+            model returns.
+        modules: names of those that it calls.
+        state: names of the parameters and buffers that it reads besides.
+        constants: what it reads that the model does not hold.
+        reads: names of the earlier layers whose tensors it reads.
+        produces: positions in its output of what it makes itself.
+        readers: for every position of its output, the name of the last layer that reads it; its own
+            in the last layer.
+    """
+
+    run: Callable[..., Sequence[Any]]
+    modules: frozenset[str]
+    state: frozenset[str]
+    constants: Mapping[str, Any]
+    reads: tuple[str, ...]
+    produces: tuple[int, ...]
+    readers: tuple[str, ...]
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self  # never changes, and its function belongs to no layer
+
+
+def program_of(traced: Traced, flow: Flow, index: int) -> Program:
+    """The program of one layer."""
+    last = index == len(flow.segments) - 1
+    names = [segment.name for segment in flow.segments]
+    given = flow.inputs if index == 0 else flow.live[index - 1]
+    wanted = flow.outputs if last else flow.live[index]
+    graph = _graph(flow, index, given, wanted)
+    targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+    return Program(
+        run=_compiled(graph),
+        modules=frozenset(str(node.target) for node in graph.nodes if node.op == "call_module"),
+        state=frozenset(targets - traced.constants.keys()),
+        constants={name: traced.constants[name] for name in targets & traced.constants.keys()},
+        reads=tuple(names[source] for source in flow.sources(index)),
+        produces=tuple(
+            place
+            for place, value in enumerate(wanted)
+            if isinstance(value, fx.Node) and flow.maker.get(value, -1) == index
+        ),
+        readers=tuple(names[index if last else flow.last_reader[value]] for value in wanted),
+    )
+
+
+def _graph(flow: Flow, index: int, given: Sequence[fx.Node], wanted: Sequence[Any]) -> fx.Graph:
+    graph = fx.Graph()
+    ours: dict[fx.Node, fx.Node] = {}
+    for at, value in enumerate(given):
+        ours[value] = graph.placeholder(f"value_{at}")
+
+    def own(node: fx.Node) -> fx.Node:
+        if node not in ours:  # what the model holds is read where it is needed
+            assert node.op == "get_attr", node
+            ours[node] = graph.create_node("get_attr", node.target)
+        return ours[node]
+
+    for node in flow.segments[index].nodes:
+        args = fx.node.map_arg(node.args, own)
+        kwargs = fx.node.map_arg(node.kwargs, own)
+        ours[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
+    graph.output(fx.node.map_arg(list(wanted), own))
+    return graph
+
+
+def _compiled(graph: fx.Graph) -> Callable[..., Sequence[Any]]:
+    code = graph.python_code("self")
+    space = dict(code.globals)
+    exec(compile(code.src, "<layer of a captured model>", "exec"), space)
+    run: Callable[..., Sequence[Any]] = space["forward"]
+    return run
+
+
+@dataclass(frozen=True)
+class Borders:
+    """How the model is called and what it returns, for its first and last layer.
+
+    Attributes:
+        signature: of the model's ``forward``.
+        structure: of ``(args, kwargs)``.
+        leaves: of these; of tensors, the shape with ``None`` where it may differ, else the value.
+        guards: of each mode, by whether it is training.
+        outputs: the structure of what the model returns, likewise.
+    """
+
+    signature: inspect.Signature
+    structure: tree.Structure
+    leaves: tuple[Any, ...]
+    guards: Mapping[bool, Callable[..., Any] | None]
+    outputs: Mapping[bool, tree.Structure]
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    def flat(self, inputs: Any, training: bool) -> list[Any]:
+        """The leaves of the inputs.
+
+        Raises:
+            InputError: they are not like those that the model was captured with.
+        """
+        leaves, structure = tree.flatten(spread(self.signature, inputs))
+        if structure != self.structure:
+            raise InputError(
+                f"the inputs are nested as {structure}, but the model was captured with "
+                f"{self.structure}; give them in that form, or capture the model with these"
+            )
+        for at, (leaf, expected) in enumerate(zip(leaves, self.leaves, strict=True)):
+            if not _fits(leaf, expected):
+                what = tuple(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
+                raise InputError(
+                    f"input {at} is {what}, but the model was captured with {_told(expected)}; "
+                    "capture it with dynamic='all' for other lengths, or with these inputs"
+                )
+        guards = self.guards[training]
+        if guards is not None:
+            _ask(guards, leaves)
+        return leaves
+
+
+class Shape(tuple[int | None, ...]):
+    """Of a tensor; ``None`` where it may differ."""
+
+
+def _fits(leaf: Any, expected: Any) -> bool:
+    if not isinstance(expected, Shape):
+        return not isinstance(leaf, Tensor) and bool(leaf == expected)
+    if not isinstance(leaf, Tensor) or leaf.dim() != len(expected):
+        return False
+    pairs = zip(leaf.shape, expected, strict=True)
+    return all(wanted is None or size == wanted for size, wanted in pairs)
+
+
+def _told(expected: Any) -> str:
+    if not isinstance(expected, Shape):
+        return repr(expected)
+    return "(" + ", ".join("any" if size is None else str(size) for size in expected) + ")"
+
+
+def _ask(guards: Callable[..., Any], leaves: list[Any]) -> None:
+    try:
+        guards(*leaves)
+    except (AssertionError, RuntimeError) as error:
+        shapes = ", ".join(str(tuple(one.shape)) for one in tree.tensors(leaves))
+        raise InputError(
+            f"inputs of shape {shapes} do not fit what the model was captured for: {error}; "
+            "capture it with inputs of such shapes"
+        ) from error
+
+
+class _Scope(nn.Module):
+    """Stands where the model has a module that a layer holds only parts of."""
+
+
+class CapturedLayer(nn.Module):
+    """One layer of a captured model.
+
+    Takes the tuple of values that live before it (the first: the model's inputs) and returns the
+    tuple of those that live behind it (the last: what the model returns). It holds the model's own
+    modules and parameters, under their names in the model.
+
+    Attributes:
+        spine_name: its name among the layers.
+        kind: the class of the module that it calls first; ``"function"`` if none.
+        reads: names of the earlier layers whose tensors it reads; what it reads of the model's own
+            inputs is not told here.
+        produces: positions, among the leaves of its output, of what it made itself; the others are
+            handed on.
+        readers: for each position, the name of the last layer that reads it; its own for what the
+            model returns.
+    """
+
+    _programs: dict[bool, Program]
+    _borders: Borders
+    _end: tuple[bool, bool]
+
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        model: nn.Module,
+        programs: Mapping[bool, Program],
+        borders: Borders,
+        end: tuple[bool, bool],
+    ) -> None:
+        super().__init__()
+        self.spine_name = name
+        self.kind = kind
+        self._programs = dict(programs)
+        self._borders = borders
+        self._end = end
+        both = programs.values()
+        for module in sorted({one for program in both for one in program.modules}):
+            self._scope(module).add_module(_last(module), model.get_submodule(module))
+        for state in sorted({one for program in both for one in program.state}):
+            self.adopt(model, state)
+        for key, value in {k: v for one in both for k, v in one.constants.items()}.items():
+            # Neither state of the model nor a module of it.
+            self._scope(key).__dict__[_last(key)] = value
+
+    def adopt(self, model: nn.Module, key: str) -> None:
+        """Hold a parameter or buffer of the model, if no module held does so already."""
+        scope = self._scope(key)
+        name = _last(key)
+        owner = model.get_submodule(key.rpartition(".")[0])
+        if not isinstance(scope, _Scope | CapturedLayer) or name in {
+            *scope._parameters,
+            *scope._buffers,
+        }:
+            return
+        if name in owner._parameters:
+            scope.register_parameter(name, owner._parameters[name])
+        else:
+            persistent = name not in owner._non_persistent_buffers_set
+            scope.register_buffer(name, owner._buffers[name], persistent=persistent)
+
+    def _scope(self, key: str) -> nn.Module:
+        module: nn.Module = self
+        for atom in key.split(".")[:-1]:
+            if atom not in module._modules:
+                module.add_module(atom, _Scope())
+            child = module._modules[atom]
+            assert child is not None
+            module = child
+        return module
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """See the class."""
+        return self._programs[self.training].reads
+
+    @property
+    def produces(self) -> tuple[int, ...]:
+        """See the class."""
+        return self._programs[self.training].produces
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """See the class."""
+        return self._programs[self.training].readers
+
+    def forward(self, values: Any) -> Any:
+        """Run the layer."""
+        first, last = self._end
+        if first:
+            values = self._borders.flat(values, self.training)
+        outputs = self._programs[self.training].run(self, *values)
+        if last:
+            return tree.unflatten(list(outputs), self._borders.outputs[self.training])
+        return tuple(outputs)
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def adopt_the_rest(model: nn.Module, layers: Sequence[CapturedLayer]) -> None:
+    """Let state that no layer uses be held by the layer nearest by name, so that nothing is missing
+    from checkpoints."""
+    held = {name: layer for layer in layers for name, _ in _state(layer)}
+    holders = {id(tensor): layer for layer in layers for _, tensor in _state(layer)}
+    for name, tensor in _state(model):
+        if name not in held:
+            nearest = max(held, key=lambda other: _shared_atoms(name, other), default=None)
+            layer = holders.get(id(tensor)) or (held[nearest] if nearest else layers[0])
+            layer.adopt(model, name)
+
+
+def _state(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _shared_atoms(one: str, other: str) -> int:
+    count = 0
+    for ours, theirs in zip(one.split("."), other.split("."), strict=False):
+        if ours != theirs:
+            break
+        count += 1
+    return count
+
+
+def described(model: nn.Module) -> tuple[tuple[torch.dtype, torch.device], ...]:
+    """What a trace takes for granted of a model's parameters and buffers."""
+    return tuple((tensor.dtype, tensor.device) for _, tensor in _state(model))

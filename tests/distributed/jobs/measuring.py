@@ -1,0 +1,49 @@
+"""Ranks that measure their links, one of which goes away or falls silent first."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from penstock.errors import PenstockError
+from penstock.link_meter import measure_cluster
+
+DEADLINE_SECONDS = 4.0
+VICTIM = 1
+
+
+def main() -> None:
+    how, folder = sys.argv[1], Path(sys.argv[2])
+    torch.set_num_threads(1)
+    # torchrun ends the survivors of a failed job by this signal; here they must end by themselves.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
+
+    def stop(done: int, total: int) -> None:
+        if rank == VICTIM and done == 1:  # the link of ranks 0 and 1 is done, that of 0 and 2 next
+            if how == "kill":
+                os._exit(1)
+            time.sleep(3 * DEADLINE_SECONDS)
+
+    start = time.perf_counter()
+    try:
+        measure_cluster(seconds_per_pair=0.1, deadline_seconds=DEADLINE_SECONDS, progress=stop)
+        report = {"kind": "none"}
+    except PenstockError as error:
+        report = {"kind": type(error).__name__, "message": str(error)}
+    report["seconds"] = time.perf_counter() - start
+    (folder / f"report-{rank}.json").write_text(json.dumps(report))
+    os._exit(0)  # the group is broken; taking it down could wait for the victim
+
+
+if __name__ == "__main__":
+    main()
