@@ -43,6 +43,8 @@ class Layer(Value, frozen=True, kw_only=True):
         buffer_bytes: what its state has besides, as running statistics.
         optimizer_bytes: the optimizer's state for them.
         inputs: names of the layers whose outputs it reads; the one before it by default.
+        after: names of layers that come before it though it reads nothing of their output; what it
+            has of them comes with a skip to a later layer.
         skip_bytes: what it hands past its neighbours, besides its output: bytes by the name of the
             layer that takes it.
         shared_parameters: bytes of the parameters that other layers hold as well, by their name in
@@ -69,6 +71,7 @@ class Layer(Value, frozen=True, kw_only=True):
     buffer_bytes: int = 0
     optimizer_bytes: int = 0
     inputs: tuple[str, ...] | None = None
+    after: tuple[str, ...] = ()
     skip_bytes: dict[str, int] = field(default_factory=dict)
     shared_parameters: dict[str, int] = field(default_factory=dict)
     signature: str = ""
@@ -103,6 +106,8 @@ class LayerGraph(Value, frozen=True, kw_only=True):
         input_bytes: size of the model's own input for one microbatch.
         hop_seconds: measured overhead of handing one message to a neighbouring worker, or 0.
         op_seconds: measured overhead of one op (F, B, I or W) of a stage beyond its layers, or 0.
+        sum_bytes_per_second: measured: gradients of another holder of the same weights that a worker
+            adds to its own; 0 where nobody says, and then it costs nothing.
         contention: how many times longer everything takes while the other cores of the machine are
             as busy as this one; at least 1.
         num_threads: intra-op threads it was measured with; a worker gets as many.
@@ -117,6 +122,7 @@ class LayerGraph(Value, frozen=True, kw_only=True):
     input_bytes: int = 0
     hop_seconds: float = 0.0
     op_seconds: float = 0.0
+    sum_bytes_per_second: float = 0.0
     contention: float = 1.0
     num_threads: int = 1
     device: str = ""
@@ -140,7 +146,7 @@ class LayerGraph(Value, frozen=True, kw_only=True):
     def _check_order(self) -> None:
         place = {layer.name: index for index, layer in enumerate(self.layers)}
         for index, layer in enumerate(self.layers):
-            for name in layer.inputs or ():
+            for name in (*(layer.inputs or ()), *layer.after):
                 if place.get(name, index) >= index:
                     raise InputError(f"layer {layer.name!r} reads {name!r}, no layer before it")
             for name in layer.skip_bytes:

@@ -5,7 +5,7 @@ import pytest
 from penstock import Costs, Schedule, Sizes, draw, schedules, simulate
 from penstock.errors import InputError
 from penstock.schedule.lower import add_free, add_recompute, lower
-from penstock.schedule.memory import peak_activations, peaks, units
+from penstock.schedule.memory import Load, loads, peak_activations, peaks, units
 
 SPLIT = Schedule.parse("0F0,0F1,0I0,0I1,0W0,0W1")
 
@@ -66,6 +66,20 @@ def test_a_slice_holds_its_share():
     assert peak_activations(sliced.ranks, 4) == (1.25, 1)
     assert simulate(sliced).peak_activations == (1.25, 1)
     assert simulate(sliced).peak_bytes(Sizes([8.0, 80.0])) == (10, 80)
+
+
+def test_the_moments_that_may_be_the_worst():
+    assert set(loads(SPLIT.ranks[0])) == {
+        Load(whole=2),
+        Load(whole=1, for_weight=1),
+        Load(for_weight=2),
+    }
+    again = add_recompute(schedules.build("gpipe", num_ranks=1, num_microbatches=3))
+    assert set(loads(again.ranks[0])) == {Load(inputs=3), Load(inputs=2, whole=1)}
+    assert loads(schedules.build("1f1b", num_ranks=2, num_microbatches=4).ranks[0]) == (
+        Load(whole=2),
+    )
+    assert loads(()) == (Load(),)
 
 
 @pytest.mark.parametrize(

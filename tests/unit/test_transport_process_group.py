@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
@@ -76,6 +77,43 @@ def what_was_sent_may_be_overwritten(rank, transport):
     return [torch.equal(transport.recv(FORWARD, 0, "rank 1"), torch.ones(100_000))]
 
 
+def unasked(rank, transport):
+    """On an edge that has been used, the next message travels before it is asked for."""
+    if rank == 0:
+        transport.send(FORWARD, 0, "asked for")
+        transport.flush()
+        dist.barrier()
+        transport.send(FORWARD, 1, "unasked")
+        transport.flush()  # raises at the deadline if it has not left
+        dist.barrier()
+        return []
+    found = [transport.recv(FORWARD, 0, "rank 1")]
+    dist.barrier()
+    dist.barrier()
+    return [*found, transport.recv(FORWARD, 1, "rank 1")]
+
+
+def dropped(rank, deadline_seconds):
+    """A message to a transport that is no more is in nobody's way."""
+    transport = ProcessGroupTransport(2, deadline_seconds)
+    group = transport.group
+    if rank == 0:
+        transport.send(FORWARD, 0, "before")
+        transport.flush()
+        dist.barrier()
+        transport.send(FORWARD, 1, "too late")
+        transport.flush()
+        dist.send(torch.ones(3), 1, group=group, tag=9)
+        return []
+    found = [transport.recv(FORWARD, 0, "rank 1")]
+    del transport
+    gc.collect()
+    dist.barrier()
+    block = torch.zeros(3)
+    dist.recv(block, 0, group=group, tag=9)
+    return [*found, block.tolist()]
+
+
 def discarded(rank, transport):
     """Messages and failures of a step that was given up."""
     if rank == 0:
@@ -147,10 +185,10 @@ def main():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     transport = ProcessGroupTransport(2, DEADLINE_SECONDS)
-    report = {"goodbye": goodbye(rank, 60)}
+    report = {"goodbye": goodbye(rank, 60), "dropped": dropped(rank, DEADLINE_SECONDS)}
     parts = (
         *(sizes_change, many_under_way, what_was_sent_may_be_overwritten),
-        *(discarded, failure),
+        *(unasked, discarded, failure),
     )
     report |= {part.__name__: part(rank, transport) for part in parts}
     start = time.monotonic()
@@ -166,6 +204,8 @@ def test_messages_between_two_processes():
     assert zero["sizes_change"] == one["sizes_change"] == [True] * len(SIZES)
     assert zero["many_under_way"] == one["many_under_way"] == [True] * MANY
     assert one["what_was_sent_may_be_overwritten"] == [True]
+    assert one["unasked"] == ["asked for", "unasked"]
+    assert one["dropped"] == ["before", [1.0, 1.0, 1.0]]
     assert one["discarded"] == [8, "fresh", "fresher", 0]
     seconds, refused = zero["goodbye"]
     assert seconds < 1

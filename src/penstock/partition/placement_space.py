@@ -39,12 +39,15 @@ def reads_of(graph: LayerGraph) -> tuple[tuple[int, int], ...]:
 
 
 def skips_of(graph: LayerGraph) -> tuple[tuple[int, int, int], ...]:
-    """(producer, reader, bytes) of every skip, by their places."""
+    """(producer, reader, bytes) of every skip, by their places; without bytes for what only has to
+    come before."""
     place = {layer.name: index for index, layer in enumerate(graph.layers)}
     return tuple(
         (index, place[name], size)
         for index, layer in enumerate(graph.layers)
         for name, size in layer.skip_bytes.items()
+    ) + tuple(
+        (place[name], index, 0) for index, layer in enumerate(graph.layers) for name in layer.after
     )
 
 

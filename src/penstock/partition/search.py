@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
+from math import ceil, inf
 from typing import Literal
 
 from penstock.cluster import Cluster, Topology
@@ -14,6 +14,8 @@ from penstock.partition.cost_models import CostModel
 from penstock.partition.evaluation import Partition, PartitionedStage, evaluate
 from penstock.partition.flat import Fits, FlatTask, Piece, search_flat
 from penstock.partition.in_order import OrderTask, search_in_order
+from penstock.partition.level_programme import MOST_STEPS, steps
+from penstock.partition.levels import levels_of, nested_partition
 from penstock.partition.states import MOST_STATES, all_states, prefixes
 from penstock.values import is_number, is_whole, one_of
 
@@ -43,7 +45,9 @@ def best_partition(
     others it is the best of those that take devices in the cluster's order, so that a stage is
     on neighbours and may cross servers, scored with the links that they use; speeds may be mixed.
     Up to 64 devices, or any number for straight pipelines: beyond that, every link counts as the
-    slowest. ``method`` of the result says what was searched.
+    slowest. On regular trees what PipeDream's programme finds level by level
+    (``partition.levels``) competes too, scored in the same way, where all devices may be used and
+    the programme does not take seconds. ``method`` of the result says what was searched.
 
     Devices may be left over. Parameters that several layers share count in each.
 
@@ -94,7 +98,32 @@ def best_partition(
     best = _partition(task, cluster, 0, found.pieces, method)
     if _is_uniform(topology, count):
         return best
-    return _with_true_links(task, topology, best)
+    best = _with_true_links(task, topology, best)
+    nested = _level_by_level(task, cluster)
+    return min((best, *nested), key=lambda one: one.bottleneck_seconds)
+
+
+def _level_by_level(task: FlatTask, cluster: Cluster) -> list[Partition]:
+    """What PipeDream's programme finds, if it has something to say here and that fits."""
+    levels = levels_of(cluster)
+    if levels is None or task.most_replicas == 1 or task.num_devices < len(cluster.devices):
+        return []
+    graph = task.states.graph
+    if steps(len(graph.layers) + 1, levels.counts) > MOST_STEPS:
+        return []
+    made = nested_partition(graph, cluster, task.cost_model, updates=task.updates).partition
+    return [made] if task.fits is None or _all_fit(task.fits, graph, made) else []
+
+
+def _all_fit(fits: Fits, graph: LayerGraph, made: Partition) -> bool:
+    place = {layer.name: index for index, layer in enumerate(graph.layers)}
+    behind = 0
+    for stage in reversed(made.stages):
+        layers = [place[name] for name in stage.layers]
+        if not fits(layers, stage.replicas, 1 + ceil(behind / stage.replicas)):
+            return False
+        behind += stage.replicas
+    return True
 
 
 def _with_true_links(task: FlatTask, topology: Topology, best: Partition) -> Partition:

@@ -108,6 +108,8 @@ def handed_on(graph: LayerGraph) -> Iterator[tuple[int, list[int], int]]:
             sources = [place[name] for name in layer.inputs]
         for source in sources:
             readers[source].append(index)
+        for name in layer.after:
+            yield place[name], [index], 0
         for name, num_bytes in layer.skip_bytes.items():
             yield index, [place[name]], num_bytes
     for index, layer in enumerate(graph.layers):

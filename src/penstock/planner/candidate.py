@@ -125,7 +125,9 @@ class Candidate:
             "backward_weight_seconds", start, stop
         )
         hidden = model.overlap * min(whole, task.pace(devices, setting.devices) * backward)
-        return whole - hidden + self._tied_seconds(index, start, stop)
+        rate = task.graph.sum_bytes_per_second
+        added = (len(devices) - 1) * num_bytes / rate if rate else 0.0
+        return whole - hidden + added + self._tied_seconds(index, start, stop)
 
     def _tied_seconds(self, index: int, start: int, stop: int) -> float:
         task, setting = self.task, self.setting
@@ -174,10 +176,12 @@ class Candidate:
         count = self.task.num_microbatches
         if setting.versions.asynchronous:
             return self._least_steady_seconds
-        way_in = [0.0, *accumulate(one.forward_seconds + one.hop_seconds for one in stages)]
+        # The first slice of a microbatch need not wait for the others.
+        share = 1 / setting.schedule.num_slices
+        way_in = [0.0, *accumulate(share * one.forward_seconds + one.hop_seconds for one in stages)]
         way_back = [
             0.0,
-            *accumulate(one.backward_input_seconds + one.hop_seconds for one in stages),
+            *accumulate(share * one.backward_input_seconds + one.hop_seconds for one in stages),
         ]
         returns = setting.is_single and not setting.splits_backward
         bounds = []

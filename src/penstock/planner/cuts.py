@@ -49,10 +49,9 @@ def candidates(task: Task, setting: Setting, slack: float = 0.0) -> list[Candida
     return []
 
 
-def ways_to_fit(task: Task, setting: Setting, cuts: tuple[int, ...]) -> Candidate | None:
-    """Given cuts, with as much recomputing as they need; ``None`` if they do not fit even so."""
-    candidate = _candidate(task, setting, cuts, Rooms(task, setting))
-    return candidate if candidate.fits else None
+def with_cuts(task: Task, setting: Setting, cuts: tuple[int, ...]) -> Candidate:
+    """Given cuts, with as much recomputing as they need; they may not fit even so."""
+    return _candidate(task, setting, cuts, Rooms(task, setting))
 
 
 def _balanced(task: Task, setting: Setting, rooms: Rooms) -> Iterator[Candidate]:

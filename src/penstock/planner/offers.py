@@ -41,6 +41,7 @@ class Wish:
         any_replicas: whether stages may be given replicas.
         asynchronous: whether it may be a schedule that never flushes, or must be one.
         least_stages: at least so many.
+        cuts: where stages begin, as ``Candidate.cuts``; none, and the best are found.
         recompute: what may run forward twice.
     """
 
@@ -51,6 +52,7 @@ class Wish:
     any_replicas: bool = True
     asynchronous: Literal["no", "also", "only"] = "no"
     least_stages: int = 1
+    cuts: tuple[int, ...] = ()
     recompute: RecomputeRule = "where-needed"
 
     def allows(self, num_stages: int) -> bool:

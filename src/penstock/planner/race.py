@@ -11,7 +11,7 @@ from math import inf
 
 from penstock.errors import InputError, PlanError
 from penstock.planner.candidate import Candidate
-from penstock.planner.cuts import candidates
+from penstock.planner.cuts import candidates, with_cuts
 from penstock.planner.offers import Offer, Wish, neighbours, offers
 from penstock.planner.task import Task
 
@@ -73,9 +73,10 @@ class Race:
 
     def built(self, task: Task, offer: Offer, wish: Wish) -> list[Candidate]:
         """An offer's candidates, if it has as many stages as are wished for."""
-        if offer not in task.known_offers:
-            task.known_offers[offer] = self._built(task, offer)
-        found: Built = task.known_offers[offer]
+        key = (offer, wish.cuts)
+        if key not in task.known_offers:
+            task.known_offers[key] = self._built(task, offer, wish.cuts)
+        found: Built = task.known_offers[key]
         if not isinstance(found, tuple):
             self.refusals[len(offer.devices)] = found
             return []
@@ -83,11 +84,15 @@ class Race:
         self.num_stages.add(num_stages)
         return candidates_ if wish.allows(num_stages) else []
 
-    def _built(self, task: Task, offer: Offer) -> Built:
+    def _built(self, task: Task, offer: Offer, cuts: tuple[int, ...]) -> Built:
         try:
             setting = offer.setting(task)
         except (InputError, PlanError) as error:
             return error
+        if cuts:
+            given = len(cuts) == setting.num_stages + 1
+            cut = [with_cuts(task, setting, cuts)] if given else []
+            return setting.num_stages, [one for one in cut if one.fits]
         return setting.num_stages, candidates(task, setting)
 
     def _enter(self, entry: tuple[float, int, Candidate]) -> None:
@@ -142,7 +147,8 @@ def closest(tasks: Sequence[Task], wish: Wish) -> Candidate | None:
             found = wish.allows(setting.num_stages)
             while found:
                 found = False
-                for candidate in candidates(task, setting, slack=least - 1):
+                given = [with_cuts(task, setting, wish.cuts)] if wish.cuts else []
+                for candidate in given or candidates(task, setting, slack=least - 1):
                     over = candidate.excess.num_bytes
                     if over < least:
                         least, nearest, found = over, candidate, True

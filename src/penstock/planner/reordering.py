@@ -11,7 +11,7 @@ from penstock.partition import best_partition
 from penstock.partition.learned import learned_placement
 from penstock.partition.placement_space import Stages, stage_costs
 from penstock.planner.candidate import Candidate
-from penstock.planner.cuts import ways_to_fit
+from penstock.planner.cuts import with_cuts
 from penstock.planner.offers import PLAIN, Offer, Wish
 from penstock.planner.task import Task
 from penstock.schedule import families
@@ -67,4 +67,5 @@ def _candidate(task: Task, wish: Wish, stages: Sequence[Sequence[str]]) -> Candi
     placed = replace(task, graph=task.graph.reordered(order))
     offer = Offer(PLAIN, tuple(range(len(stages))), recompute=wish.recompute)
     cuts = tuple(accumulate(map(len, stages), initial=0))
-    return ways_to_fit(placed, offer.setting(placed), cuts)
+    found = with_cuts(placed, offer.setting(placed), cuts)
+    return found if found.fits else None

@@ -9,6 +9,7 @@ shortest step wins. The simulator, not a formula, is the judge: what is predicte
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Literal, get_args
 
 from penstock.cluster import Cluster
@@ -39,6 +40,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     minibatch: int | None = None,
     schedule: str | None = None,
     stages: int | None = None,
+    cuts: Sequence[int | str] = (),
     memory_bytes: int | None = None,
     versions: Policy | None = None,
     replicas: Sequence[int] | str | None = None,
@@ -65,6 +67,8 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
             it is tried. With both, microbatches have ``minibatch / microbatches`` rows.
         schedule: the family to use; by default the best of all.
         stages: how many; by default the best number.
+        cuts: the layers with which all stages but the first begin, by name or number from 0; by
+            default the best cuts.
         memory_bytes: what one rank may use, on top of the cluster's own limits.
         versions: which weights passes read (``penstock.versions``); a policy that never flushes
             brings its schedule with it. By default what belongs to the schedule.
@@ -118,6 +122,9 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         tasks += [other for task in tasks for other in in_other_orders(task)]
     if versions is not None and versions.asynchronous and schedule is None:
         schedule = versions.family
+    if cuts:
+        found = _read_cuts(graph, cuts)
+        stages = len(found) - 1 if stages is None else stages
     pinned = schedule is not None or stages is not None
     wish = Wish(
         schedule,
@@ -126,6 +133,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         replicas=() if replicas in (None, "any") else read_replicas(replicas or ()),
         any_replicas=replicas == "any" or (replicas is None and not pinned),
         asynchronous="also" if asynchronous else "no",
+        cuts=found if cuts else (),
         recompute=recompute,
     )
     return _learned(tasks, wish) if placement == "reinforce" else _solve(tasks, wish)
@@ -172,6 +180,27 @@ def _solve(tasks: Sequence[Task], wish: Wish) -> Plan:
         _check_built(race, tasks[0], wish)
         raise PlanError(shortfall(tasks, wish))
     return _explained(chosen, race.contenders, tasks, wish)
+
+
+def _read_cuts(graph: LayerGraph, cuts: Sequence[int | str]) -> tuple[int, ...]:
+    """Where stages begin, and the number of layers.
+
+    Raises:
+        InputError: no such layer, or not in order.
+    """
+    names = [layer.name for layer in graph.layers]
+    found = [0]
+    for cut in cuts:
+        if cut not in names and not (is_whole(cut) and 0 < int(cut) < len(names)):
+            raise InputError(
+                f"cuts: no stage can begin with layer {cut!r}; name a layer behind the first, or "
+                f"give its number, 1 to {len(names) - 1}"
+            )
+        found.append(names.index(cut) if isinstance(cut, str) else cut)
+    found.append(len(names))
+    if any(first >= second for first, second in pairwise(found)):
+        raise InputError(f"cuts: {list(cuts)} are not in the order of the layers")
+    return tuple(found)
 
 
 def _check_built(race: Race, task: Task, wish: Wish) -> None:

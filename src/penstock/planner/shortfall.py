@@ -35,7 +35,7 @@ def shortfall(tasks: Sequence[Task], wish: Wish) -> str:
 
 def _changes(tasks: Sequence[Task], wish: Wish) -> Iterator[tuple[str, Candidate]]:
     """(what to change, what then fits), the smallest change first."""
-    free = replaced(wish, schedule=None, stages=None, replicas=(), any_replicas=True)
+    free = replaced(wish, schedule=None, stages=None, cuts=(), replicas=(), any_replicas=True)
     smaller = [
         replaced(
             task,
@@ -48,7 +48,7 @@ def _changes(tasks: Sequence[Task], wish: Wish) -> Iterator[tuple[str, Candidate
     ]
     steps = (
         ("allow recomputing", tasks, replaced(wish, recompute="where-needed")),
-        ("leave schedule and stages to the planner", tasks, free),
+        ("leave schedule, stages and cuts to the planner", tasks, free),
         ("leave recomputing to it too", tasks, replaced(free, recompute="where-needed")),
         ("take smaller microbatches", smaller, replaced(free, recompute="where-needed")),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -61,14 +62,14 @@ class Change:
         """What a number becomes.
 
         Raises:
-            InputError: the value is no number > 0.
+            InputError: the value is no finite number > 0.
         """
         try:
             value = read(self.value) if read and self.how == "=" else float(self.value)
         except ValueError:
             raise InputError(f"{self.quantity}: {self.value!r} is not a number") from None
-        if not value > 0:
-            raise InputError(f"{self.quantity}: {self.value} must be > 0")
+        if not 0 < value < inf:
+            raise InputError(f"{self.quantity}: {self.value} must be > 0 and finite")
         return {"*": number * value, "/": number / value, "=": value}[self.how]
 
 
@@ -197,7 +198,9 @@ def _latency(asked: _Asked, change: Change) -> _Asked:
 
 def _memory(asked: _Asked, change: Change) -> _Asked:
     def limit(num_bytes: int) -> int:
-        return round(change.of(num_bytes, to_bytes))
+        changed = change.of(num_bytes, to_bytes)
+        # No bytes at all would mean that there is no limit.
+        return max(1, round(changed)) if changed else 0
 
     cluster, request = asked.cluster, dict(asked.request)
     devices = tuple(
@@ -224,6 +227,8 @@ def _speed(asked: _Asked, change: Change) -> _Asked:
 def _devices(asked: _Asked, change: Change) -> _Asked:
     devices = asked.cluster.devices
     count = round(change.of(len(devices)))
+    if count < 1:
+        raise InputError(f"devices{change.how}{change.value} leaves none of {len(devices)}")
     if count <= len(devices):
         return asked._replace(cluster=only(asked.cluster, range(count)))
     more: tuple[Device, ...] = tuple(

@@ -103,7 +103,7 @@ class Bench:
     ) -> Any:
         output = run(value)
         is_loss = sample.loss is not None and index == len(self._layers) - 1
-        passed[index] = handed_on(self._layers[index], output, is_loss)
+        passed[index] = handed_on(self._layers, index, output, is_loss)
         return output
 
     def _flags(self, times: Sequence[LayerTimes]) -> Iterable[tuple[str, ...]]:

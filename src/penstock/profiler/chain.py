@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -45,29 +46,41 @@ def in_one(runs: Sequence[Run]) -> Run:
 
 
 class HandedOn(NamedTuple):
-    """Bytes that a layer hands on: to the layers that read its output, and as skips by key."""
+    """Bytes that a layer hands on: to the next layer, and past it by the name of who takes them."""
 
     output: int
     skips: dict[str, int]
 
 
-def handed_on(layer: NamedLayer, output: Any, is_loss: bool) -> HandedOn:
+def handed_on(layers: Sequence[NamedLayer], index: int, output: Any, is_loss: bool) -> HandedOn:
     """What of a layer's result it made itself.
 
     Args:
-        layer: a captured one may pass on what it was given beside what it ``produces``.
+        layers: of the model.
+        index: of the layer.
         output: what its function gave.
         is_loss: whether that went on to the loss.
     """
-    value = _without_skips(output)
-    produces = None if is_loss else getattr(layer.module, "produces", None)
-    if produces is not None:
-        leaves, _ = tree.flatten(value)
-        value = [leaves[position] for position in produces]
+    layer, value = layers[index], _without_skips(output)
+    if not is_loss and hasattr(layer.module, "readers") and index + 1 < len(layers):
+        return _handed_on_by_captured(layer.module, index, layers[index + 1].name, value)
+    takers = {key: other.name for other in layers for key in other.recalls}
     skips = output.skips if isinstance(output, Carried) else {}
-    return HandedOn(
-        num_bytes(value), {key: num_bytes(skips[key].value) for key in layer.stashes if skips}
-    )
+    sizes: Counter[str] = Counter()
+    for key in layer.stashes if skips else ():
+        sizes[takers[key]] += num_bytes(skips[key].value)
+    return HandedOn(num_bytes(value), dict(sizes))
+
+
+def _handed_on_by_captured(module: Any, index: int, following: str, value: Any) -> HandedOn:
+    """A captured layer passes on what others made; each value travels to its last reader."""
+    leaves, _ = tree.flatten(value)
+    # What the first one passes on is the model's own input.
+    own = range(len(leaves)) if index == 0 else module.produces
+    sizes: Counter[str] = Counter()
+    for position in own:
+        sizes[module.readers[position]] += num_bytes(leaves[position])
+    return HandedOn(sizes.pop(following, 0), {name: size for name, size in sizes.items() if size})
 
 
 def num_bytes(value: Any) -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from penstock import __version__, tree
+from penstock import tree
 from penstock.errors import InputError
 from penstock.replay import put_back, saved_buffers
 
@@ -44,7 +45,7 @@ def software(device: torch.device) -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     if device.type == "cuda":
         found["cuda"] = str(torch.version.cuda)
-    return {**found, "penstock": __version__}
+    return {**found, "penstock": version("penstock")}
 
 
 @contextmanager

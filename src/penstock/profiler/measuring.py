@@ -22,6 +22,7 @@ from penstock.profiler.overheads import (
     Update,
     measure_hand_over,
     measure_op,
+    measure_sum,
     measure_updates,
 )
 from penstock.profiler.sample import Sample
@@ -103,13 +104,14 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
             input_bytes=num_bytes(inputs),
             hop_seconds=measure_hand_over(),
             op_seconds=measure_op(bench.clock, device),
+            sum_bytes_per_second=measure_sum(bench.clock, device),
             contention=contention,
             num_threads=num_threads,
             device=name_of(device),
             dtype=", ".join(sorted({str(one.dtype)[6:] for one in model.parameters()})),
             software=software(device),
         )
-        sized = tuple(_with_sample(graph, layers, bench, other) for other in others)
+        sized = tuple(_with_sample(graph, bench, other) for other in others)
     return replace(graph, other_sizes=sized)
 
 
@@ -138,8 +140,10 @@ def _layers(
     updates: Sequence[Update],
 ) -> Iterator[Layer]:
     shared = _shared(model, layers)
+    before = ""
     for layer, found, update in zip(layers, measured, updates, strict=True):
         module = layer.module
+        reads: tuple[str, ...] | None = getattr(module, "reads", None)
         own = {id(parameter) for parameter in module.parameters()}
         blank = Layer(
             name=layer.name,
@@ -151,21 +155,17 @@ def _layers(
             parameter_bytes=num_bytes(list(module.parameters())),
             buffer_bytes=num_bytes(list(module.buffers())),
             optimizer_bytes=update.state_bytes,
-            inputs=getattr(module, "reads", None),
+            inputs=None if reads is None else tuple(name for name in reads if name == before),
+            after=tuple(name for name in reads or () if name != before),
             shared_parameters={name: one.nbytes for name, one in shared.items() if id(one) in own},
             signature=layer.signature,
         )
-        yield _with_costs(blank, layers, layer, found)
+        before = layer.name
+        yield _with_costs(blank, found)
 
 
-def _with_costs(
-    blank: Layer, layers: Sequence[NamedLayer], layer: NamedLayer, found: Measured
-) -> Layer:
+def _with_costs(blank: Layer, found: Measured) -> Layer:
     times, footprint = found.times, found.footprint
-    taker = {key: other.name for other in layers for key in other.recalls}
-    skips: Counter[str] = Counter()
-    for key, size in found.handed_on.skips.items():
-        skips[taker[key]] += size
     return replace(
         blank,
         forward_seconds=times.forward,
@@ -178,21 +178,19 @@ def _with_costs(
         weight_kept_bytes=footprint.weight_kept,
         workspace_bytes=found.workspace,
         output_bytes=found.handed_on.output,
-        skip_bytes=dict(skips),
+        skip_bytes=found.handed_on.skips,
         spread=times.spread,
         warnings=found.flags,
     )
 
 
-def _with_sample(
-    graph: LayerGraph, layers: Sequence[NamedLayer], bench: Bench, sample: Sample
-) -> LayerGraph:
+def _with_sample(graph: LayerGraph, bench: Bench, sample: Sample) -> LayerGraph:
     """The same model with another sample."""
     measured, _ = bench.measure(sample)
-    pairs = zip(graph.layers, layers, measured, strict=True)
+    pairs = zip(graph.layers, measured, strict=True)
     return replace(
         graph,
-        layers=tuple(_with_costs(known, layers, layer, found) for known, layer, found in pairs),
+        layers=tuple(_with_costs(known, found) for known, found in pairs),
         microbatch_size=sample.num_rows,
         input_bytes=num_bytes(sample.inputs),
     )

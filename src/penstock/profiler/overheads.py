@@ -23,6 +23,9 @@ _ASSUMED_STATE_PER_PARAMETER = 2
 _BEYOND_CACHES = 256 * 2**20
 
 
+_GRADIENT_BYTES = 32 * 2**20
+
+
 class Update(NamedTuple):
     """One optimizer step on a layer's parameters, and the bytes of its state for them."""
 
@@ -135,3 +138,16 @@ def measure_hand_over(repeats: int = 200) -> float:
         times.append((time.perf_counter() - start) / 2)
     thread.join()
     return statistics.median(times)
+
+
+def measure_sum(clock: Clock, device: torch.device, repeats: int = 5) -> float:
+    """Bytes of gradients per second that are summed with those of another holder, as replicas do
+    it: into a tensor of their own."""
+    own, other = (torch.zeros(_GRADIENT_BYTES // 4, device=device) for _ in range(2))
+    laps = []
+    for _ in range(repeats + 1):
+        start = clock.now()
+        sum([other], own.clone())
+        laps.append((start, clock.now()))
+    clock.settle()
+    return _GRADIENT_BYTES / statistics.median(clock.seconds(*lap) for lap in laps[1:])

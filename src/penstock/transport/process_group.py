@@ -1,15 +1,19 @@
 """Transport between processes: ``torch.distributed`` point-to-point messages.
 
-gloo has three habits, all measured. It is rendezvous at every size, so sends are kept under way in
-the background. Its receiver must know the size, so both ends remember how large the blocks of an
-edge have been, and announce growth. A receive posted early makes its thread spin beside the
-compute, so a receive is posted only when its op is next.
+gloo has four habits, all measured. It is rendezvous at every size, so sends are kept under way in
+the background. A message leaves only once its receiver has said that it is ready, and that word
+queues behind what the receiver itself is sending; so on every edge that has been used, a receive
+stands for the next message, which then travels while both ends compute. Its receiver must know the
+size, so both ends remember how large the blocks of an edge have been, and announce growth. A
+receive whose memory is gone when its message comes makes gloo's thread spin and blocks the
+connection, so the memory lives as long as the group.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
@@ -44,6 +48,9 @@ class ProcessGroupTransport(Transport):
         self._capacity: dict[Edge, int] = defaultdict(lambda: _FIRST_CAPACITY)
         self._under_way: dict[Edge, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
         self._discarded: list[tuple[dist.Work, Tensor]] = []
+        self._standing: dict[Edge, tuple[dist.Work, Tensor]] = {}
+        # The group outlives this object, and what the receives write to must outlive the group.
+        weakref.finalize(self.group, self._standing.clear).atexit = False
         self._layouts: dict[Edge, Layout] = {}
         self._early: dict[tuple[Edge, int], Any] = {}
         self._farewells: dict[Edge, str] = {}
@@ -84,6 +91,9 @@ class ProcessGroupTransport(Transport):
             if farewell := self._farewells.get(edge):
                 raise PeerError(f"{waiting}: {farewell}", farewell)
             self._take_in(self._receive(edge, waiting), edge, waiting)
+            # If the source is gone by now, whoever asks for its next message is told.
+            with contextlib.suppress(RunError):
+                self._stand(edge, waiting)
         return self._early.pop(wanted)
 
     def _take_in(self, block: Tensor, edge: Edge, waiting: str) -> None:
@@ -104,12 +114,22 @@ class ProcessGroupTransport(Transport):
             self._early[edge, number] = packing.unpack(block.numpy(), layout)
 
     def _receive(self, edge: Edge, waiting: str) -> Tensor:
+        self._stand(edge, waiting)
+        work, block = self._standing.pop(edge)
+        self._finish(work, edge.source, waiting)
+        return block
+
+    def _stand(self, edge: Edge, waiting: str) -> None:
+        """Be ready for the next message of an edge."""
+        if edge in self._standing:
+            return
         block = torch.empty(self._capacity[edge], dtype=torch.uint8)
         try:
-            dist.recv(block, edge.source, group=self.group, tag=edge.tag)
+            work = dist.irecv(block, edge.source, group=self.group, tag=edge.tag)
         except RuntimeError as error:
             raise self._translated(error, edge.source, waiting) from error
-        return block
+        assert work is not None  # only a process outside of the group gets none
+        self._standing[edge] = (work, block)
 
     def _translated(self, error: RuntimeError, peer: int, waiting: str) -> RunError:
         if "timed out" in str(error).lower():

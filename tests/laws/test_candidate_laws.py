@@ -1,0 +1,98 @@
+"""What holds for every candidate of the search, the best and the worst: no bound that prunes is
+above the simulated time, and the memory that is counted is that of the plan's ops."""
+
+from __future__ import annotations
+
+from math import ceil
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from penstock import schedules
+from penstock.errors import InputError, PlanError
+from penstock.planner.candidate import Candidate
+from penstock.planner.cuts import candidates
+from penstock.planner.offers import Offer
+from penstock.planner.task import Task
+from penstock.versions import USUAL, Flush
+from tests.planning import all_cuts, clusters, graphs, held_bytes
+
+FAMILIES = [name for name in schedules.names() if name not in {"zb-auto", "optimal", "chimera"}]
+WITH_REPLICAS = ("1f1b", "gpipe", *USUAL)
+
+
+@st.composite
+def offers(draw, task):
+    """A family that may refuse, on some of the devices, with or without replicas."""
+    num_devices = len(task.cluster.devices)
+    chosen = draw(st.permutations(range(num_devices)))[: draw(st.integers(1, num_devices))]
+    family, replicas = draw(st.sampled_from(FAMILIES)), ()
+    if draw(st.booleans()) and family in WITH_REPLICAS:
+        first = draw(st.integers(1, len(chosen)))
+        replicas = (first, len(chosen) - first) if first < len(chosen) else (first,)
+    versions = USUAL.get(family, Flush())
+    rules = ("where-needed", "never", "stage", "layers")
+    rule = "never" if versions.asynchronous else draw(st.sampled_from(rules))
+    return Offer(family, tuple(chosen), versions, replicas, (), rule)
+
+
+@st.composite
+def tasks(draw):
+    return Task(draw(graphs(most=6)), draw(clusters()), draw(st.integers(1, 6)))
+
+
+def setting_of(offer, task):
+    try:
+        return offer.setting(task)
+    except (InputError, PlanError):
+        assume(False)
+
+
+@st.composite
+def any_candidates(draw):
+    """(offer, candidate) with any cuts, sensible or not."""
+    task = draw(tasks())
+    offer = draw(offers(task))
+    setting = setting_of(offer, task)
+    cuts = draw(st.sampled_from(list(all_cuts(task.num_layers, setting.num_stages))))
+    ways = ("none",) if setting.versions.asynchronous else ("none", "stage", "layers")
+    how = tuple(draw(st.sampled_from(ways)) for _ in range(setting.num_stages))
+    return offer, Candidate(task, setting, cuts, how)
+
+
+@given(any_candidates())
+def test_no_bound_is_above_the_simulated_time(pair):
+    offer, candidate = pair
+    assert candidate.least_seconds <= candidate.seconds * (1 + 1e-9) + 1e-12
+    assert offer.least_seconds(candidate.task) <= candidate.seconds * (1 + 1e-9) + 1e-12
+
+
+@given(any_candidates())
+def test_memory_is_what_the_ops_of_the_plan_keep(pair):
+    _, candidate = pair
+    found = candidate.to_plan()
+    setting, count = candidate.setting, candidate.task.num_microbatches
+    simulated = held_bytes(found)
+    assert all(a >= b for a, b in zip(candidate.rank_bytes, simulated, strict=True))
+    # Later replicas may have a microbatch less, and are counted as if they did not.
+    if not found.versions.asynchronous and all(count % own == 0 for own in setting.replicas):
+        assert candidate.rank_bytes == tuple(map(ceil, simulated))
+        assert candidate.rank_bytes == found.rank_bytes
+    assert all(a >= b for a, b in zip(candidate.rank_bytes, found.rank_bytes, strict=True))
+    assert candidate.seconds == pytest.approx(found.step_seconds)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_the_cuts_that_are_proposed_keep_the_limits(data):
+    task = data.draw(tasks())
+    offer = data.draw(offers(task))
+    setting = setting_of(offer, task)
+    for one in candidates(task, setting):
+        held = one.to_plan().rank_bytes
+        assert all(
+            num_bytes <= task.limits[device]
+            for num_bytes, device in zip(held, setting.devices, strict=True)
+        )
+        assert sum(held) <= (task.cluster.memory_bytes or sum(held))
