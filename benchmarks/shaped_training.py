@@ -1,12 +1,16 @@
-"""Is the planner right about slow networks? Data parallelism and a pipeline on shaped links.
+"""Is the planner right about slow networks? Data parallelism and its own plan on shaped links.
 
-    python -m benchmarks.shaped_training [--mbit 25 100] [--hosts 4] [--width 1024] [--steps 5]
+    python -m benchmarks.shaped_training [--mbit 25 50 100] [--repeats 2] [--wait-ms 1]
 
-Trains one parameter-heavy MLP on so many hosts (``benchmarks.shaped_network``), with torch's
-DistributedDataParallel and as Penstock's straight pipeline, over gloo. What a step takes is
-predicted from two measurements that know nothing of the training: a profile of the layers on one
-process, and ``penstock measure-cluster`` on the same network. Shown are medians over steps beside
-the predictions, and the ratio of the two ways to train.
+Trains one parameter-heavy MLP on four hosts (``benchmarks.shaped_network``) over gloo: with torch's
+DistributedDataParallel, and with Penstock as the planner says. What a step takes is predicted from
+two measurements that know nothing of the training: a profile of the layers on one process, and
+``penstock measure-cluster`` on the same network. Shown are medians over steps beside the
+predictions, and the ratio of the two ways to train.
+
+The hosts share this machine's few cores, which real ones do not. So a layer computes its true
+values and gradients, and then waits until as much time has passed as an accelerator of a given
+speed would take; with ``--wait-ms 0`` it does not wait, and the hosts take each other's cores.
 """
 
 from __future__ import annotations
@@ -19,15 +23,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from math import ceil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch import nn
-from torch.nn.functional import mse_loss
+from torch import Tensor, nn
+from torch.nn.functional import linear, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock as pk
@@ -36,6 +41,46 @@ from penstock.cluster import Cluster
 from penstock.graph import LayerGraph
 
 WARM_UP_STEPS = 1
+FIRST_BUCKET_BYTES = 2**20
+"""Of gradients that DDP gathers before it sums any; its later buckets are 25 times as large."""
+
+
+class Wait(torch.autograd.Function):
+    """A linear layer of a slower device, which takes so many seconds per row, twice that back."""
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor, weight: Tensor, bias: Tensor, seconds: float) -> Tensor:
+        end = time.perf_counter() + seconds * len(rows)
+        context.save_for_backward(rows, weight)
+        context.seconds = seconds
+        result = linear(rows, weight, bias)
+        wait_until(end)
+        return result
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        end = time.perf_counter() + 2 * context.seconds * len(gradient)
+        rows, weight = context.saved_tensors
+        result = gradient @ weight, gradient.t() @ rows, gradient.sum(0), None
+        wait_until(end)
+        return result
+
+
+def wait_until(end: float) -> None:
+    """Leave the core to others meanwhile."""
+    if (left := end - time.perf_counter()) > 0:
+        time.sleep(left)
+
+
+class SlowLinear(nn.Linear):
+    """A linear layer and a ReLU that take at least so many seconds per row."""
+
+    def __init__(self, width: int, seconds: float) -> None:
+        super().__init__(width, width)
+        self.seconds = seconds
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return Wait.apply(rows, self.weight, self.bias, self.seconds).relu()
 
 
 class Work(NamedTuple):
@@ -46,24 +91,36 @@ class Work(NamedTuple):
         depth: linear layers.
         rows: of a microbatch.
         microbatches: per minibatch.
+        wait_seconds: per row and layer, the least that a forward takes; a backward twice as long.
     """
 
     width: int
     depth: int
     rows: int
     microbatches: int
+    wait_seconds: float
 
     def model(self) -> nn.Sequential:
-        """Linear layers with a ReLU between them; the same weights in every process."""
+        """The layers, with the same weights in every process."""
         torch.manual_seed(0)
-        layers = [nn.Linear(self.width, self.width) for _ in range(self.depth)]
-        between = [layer for linear in layers for layer in (linear, nn.ReLU())]
-        return nn.Sequential(*between[:-1])
+        layers = [SlowLinear(self.width, self.wait_seconds) for _ in range(self.depth)]
+        return nn.Sequential(*layers)
 
-    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a minibatch."""
         shape = (self.rows * self.microbatches, self.width)
         return torch.randn(shape), torch.randn(shape)
+
+    def profile(self, rows: int) -> LayerGraph:
+        """What the layers take, alone, with microbatches of so many rows."""
+        inputs, targets = (tensor[:rows] for tensor in self.batch())
+        return pk.profile(self.model(), inputs, targets=targets, loss=mse_loss, optimizer=sgd)
+
+    @property
+    def hidden_share(self) -> float:
+        """Of a backward, what still runs when DDP has its first bucket full and begins to sum."""
+        layer_bytes = 4 * (self.width + 1) * self.width
+        return max(0.0, 1 - ceil(FIRST_BUCKET_BYTES / layer_bytes) / self.depth)
 
 
 class Times(NamedTuple):
@@ -83,7 +140,7 @@ def sgd(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-3)
 
 
-def train(work: Work, plan: pk.Plan, steps: int) -> Times:
+def train(work: Work, plan: pk.Plan, options: argparse.Namespace) -> Times:
     """One process's part in both trainings."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -92,7 +149,7 @@ def train(work: Work, plan: pk.Plan, steps: int) -> Times:
         work.model(), plan, loss=mse_loss, optimizer=sgd, transport="process-group",
         deadline_seconds=120, results="none",
     ) as pipeline:  # fmt: skip
-        pipeline_seconds = timed(lambda: pipeline.step(inputs, targets), steps)
+        pipeline_seconds = timed(lambda: pipeline.step(inputs, targets), options.steps)
     rank, count = dist.get_rank(), dist.get_world_size()
     copy = DistributedDataParallel(work.model())
     optimizer = sgd(copy.parameters())
@@ -103,7 +160,7 @@ def train(work: Work, plan: pk.Plan, steps: int) -> Times:
         mse_loss(copy(own_inputs), own_targets).backward()
         optimizer.step()
 
-    data_parallel_seconds = timed(step, steps)
+    data_parallel_seconds = timed(step, options.copies_steps)
     dist.destroy_process_group()
     return Times(data_parallel_seconds, pipeline_seconds)
 
@@ -120,30 +177,40 @@ def timed(step: Callable[[], object], steps: int) -> float:
     return statistics.median(seconds[WARM_UP_STEPS:])
 
 
-def plans(graph: LayerGraph, cluster: Cluster, work: Work, overlap: float) -> tuple[pk.Plan, ...]:
-    """(data parallelism, straight pipeline), as the planner sees them."""
-    count = len(cluster.devices)
-    wanted = {"microbatches": work.microbatches, "schedule": "1f1b", "recompute": "never"}
-    copies = pk.plan(graph, cluster, replicas=(count,), overlap=overlap, **wanted)
-    return copies, pk.plan(graph, cluster, stages=count, **wanted)
+class Layers(NamedTuple):
+    """Profiles of the layers: with rows of a microbatch, and with those of one host's share."""
+
+    of_microbatch: LayerGraph
+    of_share: LayerGraph
+
+
+def plans(layers: Layers, cluster: Cluster, work: Work) -> tuple[pk.Plan, pk.Plan]:
+    """(data parallelism as DDP does it, the planner's own choice)."""
+    count, hidden = len(cluster.devices), work.hidden_share
+    copies = pk.plan(
+        layers.of_share, cluster, microbatches=count, replicas=(count,), schedule="1f1b",
+        overlap=hidden,
+    )  # fmt: skip
+    return copies, pk.plan(layers.of_microbatch, cluster, microbatches=work.microbatches)
 
 
 def on_network(
-    graph: LayerGraph, work: Work, hosts: int, mbit: float, options: argparse.Namespace
-) -> tuple[Cluster, Times, Times]:
-    """(measured links, measured, predicted) at one rate."""
-    with tempfile.TemporaryDirectory() as name, ShapedNetwork(hosts, mbit) as network:
+    layers: Layers, work: Work, mbit: float, options: argparse.Namespace
+) -> tuple[Cluster, pk.Plan, Times, Times]:
+    """(measured links, the chosen plan, measured, predicted) at one rate."""
+    with tempfile.TemporaryDirectory() as name, ShapedNetwork(options.hosts, mbit) as network:
         folder = Path(name)
         meter = [sys.executable, "-m", "penstock.cli", "measure-cluster"]
         expect_success(network.run([*meter, "-o", str(folder / "cluster.json")]))
         cluster = Cluster.load(folder / "cluster.json")
-        copies, pipeline = plans(graph, cluster, work, options.overlap)
-        pipeline.save(folder / "plan.json")
+        copies, chosen = plans(layers, cluster, work)
+        chosen.save(folder / "plan.json")
         (folder / "work.json").write_text(json.dumps(work))
         job = [sys.executable, "-m", "benchmarks.shaped_training", "--steps", str(options.steps)]
-        expect_success(network.run([*job, "--job", name]))
+        job += ["--copies-steps", str(options.copies_steps), "--job", name]
+        expect_success(network.run(job))
         measured = Times(*json.loads((folder / "times.json").read_text()))
-    return cluster, measured, Times(copies.step_seconds, pipeline.step_seconds)
+    return cluster, chosen, measured, Times(copies.step_seconds, chosen.step_seconds)
 
 
 def expect_success(code: int) -> None:
@@ -152,16 +219,17 @@ def expect_success(code: int) -> None:
         sys.exit(f"a command on the shaped network ended with exit code {code}")
 
 
-def show(mbit: float, cluster: Cluster, measured: Times, predicted: Times) -> None:
+def show(mbit: float, cluster: Cluster, plan: pk.Plan, measured: Times, predicted: Times) -> None:
     """One rate's results."""
     found = cluster.link.bytes_per_second * 8e-6
     title = f"{mbit:g} Mbit/s (measured {found:.1f}, {cluster.link.latency_seconds * 1e6:.0f} µs)"
+    chosen = f"{plan.schedule}, {len(plan.stages)} stages"
     table = Table("", "measured", "predicted", "difference", title=title, title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
     for label, real, thought, unit in (
         ("data parallelism", measured.data_parallel, predicted.data_parallel, " s"),
-        ("pipeline", measured.pipeline, predicted.pipeline, " s"),
+        (chosen, measured.pipeline, predicted.pipeline, " s"),
         ("ratio", measured.ratio, predicted.ratio, ""),
     ):
         table.add_row(
@@ -174,13 +242,15 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--mbit", type=float, nargs="+", default=[25.0, 100.0])
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--depth", type=int, default=4, help="linear layers")
-    parser.add_argument("--rows", type=int, default=32, help="of a microbatch")
-    parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--overlap", type=float, default=0.0, help="of DDP's all-reduce")
+    parser.add_argument("--mbit", type=float, nargs="+", default=[25.0, 50.0, 100.0])
+    parser.add_argument("--repeats", type=int, default=1, help="of everything")
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--depth", type=int, default=8, help="linear layers")
+    parser.add_argument("--rows", type=int, default=8, help="of a microbatch")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--wait-ms", type=float, default=1.0, help="per row and layer")
+    parser.add_argument("--steps", type=int, default=10, help="of the pipeline")
+    parser.add_argument("--copies-steps", type=int, default=2, help="of data parallelism")
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -189,7 +259,7 @@ def main() -> int:
     options = arguments()
     if options.job is not None:
         work = Work(*json.loads((options.job / "work.json").read_text()))
-        times = train(work, pk.Plan.load(options.job / "plan.json"), options.steps)
+        times = train(work, pk.Plan.load(options.job / "plan.json"), options)
         if os.environ["RANK"] == "0":
             (options.job / "times.json").write_text(json.dumps(times))
         return 0
@@ -198,16 +268,18 @@ def main() -> int:
         print(f"skipped: {reason}")
         return SKIPPED
     end_on_signals()
-    work = Work(options.width, options.depth, options.rows, options.microbatches)
-    torch.set_num_threads(1)
-    model, (inputs, targets) = work.model(), work.batch()
-    graph = pk.profile(
-        model, inputs[: work.rows], targets=targets[: work.rows], loss=mse_loss, optimizer=sgd
+    work = Work(
+        options.width, options.depth, options.rows, options.microbatches, options.wait_ms / 1e3
     )
-    size = sum(parameter.nbytes for parameter in model.parameters())
+    torch.set_num_threads(1)
+    share = work.rows * work.microbatches // options.hosts
+    layers = Layers(work.profile(work.rows), work.profile(share))
+    size = sum(parameter.nbytes for parameter in work.model().parameters())
     print(f"MLP of {size / 1e6:.0f} MB, {work.microbatches} microbatches of {work.rows} rows")
-    for mbit in options.mbit:
-        show(mbit, *on_network(graph, work, options.hosts, mbit, options))
+    for _ in range(options.repeats):
+        for mbit in options.mbit:
+            show(mbit, *on_network(layers, work, mbit, options))
+            print("load " + ", ".join(f"{load:.1f}" for load in os.getloadavg()), flush=True)
     return 0
 
 

@@ -1,9 +1,9 @@
 """PipeDream's stories: which models want data parallelism, which a pipeline, and what it gains.
 
-Run with ``python -m benchmarks.stories``. Profiles are PipeDream's own (tests/data/pipedream), and so
-are the clusters. Two judges: the steady state (``best_partition``: the slowest stage or cut) under
-two cost models, and ``plan``, which simulates. Published speed-ups were measured on real machines;
-what can be compared with them is the trend.
+Run with ``python -m benchmarks.stories``. Profiles are PipeDream's own (tests/data/pipedream), and
+so are the clusters. Two judges: the steady state (``best_partition``: the slowest stage or cut)
+under two cost models, and ``plan``, which simulates. Published speed-ups were measured on real
+machines; what can be compared with them is the trend.
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ class LayerGraph(Value, frozen=True, kw_only=True):
         input_bytes: size of the model's own input for one microbatch.
         hop_seconds: measured overhead of handing one message to a neighbouring worker, or 0.
         op_seconds: measured overhead of one op (F, B, I or W) of a stage beyond its layers, or 0.
-        sum_bytes_per_second: measured: gradients of another holder of the same weights that a worker
-            adds to its own; 0 where nobody says, and then it costs nothing.
+        sum_bytes_per_second: measured: gradients of another holder of the same weights that a
+            worker adds to its own; 0 where nobody says, and then it costs nothing.
         contention: how many times longer everything takes while the other cores of the machine are
             as busy as this one; at least 1.
         num_threads: intra-op threads it was measured with; a worker gets as many.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from itertools import permutations, product
+from math import ceil
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,7 +17,7 @@ from penstock.errors import InputError, PlanError
 from penstock.planner.candidate import Candidate
 from penstock.planner.offers import Offer
 from penstock.planner.task import Task
-from tests.planning import all_cuts, clusters, graphs, held_bytes
+from tests.planning import all_cuts, clusters, devices, graphs, held_bytes
 
 SINGLE = ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2")
 WAYS = ("none", "stage", "layers")
@@ -34,11 +35,11 @@ def keeps_limits(found, cluster, memory_bytes):
 def everything(task):
     """All plans with one stage per rank, on all choices of devices in all orders."""
     for num_ranks in range(1, min(len(task.cluster.devices), task.num_layers) + 1):
-        for family, devices in product(
+        for family, chosen in product(
             SINGLE, permutations(range(len(task.cluster.devices)), num_ranks)
         ):
             try:
-                setting = Offer(family, devices).setting(task)
+                setting = Offer(family, chosen).setting(task)
             except (InputError, PlanError):
                 continue
             for cuts in all_cuts(task.num_layers, num_ranks):
@@ -51,7 +52,8 @@ REQUESTS = st.fixed_dictionaries(
 )
 
 
-@given(graphs(), clusters(), REQUESTS, st.sampled_from(["where-needed", "never"]))
+@settings(max_examples=30)
+@given(graphs(most=5), clusters(most=3), REQUESTS, st.sampled_from(["where-needed", "never"]))
 def test_no_simulated_rank_holds_more_than_its_limit(graph, cluster, request, recompute):
     try:
         found = plan(graph, cluster, recompute=recompute, asynchronous=True, **request)
@@ -60,7 +62,7 @@ def test_no_simulated_rank_holds_more_than_its_limit(graph, cluster, request, re
     assert keeps_limits(found, cluster, request.get("memory_bytes"))
 
 
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
 @given(graphs(most=4), clusters(most=2), REQUESTS)
 def test_where_nothing_fits_there_is_nothing(graph, cluster, request):
     try:
@@ -72,7 +74,7 @@ def test_where_nothing_fits_there_is_nothing(graph, cluster, request):
             assert not keeps_limits(found, cluster, request.get("memory_bytes"))
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(graphs(most=5), clusters(most=3), REQUESTS, st.booleans())
 def test_what_a_refusal_proposes_fits(graph, cluster, request, pinned):
     more = {"schedule": "1f1b", "stages": 1, "recompute": "never"} if pinned else {}
@@ -88,7 +90,7 @@ def test_what_a_refusal_proposes_fits(graph, cluster, request, pinned):
         assert plan(graph, replace(cluster, devices=tuple(names)), **request)
     elif "allow recomputing" in message:
         assert plan(graph, cluster, **request, **{**more, "recompute": "where-needed"})
-    elif "leave schedule and stages" in message:
+    elif "leave schedule, stages and cuts to" in message:
         assert plan(graph, cluster, **request, recompute="never")
     elif "leave recomputing" in message:
         assert plan(graph, cluster, **request)
@@ -96,3 +98,20 @@ def test_what_a_refusal_proposes_fits(graph, cluster, request, pinned):
         assert "allow that much" in message
         with pytest.raises(PlanError):
             plan(graph, cluster, **request)
+
+
+@settings(max_examples=40)
+@given(st.data(), graphs(most=5), st.integers(1, 3), st.integers(1, 5))
+def test_devices_with_what_some_plan_needs_have_a_plan(data, graph, num_ranks, count):
+    num_ranks = min(num_ranks, len(graph.layers))
+    task = Task(graph, devices(num_ranks), count)
+    setting = Offer(data.draw(st.sampled_from(SINGLE)), tuple(range(num_ranks))).setting(task)
+    cuts = data.draw(st.sampled_from(list(all_cuts(task.num_layers, num_ranks))))
+    how = tuple(data.draw(st.sampled_from(WAYS)) for _ in range(num_ranks))
+    needed = held_bytes(Candidate(task, setting, cuts, how).to_plan())
+    tight = tuple(
+        replace(device, memory_bytes=max(1, ceil(held)))
+        for device, held in zip(task.cluster.devices, needed, strict=True)
+    )
+    # In this order, on all of them or on fewer.
+    assert plan(graph, replace(task.cluster, devices=tight), microbatches=count)

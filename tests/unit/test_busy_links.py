@@ -84,7 +84,7 @@ def test_lowered_or_not_the_times_are_the_same(case):
 def test_links_that_are_free_again_before_the_next_message_change_nothing(case):
     schedule, costs, _ = case
     # A rank sends at most one message per op, so the shortest op is the least time between two.
-    least = min(min(costs["forward"]), min(costs["backward_input"])) / schedule.num_slices
+    least = min(*costs["forward"], *costs["backward_input"]) / schedule.num_slices
     assert simulate(schedule, Costs(**costs, link=least)) == simulate(schedule, Costs(**costs))
 
 

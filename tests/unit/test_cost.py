@@ -19,7 +19,7 @@ def test_a_full_backward_may_take_less_than_its_halves():
     costs = Costs(backward_input=[2, 2], backward_weight=[4, 4], backward=[5, 3])
     assert [duration(costs, f"1{kind}0") for kind in "IWB"] == [2, 4, 3]
     assert duration(Costs(backward=0), "0B0") == 0
-    with pytest.raises(InputError, match="costs: backward has 2 numbers, .* 3 stages"):
+    with pytest.raises(InputError, match=r"costs: backward has 2 numbers, .* 3 stages"):
         Costs(backward=[5, 3]).check_stages(3)
 
 
@@ -30,7 +30,7 @@ def test_how_long_a_message_keeps_its_link_busy():
     assert costs.has_busy_links
     assert [costs.occupies(0), costs.occupies(1), Costs(link=7).occupies(1)] == [0, 2, 7]
     costs.check_stages(3)  # the last stage has no link behind it
-    with pytest.raises(InputError, match="costs: link has 2 numbers, .* 4 stages"):
+    with pytest.raises(InputError, match=r"costs: link has 2 numbers, .* 4 stages"):
         costs.check_stages(4)
 
 

@@ -97,7 +97,8 @@ def test_a_schedule_takes_one_file_and_one_line(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/models.md"]
+    "page",
+    ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/models.md", "docs/planning.md"],
 )
 def test_links_lead_somewhere(page):
     text = (ROOT / page).read_text()

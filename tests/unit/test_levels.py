@@ -10,7 +10,7 @@ from penstock.cluster import Cluster, Device, Group, Link, Wire
 from penstock.errors import InputError
 from penstock.graph import Layer, LayerGraph
 from penstock.partition import best_partition, cost_model, evaluate
-from penstock.partition.level_programme import Component, worth_cutting
+from penstock.partition.level_programme import MOST_STEPS, Component, steps, worth_cutting
 from penstock.partition.levels import levels_of, nested_partition
 from penstock.pipedream_profiles import read_pipedream_graph
 
@@ -186,6 +186,16 @@ def test_other_clusters_are_refused(parts):
     with pytest.raises(InputError, match="needs a regular tree"):
         nested_partition(chain((1.0, 1, 1)), cluster, cost_model("ring"))
     assert best_partition(chain((1.0, 1, 1)), cluster, cost_model("ring")).stages
+
+
+def test_what_would_take_seconds_is_left_to_others():
+    graph = chain(*[(1.0, 1, 1)] * 200)
+    assert steps(len(graph.layers) + 1, (2, 80), 1.0) < MOST_STEPS
+    wide = Cluster.tree((2, 400), (FAST, SLOW))
+    assert steps(len(graph.layers) + 1, (2, 400), 1.0) > MOST_STEPS
+    assert "slowest" in best_partition(graph, wide, cost_model("ring")).method
+    # Rare updates differ between groups, each with a table of its own.
+    assert steps(200, (8, 8), 0.01) > 7 * steps(200, (8, 8), 1.0)
 
 
 @pytest.mark.parametrize("updates", [0, -1, 2, "often", True])

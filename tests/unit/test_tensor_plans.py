@@ -94,7 +94,7 @@ def test_a_group_is_as_slow_and_as_small_as_its_weakest_device():
 
 def test_devices_that_share_memory_hold_a_part_each():
     for shared in (
-        replace(four(), memory_bytes=10_000 * KIB),
+        replace(four(), memory_bytes=20_000 * KIB),
         replace(
             four(),
             groups=(
@@ -102,7 +102,7 @@ def test_devices_that_share_memory_hold_a_part_each():
                     name="host",
                     members=("d0", "d1", "d2", "d3"),
                     link=FAST,
-                    memory_bytes=10_000 * KIB,
+                    memory_bytes=20_000 * KIB,
                 ),
             ),
         ),

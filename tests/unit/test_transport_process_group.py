@@ -78,24 +78,24 @@ def what_was_sent_may_be_overwritten(rank, transport):
 
 
 def unasked(rank, transport):
-    """On an edge that has been used, the next message travels before it is asked for."""
+    """Between hosts, on an edge that has been used, the next message travels unasked."""
     if rank == 0:
-        transport.send(FORWARD, 0, "asked for")
+        transport.send(FORWARD, 300, "asked for")
         transport.flush()
         dist.barrier()
-        transport.send(FORWARD, 1, "unasked")
+        transport.send(FORWARD, 301, "unasked")
         transport.flush()  # raises at the deadline if it has not left
         dist.barrier()
         return []
-    found = [transport.recv(FORWARD, 0, "rank 1")]
+    found = [transport.recv(FORWARD, 300, "rank 1")]
     dist.barrier()
     dist.barrier()
-    return [*found, transport.recv(FORWARD, 1, "rank 1")]
+    return [*found, transport.recv(FORWARD, 301, "rank 1")]
 
 
 def dropped(rank, deadline_seconds):
     """A message to a transport that is no more is in nobody's way."""
-    transport = ProcessGroupTransport(2, deadline_seconds)
+    transport = ProcessGroupTransport(2, deadline_seconds, f"host {rank}")
     group = transport.group
     if rank == 0:
         transport.send(FORWARD, 0, "before")
@@ -139,9 +139,9 @@ def discarded(rank, transport):
     return [*found, len(transport._early)]
 
 
-def goodbye(rank, deadline_seconds):
+def goodbye(rank, host):
     """A rank that has closed is missed at once, after what it sent before."""
-    transport = ProcessGroupTransport(2, deadline_seconds)
+    transport = ProcessGroupTransport(2, 60, host)
     start = time.monotonic()
     if rank == 0:
         transport.send(FORWARD, 0, "sent before")
@@ -184,13 +184,15 @@ def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    transport = ProcessGroupTransport(2, DEADLINE_SECONDS)
-    report = {"goodbye": goodbye(rank, 60), "dropped": dropped(rank, DEADLINE_SECONDS)}
-    parts = (
-        *(sizes_change, many_under_way, what_was_sent_may_be_overwritten),
-        *(unasked, discarded, failure),
-    )
-    report |= {part.__name__: part(rank, transport) for part in parts}
+    near = ProcessGroupTransport(2, DEADLINE_SECONDS)
+    far = ProcessGroupTransport(2, DEADLINE_SECONDS, f"host {rank}")
+    report = {"goodbye": [goodbye(rank, host) for host in (None, f"host {rank}")]}
+    report["dropped"] = dropped(rank, DEADLINE_SECONDS)
+    parts = (sizes_change, many_under_way, what_was_sent_may_be_overwritten, discarded)
+    for part in parts:
+        report[part.__name__] = [part(rank, transport) for transport in (near, far)]
+    report["unasked"] = unasked(rank, far)
+    report["failure"] = [failure(rank, transport) for transport in (near, far)]
     start = time.monotonic()
     dist.destroy_process_group()
     report["seconds to leave"] = time.monotonic() - start
@@ -201,24 +203,26 @@ def test_messages_between_two_processes():
     job = torchrun(__file__, 2)
     assert set(job.reports) == {0, 1}, job.output
     zero, one = job.reports[0], job.reports[1]
-    assert zero["sizes_change"] == one["sizes_change"] == [True] * len(SIZES)
-    assert zero["many_under_way"] == one["many_under_way"] == [True] * MANY
-    assert one["what_was_sent_may_be_overwritten"] == [True]
+    for where in range(2):  # on one host, between hosts
+        right = zero["sizes_change"][where], one["sizes_change"][where]
+        assert right == ([True] * len(SIZES), [True] * len(SIZES))
+        right = zero["many_under_way"][where], one["many_under_way"][where]
+        assert right == ([True] * MANY, [True] * MANY)
+        assert one["what_was_sent_may_be_overwritten"][where] == [True]
+        assert one["discarded"][where] == [8, "fresh", "fresher", 0]
     assert one["unasked"] == ["asked for", "unasked"]
     assert one["dropped"] == ["before", [1.0, 1.0, 1.0]]
-    assert one["discarded"] == [8, "fresh", "fresher", 0]
-    seconds, refused = zero["goodbye"]
-    assert seconds < 1
-    assert "has closed its pipeline (training is over)" in refused
-    before, told, again, seconds = one["goodbye"]
-    assert before == "sent before"
-    assert told == again == "rank 1: rank 0 closed its pipeline (training is over)"
-    assert seconds < 5
-    told, silence = one["failure"]
-    assert told.startswith(
-        "PeerError: rank 1, waiting at 1RECV_F5: cancelled because rank 0 failed:"
-    )
-    assert silence.startswith("DeadlineError: rank 1, waiting at 1RECV_F5: rank 0 did not answer")
+    for (seconds, refused), heard in zip(zero["goodbye"], one["goodbye"], strict=True):
+        assert seconds < 1
+        assert "has closed its pipeline (training is over)" in refused
+        before, told, again, waited = heard
+        assert before == "sent before"
+        assert told == again == "rank 1: rank 0 closed its pipeline (training is over)"
+        assert waited < 5
+    waiting = "rank 1, waiting at 1RECV_F5"
+    for told, silence in one["failure"]:
+        assert told.startswith(f"PeerError: {waiting}: cancelled because rank 0 failed:")
+        assert silence.startswith(f"DeadlineError: {waiting}: rank 0 did not answer")
     for report in (zero, one):
         assert report["seconds to leave"] < 10
 

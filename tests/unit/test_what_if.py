@@ -30,7 +30,9 @@ def test_bandwidth_and_memory_are_changed_and_shown():
 
 
 def test_less_memory_brings_recompute():
-    found = what_if("memory/2", chain(), devices(2), microbatches=8, stages=2, memory_bytes=42 * KIB)
+    found = what_if(
+        "memory/2", chain(), devices(2), microbatches=8, stages=2, memory_bytes=42 * KIB
+    )
     assert found.rows()[-1][1:3] == ("none", "stages 0, 1")
     assert max(found.after.rank_bytes) <= 21 * KIB < max(found.before.rank_bytes)
 

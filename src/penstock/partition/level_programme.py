@@ -75,15 +75,20 @@ def worth_cutting(graph: LayerGraph) -> States:
     return States(graph, tuple(states.sets[state] for state in kept), is_all=False)
 
 
-def steps(num_states: int, counts: Sequence[int]) -> int:
+def steps(num_states: int, counts: Sequence[int], updates: float) -> int:
     """How many numbers the programme compares, about.
 
     Args:
         num_states: places to cut, with both ends.
         counts: members of a group of each level, innermost first.
+        updates: per microbatch; groups that get fewer microbatches need tables of their own.
     """
-    pairs = [count * (count - 1) // 2 for count in counts]
-    return 2 * num_states**2 * pairs[-1] + num_states**3 // 3 * sum(pairs[:-1])
+    rates, total, each = {updates}, 0, 2 * num_states**2
+    for count in reversed(counts):
+        total += len(rates) * each * count * (count - 1) // 2
+        rates = {min(1.0, rate * number) for rate in rates for number in range(1, count + 1)}
+        each = num_states**3 // 3
+    return total
 
 
 @dataclass

@@ -109,7 +109,7 @@ def _level_by_level(task: FlatTask, cluster: Cluster) -> list[Partition]:
     if levels is None or task.most_replicas == 1 or task.num_devices < len(cluster.devices):
         return []
     graph = task.states.graph
-    if steps(len(graph.layers) + 1, levels.counts) > MOST_STEPS:
+    if steps(len(graph.layers) + 1, levels.counts, task.updates) > MOST_STEPS:
         return []
     made = nested_partition(graph, cluster, task.cost_model, updates=task.updates).partition
     return [made] if task.fits is None or _all_fit(task.fits, graph, made) else []

@@ -15,7 +15,7 @@ class Alternative(Value, frozen=True, kw_only=True):
         label: what it is the best of, for example ``"data parallel"``.
         description: schedule, stages, replicas.
         step_seconds: of a minibatch; without a flush, in the steady state.
-        bubble: idle rank-time over all rank-time of a step; 0 without a flush.
+        bubble: idle rank-time over all rank-time of a step.
         memory_bytes: of the rank that needs most.
         moved_bytes: over all links, per minibatch.
         delay: updates between the version of the weights that a gradient is computed with and the

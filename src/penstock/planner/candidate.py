@@ -8,11 +8,13 @@ from itertools import accumulate, pairwise
 from math import ceil, inf, lcm
 from typing import NamedTuple
 
+from msgspec.structs import replace as with_fields
+
 from penstock.planner.alternative import Alternative
 from penstock.planner.plan import Plan
 from penstock.planner.setting import Rooms, Setting
 from penstock.planner.stage_plan import Recompute, StagePlan, bytes_of_ranks, costs_of
-from penstock.planner.steady import steady_seconds
+from penstock.planner.steady import few_minibatches, steady_seconds
 from penstock.planner.table import count_of, format_bytes
 from penstock.planner.task import Task
 from penstock.schedule import Schedule
@@ -158,7 +160,7 @@ class Candidate:
         rooms = Rooms(task, setting)
         held = [0] * setting.num_ranks
         for index, bounds in enumerate(pairwise(self.cuts)):
-            needed = rooms.num_bytes(index, self.recomputes[index])[bounds]
+            needed = rooms.num_bytes(index, self.recomputes[index])[rooms.bounds(*bounds)]
             for rank in setting.ranks_of[index]:
                 held[rank] = int(needed)
         return tuple(held)
@@ -213,6 +215,16 @@ class Candidate:
             for stage, ends in zip(self.stages, pairwise(replicas), strict=False)
         )
         return max(*ranks, *links, 0.0)
+
+    @cached_property
+    def num_ops(self) -> int:
+        """That a simulation goes through."""
+        setting = self.setting
+        if not setting.versions.asynchronous:
+            return sum(map(len, self.schedule.ranks))
+        replicas = setting.replicas or (1,) * setting.num_stages
+        turns = 3 * few_minibatches(replicas, self.task.num_microbatches)
+        return turns * self.task.num_microbatches * 2 * setting.num_stages
 
     @cached_property
     def seconds(self) -> float:
@@ -280,13 +292,34 @@ class Candidate:
             place = "on all ranks together, which share memory"
             if not everybody:
                 place = f"on the {len(own)} ranks that share a host's memory"
-            found.append(_excess(sum(own), limit, place))
+            # Who shares layers with a rank shares its host's memory, too.
+            found.append(_excess(sum(own) * self.task.num_tensor_ranks, limit, place))
         return max(found)
 
     def limited_like(self, other: Candidate) -> Candidate:
-        """The same cuts on another candidate's cluster."""
-        task = replace(self.task, cluster=other.task.cluster, memory_bytes=other.task.memory_bytes)
-        return replace(self, task=task)
+        """The same cuts under the memory limits of another candidate's cluster."""
+        task, like = self.task, other.task
+        ranks = range(len(like.cluster.devices))
+        limits = {one.name: one.memory_bytes for rank in ranks for one in like.devices_at(rank)}
+        shared = {group.name: group.memory_bytes for group in like.cluster.groups}
+
+        def limit(index: int) -> int:
+            own = (limits.get(one.name, 0) for one in task.devices_at(index))
+            return min(filter(None, own), default=0)
+
+        cluster = with_fields(
+            task.cluster,
+            devices=tuple(
+                with_fields(device, memory_bytes=limit(index))
+                for index, device in enumerate(task.cluster.devices)
+            ),
+            memory_bytes=like.cluster.memory_bytes,
+            groups=tuple(
+                with_fields(group, memory_bytes=shared.get(group.name, 0))
+                for group in task.cluster.groups
+            ),
+        )
+        return replace(self, task=replace(task, cluster=cluster, memory_bytes=like.memory_bytes))
 
     @property
     def fits(self) -> bool:

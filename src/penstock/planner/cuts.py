@@ -75,31 +75,31 @@ def _balance(task: Task, setting: Setting, rooms: Rooms) -> list[tuple[int, ...]
     ties = _split_ties(task, setting)
 
     def extra(stage: int) -> Table:
-        return rooms.again_seconds(stage) / speeds[stage] + ties
+        return ties if rooms.is_free else rooms.again_seconds(stage) / speeds[stage] + ties
 
     def with_hop(stage: int) -> Table:
         return extra(stage) + 2 * hops[stage]
 
+    costs = [sum(task.compute_seconds[start:stop]) for start, stop in pairwise(task.places)]
+    if len(costs) < setting.num_stages:
+        return []
     found = []
     for cost in (extra, with_hop) if any(map(any, hops)) else (extra,):
         with suppress(PlanError):
-            found.append(
-                balance(task.compute_seconds, setting.num_stages, speeds=speeds, extra=cost)
-            )
-    return list(dict.fromkeys(found))
+            found.append(balance(costs, setting.num_stages, speeds=speeds, extra=cost))
+    return [tuple(task.places[number] for number in cuts) for cuts in dict.fromkeys(found)]
 
 
 def _hops(task: Task, setting: Setting, stage: int) -> Vector:
-    """Seconds from a stage to the next if it ends before each layer."""
+    """Seconds from a stage to the next if it ends at each place."""
     import numpy as np
 
-    count = task.num_layers + 1
     if stage == setting.num_stages - 1:
-        return np.zeros(count)
+        return np.zeros(len(task.places))
     ends = setting.devices_of[stage], setting.devices_of[stage + 1]
     if ends not in task.known_hops:
         task.known_hops[ends] = np.array(
-            [task.hop(stop, *ends)[0] if 0 < stop < task.num_layers else 0 for stop in range(count)]
+            [task.hop(stop, *ends)[0] if 0 < stop < task.num_layers else 0 for stop in task.places]
         )
     return task.known_hops[ends]
 
@@ -116,12 +116,13 @@ def _lightest(task: Task, setting: Setting, slack: float) -> Iterator[Candidate]
         allowed = np.isfinite(rooms.again_seconds(stage) + ties)
         return np.where(allowed, setting.replicas_of(stage) * needed, inf)
 
-    cuts = lightest(task.num_layers, setting.num_stages, weight)
-    if cuts:
+    found = lightest(len(task.places) - 1, setting.num_stages, weight)
+    if found:
         least = (
             rooms.ways[int(np.argmin([table[bounds] for table in rooms.lightest(stage)]))]
-            for stage, bounds in enumerate(pairwise(cuts))
+            for stage, bounds in enumerate(pairwise(found))
         )
+        cuts = tuple(task.places[number] for number in found)
         yield Candidate(task, setting, cuts, tuple(least))
 
 
@@ -135,10 +136,10 @@ def _split_ties(task: Task, setting: Setting) -> Table:
     without a flush, stages are never at the same update."""
     import numpy as np
 
-    count = task.num_layers + 1
+    count = len(task.places)
     table = np.zeros((count, count))
     if setting.versions.asynchronous:
-        starts, stops = np.arange(count)[:, None], np.arange(count)
+        starts, stops = np.array(task.places)[:, None], np.array(task.places)
         for _, _, first, last in task.ties:
             parted = ((first < starts) & (starts <= last)) | ((first < stops) & (stops <= last))
             table[parted] = inf

@@ -25,6 +25,10 @@ _UNASKED_NEVER = frozenset({*families.SEARCHED, *USUAL, "chimera", "seq1f1b"})
 slices; what never flushes changes what is learned."""
 
 
+_ALL_NUMBERS = 16
+_BUILT_SLOWLY = frozenset({"zb-v", "v-half", "v-min", "hanayo"})
+_QUICKLY_BUILT = 2_000
+"""Ranks times microbatches beyond which some orders take seconds to build."""
 _DAPPLE_LIMIT = 5_000
 """Layers times devices beyond which DAPPLE's search takes seconds."""
 
@@ -90,8 +94,15 @@ class Offer:
 
         Raises:
             InputError: the family refuses, or the policy does not go with it.
-            PlanError: it wants more stages than there are layers, or copies of stages.
+            PlanError: it wants more stages than there are layers, copies of stages, or more
+                replicas than a minibatch has microbatches.
         """
+        widest = max(self.replicas, default=1)
+        if not self.versions.asynchronous and widest > task.num_microbatches:
+            raise PlanError(
+                f"a stage has {widest} replicas, but a minibatch only {task.num_microbatches} "
+                "microbatches; each replica needs at least one"
+            )
         num_ranks = len(self.devices)
         # Of a stream, as many as fill the pipeline.
         fills = num_ranks if self.versions.asynchronous else 1
@@ -158,12 +169,23 @@ def _names(wish: Wish, num_ranks: int) -> list[tuple[str, Policy]]:
 
 def _straight(task: Task, wish: Wish) -> Iterator[Offer]:
     """One rank for every stage."""
-    for num_ranks in range(1, min(len(task.cluster.devices), task.num_layers) + 1):
+    most = min(len(task.cluster.devices), task.num_layers)
+    for num_ranks in _numbers(most) if wish.stages is None else range(1, most + 1):
+        large = num_ranks * task.num_microbatches > _QUICKLY_BUILT and wish.schedule is None
+        names = [one for one in _names(wish, num_ranks) if not (large and one[0] in _BUILT_SLOWLY)]
         for devices in _orders(task, num_ranks):
-            for family, policy in _names(wish, num_ranks):
+            for family, policy in names:
                 rule = "never" if policy.asynchronous else wish.recompute
                 for options in _variants(family, num_ranks, task.num_layers):
                     yield Offer(family, devices, policy, (), options, rule)
+
+
+def _numbers(most: int) -> list[int]:
+    """How many ranks to try: all of a few; of many, fractions and powers of two."""
+    if most <= _ALL_NUMBERS:
+        return list(range(1, most + 1))
+    fractions = {most // part for part in range(1, 9)}
+    return sorted(fractions | {1 << power for power in range(most.bit_length())})
 
 
 def _variants(
@@ -269,19 +291,17 @@ Shape = tuple[tuple[int, ...], tuple[int, ...]]
 
 def _width_by_depth(task: Task) -> Iterator[Shape]:
     """As many pipelines side by side as there are devices for; of depth 1, data parallelism."""
-    num_devices = len(task.cluster.devices)
-    for depth in range(1, min(num_devices // 2, task.num_layers) + 1):
-        width = min(num_devices // depth, task.num_microbatches)
-        if width > 1:
-            counts = (width,) * depth
-            yield counts, tuple(range(width * depth))
-            # The replicas of a stage on different servers, a pipeline within one.
-            yield (
-                counts,
-                tuple(
-                    stage + depth * replica for stage in range(depth) for replica in range(width)
-                ),
-            )
+    devices = task.cluster.devices
+    # Replicas take turns, so slow devices may do better without any work.
+    for least in sorted({device.speed for device in devices}):
+        pool = [index for index, device in enumerate(devices) if device.speed >= least]
+        for depth in _numbers(min(len(pool) // 2, task.num_layers)):
+            width = min(len(pool) // depth, task.num_microbatches)
+            if width > 1:
+                yield (width,) * depth, tuple(pool[: width * depth])
+                # The replicas of a stage on different servers, a pipeline within one.
+                turns = product(range(depth), range(width))
+                yield (width,) * depth, tuple(pool[one + depth * turn] for one, turn in turns)
 
 
 def _partitions(task: Task) -> Iterator[Shape]:

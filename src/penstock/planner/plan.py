@@ -201,7 +201,9 @@ class Plan(Value, frozen=True, kw_only=True):
     @property
     def placement(self) -> Schedule:
         """A schedule of this plan in which every rank has something to do."""
-        return self.build_schedule(max(self.num_microbatches, *self.replicas))
+        # Of a stream, as long as fills the pipeline.
+        fills = self.num_ranks if self.versions.asynchronous else 1
+        return self.build_schedule(max(self.num_microbatches, fills, *self.replicas))
 
     def place(self, stage: int) -> Place:
         """Where a stage stands, as weight-version policies ask for it."""

@@ -33,8 +33,12 @@ class Race:
         contenders: all that were simulated.
         refusals: why offers could not be built, by their number of ranks.
         num_stages: of the settings that could be built.
+        budget: ops to simulate; when they are spent, what is left is only counted.
+        num_skipped: candidates that were not simulated because of that.
     """
 
+    budget: int = 250_000
+    num_skipped: int = 0
     least: float = inf
     contenders: list[Candidate] = field(default_factory=list)
     refusals: dict[int, InputError | PlanError] = field(default_factory=dict)
@@ -99,6 +103,10 @@ class Race:
         """Simulate a candidate, unless its bound says that it is slower than the best."""
         bound, _, candidate = entry
         if bound <= self.least * (1 + SAME):
+            if self.budget < candidate.num_ops and self.contenders:
+                self.num_skipped += 1
+                return
+            self.budget -= candidate.num_ops
             self.contenders.append(candidate)
             self.least = min(self.least, candidate.seconds)
 
@@ -127,9 +135,17 @@ def _by_promise(tasks: Sequence[Task], wish: Wish) -> list[tuple[Task, Offer]]:
     return sorted(pairs, key=lambda pair: pair[1].least_seconds(pair[0]))
 
 
-def fastest(tasks: Sequence[Task], wishes: Iterable[Wish]) -> Candidate | None:
-    """The winner of one race for several wishes; ``None`` if nothing fits."""
-    race = Race()
+def fastest(
+    tasks: Sequence[Task], wishes: Iterable[Wish], budget: int = 250_000
+) -> Candidate | None:
+    """The winner of one race for several wishes; ``None`` if nothing fits.
+
+    Args:
+        tasks: one per microbatch size.
+        wishes: what may win.
+        budget: ops to simulate.
+    """
+    race = Race(budget=budget)
     for wish in wishes:
         race.run(tasks, wish)
     return race.winner

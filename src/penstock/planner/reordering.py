@@ -64,8 +64,8 @@ def learned(task: Task, wish: Wish) -> Candidate | None:
 
 def _candidate(task: Task, wish: Wish, stages: Sequence[Sequence[str]]) -> Candidate | None:
     order = [name for stage in stages for name in stage]
-    placed = replace(task, graph=task.graph.reordered(order))
-    offer = Offer(PLAIN, tuple(range(len(stages))), recompute=wish.recompute)
     cuts = tuple(accumulate(map(len, stages), initial=0))
+    placed = replace(task, graph=task.graph.reordered(order), marks=cuts)
+    offer = Offer(PLAIN, tuple(range(len(stages))), recompute=wish.recompute)
     found = with_cuts(placed, offer.setting(placed), cuts)
     return found if found.fits else None

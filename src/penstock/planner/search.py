@@ -107,6 +107,9 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     one_of("order", order, ("execution", "any"))
     one_of("placement", placement, ("exact", "reinforce"))
     _check_counts(graph, microbatches, minibatch, stages, memory_bytes)
+    given = _read_cuts(graph, cuts) if cuts else ()
+    if given and stages is None:
+        stages = len(given) - 1
     single = [
         Task(
             graph.at(size),
@@ -114,6 +117,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
             count,
             memory_bytes,
             find_cost_model(cost_model, overlap),
+            marks=given,
         )
         for size, count in _microbatches(graph, microbatches, minibatch)
     ]
@@ -122,9 +126,6 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         tasks += [other for task in tasks for other in in_other_orders(task)]
     if versions is not None and versions.asynchronous and schedule is None:
         schedule = versions.family
-    if cuts:
-        found = _read_cuts(graph, cuts)
-        stages = len(found) - 1 if stages is None else stages
     pinned = schedule is not None or stages is not None
     wish = Wish(
         schedule,
@@ -133,7 +134,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         replicas=() if replicas in (None, "any") else read_replicas(replicas or ()),
         any_replicas=replicas == "any" or (replicas is None and not pinned),
         asynchronous="also" if asynchronous else "no",
-        cuts=found if cuts else (),
+        cuts=given,
         recompute=recompute,
     )
     return _learned(tasks, wish) if placement == "reinforce" else _solve(tasks, wish)
@@ -151,10 +152,16 @@ def _learned(tasks: Sequence[Task], wish: Wish) -> Plan:
 
 
 def _explained(
-    chosen: Candidate, contenders: Sequence[Candidate], tasks: Sequence[Task], wish: Wish
+    chosen: Candidate,
+    contenders: Sequence[Candidate],
+    tasks: Sequence[Task],
+    wish: Wish,
+    num_skipped: int = 0,
 ) -> Plan:
     found = rivals(tasks, wish)
     reason = reason_for(chosen, contenders, found, wish)
+    if num_skipped:
+        reason += f" ({num_skipped} candidates that promised less were not simulated)"
     return chosen.to_plan(reason, alternatives_of(chosen, found, wish))
 
 
@@ -179,7 +186,7 @@ def _solve(tasks: Sequence[Task], wish: Wish) -> Plan:
     if chosen is None:
         _check_built(race, tasks[0], wish)
         raise PlanError(shortfall(tasks, wish))
-    return _explained(chosen, race.contenders, tasks, wish)
+    return _explained(chosen, race.contenders, tasks, wish, race.num_skipped)
 
 
 def _read_cuts(graph: LayerGraph, cuts: Sequence[int | str]) -> tuple[int, ...]:

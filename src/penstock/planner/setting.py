@@ -189,10 +189,15 @@ class Rooms:
             return rule
         if rule == "never" or limit == inf:
             return "none"
-        sizes = {how: self.num_bytes(stage, how)[start, stop] for how in _RECOMPUTES}
+        bounds = self.bounds(start, stop)
+        sizes = {how: self.num_bytes(stage, how)[bounds] for how in _RECOMPUTES}
         if sizes["none"] <= limit:
             return "none"
         return min(("layers", "stage"), key=sizes.__getitem__)
+
+    def bounds(self, start: int, stop: int) -> tuple[int, int]:
+        """Where a stage with layers ``[start, stop)`` is in the tables."""
+        return self._task.place_of[start], self._task.place_of[stop]
 
     def lightest(self, stage: int) -> tuple[Table, ...]:
         """``num_bytes`` of every way that is allowed, in the order of ``ways``."""
@@ -219,8 +224,9 @@ class Rooms:
     def _num_bytes(self, copies: int, loads: tuple[Load, ...], how: Recompute) -> Table:
         import numpy as np
 
-        tables, inputs = self._task.tables, np.array(self._task.input_bytes, dtype=float)[:, None]
+        tables, inputs = self._task.tables, np.array(self._task.input_bytes, dtype=float)
         whole = tables["input_bytes" if how == "layers" else "activation_bytes"]
+        inputs = inputs[list(self._task.places)][:, None]
         halves = tables["weight_kept_bytes"]
         in_flight = [
             load.inputs * inputs + load.whole * whole + load.for_weight * halves for load in loads

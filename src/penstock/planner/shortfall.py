@@ -7,7 +7,6 @@ from dataclasses import replace as replaced
 
 from msgspec.structs import replace
 
-from penstock.cluster import Device
 from penstock.planner.candidate import Candidate
 from penstock.planner.offers import Wish
 from penstock.planner.race import closest, fastest
@@ -61,15 +60,40 @@ def _changes(tasks: Sequence[Task], wish: Wish) -> Iterator[tuple[str, Candidate
         more = [_with_more_devices(task, times) for task in tasks]
         one = fastest(more, [replaced(free, recompute="where-needed")])
         if one is not None:
-            yield f"give it {len(more[0].cluster.devices)} devices like these", one
+            count = len(more[0].cluster.devices) * more[0].num_tensor_ranks
+            yield f"give it {count} devices like these", one
 
 
 def _with_more_devices(task: Task, times: int) -> Task:
-    devices = task.cluster.devices
-    more = tuple(
-        replace(device, name=f"{device.name} ({turn})")
-        for turn in range(2, times + 1)
-        for device in devices
+    """The same cluster several times over, servers and all; memory that the whole cluster shares
+    does not grow."""
+    cluster = task.cluster
+    turns = range(2, times + 1)
+    devices = [
+        replace(one, name=_again(one.name, turn)) for turn in turns for one in cluster.devices
+    ]
+    groups = [
+        replace(
+            group,
+            name=_again(group.name, turn),
+            members=tuple(_again(name, turn) for name in group.members),
+        )
+        for turn in turns
+        for group in cluster.groups
+    ]
+    wires = [
+        replace(wire, between=(_again(wire.between[0], turn), _again(wire.between[1], turn)))
+        for turn in turns
+        for wire in cluster.wires
+    ]
+    grown = replace(
+        cluster,
+        devices=(*cluster.devices, *devices),
+        groups=(*cluster.groups, *groups),
+        wires=(*cluster.wires, *wires),
     )
-    grown: tuple[Device, ...] = (*devices, *more)
-    return replaced(task, cluster=replace(task.cluster, devices=grown, groups=(), wires=()))
+    return replaced(task, cluster=grown)
+
+
+def _again(name: str, turn: int) -> str:
+    return f"{name} ({turn})"

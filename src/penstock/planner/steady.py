@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import ceil
+from math import ceil, lcm
 
 from penstock.cost import Costs
 from penstock.schedule import Schedule
@@ -29,11 +29,19 @@ def stream_of(
     return add_updates(schedule, rounds), rounds
 
 
+def few_minibatches(replicas: Sequence[int], num_microbatches: int) -> int:
+    """So many fill the pipeline, and take every replica through whole turns."""
+    period = lcm(num_microbatches, *replicas) // num_microbatches
+    fills = 1 + 2 * sum(replicas) / num_microbatches
+    whole_turns = ceil(fills / period) * period
+    return min(whole_turns, 1 + ceil(2 * sum(replicas) * max(replicas) / num_microbatches))
+
+
 def steady_seconds(
     build: Build, versions: Policy, costs: Costs, num_microbatches: int, replicas: Sequence[int]
 ) -> float:
     """Of one minibatch, when the pipeline is full: what a stream twice as long takes longer."""
-    few = 1 + ceil(2 * sum(replicas) * max(replicas) / num_microbatches)
+    few = few_minibatches(replicas, num_microbatches)
     streams = (
         stream_of(build, versions, count, num_microbatches, replicas)[0] for count in (few, 2 * few)
     )

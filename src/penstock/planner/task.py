@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     Vector = npt.NDArray[np.float64]
 
 _MANY_PAIRS = 256
+_MOST_PLACES = 256
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Task:
         num_microbatches: per minibatch.
         memory_bytes: what a device may use, on top of the cluster's own limits.
         communication: how gradients and outputs are counted.
+        marks: numbers of layers with which stages must be able to begin.
         groups: where each device stands for several that share layers: which, and how.
     """
 
@@ -43,6 +45,7 @@ class Task:
     num_microbatches: int
     memory_bytes: int | None = None
     communication: CostModel = field(default_factory=lambda: cost_model("ring", overlap=0.0))
+    marks: tuple[int, ...] = ()
     groups: TensorGroups | None = None
 
     @property
@@ -140,23 +143,45 @@ class Task:
         return int(self.sum("activation_bytes", start, stop)) + held
 
     @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Where stages may begin or end, the two ends of the model included: everywhere in a model
+        of up to ``_MOST_PLACES`` layers; in a longer one, in as many places of equal compute."""
+        count = self.num_layers
+        if count <= _MOST_PLACES:
+            return tuple(range(count + 1))
+        sums, costs = 0.0, self.compute_seconds
+        step = sum(costs) / _MOST_PLACES
+        found = {0, count, *self.marks}
+        for index, cost in enumerate(costs):
+            if int(sums / step) < int((sums + cost) / step):
+                found.add(index + 1)
+            sums += cost
+        return tuple(sorted(found))
+
+    @cached_property
+    def place_of(self) -> dict[int, int]:
+        """The number of each place."""
+        return {layer: number for number, layer in enumerate(self.places)}
+
+    @cached_property
     def tables(self) -> dict[str, Table]:
-        """Of each number that ``sum`` gives, what it gives for all stages: a table with a row for
-        each start and a column for each stop."""
+        """Of each number that ``sum`` gives, what it gives for all stages between two places: a
+        table with a row for each start and a column for each stop."""
         import numpy as np
 
-        tables = {}
+        tables, places = {}, list(self.places)
         for name, column in self.sums.items():
-            sums = np.array(column, dtype=float)
+            sums = np.array(column, dtype=float)[places]
             tables[name] = sums - sums[:, None]
-        held = np.array([*(layer.held_input_bytes for layer in self.graph.layers), 0.0])
+        held = np.array([*(layer.held_input_bytes for layer in self.graph.layers), 0.0])[places]
         tables["activation_bytes"] = tables["activation_bytes"] + held[:, None]
         for again in (False, True):
             name = "again_workspace_bytes" if again else "workspace_bytes"
             needs = [_workspace_bytes(layer, again) for layer in self.graph.layers]
             tables[name] = np.zeros_like(tables["activation_bytes"])
-            for start in range(self.num_layers if any(needs) else 0):
-                tables[name][start, start + 1 :] = np.maximum.accumulate(needs[start:])
+            for row, start in enumerate(places[:-1] if any(needs) else ()):
+                most = np.array([0.0] * (start + 1) + list(accumulate(needs[start:], max)))
+                tables[name][row, row + 1 :] = most[places[row + 1 :]]
         return tables
 
     def workspace_bytes(self, start: int, stop: int, *, again: bool) -> int:

@@ -25,10 +25,12 @@ class TensorGroups:
     Attributes:
         devices: of each group, which stands for one device of the task's cluster.
         found: the splits of the layers.
+        single: the task without groups.
     """
 
     devices: tuple[tuple[Device, ...], ...]
     found: TensorSplit
+    single: Task
 
     @property
     def num_ranks(self) -> int:
@@ -71,7 +73,7 @@ def in_groups(task: Task, num_tensor_ranks: int) -> Task:
         task,
         graph=found.graph,
         cluster=_of_leaders(cluster, members, groups),
-        groups=TensorGroups(groups, found),
+        groups=TensorGroups(groups, found, task),
     )
 
 

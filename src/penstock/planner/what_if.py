@@ -17,7 +17,7 @@ from penstock.graph import LayerGraph
 from penstock.planner.plan import Plan
 from penstock.planner.search import plan
 from penstock.planner.subset import only
-from penstock.planner.table import as_text, format_bytes, format_seconds
+from penstock.planner.table import as_text, count_of, format_bytes, format_seconds
 
 _CHANGE = re.compile(r"\s*(?P<quantity>[a-z]+)\s*(?P<how>[*/=])\s*(?P<value>[^\s,]+)\s*")
 
@@ -161,7 +161,8 @@ def _summary(one: Plan) -> str:
         name += " " + "-".join(map(str, one.replicas))
     if one.versions.asynchronous:
         name += f" ({one.versions.name})"
-    return f"{name}, {len(one.stages)} stages on {one.num_ranks} ranks"
+    stages, ranks = count_of(len(one.stages), "stage"), count_of(one.num_ranks, "rank")
+    return f"{name}, {stages} on {ranks}"
 
 
 def _layers(one: Plan) -> str:

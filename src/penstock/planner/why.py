@@ -18,14 +18,19 @@ _MATTERS = 0.1
 """A share of the step that is worth a word."""
 
 _PLENTY = 1 << 62
+_BUDGET = 100_000
+"""Ops to simulate for each row of the table."""
 
 
 def rivals(tasks: Sequence[Task], wish: Wish) -> dict[str, Candidate]:
     """The best of every kind of plan, as far as it can be built: the fastest that fits, else the
     fastest if memory did not matter."""
+    split = [task for task in tasks if task.groups is not None]
+    singles = (task if task.groups is None else task.groups.single for task in tasks)
+    whole = list({id(task): task for task in singles}.values())
     plain = Wish(schedule=PLAIN, any_replicas=False, recompute=wish.recompute)
     everything = Wish(recompute=wish.recompute)
-    widths = [min(len(task.cluster.devices), task.num_microbatches) for task in tasks]
+    widths = [min(len(task.cluster.devices), task.num_microbatches) for task in whole]
     kinds = {
         "single device": replaced(plain, stages=1),
         "data parallel": replaced(plain, replicas=(max(widths),)),
@@ -35,16 +40,15 @@ def rivals(tasks: Sequence[Task], wish: Wish) -> dict[str, Candidate]:
     }
     if max(widths) == 1:
         del kinds["data parallel"]
-    whole = [task for task in tasks if task.groups is None]
-    split = [task for task in tasks if task.groups is not None]
-    found = {label: _best(whole or tasks, one) for label, one in kinds.items()}
+    found = {label: _best(whole, one) for label, one in kinds.items()}
     if split:
         found["split layers"] = _best(split, everything)
     return {label: one for label, one in found.items() if one is not None}
 
 
 def _best(tasks: Sequence[Task], wish: Wish) -> Candidate | None:
-    return fastest(tasks, [wish]) or fastest([_roomy(task) for task in tasks], [wish])
+    roomy = [_roomy(task) for task in tasks]
+    return fastest(tasks, [wish], _BUDGET) or fastest(roomy, [wish], _BUDGET)
 
 
 def _roomy(task: Task) -> Task:

@@ -1,12 +1,14 @@
 """Transport between processes: ``torch.distributed`` point-to-point messages.
 
-gloo has four habits, all measured. It is rendezvous at every size, so sends are kept under way in
-the background. A message leaves only once its receiver has said that it is ready, and that word
-queues behind what the receiver itself is sending; so on every edge that has been used, a receive
-stands for the next message, which then travels while both ends compute. Its receiver must know the
-size, so both ends remember how large the blocks of an edge have been, and announce growth. A
-receive whose memory is gone when its message comes makes gloo's thread spin and blocks the
-connection, so the memory lives as long as the group.
+gloo has five habits, all measured. It is rendezvous at every size, so sends are kept under way in
+the background. Its receiver must know the size, so both ends remember how large the blocks of an
+edge have been, and announce growth. A message leaves only once its receiver has said that it is
+ready, and that word queues behind what the receiver itself is sending. So between hosts, on every
+edge that has been used, a receive stands for the next message, which then travels while both ends
+compute. On one host that costs more than it hides: the thread that takes the message in is in the
+way of the compute, so there a receive is posted only when its op is next. And a receive whose
+memory is gone when its message comes makes the thread spin and blocks the connection, so that
+memory lives as long as the group.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch import Tensor
 from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.transport import packing
 from penstock.transport.base import Edge, Transport
+from penstock.transport.meeting import this_host
 from penstock.transport.packing import BlockKind, Layout
 
 _FIRST_CAPACITY = 4096
@@ -39,9 +42,10 @@ class ProcessGroupTransport(Transport):
         num_ranks: processes that take part: the first ones of the default group. Every process of
             the job must construct it, since making a group is collective.
         deadline_seconds: how long a message may take.
+        host: of this process; those that give the same text are on one host. Default: found out.
     """
 
-    def __init__(self, num_ranks: int, deadline_seconds: float) -> None:
+    def __init__(self, num_ranks: int, deadline_seconds: float, host: str | None = None) -> None:
         self._deadline_seconds = deadline_seconds
         timeout = datetime.timedelta(seconds=deadline_seconds)
         self.group = dist.new_group(list(range(num_ranks)), timeout=timeout, backend="gloo")
@@ -49,8 +53,11 @@ class ProcessGroupTransport(Transport):
         self._under_way: dict[Edge, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
         self._discarded: list[tuple[dist.Work, Tensor]] = []
         self._standing: dict[Edge, tuple[dist.Work, Tensor]] = {}
-        # The group outlives this object, and what the receives write to must outlive the group.
-        weakref.finalize(self.group, self._standing.clear).atexit = False
+        self._near = frozenset[int]()
+        if dist.get_rank() < num_ranks:
+            self._near = _ranks_of(host or this_host(), num_ranks, self.group)
+            # The group outlives this object, and what receives write to must outlive the group.
+            weakref.finalize(self.group, self._standing.clear).atexit = False
         self._layouts: dict[Edge, Layout] = {}
         self._early: dict[tuple[Edge, int], Any] = {}
         self._farewells: dict[Edge, str] = {}
@@ -91,9 +98,10 @@ class ProcessGroupTransport(Transport):
             if farewell := self._farewells.get(edge):
                 raise PeerError(f"{waiting}: {farewell}", farewell)
             self._take_in(self._receive(edge, waiting), edge, waiting)
-            # If the source is gone by now, whoever asks for its next message is told.
-            with contextlib.suppress(RunError):
-                self._stand(edge, waiting)
+            if edge.source not in self._near:
+                # If the source is gone by now, whoever asks for its next message is told.
+                with contextlib.suppress(RunError):
+                    self._stand(edge, waiting)
         return self._early.pop(wanted)
 
     def _take_in(self, block: Tensor, edge: Edge, waiting: str) -> None:
@@ -183,3 +191,10 @@ class ProcessGroupTransport(Transport):
     def _check_open(self) -> None:
         if self._closed is not None:
             raise RunError(f"this rank has closed its pipeline ({self._closed})")
+
+
+def _ranks_of(host: str, num_ranks: int, group: dist.ProcessGroup) -> frozenset[int]:
+    """The ranks that are on one host with this process, among them itself."""
+    hosts: list[Any] = [None] * num_ranks
+    dist.all_gather_object(hosts, host, group=group)
+    return frozenset(rank for rank, other in enumerate(hosts) if other == host)

@@ -89,11 +89,12 @@ def connect(
     Raises:
         RunError: ``way`` is ``"shared-memory"``, and it cannot be had between all ranks.
     """
-    far = ProcessGroupTransport(num_ranks, deadline_seconds)
+    host = host or this_host()
+    far = ProcessGroupTransport(num_ranks, deadline_seconds, host)
     rank = dist.get_rank()
     if way == "process-group" or rank >= num_ranks:
         return ProcessTransport(far, None)
-    near, problems = _share_memory(far, rank, deadline_seconds, host or this_host())
+    near, problems = _share_memory(far, rank, deadline_seconds, host)
     if way == "shared-memory" and near is not None and len(near.ranks) < num_ranks - 1:
         problems.append(f"rank {rank} is on another host than others")
     answers: list[Any] = [None] * num_ranks
