@@ -2,10 +2,11 @@
 
     python -m benchmarks.predictions [--steps 12] [--rounds 3]
 
-Each model is profiled once, every plan is made from that profile, and every pipeline (two ranks as
-threads of one process) trains for real. Contestants take turns over several rounds; a plan's time is
-the median of its steps. For each model and schedule, the table also says whether the predicted order
-of the cuts is the measured one, where predictions differ by more than their usual error.
+Each model is profiled once, every plan is made from that profile, and every pipeline (two ranks
+as threads of one process) trains for real. Contestants take turns over several rounds; a plan's
+time is the median of its steps. For each model and schedule, the table also says whether the
+predicted order of the cuts is the measured one, where predictions differ by more than their usual
+error.
 """
 
 from __future__ import annotations

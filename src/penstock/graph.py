@@ -11,6 +11,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from math import inf
 
 from msgspec import field
 from msgspec.structs import replace
@@ -82,8 +83,10 @@ class Layer(Value, frozen=True, kw_only=True):
         for name in self.__struct_fields__:
             value = getattr(self, name)
             numbers = value.values() if isinstance(value, dict) else (value,)
-            if any(isinstance(number, int | float) and not number >= 0 for number in numbers):
-                raise InputError(f"layer {self.name!r}: {name} is {value}, but must be ≥ 0")
+            if any(isinstance(one, int | float) and not 0 <= one < inf for one in numbers):
+                raise InputError(
+                    f"layer {self.name!r}: {name} is {value}, but must be ≥ 0 and finite"
+                )
 
     @property
     def backward_seconds(self) -> float:

@@ -125,6 +125,7 @@ class Pipeline:
         expect(plan, Plan, "the plan", "make one with penstock.plan, or Plan.load a file")
         keep_freed_pages()
         layers = spine_of(model)
+        plan.check_runnable()
         plan.check_model([layer.name for layer in layers], spine_fingerprint(layers))
         loss_scale = None if grad_scaler is None else LossScale.of(grad_scaler)
         self._recipe = Recipe(

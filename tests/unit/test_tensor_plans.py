@@ -128,7 +128,7 @@ def test_what_is_refused(given, error, message):
 def test_running_it_is_refused_later():
     found = plan(large_layers(), four(), microbatches=2, tensor_ranks=2)
     with pytest.raises(InputError, match="can plan and draw but not run yet"):
-        found.check_model([layer.name for layer in large_layers().layers], found.model)
+        found.check_runnable()
 
 
 def test_splits_of_layers_that_are_not_there_are_refused():

@@ -16,6 +16,7 @@ from penstock.pipedream_profiles import read_pipedream_graph
 from penstock.planner import plan as find_plan
 from penstock.planner import what_if as plan_what_if
 from penstock.planner.setting import RecomputeRule
+from penstock.planner.subset import only
 from penstock.schedule.families.replicated import read_replicas
 
 
@@ -44,6 +45,7 @@ def _parse_tensor_ranks(_: click.Context, __: click.Parameter, text: str) -> int
 @click.option(
     "--minibatch", type=int, help="Rows of a minibatch: tries every microbatch size profiled."
 )
+@click.option("--stages", type=int, help="Number of stages; default: the best.")
 @click.option("--schedule", help="Schedule family; default: the best of all.")
 @options.policy_option
 @click.option("--replicas", help="Ranks of each stage, as in 2-1-1, or any.")
@@ -100,6 +102,7 @@ def plan(
     ranks: int | None,
     microbatches: int | None,
     minibatch: int | None,
+    stages: int | None,
     replicas: str | None,
     memory: int | None,
     what_if: str | None,
@@ -115,12 +118,14 @@ def plan(
     counts = replicas not in (None, "any")
     num_devices = _num_ranks(replicas) if replicas and counts else ranks
     there = Cluster.load(cluster) if cluster else Cluster.local(num_devices)
+    if cluster and ranks is not None:
+        there = _first_devices(there, ranks)
     if microbatches is None and minibatch is None:
         microbatches = 8
     request |= {
         "microbatches": microbatches,
         "minibatch": minibatch,
-        "stages": None if replicas else ranks,
+        "stages": stages,
         "memory_bytes": memory,
         "replicas": replicas,
     }
@@ -138,6 +143,13 @@ def plan(
         show.print_json(chosen)
     else:
         click.echo(text)
+
+
+def _first_devices(cluster: Cluster, count: int) -> Cluster:
+    """Of a cluster, only so many."""
+    if not 1 <= count <= len(cluster.devices):
+        raise click.BadParameter(f"there are {len(cluster.devices)} devices, not {count}")
+    return only(cluster, range(count))
 
 
 def _read_graph(path: str) -> LayerGraph:

@@ -20,6 +20,7 @@ from penstock.planner.task import Task
 from penstock.schedule import Schedule
 from penstock.schedule.lower import add_recompute, add_update
 from penstock.simulator import simulate
+from penstock.timeline import Timeline
 
 
 class Excess(NamedTuple):
@@ -238,11 +239,18 @@ class Candidate:
                 self.task.num_microbatches,
                 setting.replicas or (1,) * setting.num_stages,
             )
-        return simulate(add_update(self.schedule), costs_of(self.stages)).makespan
+        return self._timeline.makespan
+
+    @cached_property
+    def _timeline(self) -> Timeline:
+        """Of a step with a flush."""
+        return simulate(add_update(self.schedule), costs_of(self.stages))
 
     @cached_property
     def bubble(self) -> float:
         """Idle rank-time over all rank-time."""
+        if not self.setting.versions.asynchronous:
+            return self._timeline.bubble
         if not self.seconds:
             return 0.0
         plan = self.to_plan()

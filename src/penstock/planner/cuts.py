@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import pairwise
+from dataclasses import replace
+from itertools import pairwise, product
 from math import inf
 from typing import TYPE_CHECKING
 
 from penstock.errors import PlanError
 from penstock.partition.chain import balance, lightest
 from penstock.planner.candidate import Candidate
-from penstock.planner.setting import Rooms, Setting
+from penstock.planner.setting import RecomputeRule, Rooms, Setting
+from penstock.planner.stage_plan import Recompute
 from penstock.planner.task import Task
+
+_MOST_MOVES = 60
+_SQUEEZES: dict[RecomputeRule, tuple[Recompute, ...]] = {
+    "where-needed": ("none", "stage"),
+    "never": ("none",),
+    "stage": ("stage",),
+    "layers": ("layers",),
+}
 
 if TYPE_CHECKING:
     from penstock.partition.chain import Table
@@ -44,9 +54,49 @@ def candidates(task: Task, setting: Setting, slack: float = 0.0) -> list[Candida
         fitting = [one for one in found if one.excess.num_bytes <= slack]
         if fitting:
             return fitting
+    if not setting.is_single:
+        squeezed = _squeezed(task, setting, slack)
+        if squeezed is not None:
+            return [squeezed]
     if task.topology.shared_memories:
         return [one for one in _lightest(task, setting, slack) if one.excess.num_bytes <= slack]
     return []
+
+
+def with_layers_moved(one: Candidate) -> list[Candidate]:
+    """The same with one layer on the other side of a cut, as far as that fits."""
+    found = []
+    for cuts in _moves(one.cuts):
+        moved = with_cuts(one.task, one.setting, cuts)
+        if moved.fits and set(cuts) <= set(one.task.places):
+            found.append(moved)
+    return found
+
+
+def _moves(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    for index, step in product(range(1, len(cuts) - 1), (-1, 1)):
+        if cuts[index - 1] < cuts[index] + step < cuts[index + 1]:
+            yield (*cuts[:index], cuts[index] + step, *cuts[index + 1 :])
+
+
+def _squeezed(task: Task, setting: Setting, slack: float) -> Candidate | None:
+    """Where ranks have several stages, no table tells what fits: from even cuts, layers move to
+    where most is free until everything does, or nothing helps any more."""
+    free = replace(setting, recompute="never")
+    start = next(iter(_balanced(task, free, Rooms(task, free, inf))), None)
+    if start is None:
+        return None
+    for how in _SQUEEZES[setting.recompute]:
+        best = replace(start, setting=setting, recomputes=(how,) * setting.num_stages)
+        for _ in range(_MOST_MOVES):
+            if best.excess.num_bytes <= slack:
+                return best
+            moved = [replace(best, cuts=cuts) for cuts in _moves(best.cuts)]
+            nearest = min(moved, key=lambda one: one.excess.num_bytes, default=best)
+            if nearest.excess.num_bytes >= best.excess.num_bytes:
+                break
+            best = nearest
+    return None
 
 
 def with_cuts(task: Task, setting: Setting, cuts: tuple[int, ...]) -> Candidate:

@@ -19,6 +19,9 @@ from penstock.versions import USUAL, DoubleBuffer, Flush, Policy, Stash, check_p
 PLAIN = "1f1b"
 """The family whose order replicas and single stages take."""
 
+REPLICATED = (PLAIN, "gpipe", *USUAL)
+"""The families whose stages may have replicas."""
+
 _STAGES_PER_RANK = (2, 3, 4)
 _UNASKED_NEVER = frozenset({*families.SEARCHED, *USUAL, "chimera", "seq1f1b"})
 """Searched orders take time; Chimera needs two copies of each stage; not every model is capable of
@@ -134,13 +137,9 @@ def offers(task: Task, wish: Wish) -> list[Offer]:
         found = [_replicated(task, wish)]
     else:
         found = list(_straight(task, wish))
-        if wish.any_replicas and wish.schedule in (None, *_with_replicas()):
+        if wish.any_replicas and wish.schedule in (None, *REPLICATED):
             found += _with_any_replicas(task, wish)
     return list(dict.fromkeys(found))
-
-
-def _with_replicas() -> tuple[str, ...]:
-    return (PLAIN, *USUAL)
 
 
 def _policies(wish: Wish) -> tuple[tuple[str, Policy], ...]:
@@ -200,13 +199,19 @@ def _variants(
 
 
 def _orders(task: Task, num_ranks: int) -> list[tuple[int, ...]]:
-    """Devices for so many ranks: as they are listed; the fastest; those with most memory first,
-    because the first stages hold most."""
+    """Devices for so many ranks: as they are listed; the fastest, in three orders; those with most
+    memory first, because the first stages hold most."""
     listed = range(len(task.cluster.devices))
     devices = task.cluster.devices
     fastest = sorted(listed, key=lambda index: -devices[index].speed)[:num_ranks]
     roomiest = sorted(listed, key=lambda index: -task.limits[index])[:num_ranks]
-    choices = (tuple(listed[:num_ranks]), tuple(sorted(fastest)), tuple(roomiest))
+    choices = (
+        tuple(listed[:num_ranks]),
+        tuple(sorted(fastest)),
+        tuple(fastest),
+        tuple(reversed(fastest)),
+        tuple(roomiest),
+    )
     return list(dict.fromkeys(choices))
 
 

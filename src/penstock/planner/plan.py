@@ -350,19 +350,22 @@ class Plan(Value, frozen=True, kw_only=True):
             self.step_seconds,
             self.one_device_seconds,
             replicas=self.replicas,
+            rank_bytes=self.rank_bytes,
             flushes=not self.versions.asynchronous,
         )
         others = f"\n\n{comparison(self.alternatives)}" if self.alternatives else ""
         return f"{sheet}{others}\n\n{self.reason}" if self.reason else sheet + others
 
-    def check_model(self, names: Sequence[str], model_fingerprint: str) -> None:
-        """Raise ``ModelError`` unless this plan was made for a model with these layers, and
-        ``InputError`` if it cannot run."""
+    def check_runnable(self) -> None:
+        """Raise ``InputError`` if the runtime cannot perform it."""
         if self.num_tensor_ranks > 1:
             raise InputError(
                 f"the plan splits layers over {self.num_tensor_ranks} devices, which Penstock can "
                 "plan and draw but not run yet; plan with tensor_ranks=1"
             )
+
+    def check_model(self, names: Sequence[str], model_fingerprint: str) -> None:
+        """Raise ``ModelError`` unless this plan was made for a model with these layers."""
         planned = [name for stage in self.stages for name in stage.layers]
         if planned != list(names):
             missing = [name for name in names if name not in planned]

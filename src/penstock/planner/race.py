@@ -11,7 +11,7 @@ from math import inf
 
 from penstock.errors import InputError, PlanError
 from penstock.planner.candidate import Candidate
-from penstock.planner.cuts import candidates, with_cuts
+from penstock.planner.cuts import candidates, with_cuts, with_layers_moved
 from penstock.planner.offers import Offer, Wish, neighbours, offers
 from penstock.planner.task import Task
 
@@ -60,19 +60,21 @@ class Race:
                 heappush(waiting, (candidate.least_seconds, next(numbers), candidate))
         while waiting:
             self._enter(heappop(waiting))
-        if not wish.replicas:
-            self._climb(wish)
+        self._climb(wish)
 
     def _climb(self, wish: Wish) -> None:
-        """Move replicas from stage to stage as long as that helps."""
+        """Move layers and replicas of the winner from stage to stage as long as that helps."""
         for _ in range(_MOST_MOVES):
             best, least = self.winner, self.least
-            if best is None or len(best.setting.replicas) < 2:
+            if best is None:
                 return
-            for offer in neighbours(best.setting):
-                for candidate in self.built(best.task, offer, wish):
-                    self._enter((candidate.least_seconds, 0, candidate))
-            if self.least == least:
+            moved = [] if wish.cuts else with_layers_moved(best)
+            if not wish.replicas:
+                for offer in neighbours(best.setting):
+                    moved += self.built(best.task, offer, wish)
+            for candidate in moved:
+                self._enter((candidate.least_seconds, 0, candidate))
+            if self.least >= least * (1 - SAME):
                 return
 
     def built(self, task: Task, offer: Offer, wish: Wish) -> list[Candidate]:

@@ -17,7 +17,7 @@ from penstock.errors import InputError, PlanError
 from penstock.graph import LayerGraph
 from penstock.partition import cost_model as find_cost_model
 from penstock.planner.candidate import Candidate
-from penstock.planner.offers import Wish
+from penstock.planner.offers import PLAIN, REPLICATED, Wish
 from penstock.planner.plan import Plan
 from penstock.planner.race import Race
 from penstock.planner.reordering import in_other_orders, learned
@@ -55,9 +55,11 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     """Find the plan with the shortest predicted step that fits in memory.
 
     Of plans that take equally long within 1 %, the one that needs fewer bytes is chosen, then the
-    one on fewer ranks. Cuts are exact for each schedule (Narayanan et al., SOSP 2019, section 3.1);
-    which stages get replicas comes from PipeDream's exact optimum, from all widths and depths of
-    PipeDream-2BW (arXiv 2006.09503, section 4) and from data parallelism.
+    one on fewer ranks. For each schedule, cuts make the slowest stage as fast as possible, exactly
+    (Narayanan et al., SOSP 2019, section 3.1); those of the winner are then moved as long as the
+    simulator finds a shorter step. Which stages get replicas comes from PipeDream's exact optimum,
+    from all widths and depths of PipeDream-2BW (arXiv 2006.09503, section 4), from DAPPLE's search
+    (arXiv 2007.01045) and from data parallelism.
 
     Args:
         graph: the profiled model.
@@ -106,10 +108,12 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     one_of("recompute", recompute, get_args(RecomputeRule))
     one_of("order", order, ("execution", "any"))
     one_of("placement", placement, ("exact", "reinforce"))
+    expect(cuts, list | tuple, "cuts", "give a list of layers, as in cuts=[3]")
     _check_counts(graph, microbatches, minibatch, stages, memory_bytes)
     given = _read_cuts(graph, cuts) if cuts else ()
-    if given and stages is None:
-        stages = len(given) - 1
+    if given and stages not in (None, len(given) - 1):
+        raise InputError(f"the cuts make {len(given) - 1} stages, but stages is {stages}")
+    stages = len(given) - 1 if given else stages
     single = [
         Task(
             graph.at(size),
@@ -137,7 +141,32 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         cuts=given,
         recompute=recompute,
     )
-    return _learned(tasks, wish) if placement == "reinforce" else _solve(tasks, wish)
+    if placement == "reinforce":
+        _check_learnable(wish)
+        return _learned(tasks, wish)
+    if replicas == "any" and schedule not in (None, *REPLICATED):
+        raise InputError(f"{schedule} has no replicas; {', '.join(REPLICATED)} have")
+    never = versions is not None and versions.asynchronous
+    if never and recompute in ("stage", "layers"):
+        raise InputError("stages do not run forward twice where the pipeline never flushes")
+    return _solve(tasks, wish)
+
+
+def _check_learnable(wish: Wish) -> None:
+    """Raise ``InputError`` if something is asked for that a learned placement decides itself."""
+    pinned = {
+        "schedule": wish.schedule not in (None, PLAIN),
+        "stages": wish.stages is not None,
+        "cuts": bool(wish.cuts),
+        "replicas": bool(wish.replicas),
+        "versions": wish.versions is not None and wish.versions.asynchronous,
+    }
+    asked = [name for name, is_asked in pinned.items() if is_asked]
+    if asked:
+        raise InputError(
+            f"placement='reinforce' decides about stages itself, for {PLAIN}; leave out "
+            f"{' and '.join(asked)}"
+        )
 
 
 def _learned(tasks: Sequence[Task], wish: Wish) -> Plan:

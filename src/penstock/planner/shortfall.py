@@ -28,7 +28,8 @@ def shortfall(tasks: Sequence[Task], wish: Wish) -> str:
         return "no plan fits in memory: nothing that was asked for can be built"
     missed = f"no plan fits in memory; the closest, {nearest}, needs {nearest.excess}"
     for change, one in _changes(tasks, wish):
-        return f"{missed}: {change}, and {one} fits ({format_bytes(max(one.rank_bytes))} on a rank)"
+        fits = f"{one} fits ({format_bytes(max(one.rank_bytes))} on a rank)"
+        return f"{missed}: allow that much more, or {change}, and {fits}"
     return f"{missed}: allow that much, or profile smaller microbatches"
 
 

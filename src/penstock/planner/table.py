@@ -29,16 +29,17 @@ def render(
     one_device_seconds: float,
     *,
     replicas: Sequence[int],
+    rank_bytes: Sequence[int],
     flushes: bool,
 ) -> str:
     """A plan as text without colour codes, about 108 columns wide: a row per stage (share: its
-    seconds over the slowest stage's), the predicted step, and its drawing."""
+    seconds over the slowest stage's; memory: of its rank), the predicted step, and its drawing."""
     return "\n".join(
         [
             title,
-            as_text(_stages(stages, replicas)),
+            as_text(_stages(stages, replicas, rank_bytes)),
             f"{_prediction(timeline, step_seconds, one_device_seconds, flushes=flushes)}, "
-            f"{format_bytes(_in_all(stages, replicas))} in all",
+            f"{format_bytes(sum(rank_bytes))} in all",
             text(timeline),
         ]
     )
@@ -53,11 +54,9 @@ def count_of(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{'' if number == 1 else plural}"
 
 
-def _in_all(stages: Sequence[StagePlan], replicas: Sequence[int]) -> int:
-    return sum(one.memory_bytes * count for one, count in zip(stages, replicas, strict=True))
-
-
-def _stages(stages: Sequence[StagePlan], replicas: Sequence[int]) -> Table:
+def _stages(
+    stages: Sequence[StagePlan], replicas: Sequence[int], rank_bytes: Sequence[int]
+) -> Table:
     from rich import box
     from rich.table import Table
 
@@ -68,7 +67,7 @@ def _stages(stages: Sequence[StagePlan], replicas: Sequence[int]) -> Table:
         table.add_column(name, justify="right" if number else "left", no_wrap=number)
     slowest = max(stage.compute_seconds for stage in stages)
     for stage, count in zip(stages, replicas, strict=True):
-        table.add_row(*_cells(stage, count, slowest))
+        table.add_row(*_cells(stage, count, slowest), format_bytes(rank_bytes[stage.rank]))
     return table
 
 
@@ -86,7 +85,6 @@ def _cells(stage: StagePlan, replicas: int, slowest: float) -> tuple[str | Text,
         + (f" × {stage.weight_versions}" if stage.weight_versions > 1 else ""),
         format_bytes(stage.optimizer_bytes),
         f"{format_bytes(stage.activation_bytes)} × {stage.peak_activations:g}",
-        format_bytes(stage.memory_bytes),
     )
 
 

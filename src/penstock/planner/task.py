@@ -218,7 +218,7 @@ class Task:
     def _is_crowded(self, devices: Collection[int], used: Collection[int]) -> bool:
         """Whether one of them shares its host's memory with another one that works."""
         return any(
-            len(set(host) & set(used)) > 1 and set(host) & set(devices)
+            len(set(host) & set(used)) * self.num_tensor_ranks > 1 and set(host) & set(devices)
             for host, _ in self.topology.shared_memories
         )
 

@@ -155,14 +155,11 @@ def loads(ops: Sequence[Op]) -> tuple[Load, ...]:
         change = forward if op[1] is Kind.FORWARD else _CHANGES[op[1]]
         now = Load(now[0] + change[0], now[1] + change[1], now[2] + change[2])
         found.add(now)
-    return tuple(sorted(one for one in found if not _is_exceeded(one, found)))
-
-
-def _is_exceeded(load: Load, others: Iterable[Load]) -> bool:
-    return any(
-        other != load and all(more >= own for more, own in zip(other, load, strict=True))
-        for other in others
-    )
+    worst: list[Load] = []
+    for load in sorted(found, reverse=True):  # whoever exceeds another comes before it
+        if not any(all(a >= b for a, b in zip(one, load, strict=True)) for one in worst):
+            worst.append(load)
+    return tuple(reversed(worst))
 
 
 def peak_activations(ranks: Sequence[Sequence[Op]], num_slices: int = 1) -> tuple[float, ...]:
