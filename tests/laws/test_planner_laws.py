@@ -99,20 +99,21 @@ def test_leave_to_use_old_weights_never_makes_a_plan_slower(graph, cluster, micr
 
 @settings(max_examples=40)
 @given(graphs(), st.integers(1, 4), st.integers(1, 6), st.sampled_from(runnable_families()))
-def test_no_other_cuts_have_a_faster_slowest_stage(graph, stages, microbatches, name):
+def test_cuts_with_the_fastest_slowest_stage_are_not_faster(graph, stages, microbatches, name):
     cluster = Cluster(devices=tuple(Device(name=f"d{index}") for index in range(4)))
-    graph = LayerGraph(
-        layers=tuple(replace(one, held_input_bytes=0) for one in graph.layers)
-    )  # hops of 0, so that only compute counts
     found = attempt(graph, cluster, microbatches=microbatches, schedule=name, stages=stages)
     if found is None:
         return
     seconds = [layer.compute_seconds for layer in graph.layers]
-    least = min(
-        max(sum(seconds[a:b]) for a, b in zip((0, *cuts), (*cuts, None), strict=True))
-        for cuts in combinations(range(1, len(seconds)), stages - 1)
+
+    def slowest(cuts):
+        return max(sum(seconds[a:b]) for a, b in zip((0, *cuts), (*cuts, None), strict=True))
+
+    even = min(combinations(range(1, len(seconds)), stages - 1), key=slowest)
+    forced = attempt(
+        graph, cluster, microbatches=microbatches, schedule=name, stages=stages, cuts=even
     )
-    assert max(stage.compute_seconds for stage in found.stages) == pytest.approx(least)
+    assert found.step_seconds <= forced.step_seconds * 1.01 + 1e-9
 
 
 @settings(max_examples=20)

@@ -14,6 +14,7 @@ from penstock.partition.dapple_search import dapple_candidates
 from penstock.planner.setting import RecomputeRule, Setting
 from penstock.planner.task import Task
 from penstock.schedule import families
+from penstock.schedule.rounds import filling
 from penstock.versions import USUAL, DoubleBuffer, Flush, Policy, Stash, check_policy
 
 PLAIN = "1f1b"
@@ -108,8 +109,9 @@ class Offer:
             )
         num_ranks = len(self.devices)
         # Of a stream, as many as fill the pipeline.
-        fills = num_ranks if self.versions.asynchronous else 1
-        count = max(task.num_microbatches, fills, *(self.replicas or (1,)))
+        flushes = not self.versions.asynchronous
+        fills = 1 if flushes else filling(self.replicas or (1,) * num_ranks)
+        count = max(task.num_microbatches, fills)
         options = dict(self.options)
         given = {**options, "replicas": self.replicas} if self.replicas else options
         schedule = families.build(self.family, num_ranks=num_ranks, num_microbatches=count, **given)

@@ -29,6 +29,7 @@ from penstock.schedule.check import check
 from penstock.schedule.families.replicated import read_replicas
 from penstock.schedule.lower import add_recompute, add_update, first_microbatches
 from penstock.schedule.memory import Sizes
+from penstock.schedule.rounds import filling
 from penstock.simulator import simulate
 from penstock.timeline import Timeline
 from penstock.values import Value, one_of
@@ -202,7 +203,7 @@ class Plan(Value, frozen=True, kw_only=True):
     def placement(self) -> Schedule:
         """A schedule of this plan in which every rank has something to do."""
         # Of a stream, as long as fills the pipeline.
-        fills = self.num_ranks if self.versions.asynchronous else 1
+        fills = filling(self.replicas) if self.versions.asynchronous else 1
         return self.build_schedule(max(self.num_microbatches, fills, *self.replicas))
 
     def place(self, stage: int) -> Place:

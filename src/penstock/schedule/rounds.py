@@ -49,3 +49,9 @@ def warm_up(replicas: Sequence[int], stage: int) -> int:
     [1, 1, 0]
     """
     return (sum(replicas[stage:]) - 1) // replicas[stage]
+
+
+def filling(replicas: Sequence[int]) -> int:
+    """The fewest microbatches with which every replica of every stage has as many in flight as it
+    ever has."""
+    return max((warm_up(replicas, stage) + 1) * count for stage, count in enumerate(replicas))
