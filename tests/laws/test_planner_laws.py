@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from itertools import combinations, product
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
-from penstock import Cluster, Device, LayerGraph, plan, schedules
+from penstock import Cluster, Device, plan, schedules
 from penstock.planner import Plan
 from tests.helpers import runnable_families
 from tests.planning import attempt, clusters, graphs
