@@ -69,11 +69,20 @@ def test_skips_to_the_same_layer_add_up():
     assert graph.layers[0].skip_bytes == {"layers.2": 2 * VALUE + ROWS * WIDTH}
 
 
+class First(nn.Linear):
+    """What it makes is read until the end."""
+
+    reads = ()
+    produces = (0,)
+    readers = ("2",)
+
+
 class Several(nn.Module):
     """Hands on what it was given beside two tensors that it makes."""
 
     reads = ("0",)
     produces = (0, 2)
+    readers = ("2", "2", "2")
     kind = "made up"
 
     def forward(self, value):
@@ -82,14 +91,17 @@ class Several(nn.Module):
 
 class Last(nn.Module):
     reads = ("0", "1")
+    readers = ("2",)
 
     def forward(self, values):
         return values[0] + values[1] + values[2]
 
 
 def test_layers_of_a_captured_model_say_what_they_read_and_make():
-    graph = quick(nn.Sequential(nn.Linear(WIDTH, WIDTH), Several(), Last()), torch.randn(ROWS, 16))
-    assert [layer.inputs for layer in graph.layers] == [None, ("0",), ("0", "1")]
+    graph = quick(nn.Sequential(First(WIDTH, WIDTH), Several(), Last()), torch.randn(ROWS, 16))
+    assert [layer.inputs for layer in graph.layers] == [(), ("0",), ("1",)]
+    assert [layer.after for layer in graph.layers] == [(), (), ("0",)]
+    assert graph.layers[0].skip_bytes == {"2": VALUE}
     assert graph.layers[1].output_bytes == VALUE + ROWS * FLOAT
     assert graph.layers[1].kind == "made up"
     assert graph.crossing_bytes == (VALUE, 2 * VALUE + ROWS * FLOAT)

@@ -231,7 +231,8 @@ def test_a_model_that_is_no_chain_is_captured():
     inputs = torch.randn(4, 8)
     graph = pk.profile(model, inputs, repeats=1, sizes=[2], busy_cores=0)
     assert [layer.name for layer in graph.layers] == ["first", "left", "right"]
-    assert [layer.inputs for layer in graph.layers] == [(), ("first",), ("first", "left")]
+    assert [layer.inputs for layer in graph.layers] == [(), ("first",), ("left",)]
+    assert [layer.after for layer in graph.layers] == [(), (), ("first",)]
     assert graph.crossing_bytes == (inputs.nbytes, 2 * inputs.nbytes)
     assert all(parameter.grad is None for parameter in model.parameters())
 
