@@ -144,7 +144,19 @@ def test_profile_plan_train_report_hand_files_on(tmp_path):
     workload = "tests.small_workload:workload"
     assert "kept MiB" in run("profile", workload, "-m", "4", "--repeats", "2", "-o", str(graph))
     found = run(
-        "plan", str(graph), "-m", "4", "-p", "2", "--schedule", "1f1b", "-o", str(plan), "--json"
+        "plan",
+        str(graph),
+        "-m",
+        "4",
+        "-p",
+        "2",
+        "--stages",
+        "2",
+        "--schedule",
+        "1f1b",
+        "-o",
+        str(plan),
+        "--json",
     )
     assert json.loads(found)["schedule"] == "1f1b"
     drawn = run("draw", str(plan))

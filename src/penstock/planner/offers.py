@@ -11,7 +11,7 @@ from typing import Any, Literal
 from penstock.errors import InputError, PlanError
 from penstock.partition import best_partition
 from penstock.partition.dapple_search import dapple_candidates
-from penstock.planner.setting import RecomputeRule, Setting
+from penstock.planner.setting import RecomputeRule, Setting, build_schedule
 from penstock.planner.task import Task
 from penstock.schedule import families
 from penstock.schedule.rounds import filling
@@ -113,8 +113,7 @@ class Offer:
         fills = 1 if flushes else filling(self.replicas or (1,) * num_ranks)
         count = max(task.num_microbatches, fills)
         options = dict(self.options)
-        given = {**options, "replicas": self.replicas} if self.replicas else options
-        schedule = families.build(self.family, num_ranks=num_ranks, num_microbatches=count, **given)
+        schedule = build_schedule(self.family, num_ranks, count, self.replicas, options)
         setting = Setting(
             schedule, self.devices, self.versions, self.replicas, options, self.recompute
         )

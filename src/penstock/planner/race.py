@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
+from operator import itemgetter
 
 from penstock.errors import InputError, PlanError
 from penstock.planner.candidate import Candidate
@@ -49,17 +50,16 @@ class Race:
         simulations: first of offers, then of their cuts."""
         waiting: list[tuple[float, int, Candidate]] = []
         numbers = count()  # candidates themselves have no order
-        for task, offer in _by_promise(tasks, wish):
-            promised = offer.least_seconds(task)
+        for promised, task, offer in _by_promise(tasks, wish):
             # Who cannot be slower than what the next offers promise runs first.
             while waiting and waiting[0][0] <= promised:
-                self._enter(heappop(waiting))
+                self._enter(heappop(waiting)[-1])
             if promised > self.least * (1 + SAME):
                 break
             for candidate in self.built(task, offer, wish):
                 heappush(waiting, (candidate.least_seconds, next(numbers), candidate))
         while waiting:
-            self._enter(heappop(waiting))
+            self._enter(heappop(waiting)[-1])
         self._climb(wish)
 
     def _climb(self, wish: Wish) -> None:
@@ -73,7 +73,7 @@ class Race:
                 for offer in neighbours(best.setting):
                     moved += self.built(best.task, offer, wish)
             for candidate in moved:
-                self._enter((candidate.least_seconds, 0, candidate))
+                self._enter(candidate)
             if self.least >= least * (1 - SAME):
                 return
 
@@ -101,10 +101,9 @@ class Race:
             return setting.num_stages, [one for one in cut if one.fits]
         return setting.num_stages, candidates(task, setting)
 
-    def _enter(self, entry: tuple[float, int, Candidate]) -> None:
+    def _enter(self, candidate: Candidate) -> None:
         """Simulate a candidate, unless its bound says that it is slower than the best."""
-        bound, _, candidate = entry
-        if bound <= self.least * (1 + SAME):
+        if candidate.least_seconds <= self.least * (1 + SAME):
             if self.budget < candidate.num_ops and self.contenders:
                 self.num_skipped += 1
                 return
@@ -132,24 +131,24 @@ def _modesty(one: Candidate) -> tuple[float, ...]:
     )
 
 
-def _by_promise(tasks: Sequence[Task], wish: Wish) -> list[tuple[Task, Offer]]:
-    pairs = [(task, offer) for task in tasks for offer in offers(task, wish)]
-    return sorted(pairs, key=lambda pair: pair[1].least_seconds(pair[0]))
+def _by_promise(tasks: Sequence[Task], wish: Wish) -> list[tuple[float, Task, Offer]]:
+    """All offers, each with the least that it can take, the most promising first."""
+    found = [
+        (offer.least_seconds(task), task, offer) for task in tasks for offer in offers(task, wish)
+    ]
+    return sorted(found, key=itemgetter(0))
 
 
-def fastest(
-    tasks: Sequence[Task], wishes: Iterable[Wish], budget: int = 250_000
-) -> Candidate | None:
-    """The winner of one race for several wishes; ``None`` if nothing fits.
+def fastest(tasks: Sequence[Task], wish: Wish, budget: int = 250_000) -> Candidate | None:
+    """The winner of a race; ``None`` if nothing fits.
 
     Args:
         tasks: one per microbatch size.
-        wishes: what may win.
+        wish: what may win.
         budget: ops to simulate.
     """
     race = Race(budget=budget)
-    for wish in wishes:
-        race.run(tasks, wish)
+    race.run(tasks, wish)
     return race.winner
 
 
@@ -159,7 +158,7 @@ def closest(tasks: Sequence[Task], wish: Wish) -> Candidate | None:
     Each one found tightens the slack for the next, so that what remains is the least excess.
     """
     least, nearest = inf, None
-    for task, offer in _by_promise(tasks, wish):
+    for _, task, offer in _by_promise(tasks, wish):
         with suppress(InputError, PlanError):
             setting = offer.setting(task)
             found = wish.allows(setting.num_stages)

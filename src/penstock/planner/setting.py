@@ -24,6 +24,24 @@ RecomputeRule = Literal["where-needed", "never", "stage", "layers"]
 """Whether stages may run forward twice: where they would not fit otherwise, never, or always."""
 
 
+def build_schedule(
+    family: str,
+    num_ranks: int,
+    num_microbatches: int,
+    replicas: tuple[int, ...],
+    options: Mapping[str, Any],
+) -> Schedule:
+    """A family's schedule, where stages may have replicas.
+
+    Raises:
+        InputError: the family refuses.
+    """
+    given = {"replicas": replicas} if replicas else {}
+    return families.build(
+        family, num_ranks=num_ranks, num_microbatches=num_microbatches, **options, **given
+    )
+
+
 @dataclass(frozen=True)
 class Setting:
     """A schedule on some devices.
@@ -76,13 +94,8 @@ class Setting:
 
     def stream(self, num_microbatches: int) -> Schedule:
         """The schedule for so many microbatches."""
-        given = {"replicas": self.replicas} if self.replicas else {}
-        return families.build(
-            self.schedule.name,
-            num_ranks=self.num_ranks,
-            num_microbatches=num_microbatches,
-            **self.options,
-            **given,
+        return build_schedule(
+            self.schedule.name, self.num_ranks, num_microbatches, self.replicas, self.options
         )
 
     def replicas_of(self, stage: int) -> int:

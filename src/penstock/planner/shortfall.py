@@ -54,12 +54,12 @@ def _changes(tasks: Sequence[Task], wish: Wish) -> Iterator[tuple[str, Candidate
     )
     for change, those, what in steps:
         if those and (what != wish or those is not tasks):
-            one = fastest(those, [what])
+            one = fastest(those, what)
             if one is not None:
                 yield change, one
     for times in _TIMES_AS_MANY:
         more = [_with_more_devices(task, times) for task in tasks]
-        one = fastest(more, [replaced(free, recompute="where-needed")])
+        one = fastest(more, replaced(free, recompute="where-needed"))
         if one is not None:
             count = len(more[0].cluster.devices) * more[0].num_tensor_ranks
             yield f"give it {count} devices like these", one

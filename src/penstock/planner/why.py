@@ -48,7 +48,7 @@ def rivals(tasks: Sequence[Task], wish: Wish) -> dict[str, Candidate]:
 
 def _best(tasks: Sequence[Task], wish: Wish) -> Candidate | None:
     roomy = [_roomy(task) for task in tasks]
-    return fastest(tasks, [wish], _BUDGET) or fastest(roomy, [wish], _BUDGET)
+    return fastest(tasks, wish, _BUDGET) or fastest(roomy, wish, _BUDGET)
 
 
 def _roomy(task: Task) -> Task:
