@@ -29,6 +29,8 @@ help:
 demo: $(VENV)/.installed
 	$(VENV)/bin/penstock demo $(DEMO_ARGS)
 
+# Without groups, loadgroup hands out test by test, so that long ones do not queue up. Jobs of several processes
+# are no group: they mostly wait, and a worker that ran all of them would be the last by far.
 test: lint
 	$(VENV)/bin/pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 

@@ -25,12 +25,13 @@ from penstock.cluster import Link
 from penstock.errors import PlanError
 from penstock.graph import Layer, LayerGraph
 from penstock.partition import balance
-from penstock.partition.learned import learned_placement
-from penstock.partition.placement_space import Stages, stage_costs
-from penstock.partition.placers import (
+from penstock.partition.placement import (
+    Stages,
     brute_force_placement,
     greedy_placement,
+    learned_placement,
     random_placement,
+    stage_costs,
 )
 
 PLACERS = {"random": random_placement, "greedy": greedy_placement, "learned": learned_placement}

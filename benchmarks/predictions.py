@@ -1,6 +1,6 @@
-"""Predicted against measured step times on this machine: two models, four schedules, three cuts.
+"""Predicted against measured step times on this machine: three models, four schedules, three cuts.
 
-    python -m benchmarks.predictions [--steps 12] [--rounds 3]
+    python -m benchmarks.predictions [--steps 10] [--rounds 3] [--models GPT,ResNet-50]
 
 Each model is profiled once, every plan is made from that profile, and every pipeline (two ranks
 as threads of one process) trains for real. Contestants take turns over several rounds; a plan's
@@ -70,20 +70,32 @@ def gpt() -> Work:
     return Work("GPT", found.build_model(), found.loss, found.optimizer, (inputs, targets))
 
 
+def resnet50() -> Work:
+    """On small images; batch norm per microbatch."""
+    return _of_images("ResNet-50", resnet.build(), rows=2)
+
+
 def small_resnet() -> Work:
-    """Bottlenecks at a size at which a stage takes some milliseconds; batch norm per microbatch."""
+    """So thin that an op of a stage takes a millisecond or two, much of it in Python."""
+    return _of_images("thin ResNet", resnet.ResNet(blocks=(2, 2, 2), width=16, classes=10), rows=4)
+
+
+def _of_images(name: str, model: nn.Module, rows: int) -> Work:
+    """With microbatches of so many rows."""
     torch.manual_seed(0)
-    model = resnet.ResNet(blocks=(2, 2, 2), width=16, classes=10)
-    rows = 4 * MICROBATCHES
-    images, labels = torch.randn(rows, 3, 64, 64), torch.randint(10, (rows,))
-    captured = pk.capture(model, images[:4], granularity="block")
+    images = torch.randn(rows * MICROBATCHES, 3, 64, 64)
+    labels = torch.randint(10, (len(images),))
+    captured = pk.capture(model, images[:rows], granularity="block")
     return Work(
-        "ResNet",
+        name,
         captured,
         nn.functional.cross_entropy,
         lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
         (images, labels),
     )
+
+
+MODELS = {"GPT": gpt, "ResNet-50": resnet50, "thin ResNet": small_resnet}
 
 
 def profile_of(work: Work) -> pk.LayerGraph:
@@ -178,23 +190,25 @@ def show(found: list[Contestant]) -> None:
                 ("right" if right else "WRONG") if index == 0 else "",
             )
     console.print(table)
-    errors = [abs(one.error) for one in found]
-    console.print(
-        f"median error {statistics.median(errors):.1%}, largest {max(errors):.1%}; order of the "
-        f"cuts right in {sum(rights)} of {len(rights)}"
-    )
+    for name, group in itertools.groupby(found, key=lambda one: one.work):
+        errors = [abs(one.error) for one in group]
+        console.print(
+            f"{name}: median error {statistics.median(errors):.1%}, largest {max(errors):.1%}"
+        )
+    console.print(f"order of the cuts right in {sum(rights)} of {len(rights)}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--models", default=",".join(MODELS))
     arguments = parser.parse_args()
     found = []
-    for make in (gpt, small_resnet):
-        work = make()
+    for name in arguments.models.split(","):
+        work = MODELS[name]()
         graph = profile_of(work)
-        print(f"{work.name}: contention {graph.contention:.3f}, op {graph.op_seconds * 1e6:.0f} µs")
+        print(f"{work.name}: {graph.contention}, op {graph.op_seconds * 1e6:.0f} µs")
         those = list(contestants(work, graph))
         for _ in range(arguments.rounds):
             for one in those:

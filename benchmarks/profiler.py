@@ -4,8 +4,8 @@
 
 One thread. Profile and real steps take turns (A B A B …). A step is 8 microbatches, forward and
 backward, on one device with no cut at all, by plain autograd; medians. ``--cpu-time`` counts the
-thread's CPU time instead of the time that passes, for a machine that is busy with other things;
-contention then means nothing. Columns of the first table:
+thread's CPU time instead of the time that passes, for a machine that is busy with other things.
+Columns of the first table:
 
 rows             of a microbatch; the smaller ones are the profile's other sizes
 layers F, B      milliseconds of one microbatch, summed over the profile's layers
@@ -13,7 +13,6 @@ step F, B        the same in the real step
 ratio            layers over step, of F + B
 update           the profile's sum over the optimizer's real step, milliseconds of both
 profiling        seconds that the profile took
-contention       how many times longer a pass takes while the other cores are busy
 
 The second table compares what a profile says of the two halves of the model with what ops of these
 take as stages in this thread (F, I and W of a split backward, R), and in a pipeline of two ranks.
@@ -160,7 +159,7 @@ def profiled(work: Work, sizes: list[int], repeats: int) -> pk.LayerGraph:
     torch.manual_seed(0)
     return pk.profile(
         work.build_model(), work.inputs, loss=work.loss, targets=work.targets, optimizer=adam,
-        repeats=repeats, sizes=sizes,
+        repeats=repeats, sizes=sizes, ranks=0,
     )  # fmt: skip
 
 
@@ -192,7 +191,6 @@ def sums(name: str, rounds: int, repeats: int) -> list[list[str]]:
             f"{(forward + backward) / (real_forward + real_backward):.3f}",
             f"{1e3 * update:.2f} / {1e3 * real_update:.2f}",
             f"{statistics.median(seconds):.1f}",
-            f"{statistics.median(graph.contention for graph in graphs):.3f}",
         ])  # fmt: skip
     return rows
 
@@ -267,7 +265,10 @@ def halves(name: str, rounds: int, repeats: int) -> list[list[str]]:
             "B": (said("backward_seconds"), real.median(stage, "B")),
             "I": (said("backward_input_seconds"), real.median(stage, "I")),
             "F + I + W": (
-                2 * op + said("forward_seconds", "backward_seconds", "split_seconds"),
+                2 * op
+                + said(
+                    "forward_seconds", "split_forward_seconds", "backward_seconds", "split_seconds"
+                ),
                 sum(real.median(stage, kind) for kind in ("F split", "I", "W")),
             ),
             "R": (said("recompute_seconds"), real.median(stage, "R")),
@@ -297,7 +298,7 @@ def main() -> None:
     show(
         "The sum over layers and an unsplit training step",
         ("model", "rows", "layers F ms", "layers B ms", "step F ms", "step B ms", "ratio",
-         "update ms", "profiling s", "contention"),
+         "update ms", "profiling s"),
         [row for name in options.works for row in sums(name, options.rounds, options.repeats)],
     )  # fmt: skip
     show(

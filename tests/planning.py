@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from penstock import Cluster, Device, Layer, LayerGraph, Link, plan
 from penstock.errors import PlanError
+from penstock.graph import Contention
 
 KIB = 1024
 
@@ -20,6 +21,7 @@ layers = st.builds(
     forward_seconds=milliseconds,
     backward_input_seconds=milliseconds,
     backward_weight_seconds=milliseconds,
+    split_forward_seconds=st.one_of(st.just(0.0), milliseconds),
     split_seconds=st.one_of(st.just(0.0), milliseconds),
     recompute_seconds=st.one_of(st.none(), milliseconds),
     update_seconds=milliseconds,
@@ -31,6 +33,10 @@ layers = st.builds(
     parameter_bytes=sizes,
     buffer_bytes=sizes,
     optimizer_bytes=sizes,
+)
+factors = st.sampled_from([0.5, 1.0, 2.0])
+contentions = st.builds(
+    Contention, whole=factors, split=factors, stream=factors, update=factors, stream_update=factors
 )
 memories = st.one_of(st.just(0), st.integers(1000, 20000))
 links = st.builds(
@@ -49,6 +55,7 @@ def graphs(draw, most=7):
         input_bytes=draw(sizes),
         hop_seconds=draw(milliseconds),
         op_seconds=draw(st.sampled_from([0.0, 0.001])),
+        contention=draw(contentions),
     )
 
 

@@ -24,9 +24,9 @@ from penstock.timeline import Span, Timeline
 
 if TYPE_CHECKING:
     from penstock import optimizers
+    from penstock.calibration import profile
     from penstock.microbatches import Microbatches
     from penstock.pipeline import Pipeline
-    from penstock.profiler import profile
     from penstock.rehearsal import rehearse
     from penstock.spine import run_spine
     from penstock.tracing import Captured, capture
@@ -68,7 +68,7 @@ _NEEDS_TORCH = {
     "capture": "penstock.tracing",
     "Microbatches": "penstock.microbatches",
     "Pipeline": "penstock.pipeline",
-    "profile": "penstock.profiler",
+    "profile": "penstock.calibration",
     "rehearse": "penstock.rehearsal",
     "run_spine": "penstock.spine",
 }

@@ -44,8 +44,9 @@ class ActivationMeter:
 
     Not seen: tensors that a custom ``autograd.Function`` stores as attributes of its ``ctx``
     instead of with ``save_for_backward``, what ``torch.utils.checkpoint`` recomputes during the
-    backward (its saved inputs are counted), and tensors whose memory cannot be asked for, such as
-    oneDNN's. ``torch.func.grad`` and its relatives refuse to run inside any such hooks.
+    backward (its inputs are counted, unless they hide in tuples, lists or dictionaries), and
+    tensors whose memory cannot be asked for, such as oneDNN's. ``torch.func.grad`` and its
+    relatives refuse to run inside any such hooks.
 
     To be used from one thread. Activations may be freed in any.
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from math import inf
+from typing import Literal
 
 from msgspec import field
 from msgspec.structs import replace
@@ -30,6 +31,8 @@ class Layer(Value, frozen=True, kw_only=True):
         backward_input_seconds: the gradient with respect to the layer's input.
         backward_weight_seconds: the gradient with respect to its parameters; the two together are a
             whole backward.
+        split_forward_seconds: what the forward takes longer that prepares for a backward in two
+            halves.
         split_seconds: what a backward in two halves takes longer than a whole one.
         recompute_seconds: a forward that runs again before its backward; as long as the first by
             default.
@@ -60,6 +63,7 @@ class Layer(Value, frozen=True, kw_only=True):
     forward_seconds: float
     backward_input_seconds: float
     backward_weight_seconds: float
+    split_forward_seconds: float = 0.0
     split_seconds: float = 0.0
     recompute_seconds: float | None = None
     update_seconds: float = 0.0
@@ -99,6 +103,43 @@ class Layer(Value, frozen=True, kw_only=True):
         return self.forward_seconds + self.backward_seconds
 
 
+Mode = Literal["whole", "split", "stream"]
+"""How ranks work: with whole backwards, with backwards in two halves, or without a flush and with
+several versions of weights."""
+
+
+class Contention(Value, frozen=True, kw_only=True):
+    """How many times longer ranks of one machine take than their layers did alone: they share its
+    memory and, as threads, the interpreter; they wait and wake up; versions of weights are copied.
+
+    Attributes:
+        whole: forwards and backwards of a schedule with whole backwards.
+        split: the same where backwards come in two halves.
+        stream: the same without a flush.
+        update: optimizer steps.
+        stream_update: the same without a flush.
+    """
+
+    whole: float = 1.0
+    split: float = 1.0
+    stream: float = 1.0
+    update: float = 1.0
+    stream_update: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if not 0 < getattr(self, name) < inf:
+                raise InputError(f"contention: {name} is {getattr(self, name)}, but must be > 0")
+
+    def of_passes(self, mode: Mode) -> float:
+        """Of forwards and backwards."""
+        return {"whole": self.whole, "split": self.split, "stream": self.stream}[mode]
+
+    def of_updates(self, mode: Mode) -> float:
+        """Of optimizer steps."""
+        return self.stream_update if mode == "stream" else self.update
+
+
 class LayerGraph(Value, frozen=True, kw_only=True):
     """A profiled model: its layers in execution order.
 
@@ -111,8 +152,7 @@ class LayerGraph(Value, frozen=True, kw_only=True):
         op_seconds: measured overhead of one op (F, B, I or W) of a stage beyond its layers, or 0.
         sum_bytes_per_second: measured: gradients of another holder of the same weights that a
             worker adds to its own; 0 where nobody says, and then it costs nothing.
-        contention: how many times longer everything takes while the other cores of the machine are
-            as busy as this one; at least 1.
+        contention: how many times longer everything takes on ranks that share a machine.
         num_threads: intra-op threads it was measured with; a worker gets as many.
         device: what it was measured on, for people.
         dtype: of the parameters, for people.
@@ -126,7 +166,7 @@ class LayerGraph(Value, frozen=True, kw_only=True):
     hop_seconds: float = 0.0
     op_seconds: float = 0.0
     sum_bytes_per_second: float = 0.0
-    contention: float = 1.0
+    contention: Contention = Contention()
     num_threads: int = 1
     device: str = ""
     dtype: str = ""
@@ -140,9 +180,9 @@ class LayerGraph(Value, frozen=True, kw_only=True):
         repeated = sorted(name for name, count in counts.items() if count > 1)
         if repeated:
             raise InputError(f"layer names must be unique, but {', '.join(repeated)} repeat")
-        for name, least in (("microbatch_size", 1), ("num_threads", 1), ("contention", 1)):
-            if not getattr(self, name) >= least:
-                raise InputError(f"{name} is {getattr(self, name)}, but must be ≥ {least}")
+        for name in ("microbatch_size", "num_threads"):
+            if not getattr(self, name) >= 1:
+                raise InputError(f"{name} is {getattr(self, name)}, but must be ≥ 1")
         self._check_order()
         self._check_other_sizes()
 

@@ -111,34 +111,70 @@ def first_run_only(modules: Sequence[nn.Module]) -> Iterator[Past]:
         yield past
 
 
-def recomputed(module: nn.Module, run: Run) -> Run:
-    """A layer that keeps its input only, and runs again when its backward comes.
+def in_turn(runs: Sequence[Run]) -> Run:
+    """Layers one after the other as one; where they are several, none recalls or stashes."""
+    if len(runs) == 1:
+        return runs[0]
+
+    def run(value: Any, recalled: dict[str, Any]) -> tuple[Any, bool, dict[str, Any]]:
+        drew = False
+        for one in runs:
+            value, drew_too, _ = one(value, {})
+            drew = drew or drew_too
+        return value, drew, {}
+
+    return run
+
+
+def recomputed(modules: Sequence[nn.Module], run: Run, kept: dict[int, Tensor]) -> Run:
+    """Layers that keep only what they are given, and run again when their backward comes.
+
+    What they hand on as it was given to them stays the same tensor, not a copy. Whoever comes
+    next must not overwrite it; these layers themselves work on a copy of what they are given.
 
     Args:
-        module: what ``run`` runs.
+        modules: what ``run`` runs.
         run: does the same when it is called again.
+        kept: told what is kept, by ``id``.
     """
-    modules = tuple(module.modules())
-    pasts: list[Past] = []
+    every = tuple({id(one): one for module in modules for one in module.modules()}.values())
 
-    def first_or_again(value: Any, recalled: dict[str, Any]) -> tuple[Any, bool, dict[str, Any]]:
-        # The layer may overwrite its input.
-        value, recalled = tree.replace(Tensor, Tensor.clone, (value, recalled))
-        if pasts:
-            with repeating(pasts[0]):
-                return run(value, recalled)
-        with remembering(modules) as past:
-            result = run(value, recalled)
-        pasts.append(past)
-        return result
+    def run_now_and_later(value: Any, recalled: dict[str, Any]) -> tuple[Any, bool, dict[str, Any]]:
+        leaves, structure = tree.flatten((value, recalled))
+        kept.update((id(leaf), leaf) for leaf in leaves if isinstance(leaf, Tensor))
+        pasts: list[Past] = []
 
-    def kept(value: Any, recalled: dict[str, Any]) -> tuple[Any, bool, dict[str, Any]]:
-        result: tuple[Any, bool, dict[str, Any]] = checkpoint(
-            first_or_again, value, recalled, use_reentrant=False, preserve_rng_state=False
+        def first_or_again(*given: Any) -> tuple[tuple[Any, bool, dict[str, Any]], dict[int, int]]:
+            # The layer may overwrite its input.
+            own = [one.clone() if isinstance(one, Tensor) else one for one in given]
+            versions = _versions(own)
+            if pasts:
+                with repeating(pasts[0]):
+                    result = run(*tree.unflatten(list(own), structure))
+            else:
+                with remembering(every) as past:
+                    result = run(*tree.unflatten(list(own), structure))
+                pasts.append(past)
+            now = _versions(own)
+            return result, {id(own[at]): at for at in now if now[at] == versions[at]}
+
+        # One by one: what a tuple hides, is kept behind the back of those who watch autograd.
+        (output, drew, stashed), as_given = checkpoint(
+            first_or_again, *leaves, use_reentrant=False, preserve_rng_state=False
         )
-        return result
 
-    return kept
+        def original(tensor: Tensor) -> Tensor:
+            at = as_given.get(id(tensor))
+            return tensor if at is None else leaves[at]
+
+        return tree.replace(Tensor, original, output), drew, stashed
+
+    return run_now_and_later
+
+
+def _versions(values: Sequence[Any]) -> dict[int, int]:
+    """How often each of the tensors among these has been overwritten, by place."""
+    return {at: one._version for at, one in enumerate(values) if isinstance(one, Tensor)}
 
 
 def _drop(tensor: Tensor) -> None:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from penstock import tree
 from penstock.deferral import Deferral, undeferred_parameters
 from penstock.errors import InputError
+from penstock.layer_runs import LayerRuns, apart_from_buffers, explain_overwritten
 from penstock.microbatch_graph import (
     Gradients,
     InputGradients,
@@ -41,8 +42,8 @@ from penstock.microbatch_graph import (
     sent,
 )
 from penstock.randomness import LayerStreams
-from penstock.replay import Past, Run, first_run_only, recomputed, repeating
-from penstock.slices import Call, Relay, call_of, slice_name
+from penstock.replay import Past, first_run_only, repeating
+from penstock.slices import Relay, slice_name
 from penstock.spine import NamedLayer, Skip
 
 __all__ = ["Criterion", "Gradients", "InputGradients", "Keep", "Produced", "Stage"]
@@ -95,7 +96,8 @@ class Stage:
         first_layer: index of the first of them in the whole model.
         streams: where layers draw random numbers.
         recompute_layers: keep only each layer's input, and run the layer again when its backward
-            comes. Only the first run changes buffers; forward hooks of users may fire in both.
+            comes; layers of a captured model block by block. Only the first run changes buffers;
+            forward hooks of users may fire in both.
         num_slices: of a microbatch. With more than one, the number of a microbatch stands for that
             of a slice in all functions: microbatch × ``num_slices`` + slice.
 
@@ -118,20 +120,16 @@ class Stage:
         self.layers = tuple(layers)
         self._first_layer = first_layer
         self._streams = streams
-        self._recompute_layers = recompute_layers
         self._num_slices = num_slices
-        self._calls = [call_of(layer, num_slices) for layer in self.layers]
-        carries = [key for _, key in self._calls if key is not None]
+        self._layer_runs = LayerRuns(
+            self.layers, first_layer, streams, recompute_layers, num_slices
+        )
+        carries = self._layer_runs.carries
         self._carried = Relay(index, carries, num_slices, backward=False)
         self._carried_back = Relay(index, carries, num_slices, backward=True)
         modules = [layer.module for layer in self.layers]
         self._modules = tuple({id(m): m for module in modules for m in module.modules()}.values())
         self._undeferred = undeferred_parameters(self._modules)
-        self._plain = frozenset(
-            first_layer + at
-            for at, (layer, (_, carry)) in enumerate(zip(self.layers, self._calls, strict=True))
-            if carry is None and not layer.stashes and not layer.recalls
-        )
         stashed = {key for layer in self.layers for key in layer.stashes}
         self.recalls = tuple(
             key for layer in self.layers for key in layer.recalls if key not in stashed
@@ -319,7 +317,11 @@ class Stage:
         skip_gradients: Mapping[str, Gradients],
     ) -> InputGradients:
         carried = self._carried_back.take(microbatch)
-        result = graph.backward(gradients, {**skip_gradients, **carried})
+        try:
+            result = graph.backward(gradients, {**skip_gradients, **carried})
+        except RuntimeError as error:
+            explain_overwritten(self.layers, error)
+            raise
         return result._replace(skips=self._carried_back.leave(microbatch, result.skips))
 
     def _forward_keeping_input(self, given: _Given) -> Produced:
@@ -356,8 +358,15 @@ class Stage:
             drew=drew,
             deferral=deferral,
         )
-        stashed = {key: sent(skip, self.index) for key, skip in left.items()}
-        return Produced(sent(value, self.index), stashed), graph
+        stashed = {key: self._leaving(skip) for key, skip in left.items()}
+        return Produced(self._leaving(value), stashed), graph
+
+    def _leaving(self, value: Any) -> Any:
+        """What goes to other stages, in memory that the next forward does not overwrite."""
+        own = value
+        if any(not tensor.requires_grad for tensor in tree.tensors(value)):
+            own = apart_from_buffers(value, self._modules)
+        return sent(own, self.index)
 
     def _run_layers(
         self, value: Any, skips: dict[str, Skip], given: _Given, again: bool
@@ -366,23 +375,7 @@ class Stage:
 
         Recalled skips leave ``skips``, stashed ones join it.
         """
-        drew = False
-        per_layer = self._recompute_layers and torch.is_grad_enabled() and not again
-        pairs = zip(self.layers, self._calls, strict=True)
-        for index, (layer, (call, carry)) in enumerate(pairs, start=self._first_layer):
-            plain = index in self._plain and not per_layer
-            if plain and self._streams.is_quiet(index, layer.module.training):
-                # Nearly all layers, every time: looking for skips costs several times as much.
-                value = layer.module(value)
-                continue
-            run = self._in_stream(layer, call, index, given)
-            if per_layer:
-                run = recomputed(layer.module, run)
-            keys = (*layer.recalls, carry) if carry in skips else layer.recalls
-            recalled = {key: skips.pop(key).taken(key) for key in keys}
-            value, layer_drew, stashed = run(value, recalled)
-            skips.update((key, Skip.of(skip)) for key, skip in stashed.items())
-            drew = drew or layer_drew
+        value, drew = self._layer_runs.run(value, skips, given.where, again)
         if given.criterion is None:
             return value, drew
         index = self._first_layer + len(self.layers)
@@ -392,13 +385,3 @@ class Stage:
         # A scalar out of a fused loss can be a view that keeps a full-size tensor alive.
         loss = scalar(value, torch.is_grad_enabled()).clone()
         return loss, drew or (stream is not None and stream.drew)
-
-    def _in_stream(self, layer: NamedLayer, call: Call, index: int, given: _Given) -> Run:
-        def run(value: Any, recalled: dict[str, Any]) -> tuple[Any, bool, dict[str, Any]]:
-            mode = layer.module.training
-            with self._streams.stream(index, mode, *given.where) as stream:
-                value, stashed = call(layer, value, recalled)
-            self._streams.learn(index, mode, stream)
-            return value, stream is not None and stream.drew, stashed
-
-        return run

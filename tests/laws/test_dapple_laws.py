@@ -14,9 +14,15 @@ from penstock import Costs, schedules, simulate
 from penstock.cluster import Cluster, Link, Topology
 from penstock.graph import Layer, LayerGraph
 from penstock.partition.cost_models import cost_model
-from penstock.partition.dapple import latency, lower_bound, pivot
-from penstock.partition.dapple_placement import RULES, devices_of, placements, servers, take
-from penstock.partition.dapple_search import dapple_candidates
+from penstock.partition.dapple import (
+    RULES,
+    dapple_candidates,
+    latency,
+    lower_bound,
+    pivot,
+    placements,
+)
+from penstock.partition.dapple.rules import devices_of, servers, take
 from penstock.schedule.lower import add_update
 
 ROUNDING = 1 + 1e-9

@@ -18,7 +18,7 @@ from penstock.partition import (
     cost_model,
     evaluate,
 )
-from penstock.partition.levels import nested_partition
+from penstock.partition.steady import nested_partition
 
 MODELS = st.builds(
     cost_model, st.sampled_from(COST_MODELS), overlap=st.sampled_from([0.0, 0.4, 1.0])

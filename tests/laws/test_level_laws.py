@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from penstock.cluster import Cluster, Link
 from penstock.partition import best_partition, cost_model, evaluate
-from penstock.partition.levels import nested_partition
-from penstock.partition.states import handed_on
+from penstock.partition.readers import handed_on
+from penstock.partition.steady import nested_partition
 from tests.laws.test_exact_partition_laws import MODELS, UPDATES, graphs, links
 
 COUNTS = st.sampled_from([(1,), (3,), (2, 2), (2, 3), (3, 2), (4, 1), (2, 1, 2), (2, 2, 2)])

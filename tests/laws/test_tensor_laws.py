@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.cluster import Link
 from penstock.graph import Layer, LayerGraph
-from penstock.partition import layout_search
-from penstock.partition.tensor import split_layers
+from penstock.partition.tensor import layout_search, split_layers
 
 KINDS = ("Linear", "ReLU", "LayerNorm", "BatchNorm2d", "Embedding", "Conv2d", "Add")
 # How a layer can be done, written down a second time: (layout it reads, layout it gives, how the

@@ -33,7 +33,7 @@ def tokens(num_microbatches):
 @functools.cache
 def profiled():
     inputs, targets = tokens(1)
-    return pk.profile(build_model(), inputs, loss=loss, targets=targets, repeats=1)
+    return pk.profile(build_model(), inputs, loss=loss, targets=targets, repeats=1, ranks=0)
 
 
 def planned(name, num_ranks, num_microbatches):

@@ -287,7 +287,7 @@ def test_counted_peaks_are_near_the_predicted_ones(num_slices):
     torch.manual_seed(0)
     model = GPT(vocabulary=VOCABULARY, width=32, heads=2, layers=4, context=length)
     batch = tokens(8, length)
-    graph = pk.profile(model, batch[0][:1], loss=loss, targets=batch[1][:1], repeats=1)
+    graph = pk.profile(model, batch[0][:1], loss=loss, targets=batch[1][:1], repeats=1, ranks=0)
     plan = plan_of(model, 2, 8, num_slices)
     by_name = {layer.name: layer.activation_bytes for layer in graph.layers}
     stages = tuple(
@@ -373,7 +373,7 @@ def test_an_error_names_the_slice_and_the_same_step_may_be_tried_again():
 def test_the_planner_gives_slices_only_when_asked():
     model = build_gpt()
     inputs, targets = tokens()
-    graph = pk.profile(model, inputs, loss=loss, targets=targets, repeats=1)
+    graph = pk.profile(model, inputs, loss=loss, targets=targets, repeats=1, ranks=0)
     # With one microbatch, nothing else would let two ranks work at the same time.
     devices = tuple(pk.Device(name=name) for name in "ab")
     cluster = pk.Cluster(devices=devices, link=pk.Link(latency_seconds=0.0))

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +17,8 @@ from torch import nn
 from penstock.errors import InputError, ModelError
 from penstock.spine import spine_fingerprint, spine_of
 from penstock.tracing import capture
+
+ROOT = Path(__file__).parents[2]
 
 
 class Residual(nn.Module):
@@ -402,6 +408,55 @@ def test_what_no_tracer_can_follow_is_told_with_both_reasons():
     ) as told:
         capture(Lambda(forward, one=nn.Linear(6, 6)), torch.randn(4, 6))
     assert told.value.__cause__ is not None
+
+
+class Branching(nn.Module):
+    """Looks at a value, and talks while it does."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, value):
+        print("looking", file=sys.stderr)
+        value = self.linear(value)
+        return value * 2 if value.sum() > 0 else value
+
+
+ALONE = """
+import torch
+from penstock.errors import ModelError
+from penstock.tracing import capture
+from tests.unit.test_capture import Branching
+
+try:
+    capture(Branching(), torch.randn(4, 3))
+except ModelError as error:
+    print(error)
+"""
+
+
+def test_a_failed_export_prints_no_graph_and_hides_nothing_else():
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE],
+        capture_output=True,
+        check=False,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+    )
+    assert "Branching can be traced neither by torch.export" in done.stdout
+    assert set(done.stderr.splitlines()) == {"looking"}
+
+
+def test_what_hushes_torch_is_gone_afterwards(capsys):
+    logger, stream = logging.getLogger("torch.fx.experimental.symbolic_shapes"), sys.stderr
+    before = list(logger.filters)
+    with pytest.raises(ModelError):
+        capture(Branching(), torch.randn(4, 3))
+    assert sys.stderr is stream
+    assert logger.filters == before
+    assert "looking" in capsys.readouterr().err
 
 
 def test_a_model_that_tracing_does_not_see_is_refused():

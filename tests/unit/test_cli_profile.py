@@ -36,9 +36,11 @@ def test_json_is_the_graph():
     assert found["other_sizes"] == []
 
 
-def test_busy_cores_can_be_none():
-    told = run("profile", WORKLOAD, "--repeats", "1", "--busy-cores", "0", "--json")
-    assert json.loads(told)["contention"] == 1
+def test_no_pipeline_need_be_run():
+    told = run("profile", WORKLOAD, "--repeats", "1", "--ranks", "0", "--json")
+    assert json.loads(told)["contention"] == {
+        "whole": 1.0, "split": 1.0, "stream": 1.0, "update": 1.0, "stream_update": 1.0
+    }  # fmt: skip
 
 
 def test_sizes_are_numbers_of_rows_that_there_are():
@@ -48,7 +50,7 @@ def test_sizes_are_numbers_of_rows_that_there_are():
 
 
 def test_sizes_may_be_larger_than_the_workloads_own():
-    graph = workload().profile(4, repeats=1, sizes=[8], busy_cores=0)
+    graph = workload().profile(4, repeats=1, sizes=[8], ranks=0)
     assert (graph.microbatch_size, graph.sizes) == (2, (2, 8))
     assert graph.at(8).input_bytes == 4 * graph.input_bytes
     with pytest.raises(InputError, match="rows cannot be taken"):

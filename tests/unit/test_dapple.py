@@ -7,9 +7,8 @@ import pytest
 from penstock.cluster import Cluster, Device, Group, Link
 from penstock.errors import InputError, PlanError
 from penstock.graph import Layer, LayerGraph
-from penstock.partition.dapple import latency, lower_bound, pivot
-from penstock.partition.dapple_placement import placements, servers, take
-from penstock.partition.dapple_search import dapple_candidates
+from penstock.partition.dapple import dapple_candidates, latency, lower_bound, pivot, placements
+from penstock.partition.dapple.rules import servers, take
 from tests.laws.test_dapple_laws import step
 
 TWO_SERVERS = Cluster.tree((4, 2), (Link(bytes_per_second=1e9), Link(bytes_per_second=1e6)))

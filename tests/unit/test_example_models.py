@@ -107,7 +107,7 @@ def prepared(request):
 
 def test_it_trains_in_two_stages_as_on_one_device(prepared):
     model, inputs, targets = copy.deepcopy(prepared)
-    graph = pk.profile(model, inputs, repeats=1)
+    graph = pk.profile(model, inputs, repeats=1, ranks=0)
     assert graph.microbatch_size == microbatches.num_rows(inputs, "inputs") == ROWS
     plan = halved(graph)
     theirs = copy.deepcopy(model)
@@ -126,7 +126,7 @@ def test_it_trains_in_two_stages_as_on_one_device(prepared):
 
 def test_the_planner_plans_it_into_two_stages(prepared):
     model, inputs, _ = copy.deepcopy(prepared)
-    graph = pk.profile(model, inputs, repeats=1)
+    graph = pk.profile(model, inputs, repeats=1, ranks=0)
     devices = tuple(pk.Device(name=f"d{index}") for index in range(2))
     plan = pk.plan(graph, pk.Cluster(devices=devices), microbatches=2, stages=2, schedule="1f1b")
     assert [name for stage in plan.stages for name in stage.layers] == [

@@ -15,13 +15,15 @@ from penstock.cluster import Link
 from penstock.errors import InputError, PlanError
 from penstock.graph import Layer, LayerGraph
 from penstock.partition import balance
-from penstock.partition.learned import _Policy, learned_placement
-from penstock.partition.placement_space import make_space, stage_costs
-from penstock.partition.placers import (
+from penstock.partition.placement import (
     brute_force_placement,
     greedy_placement,
+    learned_placement,
+    make_space,
     random_placement,
+    stage_costs,
 )
+from penstock.partition.placement.learned import _Policy
 
 PLACERS = [random_placement, greedy_placement, learned_placement]
 EVERY_LAYER = {"max_groups": 1000, "tiny": 0.0}

@@ -10,8 +10,8 @@ from penstock.cluster import Cluster, Device, Group, Link, Wire
 from penstock.errors import InputError
 from penstock.graph import Layer, LayerGraph
 from penstock.partition import best_partition, cost_model, evaluate
-from penstock.partition.level_programme import MOST_STEPS, Component, steps, worth_cutting
-from penstock.partition.levels import levels_of, nested_partition
+from penstock.partition.steady import levels_of, nested_partition
+from penstock.partition.steady.level_programme import MOST_STEPS, Component, steps, worth_cutting
 from penstock.pipedream_profiles import read_pipedream_graph
 
 DATA = Path(__file__).parents[1] / "data" / "pipedream"

@@ -44,7 +44,7 @@ def results(tmp_path_factory):
         patched.chdir(here)
         patched.setenv("COLUMNS", "110")
         for words, _ in commands():
-            quick = ["--repeats", "1", "--busy-cores", "0"] if words[0] == "profile" else []
+            quick = ["--repeats", "1", "--ranks", "0"] if words[0] == "profile" else []
             result = CliRunner().invoke(penstock, [*words, *quick])
             found[tuple(words)] = (result.exit_code, result.output + str(result.exception or ""))
         exec(blocks("python")[0], {})

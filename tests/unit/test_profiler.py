@@ -19,7 +19,7 @@ ROWS, FLOAT = 8, 4
 
 
 def quick(model, inputs, **options):
-    return pk.profile(model, inputs, **{"repeats": 1, **options})
+    return pk.profile(model, inputs, **{"repeats": 1, "ranks": 0, **options})
 
 
 def test_bytes_of_a_known_model_are_the_analytic_numbers():
@@ -199,8 +199,8 @@ def test_loss_and_targets_come_together():
         ({"repeats": 0}, "must be ≥ 1"),
         ({"num_threads": 0}, "must be ≥ 1"),
         ({"repeats": -1}, "must be ≥ 1"),
-        ({"busy_cores": -1}, "busy_cores is -1, but must be a whole number ≥ 0"),
-        ({"busy_cores": 0.5}, "busy_cores is 0.5"),
+        ({"ranks": -1}, "ranks is -1, but must be a whole number ≥ 0"),
+        ({"ranks": 0.5}, "ranks is 0.5"),
         ({"sizes": [4, 9]}, "9 rows cannot be taken from a sample of 8"),
         ({"sizes": [0]}, "0 rows cannot be taken"),
         ({"sizes": [1.5]}, "1.5 rows cannot be taken"),

@@ -15,7 +15,7 @@ VALUE = ROWS * WIDTH * FLOAT
 
 
 def quick(model, inputs, **options):
-    return pk.profile(model, inputs, **{"repeats": 1, "busy_cores": 0, **options})
+    return pk.profile(model, inputs, **{"repeats": 1, "ranks": 0, **options})
 
 
 class Net(nn.Module):

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.cluster import Link
 from penstock.graph import Layer
-from penstock.partition.layouts import Ring, ways
+from penstock.partition.tensor.layouts import Ring, ways
 
 
 def layer(kind):

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from penstock.cluster import Link
 from penstock.errors import InputError
 from penstock.graph import Layer, LayerGraph
-from penstock.partition.layouts import Ring, ways
 from penstock.partition.tensor import split_layers
+from penstock.partition.tensor.layouts import Ring, ways
 from tests.tensor_models import alexnet, transformer, vgg16
 
 ETHERNET = Link(latency_seconds=1e-5, bytes_per_second=12.5e9)  # 100 Gbit/s

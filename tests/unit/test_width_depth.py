@@ -11,8 +11,7 @@ from msgspec.structs import replace
 from penstock.cluster import Cluster, Device, Link
 from penstock.errors import InputError
 from penstock.graph import Layer, LayerGraph
-from penstock.partition import balance
-from penstock.partition.width_depth import width_depth
+from penstock.partition import balance, width_depth
 
 
 def random_graph(draw, num_layers, size=1):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.cli import options, show, sources
-from penstock.graph import Layer, LayerGraph
+from penstock.graph import Contention, Layer, LayerGraph
 
 if TYPE_CHECKING:
     from penstock.trial import Workload
@@ -40,8 +40,9 @@ def _parse_sizes(_: click.Context, __: click.Parameter, text: str | None) -> tup
 @click.option("--repeats", type=int, default=7, show_default=True, help="Measurements per time.")
 @click.option("--sizes", callback=_parse_sizes, help="Other microbatch sizes, in rows, as 2,4,8.")
 @click.option(
-    "--busy-cores", type=click.IntRange(min=0),
-    help="Other cores to keep busy, to see what that costs; default: all others, at most 7.",
+    "--ranks", type=click.IntRange(min=0),
+    help="Of the pipelines that are run to see what sharing a machine costs; 0 for none. Default: "
+    "as many as there are cores, at most 8.",
 )  # fmt: skip
 @options.output_option("Where to write the profile (.json).")
 @options.json_option
@@ -50,7 +51,7 @@ def profile(
     microbatches: int,
     repeats: int,
     sizes: tuple[int, ...],
-    busy_cores: int | None,
+    ranks: int | None,
     output: str | None,
     as_json: bool,
 ) -> None:
@@ -58,7 +59,7 @@ def profile(
     loaded = sources.load_workload(workload)
     with show.profiling() as progress:
         graph = loaded.profile(
-            microbatches, repeats=repeats, sizes=sizes, busy_cores=busy_cores, progress=progress
+            microbatches, repeats=repeats, sizes=sizes, ranks=ranks, progress=progress
         )
     if output is not None:
         graph.save(output)
@@ -107,7 +108,7 @@ def _cells(layers: Sequence[Layer]) -> list[str]:
                 layer.forward_seconds,
                 layer.backward_input_seconds,
                 layer.backward_weight_seconds,
-                layer.split_seconds,
+                layer.split_forward_seconds + layer.split_seconds,
                 layer.forward_seconds
                 if layer.recompute_seconds is None
                 else layer.recompute_seconds,
@@ -135,14 +136,22 @@ def _warnings(layers: Sequence[Layer]) -> dict[str, list[str]]:
     return found
 
 
+def _shared(contention: Contention) -> str:
+    return (
+        f"on ranks that share a machine, passes take {contention.whole:.2f} times as long "
+        f"(backwards in halves {contention.split:.2f}, without a flush {contention.stream:.2f}), "
+        f"updates {contention.update:.2f} (without a flush {contention.stream_update:.2f})"
+    )
+
+
 def _conditions(graph: LayerGraph) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in graph.software.items())
     lines = [
         f"{graph.microbatch_size} rows, {graph.dtype or 'no parameters'}, {graph.device}, "
         f"{graph.num_threads} thread{'' if graph.num_threads == 1 else 's'}; {versions}",
         f"an op takes {graph.op_seconds * 1e6:.0f} µs beside its layers, a message "
-        f"{graph.hop_seconds * 1e6:.0f} µs; with the other cores busy, all takes "
-        f"{graph.contention:.2f} times as long",
+        f"{graph.hop_seconds * 1e6:.0f} µs",
+        _shared(graph.contention),
     ]
     for other in graph.other_sizes:
         seconds = sum(layer.compute_seconds for layer in other.layers)

@@ -11,12 +11,10 @@ from penstock.cost import Costs
 from penstock.drawing import draw as draw_timeline
 from penstock.drawing import draw_plan, draw_scatter, draw_stacked
 from penstock.errors import InputError
-from penstock.planner import Plan
 from penstock.planner.picture import picture_of
 from penstock.schedule import Schedule, families
 from penstock.schedule.about import about
 from penstock.schedule.check import check as check_schedule
-from penstock.versions import POLICIES
 
 _SOURCE_HELP = (
     "SOURCE is a schedule's name, a .csv of ops, or a .json plan, timeline or run. Options of a "
@@ -84,11 +82,10 @@ def draw(
         found = sources.load_with_versions(source, ranks, microbatches, costs, policy)
     else:
         found = sources.load(source, ranks, microbatches, costs)
-    plan = _plan_of(source, found, policy)
-    if plan is None:
+    if found.plan is None:
         picture = draw_timeline(found.timeline, output, versions=versions)
     else:
-        shown = picture_of(plan, found.timeline)
+        shown = picture_of(found.plan, found.timeline)
         picture = draw_plan(shown, found.timeline, output, versions=versions)
     if as_json:
         show.print_json({**show.metrics(found), "output": output})
@@ -96,14 +93,6 @@ def draw(
         click.echo(picture)
     else:
         show.say(f"wrote {output}")
-
-
-def _plan_of(source: str, found: sources.Source, policy: str | None) -> Plan | None:
-    """The plan that a source came from, if any."""
-    if found.sizes is None:
-        return None
-    plan = Plan.load(source)
-    return plan if policy is None else plan.reading(POLICIES[policy]())
 
 
 @click.command(epilog=_SOURCE_HELP)

@@ -105,7 +105,7 @@ def stacked_in_terminal(timelines: Sequence[Titled]) -> str:
 def metrics(source: Source) -> dict[str, object]:
     """A timeline's numbers, for ``--json``; what only a schedule or a plan knows is null without
     one."""
-    timeline, schedule, sizes = source
+    timeline, schedule, sizes = source.timeline, source.schedule, source.sizes
     return {
         "name": timeline.name,
         "source": timeline.source,
@@ -130,7 +130,7 @@ def print_metrics(sources: Sequence[Source]) -> None:
 
 
 def _metric_row(source: Source, with_bytes: bool) -> list[str]:
-    timeline, schedule, sizes = source
+    timeline, schedule, sizes = source.timeline, source.schedule, source.sizes
     row = [
         timeline.name or "schedule",
         f"{timeline.makespan:.4g}",

@@ -62,12 +62,17 @@ _STAGES_PER_RANK = {"v": 2}
 
 
 class Source(NamedTuple):
-    """Something that can be drawn: its timeline, the schedule if it came from one, and the bytes
-    that a microbatch keeps if a plan says so."""
+    """Something that can be drawn: its timeline, and the schedule and the plan if it came from
+    them."""
 
     timeline: Timeline
     schedule: Schedule | None
-    sizes: Sizes | None = None
+    plan: Plan | None = None
+
+    @property
+    def sizes(self) -> Sizes | None:
+        """The bytes that a microbatch keeps, if a plan says so."""
+        return self.plan.sizes if self.plan else None
 
 
 def load(name: str, ranks: int, microbatches: int, costs: Costs) -> Source:
@@ -242,7 +247,7 @@ def family_options(family: str, text: str) -> dict[str, Any]:
 
 
 def _planned(plan: Plan) -> Source:
-    return Source(plan.simulate(), plan.build_schedule(), plan.sizes)
+    return Source(plan.simulate(), plan.build_schedule(), plan)
 
 
 def _json_with_versions(path: str, policy: str | None) -> Source:

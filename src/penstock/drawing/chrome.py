@@ -7,6 +7,7 @@ counters ``C``, times in microseconds.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -27,7 +28,7 @@ def chrome(timeline: Timeline, versions: bool = False) -> str:
         versions: whether to say which version of the weights each op read.
     """
     spans = (_event(span, versions) for span in timeline.spans)
-    events = [*_metadata(timeline), *spans, *_counters(timeline)]
+    events = chain(_metadata(timeline), spans, _counters(timeline))
     rows = ",\n".join(msgspec.json.encode(event).decode() for event in events)
     return f'{{"displayTimeUnit":"ms","traceEvents":[\n{rows}\n]}}'
 

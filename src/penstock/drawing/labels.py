@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from penstock.drawing.excerpt import whole_of
 from penstock.schedule.op import COMPUTE, Kind, Op
 from penstock.timeline import Timeline
 
@@ -23,6 +24,7 @@ class Names:
     """
 
     def __init__(self, timeline: Timeline) -> None:
+        timeline = whole_of(timeline)
         self._sliced = timeline.num_slices > 1
         self._way: dict[int, int] = {
             op.microbatch: rank
@@ -77,6 +79,6 @@ def headline(timeline: Timeline, title: str = "") -> str:
     """One line of facts: name (or the title instead), source, makespan and both bubbles."""
     name = title or timeline.name or "schedule"
     return (
-        f"{name}, {timeline.source}: makespan {timeline.makespan:.4g}, "
+        f"{name}, {timeline.source}: makespan {whole_of(timeline).makespan:.4g}, "
         f"bubble {timeline.bubble:.1%}, stage bubble {timeline.stage_bubble:.1%}"
     )

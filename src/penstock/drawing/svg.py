@@ -15,6 +15,7 @@ from itertools import pairwise
 
 from penstock.drawing import version_marks
 from penstock.drawing.boxes import LabelStyle, box, hatches, label_styles, widest_label
+from penstock.drawing.excerpt import excerpts, whole_of
 from penstock.drawing.labels import Names
 from penstock.drawing.legend import legend
 from penstock.drawing.markup import document, lines, shortened, tag, text_width, write
@@ -37,6 +38,8 @@ _MARGIN = 16.0
 _HEAD_HEIGHT = 50.0
 _AXIS_HEIGHT = 46.0
 _TICK_DISTANCE = 80.0
+_OPS_PER_RANK = 200
+"""Of a timeline that is too long to be drawn, at its beginning and at its end."""
 
 
 def svg(
@@ -64,7 +67,8 @@ def stacked(
     width_range: tuple[float, float] = FIGURE_WIDTHS,
     versions: bool = False,
 ) -> str:
-    """Draw several timelines, one below the other, on one time axis.
+    """Draw several timelines, one below the other, on one time axis; of one with more than 50,000
+    ops, only its beginning and its end.
 
     Args:
         timelines: each with its title.
@@ -75,7 +79,7 @@ def stacked(
         versions: whether to show which version of the weights each op read.
     """
     items = timelines.items() if isinstance(timelines, Mapping) else timelines
-    panels = [(title, timeline) for title, timeline in items]
+    panels = excerpts(items, _OPS_PER_RANK)
     frame = _frame([timeline for _, timeline in panels], width or width_range, unit, versions)
     parts, top = [], _MARGIN
     for title, timeline in panels:
@@ -164,7 +168,7 @@ def _facts(timeline: Timeline, unit: Unit) -> str:
     if not timeline.spans:
         return "no op ran"
     return (
-        f"makespan {unit.show(timeline.makespan)} · bubble {timeline.bubble:.1%} · "
+        f"makespan {unit.show(whole_of(timeline).makespan)} · bubble {timeline.bubble:.1%} · "
         f"stage bubble {timeline.stage_bubble:.1%}"
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from penstock.drawing.excerpt import excerpts
 from penstock.drawing.labels import Names, headline
 from penstock.drawing.units import Titled, longest
 from penstock.drawing.version_marks import READING
@@ -12,6 +13,8 @@ from penstock.timeline import BUSY, Span, Timeline
 
 IDLE, FILL = "·", "─"
 _WIDEST_GRID = 240
+_OPS_PER_RANK = 20
+"""Of a timeline that is too long to be drawn, at its beginning and at its end."""
 _READS = "reads"
 _READS_MEANS = (
     "reads: the version of the weights that the op above reads; version v has had v updates"
@@ -40,7 +43,8 @@ def stacked_text(
     widest_grid: int = _WIDEST_GRID,
     versions: bool = False,
 ) -> str:
-    """Draw several timelines, one below the other, on one time axis.
+    """Draw several timelines, one below the other, on one time axis; of one with more than 50,000
+    ops, only its beginning and its end.
 
     Args:
         timelines: each with its title.
@@ -48,7 +52,8 @@ def stacked_text(
         widest_grid: how many it may have at most where they do.
         versions: as in ``text``.
     """
-    named = [(title, timeline, Names(timeline)) for title, timeline in timelines]
+    shown = excerpts(timelines, _OPS_PER_RANK, from_zero=True)
+    named = [(title, timeline, Names(timeline)) for title, timeline in shown]
     drawn = [(one, names) for _, one, names in named]
     columns_per_unit = _scale(drawn, width, widest_grid, versions)
     pictures = (

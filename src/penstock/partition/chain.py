@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     Table = npt.NDArray[np.float64]
 
-_ROUNDING = 1e-12
+ROUNDING = 1e-12
 """Relative: the same seconds summed in another order are still the same."""
 
 
@@ -81,7 +81,7 @@ def balance(
 
     def squares(stage: int) -> Table:
         table = seconds(stage)
-        return np.where(table <= slowest * (1 + _ROUNDING), table * table, inf)
+        return np.where(table <= slowest * (1 + ROUNDING), table * table, inf)
 
     _, cuts = _solve(num_stages, squares, np.add)
     return cuts
@@ -134,7 +134,7 @@ def _solve(
         score = combine(best[:, None], table)
         best = score.min(axis=0)
         # Of equals the last start is taken, which leaves more to the stages before.
-        as_good = score[::-1] <= best * (1 + _ROUNDING)
+        as_good = score[::-1] <= best * (1 + ROUNDING)
         starts.append(len(table) - 1 - as_good.argmax(axis=0))
     least, cuts = float(best[-1]), [len(best) - 1]
     for start in reversed(starts):

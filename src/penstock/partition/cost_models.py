@@ -19,10 +19,19 @@ The first two know no latencies.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from penstock.cluster import Link
 from penstock.errors import InputError
 from penstock.values import is_number, one_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
+
+Line = tuple[float, float]
+"""(seconds per byte of parameters, seconds besides) of an exchange of gradients."""
 
 RELEASED, PAPER, RING = "pipedream-released", "pipedream-paper", "ring"
 
@@ -75,6 +84,13 @@ class CostModel:
         shown = 1 - self.overlap
         return max(compute, exchange) + shown * min(compute, exchange)
 
+    def together(self, compute: Array, exchange: Array) -> Array:
+        """``shared_seconds`` of many stages at once, whose two parts are shared already."""
+        import numpy as np
+
+        shown = 1 - self.overlap
+        return np.asarray(np.maximum(compute, exchange) + shown * np.minimum(compute, exchange))
+
     def cut_seconds(self, num_bytes: float, num_replicas: int, link: Link) -> float:
         """Seconds per microbatch that a cut takes: a message forward, and its gradient back.
 
@@ -104,6 +120,12 @@ class CostModel:
         seconds = self.bytes_moved(num_replicas) * _transfer(parameter_bytes, link)
         return seconds + 2 * others * self.latency_seconds(link)
 
+    def reduce_line(self, num_replicas: int, link: Link) -> Line:
+        """``reduce_seconds`` as a line over the bytes of parameters."""
+        per_byte = 1 / link.bytes_per_second if link.bytes_per_second else 0.0
+        base = self.reduce_seconds(0.0, num_replicas, link)
+        return self.bytes_moved(num_replicas) * per_byte, base
+
     def bytes_moved(self, num_replicas: int) -> float:
         """How many bytes an exchange puts on a link for each byte of parameters."""
         others = num_replicas - 1
@@ -132,6 +154,12 @@ def cost_model(name: str, overlap: float = 1.0) -> CostModel:
         raise InputError(f"overlap is {overlap!r}, but must be a number between 0 and 1")
     fixed = {RELEASED: 0.0, PAPER: 1.0}
     return CostModel(name, fixed.get(name, float(overlap)))
+
+
+def check_updates(updates: float) -> None:
+    """Raise ``InputError`` unless these may be the updates per microbatch."""
+    if not is_number(updates) or not 0 < updates <= 1:
+        raise InputError(f"updates is {updates!r}, but must be a number above 0 and at most 1")
 
 
 def _transfer(num_bytes: float, link: Link) -> float:

@@ -77,25 +77,26 @@ class Candidate:
     def _stage(self, index: int, start: int, stop: int) -> StagePlan:
         task, setting = self.task, self.setting
         devices, layers = setting.devices_of[index], task.graph.layers[start:stop]
-        pace, more = task.pace(devices, setting.devices), task.graph.op_seconds
+        pace, more = task.pace(devices, setting.devices, setting.mode), task.graph.op_seconds
         is_last = stop == task.num_layers
         hop, busy = (
             (0.0, 0.0) if is_last else task.hop(stop, devices, setting.devices_of[index + 1])
         )
 
         def seconds(name: str) -> float:
-            return pace * task.sum(name, start, stop)
+            return pace.passes * task.sum(name, start, stop)
 
+        prepares = seconds("split_forward_seconds") if setting.splits_backward else 0.0
         rank = setting.ranks_of[index][0]
         return StagePlan(
             layers=tuple(layer.name for layer in layers),
             rank=rank,
-            forward_seconds=seconds("forward_seconds") + more,
+            forward_seconds=seconds("forward_seconds") + prepares + more,
             backward_input_seconds=seconds("backward_input_seconds") + more,
             backward_weight_seconds=seconds("backward_weight_seconds"),
             split_seconds=seconds("split_seconds") + more,
             recompute_seconds=seconds("recompute_seconds") + more,
-            update_seconds=seconds("update_seconds"),
+            update_seconds=pace.updates * task.sum("update_seconds", start, stop),
             reduce_seconds=self._reduce_seconds(index, start, stop),
             hop_seconds=hop,
             link_seconds=busy,
@@ -127,7 +128,8 @@ class Candidate:
         backward = task.sum("backward_input_seconds", start, stop) + task.sum(
             "backward_weight_seconds", start, stop
         )
-        hidden = model.overlap * min(whole, task.pace(devices, setting.devices) * backward)
+        pace = task.pace(devices, setting.devices, setting.mode).passes
+        hidden = model.overlap * min(whole, pace * backward)
         rate = task.graph.sum_bytes_per_second
         added = (len(devices) - 1) * num_bytes / rate if rate else 0.0
         return whole - hidden + added + self._tied_seconds(index, start, stop)

@@ -109,7 +109,7 @@ def _balanced(task: Task, setting: Setting, rooms: Rooms) -> Iterator[Candidate]
         cuts = _balance(task, setting, rooms)
     else:
         # Without limits, cuts depend on the devices only: many schedules share them.
-        key = (setting.devices_of, setting.replicas)
+        key = (setting.devices_of, setting.replicas, setting.mode)
         if key not in task.known_cuts:
             task.known_cuts[key] = _balance(task, setting, rooms)
         cuts = task.known_cuts[key]
@@ -119,7 +119,9 @@ def _balanced(task: Task, setting: Setting, rooms: Rooms) -> Iterator[Candidate]
 
 def _balance(task: Task, setting: Setting, rooms: Rooms) -> list[tuple[int, ...]]:
     """Where to cut: by compute alone, and with the hops."""
-    paces = [task.pace(devices, setting.devices) for devices in setting.devices_of]
+    paces = [
+        task.pace(devices, setting.devices, setting.mode).passes for devices in setting.devices_of
+    ]
     speeds = [setting.replicas_of(stage) / pace for stage, pace in enumerate(paces)]
     hops = [_hops(task, setting, stage) for stage in range(setting.num_stages)]
     ties = _split_ties(task, setting)

@@ -9,8 +9,9 @@ from itertools import chain, permutations, product
 from typing import Any, Literal
 
 from penstock.errors import InputError, PlanError
+from penstock.graph import Mode
 from penstock.partition import best_partition
-from penstock.partition.dapple_search import dapple_candidates
+from penstock.partition.dapple import dapple_candidates
 from penstock.planner.setting import RecomputeRule, Setting, build_schedule
 from penstock.planner.task import Task
 from penstock.schedule import families
@@ -90,8 +91,13 @@ class Offer:
 
     def least_seconds(self, task: Task) -> float:
         """No minibatch takes less: all devices busy all the time."""
-        pace = sum(1 / task.pace((device,), self.devices) for device in self.devices)
-        return task.num_microbatches * sum(task.compute_seconds) / pace
+        # Whether the family splits backwards, only its schedule tells.
+        modes: tuple[Mode, ...] = ("stream",) if self.versions.asynchronous else ("whole", "split")
+        speed = max(
+            sum(1 / task.pace((device,), self.devices, mode).passes for device in self.devices)
+            for mode in modes
+        )
+        return task.num_microbatches * sum(task.compute_seconds) / speed
 
     def setting(self, task: Task) -> Setting:
         """Build it.

@@ -8,8 +8,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from penstock.partition import best_partition
-from penstock.partition.learned import learned_placement
-from penstock.partition.placement_space import Stages, stage_costs
+from penstock.partition.placement import Stages, learned_placement, stage_costs
 from penstock.planner.candidate import Candidate
 from penstock.planner.cuts import with_cuts
 from penstock.planner.offers import PLAIN, Offer, Wish
@@ -43,7 +42,7 @@ def in_other_orders(task: Task) -> Iterator[Task]:
 
 def learned(task: Task, wish: Wish) -> Candidate | None:
     """What a policy finds that learns by trial and error which device takes which layers, judged by
-    simulations of 1F1B (``penstock.partition.learned``); ``None`` if it does not fit.
+    simulations of 1F1B (``penstock.partition.placement.learned``); ``None`` if it does not fit.
 
     Args:
         task: with devices that are all used, or fewer.

@@ -8,6 +8,7 @@ from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
+from penstock.graph import Mode
 from penstock.planner.stage_plan import Recompute
 from penstock.planner.task import Task
 from penstock.schedule import Kind, Schedule, families
@@ -91,6 +92,13 @@ class Setting:
     def splits_backward(self) -> bool:
         """Whether backwards come in two halves."""
         return any(op[1] is Kind.BACKWARD_INPUT for ops in self.schedule.ranks for op in ops)
+
+    @property
+    def mode(self) -> Mode:
+        """How its ranks work."""
+        if self.versions.asynchronous:
+            return "stream"
+        return "split" if self.splits_backward else "whole"
 
     def stream(self, num_microbatches: int) -> Schedule:
         """The schedule for so many microbatches."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, product
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.cluster import Cluster, Device, Link, Topology
-from penstock.graph import Layer, LayerGraph
+from penstock.graph import Layer, LayerGraph, Mode
 from penstock.partition.cost_models import CostModel, cost_model
 
 if TYPE_CHECKING:
@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 
 _MANY_PAIRS = 256
 _MOST_PLACES = 256
+
+
+class Pace(NamedTuple):
+    """By what the profile's seconds are multiplied: those of forwards and backwards, and those of
+    updates."""
+
+    passes: float
+    updates: float
 
 
 @dataclass(frozen=True)
@@ -110,8 +118,8 @@ class Task:
         """Of each number of a layer: entry k is the sum over the first k layers."""
         names = (
             "forward_seconds", "backward_input_seconds", "backward_weight_seconds",
-            "split_seconds", "update_seconds", "parameter_bytes", "optimizer_bytes",
-            "buffer_bytes", "activation_bytes", "weight_kept_bytes",
+            "split_forward_seconds", "split_seconds", "update_seconds", "parameter_bytes",
+            "optimizer_bytes", "buffer_bytes", "activation_bytes", "weight_kept_bytes",
         )  # fmt: skip
         layers = self.graph.layers
         columns: dict[str, Iterable[float]] = {
@@ -205,15 +213,19 @@ class Task:
                 sizes[name] = num_bytes
         return tuple((name, sizes[name], own[0], own[-1]) for name, own in holders.items())
 
-    def pace(self, devices: Collection[int], used: Collection[int]) -> float:
+    def pace(self, devices: Collection[int], used: Collection[int], mode: Mode) -> Pace:
         """By what the profile's seconds are multiplied on the slowest of some devices.
 
         Args:
             devices: of a stage.
             used: by the whole plan.
+            mode: in which its ranks work.
         """
         slowest = min(self.cluster.devices[device].speed for device in devices)
-        return (self.graph.contention if self._is_crowded(devices, used) else 1.0) / slowest
+        if not self._is_crowded(devices, used):
+            return Pace(1 / slowest, 1 / slowest)
+        contention = self.graph.contention
+        return Pace(contention.of_passes(mode) / slowest, contention.of_updates(mode) / slowest)
 
     def _is_crowded(self, devices: Collection[int], used: Collection[int]) -> bool:
         """Whether one of them shares its host's memory with another one that works."""

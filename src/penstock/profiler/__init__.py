@@ -1,15 +1,27 @@
-"""Measure a model layer by layer, in place.
+"""Measure the layers of a model, in place, while nothing else works.
 
-The whole room is ``profile`` (``measuring``). ``chain`` makes functions of layers, ``passes`` runs
-them by a ``clock`` with the graph cut between them, ``rounds`` lets all kinds of pass take turns
-and makes medians of them, beside ``neighbours`` that keep the other cores busy; ``overheads`` is
-what comes on top of layers, ``workspace`` and ``penstock.footprint`` count memory, ``flags`` says
-what is odd, ``bench`` does all that with one ``sample``, and ``conditions`` leaves everything as it
-was.
+The whole room is ``measure_alone`` (``measuring``). ``chain`` makes functions of layers, ``passes``
+runs them by a ``clock`` with the graph cut between them, ``rounds`` lets all kinds of pass take
+turns and makes medians of them; ``overheads`` is what comes on top of layers, ``workspace`` and
+``penstock.footprint`` count memory, ``flags`` says what is odd, ``bench`` does all that with one
+``sample``, and ``conditions`` leaves everything as it was.
 """
 
 from penstock.profiler.bench import Progress
-from penstock.profiler.measuring import profile
+from penstock.profiler.chain import Loss
+from penstock.profiler.conditions import device_of
+from penstock.profiler.measuring import measure_alone
 from penstock.profiler.overheads import OptimizerFactory, measure_hand_over
+from penstock.profiler.rounds import WARM_UP
+from penstock.profiler.sample import Sample
 
-__all__ = ["OptimizerFactory", "Progress", "measure_hand_over", "profile"]
+__all__ = [
+    "WARM_UP",
+    "Loss",
+    "OptimizerFactory",
+    "Progress",
+    "Sample",
+    "device_of",
+    "measure_alone",
+    "measure_hand_over",
+]

@@ -13,7 +13,6 @@ from penstock.footprint import Footprint, measure_footprints
 from penstock.profiler.chain import HandedOn, Run, handed_on, runs_of
 from penstock.profiler.clock import clock_of
 from penstock.profiler.flags import flags_of
-from penstock.profiler.neighbours import Neighbours
 from penstock.profiler.rounds import (
     WARM_UP,
     LayerTimes,
@@ -77,10 +76,8 @@ class Bench:
             for layer in layers
         ]
 
-    def measure(
-        self, sample: Sample, neighbours: Neighbours | None = None
-    ) -> tuple[list[Measured], float]:
-        """Every layer, and the contention with neighbours."""
+    def measure(self, sample: Sample) -> list[Measured]:
+        """Every layer."""
         runs = runs_of(self._layers, sample.loss, sample.targets)
         passed: dict[int, HandedOn] = {}
         watched = [partial(self._watched, passed, sample, *pair) for pair in enumerate(runs)]
@@ -90,13 +87,13 @@ class Bench:
         if self._gauge is not None:
             workspaces = measure_workspaces(runs, sample.inputs, self._gauge)
         rounds = measure_rounds(
-            runs, sample.inputs, self.clock, self._repeats, self._undeferred, neighbours, self._tell
+            runs, sample.inputs, self.clock, self._repeats, self._undeferred, self._tell
         )
         times = times_of(rounds, self._overheads, self._trains, self.clock.tick_seconds)
         handed = [passed[index] for index in range(len(runs))]
         flags = self._flags(times)
         columns = zip(times, footprints, handed, workspaces, flags, strict=True)
-        return [Measured(*row) for row in columns], rounds.contention
+        return [Measured(*row) for row in columns]
 
     def _watched(
         self, passed: dict[int, HandedOn], sample: Sample, index: int, run: Run, value: Any

@@ -11,7 +11,6 @@ import torch
 
 from penstock.profiler.chain import Run, in_one
 from penstock.profiler.clock import Clock
-from penstock.profiler.neighbours import Neighbours
 from penstock.profiler.passes import Passes, Seconds, SplitPass, WholePass
 
 WARM_UP = 1
@@ -31,7 +30,8 @@ class LayerTimes(NamedTuple):
         forward: with autograd recording.
         backward: whole; 0 if no gradient comes to it.
         backward_input: of that, what a split backward does at first.
-        split: what a split backward takes longer, with the forward that prepares for it.
+        split_forward: what the forward that prepares for a split backward takes longer.
+        split: what the two halves of a split backward take longer.
         recompute: a second forward.
         spread: half the distance between the quartiles of forward plus backward, over the median.
     """
@@ -39,6 +39,7 @@ class LayerTimes(NamedTuple):
     forward: float
     backward: float
     backward_input: float
+    split_forward: float
     split: float
     recompute: float
     spread: float
@@ -53,7 +54,6 @@ class Rounds:
         split: likewise, with backwards in halves.
         again: likewise, second forwards.
         uncut: all layers as one.
-        busy: the same while the other cores are busy; empty if they never were.
         num_leaves: tensors of each layer's input of which it gives gradients.
     """
 
@@ -61,19 +61,7 @@ class Rounds:
     split: list[SplitPass] = field(default_factory=list)
     again: list[Seconds] = field(default_factory=list)
     uncut: list[WholePass] = field(default_factory=list)
-    busy: list[WholePass] = field(default_factory=list)
     num_leaves: list[int] = field(default_factory=list)
-
-    @property
-    def contention(self) -> float:
-        """How many times longer a pass takes while the other cores are busy; at least 1."""
-        if not self.busy:
-            return 1.0
-        alone, beside = (
-            statistics.median(sum(map(sum, one)) for one in passes)
-            for passes in (self.uncut, self.busy)
-        )
-        return max(1.0, beside / alone)
 
 
 def measure_rounds(
@@ -82,7 +70,6 @@ def measure_rounds(
     clock: Clock,
     repeats: int,
     undeferred: frozenset[int] = frozenset(),
-    neighbours: Neighbours | None = None,
     tell: Callable[[], None] | None = None,
 ) -> Rounds:
     """Let every kind of pass take turns, so that a noisy machine is noisy for all of them.
@@ -95,7 +82,6 @@ def measure_rounds(
         clock: of the device.
         repeats: rounds that count.
         undeferred: ids of the parameters of which no gradient is put off.
-        neighbours: who keeps the other cores busy.
         tell: called after each round.
     """
     passes = Passes(runs, inputs, clock, undeferred)
@@ -106,9 +92,6 @@ def measure_rounds(
             rounds = Rounds()
         rounds.whole.append(passes.whole())
         rounds.uncut.append(uncut.whole())
-        if neighbours:
-            with neighbours.busy():
-                rounds.busy.append(uncut.whole())
         rounds.split.append(passes.split())
         rounds.again.append(passes.again())
         if tell is not None:
@@ -196,17 +179,16 @@ def times_of(
     )
     times = []
     for index, learns in enumerate(trains):
-        in_whole = forward[index] * by_forward + backward[index] * by_backward
         prepared, inputs, weights = (part[index] for part in split)
         weights = weights if learns else 0.0
-        in_parts = prepared * by_forward + (inputs + weights) * by_backward
         whole = backward[index] * by_backward
         times.append(
             LayerTimes(
                 forward=forward[index] * by_forward,
                 backward=whole,
                 backward_input=min(inputs * by_backward, whole) if learns else whole,
-                split=max(in_parts - in_whole, 0.0),
+                split_forward=max(prepared - forward[index], 0.0) * by_forward,
+                split=max((inputs + weights) * by_backward - whole, 0.0),
                 recompute=again[index] * by_forward,
                 spread=spreads[index],
             )

@@ -44,6 +44,8 @@ def main() -> None:
     job = Job.from_json(sys.stdin.buffer.readline())
     # Before the first kernel: a pool of threads would not survive the fork.
     torch.set_num_threads(1)
+    # The first optimizer makes torch load what takes a second: once here, not once in every rank.
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     try:
         with _ranks(job) as ranks:
             watched = [sys.stdin.fileno(), *(rank.process.sentinel for rank in ranks)]

@@ -25,7 +25,14 @@ from penstock.tracing.layers import (
     program_of,
 )
 from penstock.tracing.proof import check_equal
-from penstock.tracing.segments import Granularity, Segment, localise_sizes, segments_of
+from penstock.tracing.segments import (
+    Granularity,
+    Segment,
+    blocks_of,
+    localise_sizes,
+    segments_of,
+)
+from penstock.tracing.units import number_units
 from penstock.values import one_of
 
 
@@ -288,4 +295,5 @@ def _layers(model: nn.Module, traces: _Trace, order: Sequence[int]) -> tuple[Cap
         end = (index == 0, index == len(order) - 1)
         layers.append(CapturedLayer(segment.name, kind, model, programs, traces.borders, end))
     adopt_the_rest(model, layers)
+    number_units(layers, blocks_of(model, (layer.spine_name for layer in layers)))
     return tuple(layers)

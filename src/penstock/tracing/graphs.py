@@ -14,6 +14,8 @@ from torch import Tensor, fx, nn
 
 from penstock import tree
 from penstock.errors import InputError, ModelError
+from penstock.tracing.buffers import write_buffers_early
+from penstock.tracing.hush import without_dumps
 from penstock.tracing.leaves import OpaqueError, WholeModules, leaves_of
 
 Dynamic = Literal["rows", "all"]
@@ -133,6 +135,7 @@ def _export(model: nn.Module, given: Given, dynamic: Dynamic, whole: WholeModule
         for kind in {tensor.device.type for tensor in tree.tensors(given)}:
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.enter_context(whole.active())
+        stack.enter_context(without_dumps())
         # Of what a model may not assign while it is exported; parameters are put back.
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -140,6 +143,7 @@ def _export(model: nn.Module, given: Given, dynamic: Dynamic, whole: WholeModule
     module = program.module()
     guards = _take_guards(module)
     _restore_calls(module.graph, whole)
+    write_buffers_early(module.graph)
     _drop_idle(module.graph)
     structure = program.call_spec.out_spec
     assert structure is not None

@@ -30,6 +30,11 @@ class Program:
         produces: positions in its output of what it makes itself.
         readers: for every position of its output, the name of the last layer that reads it; its own
             in the last layer.
+        num_inputs: how many values live before it.
+        uses: positions among these of what it computes with; ``None`` in the first and last layer,
+            whose values are those of the model.
+        hands_on: for every position of its output, that among its inputs of the same value, or
+            ``None`` for what it makes.
     """
 
     run: Callable[..., Sequence[Any]]
@@ -39,6 +44,9 @@ class Program:
     reads: tuple[str, ...]
     produces: tuple[int, ...]
     readers: tuple[str, ...]
+    num_inputs: int
+    uses: tuple[int, ...] | None
+    hands_on: tuple[int | None, ...]
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self  # never changes, and its function belongs to no layer
@@ -51,6 +59,8 @@ def program_of(traced: Traced, flow: Flow, index: int) -> Program:
     given = flow.inputs if index == 0 else flow.live[index - 1]
     wanted = flow.outputs if last else flow.live[index]
     graph = _graph(flow, index, given, wanted)
+    read = set(flow.reads(index))
+    places = {value: place for place, value in enumerate(given)}
     targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
     return Program(
         run=_compiled(graph),
@@ -64,6 +74,13 @@ def program_of(traced: Traced, flow: Flow, index: int) -> Program:
             if isinstance(value, fx.Node) and flow.maker.get(value, -1) == index
         ),
         readers=tuple(names[index if last else flow.last_reader[value]] for value in wanted),
+        num_inputs=len(given),
+        uses=None
+        if last or index == 0
+        else tuple(places[value] for value in given if value in read),
+        hands_on=tuple(
+            places.get(value) if isinstance(value, fx.Node) else None for value in wanted
+        ),
     )
 
 
@@ -191,8 +208,10 @@ class CapturedLayer(nn.Module):
             handed on.
         readers: for each position, the name of the last layer that reads it; its own for what the
             model returns.
+        unit: number of the layers that run again together, where they keep their inputs only.
     """
 
+    unit: int
     _programs: dict[bool, Program]
     _borders: Borders
     _end: tuple[bool, bool]
@@ -209,6 +228,7 @@ class CapturedLayer(nn.Module):
         super().__init__()
         self.spine_name = name
         self.kind = kind
+        self.unit = 0
         self._programs = dict(programs)
         self._borders = borders
         self._end = end
@@ -248,26 +268,31 @@ class CapturedLayer(nn.Module):
         return module
 
     @property
+    def program(self) -> Program:
+        """What it does in its mode."""
+        return self._programs[self.training]
+
+    @property
     def reads(self) -> tuple[str, ...]:
         """See the class."""
-        return self._programs[self.training].reads
+        return self.program.reads
 
     @property
     def produces(self) -> tuple[int, ...]:
         """See the class."""
-        return self._programs[self.training].produces
+        return self.program.produces
 
     @property
     def readers(self) -> tuple[str, ...]:
         """See the class."""
-        return self._programs[self.training].readers
+        return self.program.readers
 
     def forward(self, values: Any) -> Any:
         """Run the layer."""
         first, last = self._end
         if first:
             values = self._borders.flat(values, self.training)
-        outputs = self._programs[self.training].run(self, *values)
+        outputs = self.program.run(self, *values)
         if last:
             return tree.unflatten(list(outputs), self._borders.outputs[self.training])
         return tuple(outputs)

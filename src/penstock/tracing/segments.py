@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -43,11 +43,7 @@ class _Namer:
     def __init__(self, model: nn.Module, granularity: Granularity) -> None:
         self._model = model
         self._by_block = granularity == "block"
-        self._listed = {
-            name
-            for name, module in model.named_modules(remove_duplicate=False)
-            if isinstance(module, nn.ModuleList | nn.Sequential)
-        }
+        self._listed = _listed(model)
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
 
     def opened(self, node: fx.Node) -> tuple[str, bool] | None:
@@ -69,13 +65,36 @@ class _Namer:
         return self._block(name), False
 
     def _block(self, name: str) -> str:
-        if not self._by_block:
-            return name
-        atoms = name.split(".")
-        for count in range(1, len(atoms)):
-            if ".".join(atoms[:count]) in self._listed:
-                return ".".join(atoms[: count + 1])
-        return name
+        return _entry(name, self._listed) if self._by_block else name
+
+
+def blocks_of(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """The entries of lists of modules that layers of these names are part of, or their names; a
+    layer that runs again has the same."""
+    listed = _listed(model)
+    return [_entry(called(name), listed) for name in names]
+
+
+def called(name: str) -> str:
+    """The name of a layer without the number of its call."""
+    return name.partition("#")[0]
+
+
+def _listed(model: nn.Module) -> set[str]:
+    """The names of a model's lists of modules."""
+    return {
+        name
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, nn.ModuleList | nn.Sequential)
+    }
+
+
+def _entry(name: str, listed: Container[str]) -> str:
+    atoms = name.split(".")
+    for count in range(1, len(atoms)):
+        if ".".join(atoms[:count]) in listed:
+            return ".".join(atoms[: count + 1])
+    return name
 
 
 def enclosing(node: fx.Node) -> str:

@@ -10,9 +10,10 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from penstock import microbatches, tree
+from penstock.calibration import profile
 from penstock.errors import InputError
 from penstock.graph import LayerGraph
-from penstock.profiler import OptimizerFactory, Progress, profile
+from penstock.profiler import OptimizerFactory, Progress
 
 Batch = tuple[Any, Any]
 
@@ -67,14 +68,14 @@ class Workload:
         *,
         repeats: int = 7,
         sizes: Sequence[int] = (),
-        busy_cores: int | None = None,
+        ranks: int | None = None,
         progress: Progress | None = None,
     ) -> LayerGraph:
         """Profile the model on the first microbatch of the first minibatch.
 
         Args:
             num_microbatches: into which the minibatch is cut.
-            repeats, busy_cores, progress: as ``penstock.profile`` takes them.
+            repeats, ranks, progress: as ``penstock.profile`` takes them.
             sizes: other microbatch sizes to measure, of at most the rows of the minibatch.
 
         Raises:
@@ -103,7 +104,7 @@ class Workload:
             optimizer=self.optimizer,
             repeats=repeats,
             sizes=[*sizes, asked],
-            busy_cores=busy_cores,
+            ranks=ranks,
             progress=progress,
         )
         others = [graph.at(size) for size in graph.sizes if size != asked]

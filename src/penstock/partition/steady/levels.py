@@ -29,10 +29,10 @@ from math import inf, prod
 from penstock.cluster import Cluster, Topology
 from penstock.errors import InputError
 from penstock.graph import LayerGraph
-from penstock.partition.cost_models import CostModel
-from penstock.partition.evaluation import Partition, PartitionedStage, evaluate
-from penstock.partition.level_programme import Component, Levels, Programme, worth_cutting
-from penstock.values import is_number
+from penstock.partition.cost_models import CostModel, check_updates
+from penstock.partition.steady.evaluation import Partition, PartitionedStage, evaluate
+from penstock.partition.steady.level_programme import Component, Levels, Programme, worth_cutting
+from penstock.partition.steady.tree import link_within, members_at
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,9 @@ def levels_of(cluster: Cluster) -> Levels | None:
         return None
     counts, links = [], []
     for depth in range(len(paths[0]), -1, -1):
-        members: dict[tuple[int, ...], set[object]] = {}
-        for device, path in enumerate(paths):
-            inner: object = path[depth] if depth < len(path) else device
-            members.setdefault(path[:depth], set()).add(inner)
+        members = members_at(topology, depth, range(len(paths)))
         sizes = {len(inner) for inner in members.values()}
-        there = {cluster.groups[path[-1]].link if path else cluster.link for path in members}
+        there = {link_within(topology, path) for path in members}
         if len(sizes) > 1 or len(there) > 1:
             return None
         counts.append(sizes.pop())
@@ -109,8 +106,7 @@ def nested_partition(
             "the level-by-level programme needs a regular tree: equally fast devices, groups of "
             "equal size and link at each level, and no wires; ask best_partition instead"
         )
-    if not is_number(updates) or not 0 < updates <= 1:
-        raise InputError(f"updates is {updates!r}, but must be a number above 0 and at most 1")
+    check_updates(updates)
     programme = Programme(worth_cutting(graph), levels, cost_model, updates)
     components, objective = programme.result()
     partition = _flat(graph, levels, components)

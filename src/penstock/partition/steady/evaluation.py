@@ -10,14 +10,9 @@ from math import lcm
 from penstock.cluster import Cluster, Link, Topology
 from penstock.errors import InputError
 from penstock.graph import LayerGraph
-from penstock.partition.cost_models import PAPER, CostModel
-from penstock.partition.states import handed_on
-
-_USUAL_BYTES = 2**20
-"""Links are compared by how long they take for so much."""
-
-Line = tuple[float, float]
-"""(seconds per byte of parameters, seconds besides) of an exchange of gradients."""
+from penstock.partition.cost_models import PAPER, CostModel, Line
+from penstock.partition.readers import handed_on
+from penstock.partition.steady.tree import link_within, members_at, usual_seconds
 
 
 @dataclass(frozen=True)
@@ -110,11 +105,11 @@ def exchange_lines(
     cost_model: CostModel, topology: Topology, devices: Sequence[int]
 ) -> tuple[Line, ...]:
     """The ways in which devices can sum their gradients, each as a line over parameter bytes."""
-    whole = _line(cost_model, len(devices), topology.slowest_link(devices, _USUAL_BYTES))
+    whole = cost_model.reduce_line(len(devices), topology.slowest_link(devices))
     levels = _levels(topology, devices)
     if len(levels) < 2:
         return (whole,)
-    lines = [_line(cost_model, count, link) for count, link in levels]
+    lines = [cost_model.reduce_line(count, link) for count, link in levels]
     # The paper lets the levels of its recursion overlap.
     combine = max if cost_model.name == PAPER else sum
     return whole, (combine(one for one, _ in lines), combine(other for _, other in lines))
@@ -125,35 +120,18 @@ def exchange_seconds(lines: Sequence[Line], parameter_bytes: float) -> float:
     return min(slope * parameter_bytes + base for slope, base in lines)
 
 
-def _line(cost_model: CostModel, num_replicas: int, link: Link) -> Line:
-    """``CostModel.reduce_seconds`` as a line."""
-    per_byte = 1 / link.bytes_per_second if link.bytes_per_second else 0.0
-    base = cost_model.reduce_seconds(0.0, num_replicas, link)
-    return cost_model.bytes_moved(num_replicas) * per_byte, base
-
-
 def _levels(topology: Topology, devices: Sequence[int]) -> list[tuple[int, Link]]:
     """(members, link) of each level at which devices are joined, innermost first; nothing where a
     pair has a wire of its own or groups are not equally deep."""
-    paths = [topology.paths[index] for index in devices]
-    depths = {len(path) for path in paths}
+    depths = {len(topology.paths[index]) for index in devices}
     if topology.wires or len(depths) > 1:
         return []
     levels = []
     for depth in range(depths.pop(), -1, -1):
-        members: dict[tuple[int, ...], set[object]] = {}
-        for device, path in zip(devices, paths, strict=True):
-            inner: object = path[depth] if depth < len(path) else device
-            members.setdefault(path[:depth], set()).add(inner)
-        groups = topology.cluster.groups
-        links = [
-            groups[path[-1]].link if path else topology.cluster.link
-            for path, inner in members.items()
-            if len(inner) > 1
-        ]
+        members = members_at(topology, depth, devices)
+        links = [link_within(topology, path) for path, inner in members.items() if len(inner) > 1]
         if links:
-            slowest = max(links, key=lambda link: link.seconds(_USUAL_BYTES))
-            levels.append((max(map(len, members.values())), slowest))
+            levels.append((max(map(len, members.values())), max(links, key=usual_seconds)))
     return levels
 
 
@@ -162,7 +140,7 @@ def _link_between(topology: Topology, senders: Sequence[int], readers: Sequence[
     count = lcm(len(senders), len(readers))
     pairs = {(senders[k % len(senders)], readers[k % len(readers)]) for k in range(count)}
     links = {topology.link(*pair) for pair in pairs}
-    return max(links, key=lambda link: link.seconds(_USUAL_BYTES))
+    return max(links, key=usual_seconds)
 
 
 def _cuts(graph: LayerGraph, partition: Partition) -> list[float]:

@@ -1,4 +1,4 @@
-"""The dynamic programme behind ``penstock.partition.levels``, on tables of numbers."""
+"""The dynamic programme behind ``penstock.partition.steady.levels``, on tables of numbers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cluster import Link
 from penstock.graph import LayerGraph
+from penstock.partition.chain import ROUNDING
 from penstock.partition.cost_models import RELEASED, CostModel
-from penstock.partition.states import States, prefixes
+from penstock.partition.steady.states import States, prefixes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 MOST_STEPS = 1_500_000_000
 """Numbers that the programme may compare; beyond that it takes seconds."""
-
-_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -163,8 +162,8 @@ class Programme:
             own, exchange = self._parts(level, updates, number)
             devices = prod(self.levels.counts[:level])
             quirk = devices if self.cost_model.name == RELEASED else 1
-            first.append(self._together(own, exchange / quirk))
-            later.append(np.maximum(self._together(own, exchange), cut[:, None]))
+            first.append(self.cost_model.together(own, exchange / quirk))
+            later.append(np.maximum(self.cost_model.together(own, exchange), cut[:, None]))
         handing_on: list[Array] = []
         whole = first[0][:rows]
         for total in range(1, count + 1):
@@ -185,18 +184,8 @@ class Programme:
         """(compute, exchange of gradients) of components on so many groups, per microbatch."""
         model, link = self.cost_model, self.levels.links[level]
         own = self._seconds(level, min(1.0, updates * number)) / number
-        per_byte = 1 / link.bytes_per_second if link.bytes_per_second else 0.0
-        exchange = model.bytes_moved(number) * per_byte * self.layers[1]
-        exchange = exchange + model.reduce_seconds(0.0, number, link)
-        return own, exchange * min(updates, 1 / number)
-
-    def _together(self, own: Array, exchange: Array) -> Array:
-        """``CostModel.shared_seconds`` of what is shared already."""
-        import numpy as np
-
-        shown = 1 - self.cost_model.overlap
-        seconds: Array = np.maximum(own, exchange) + shown * np.minimum(own, exchange)
-        return seconds
+        slope, base = model.reduce_line(number, link)
+        return own, (slope * self.layers[1] + base) * min(updates, 1 / number)
 
     def _cuts(self, level: int) -> list[Array]:
         """By m − 1, seconds of a cut behind each state, of a component on m groups."""
@@ -241,7 +230,7 @@ class Programme:
         import numpy as np
 
         start, stop = bounds
-        limit = sought * (1 + _ROUNDING)
+        limit = sought * (1 + ROUNDING)
         for number in range(left, 0, -1):
             if not is_last and cuts[number - 1][stop] > limit:
                 continue

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from heapq import nsmallest
 from itertools import accumulate, combinations, pairwise, product
-from math import inf, lcm
+from math import inf
 from operator import add, le
 
 from penstock.cluster import Cluster, Link, Topology
 from penstock.errors import InputError
 from penstock.graph import LayerGraph
 from penstock.partition.cost_models import CostModel, cost_model
-from penstock.partition.dapple import Reached, latency
-from penstock.partition.dapple_placement import RULES, devices_of, servers, take
+from penstock.partition.dapple.estimate import Reached, busiest, latency
+from penstock.partition.dapple.rules import RULES, devices_of, servers, take
 
 Fits = Callable[[int, int, int], bool]
 """(first layer, layer behind the last, replicas) → may a device hold this stage?"""
@@ -152,8 +152,7 @@ class _Chain:
         forward, backward, reduce = self.times(start, stop, devices)
         count, before = len(devices), prefix.devices[-1:]
         edge = self.hop(start, before[0], devices) if before else (0.0, 0.0)
-        meeting = lcm(count, len(before[0])) if before else count
-        shares = -(-self.num_microbatches // count), -(-self.num_microbatches // meeting)
+        shares = busiest(self.num_microbatches, len(before[0]) if before else count, count)
         return _Prefix(
             (*prefix.cuts, stop),
             (*prefix.devices, devices),
@@ -214,7 +213,7 @@ def dapple_candidates(
 ) -> tuple[DappleCandidate, ...]:
     """The best few ways to cut, replicate and place a chain, judged by ``lower_bound``.
 
-    Each stage may follow another of the three rules of ``dapple_placement``. On 300 random chains
+    Each stage may follow another of the three rules of ``dapple.rules``. On 300 random chains
     of up to 6 layers on 2 servers of 2 devices, the default beam found the optimum over all cuts,
     replicas and rules; a wide enough one always does. Longer chains and more devices are thinned
     out first, so nothing is promised there; rank what comes back with the simulator.

@@ -148,7 +148,7 @@ def lower_bound(
     edges = zip((0.0, *(hops or nothing)), (0.0, *(links or nothing)), strict=True)
     stages = zip(forward, backward, reduce, counts, edges, strict=True)
     for ahead, behind, summing, count, (hop, link) in stages:
-        shares = -(-num_microbatches // count), -(-num_microbatches // lcm(before, count))
+        shares = busiest(num_microbatches, before, count)
         so_far = so_far.then((ahead, behind, summing), (hop, link), shares)
         before = count
     return so_far.bound
@@ -185,6 +185,17 @@ class Reached(NamedTuple):
         reached, back = self.forward + hop, max(self.back + hop, summing)
         bound = max(self.bound, reached + work + back)
         return Reached(bound, reached + ahead, back + behind)
+
+
+def busiest(num_microbatches: int, before: int, count: int) -> tuple[int, int]:
+    """Microbatches of the busiest replica of a stage, and of the busiest link to it.
+
+    Args:
+        num_microbatches: per minibatch, taken in turns.
+        before: replicas of the stage before it; where there is none, as many as it has itself.
+        count: replicas of the stage.
+    """
+    return -(-num_microbatches // count), -(-num_microbatches // lcm(before, count))
 
 
 def _interleaved(stages: Seconds, hops: Seconds) -> list[float]:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from penstock.graph import Layer, LayerGraph
-from penstock.partition.layouts import NOTHING, Held, Layout, Ring, Sharing, Traffic
+from penstock.partition.readers import sources_of
+from penstock.partition.tensor.layouts import NOTHING, Held, Layout, Ring, Sharing, Traffic
 
 _MOST_STATES = 512
 """Chains have 3, transformers and ResNets a few dozen; more are only needed where many values that
@@ -95,7 +96,7 @@ class Problem:
     def _collect_values(self) -> None:
         layers = self.graph.layers
         place = {layer.name: index for index, layer in enumerate(layers)}
-        sources = _sources(self.graph, place)
+        sources = [set(found) for found in sources_of(self.graph)]
         readers: list[list[int]] = [[] for _ in layers]
         for index, found in enumerate(sources):
             for source in found:
@@ -227,16 +228,6 @@ class Problem:
             for place in places
         )
         return min(ways, key=lambda pair: pair[0].seconds + pair[1].seconds)
-
-
-def _sources(graph: LayerGraph, place: dict[str, int]) -> list[set[int]]:
-    """Of each layer, those whose outputs it reads."""
-    return [
-        ({index - 1} if index else set())
-        if layer.inputs is None
-        else {place[name] for name in layer.inputs}
-        for index, layer in enumerate(graph.layers)
-    ]
 
 
 def _unwound(trail: _Trail | None) -> tuple[Sharing, ...]:

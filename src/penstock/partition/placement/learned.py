@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import TYPE_CHECKING, Any
 
-from penstock.graph import LayerGraph
-from penstock.partition.placement_space import Score, Space, make_space
-from penstock.partition.placers import Ledger, Placement, check_samples
+from penstock.partition.placement.ledger import Ledger, Placer
+from penstock.partition.placement.space import Space
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,43 +36,8 @@ _SHARPNESS = 6.0
 _FLATTER = 0.9
 
 
-def learned_placement(
-    graph: LayerGraph,
-    num_devices: int,
-    score: Score,
-    *,
-    num_samples: int = 400,
-    seed: int = 0,
-    max_groups: int = 40,
-    tiny: float = 0.005,
-) -> Placement:
-    """The best placement that a policy saw while it learned.
-
-    The policy begins with a preference for devices in the order of execution, since of devices
-    drawn evenly almost none would be a pipeline. Batches of ten are drawn; the baseline is a moving
-    average of their rewards. An entropy bonus keeps the policy drawing, and a batch of mostly
-    known placements flattens it, so that the budget is spent on more than one idea.
-
-    Args:
-        graph: the profile, which may have branches (``Layer.inputs``) and skips.
-        num_devices: at most so many stages.
-        score: seconds of a step with given stages, for example a simulated makespan; less is
-            better. Called once per placement, with pipelines only.
-        num_samples: how many different placements to score.
-        seed: of the draws; the same seed gives the same placement.
-        max_groups: layers are put together until there are no more.
-        tiny: and until no group has less than this share of the compute.
-
-    Returns:
-        The best one as stages, in the order in which devices hand data on, and how it was found.
-
-    Raises:
-        InputError: a count below 1.
-        PlanError: fewer layers than devices, or no draw was a pipeline.
-    """
-    check_samples(num_samples)
-    space = make_space(graph, num_devices, max_groups=max_groups, tiny=tiny)
-    ledger, policy = Ledger(score, num_samples), _Policy.of(space, seed)
+def _learn(space: Space, ledger: Ledger, seed: int) -> None:
+    policy = _Policy.of(space, seed)
     list(_rewards(space, ledger, policy.favourite))  # even cuts of the execution order: a pipeline
     while not ledger.is_spent:
         drawn, before = policy.draw(), ledger.num_stale
@@ -81,7 +45,16 @@ def learned_placement(
         policy.learn(drawn[: len(rewards)], rewards)
         if ledger.num_stale - before > _BATCH / 2:
             policy.loosen()
-    return ledger.placement
+
+
+learned_placement = Placer(_learn)
+"""The best placement that a policy saw while it learned.
+
+The policy begins with a preference for devices in the order of execution, since of devices drawn
+evenly almost none would be a pipeline. Batches of ten are drawn; the baseline is a moving average
+of their rewards. An entropy bonus keeps the policy drawing, and a batch of mostly known placements
+flattens it, so that the budget is spent on more than one idea.
+"""
 
 
 def _rewards(space: Space, ledger: Ledger, drawn: Ints) -> Iterator[float]:

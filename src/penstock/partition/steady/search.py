@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil, inf
+from math import inf
 from typing import Literal
 
 from penstock.cluster import Cluster, Topology
 from penstock.errors import InputError, PlanError
 from penstock.graph import LayerGraph
-from penstock.partition.cost_models import CostModel
-from penstock.partition.evaluation import Partition, PartitionedStage, evaluate
-from penstock.partition.flat import Fits, FlatTask, Piece, search_flat
-from penstock.partition.in_order import OrderTask, search_in_order
-from penstock.partition.level_programme import MOST_STEPS, steps
-from penstock.partition.levels import levels_of, nested_partition
-from penstock.partition.states import MOST_STATES, all_states, prefixes
-from penstock.values import is_number, is_whole, one_of
-
-_USUAL_BYTES = 2**20
+from penstock.partition.cost_models import CostModel, check_updates
+from penstock.partition.steady.evaluation import Partition, PartitionedStage, evaluate
+from penstock.partition.steady.flat import FlatTask, search_flat
+from penstock.partition.steady.in_order import OrderTask, search_in_order
+from penstock.partition.steady.level_programme import MOST_STEPS, steps
+from penstock.partition.steady.levels import levels_of, nested_partition
+from penstock.partition.steady.pieces import Fits, Piece, all_fit
+from penstock.partition.steady.states import MOST_STATES, all_states, prefixes
+from penstock.values import is_whole, one_of
 
 _MOST_DEVICES = 64
 """Where links differ, all ranges of more devices are too many to try."""
@@ -46,7 +45,7 @@ def best_partition(
     on neighbours and may cross servers, scored with the links that they use; speeds may be mixed.
     Up to 64 devices, or any number for straight pipelines: beyond that, every link counts as the
     slowest. On regular trees what PipeDream's programme finds level by level
-    (``partition.levels``) competes too, scored in the same way, where all devices may be used and
+    (``steady.levels``) competes too, scored in the same way, where all devices may be used and
     the programme does not take seconds. ``method`` of the result says what was searched.
 
     Devices may be left over. Parameters that several layers share count in each.
@@ -73,7 +72,7 @@ def best_partition(
     """
     count = _check(cluster, updates, order, num_devices)
     topology = Topology(cluster)
-    link = topology.slowest_link(range(count), _USUAL_BYTES)
+    link = topology.slowest_link(range(count))
     speeds = [device.speed for device in cluster.devices[:count]]
     states = all_states(graph) if order == "any" else None
     method = "all cuts of the graph" if states else "cuts of the execution order"
@@ -112,18 +111,9 @@ def _level_by_level(task: FlatTask, cluster: Cluster) -> list[Partition]:
     if steps(len(graph.layers) + 1, levels.counts, task.updates) > MOST_STEPS:
         return []
     made = nested_partition(graph, cluster, task.cost_model, updates=task.updates).partition
-    return [made] if task.fits is None or _all_fit(task.fits, graph, made) else []
-
-
-def _all_fit(fits: Fits, graph: LayerGraph, made: Partition) -> bool:
     place = {layer.name: index for index, layer in enumerate(graph.layers)}
-    behind = 0
-    for stage in reversed(made.stages):
-        layers = [place[name] for name in stage.layers]
-        if not fits(layers, stage.replicas, 1 + ceil(behind / stage.replicas)):
-            return False
-        behind += stage.replicas
-    return True
+    stages = [([place[name] for name in stage.layers], stage.replicas) for stage in made.stages]
+    return [made] if task.fits is None or all_fit(task.fits, stages) else []
 
 
 def _with_true_links(task: FlatTask, topology: Topology, best: Partition) -> Partition:
@@ -155,8 +145,7 @@ def _is_uniform(topology: Topology, num_devices: int) -> bool:
 
 def _check(cluster: Cluster, updates: float, order: str, num_devices: int | None) -> int:
     one_of("order", order, ("execution", "any"))
-    if not is_number(updates) or not 0 < updates <= 1:
-        raise InputError(f"updates is {updates!r}, but must be a number above 0 and at most 1")
+    check_updates(updates)
     there = len(cluster.devices)
     if num_devices is None:
         return there

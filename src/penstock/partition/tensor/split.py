@@ -18,8 +18,8 @@ from msgspec.structs import replace
 from penstock.cluster import Link
 from penstock.errors import InputError
 from penstock.graph import Layer, LayerGraph
-from penstock.partition.layout_search import Problem, Solution, Step
-from penstock.partition.layouts import Layout, Ring, Sharing, Split, ways
+from penstock.partition.tensor.layout_search import Problem, Solution, Step
+from penstock.partition.tensor.layouts import Layout, Ring, Sharing, Split, ways
 from penstock.values import is_whole
 
 
@@ -146,6 +146,7 @@ def _layer_as_seen(problem: Problem, layer: Layer, sharing: Sharing, step: Step)
         forward_seconds=layer.forward_seconds * work + step.forward.seconds,
         backward_input_seconds=layer.backward_input_seconds * work + step.backward.seconds,
         backward_weight_seconds=layer.backward_weight_seconds * work,
+        split_forward_seconds=layer.split_forward_seconds * work,
         split_seconds=layer.split_seconds * work,
         recompute_seconds=None if again is None else again * work + step.forward.seconds,
         update_seconds=layer.update_seconds * parameters + summed,

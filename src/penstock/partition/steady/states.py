@@ -7,12 +7,13 @@ each antichain of its graph, and the best cut may be behind any of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from penstock.graph import LayerGraph
+from penstock.partition.readers import handed_on
 
 if TYPE_CHECKING:
     from numpy import float64
@@ -95,26 +96,6 @@ class States:
             return range(self.sets[smaller].bit_length(), self.sets[larger].bit_length())
         left = self.sets[larger] & ~self.sets[smaller]
         return tuple(index for index in range(left.bit_length()) if left >> index & 1)
-
-
-def handed_on(graph: LayerGraph) -> Iterator[tuple[int, list[int], int]]:
-    """(producer, readers, bytes) of every output that is read and of every skip, by index."""
-    place = {layer.name: index for index, layer in enumerate(graph.layers)}
-    readers: list[list[int]] = [[] for _ in graph.layers]
-    for index, layer in enumerate(graph.layers):
-        if layer.inputs is None:
-            sources = [index - 1] if index else []
-        else:
-            sources = [place[name] for name in layer.inputs]
-        for source in sources:
-            readers[source].append(index)
-        for name in layer.after:
-            yield place[name], [index], 0
-        for name, num_bytes in layer.skip_bytes.items():
-            yield index, [place[name]], num_bytes
-    for index, layer in enumerate(graph.layers):
-        if readers[index]:
-            yield index, readers[index], layer.output_bytes
 
 
 def prefixes(graph: LayerGraph) -> States:

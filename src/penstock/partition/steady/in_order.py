@@ -16,18 +16,17 @@ from math import ceil, inf
 from typing import TYPE_CHECKING, Any
 
 from penstock.cluster import Link, Topology
+from penstock.partition.chain import ROUNDING
 from penstock.partition.cost_models import CostModel
-from penstock.partition.evaluation import exchange_lines
-from penstock.partition.flat import Fits, Piece
-from penstock.partition.states import States
+from penstock.partition.steady.evaluation import exchange_lines
+from penstock.partition.steady.pieces import Fits, Piece
+from penstock.partition.steady.states import States
+from penstock.partition.steady.tree import usual_seconds
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Array = NDArray[Any]
-
-_USUAL_BYTES = 2**20
-_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class OrderTask:
     def links(self) -> tuple[Link, ...]:
         """Between neighbours in the order of devices, fastest first."""
         found = {self.topology.link(at, at + 1) for at in range(self.num_devices - 1)}
-        return tuple(sorted(found, key=_link_seconds)) or (Link(),)
+        return tuple(sorted(found, key=usual_seconds)) or (Link(),)
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
@@ -103,7 +102,7 @@ class _Search:
         for device in range(end - 1, -1, -1):
             self.table[device] = self._from(device)
             seconds = float(self.table[device].seconds[-1, 0])
-            if seconds < self.below * (1 - _ROUNDING):
+            if seconds < self.below * (1 - ROUNDING):
                 self.below, found = seconds, device
         return None if found is None else (found, self._pieces(found))
 
@@ -185,8 +184,7 @@ class _Search:
         lines = exchange_lines(task.cost_model, task.topology, range(device, behind))
         exchange = np.min([slope * sizes + base for slope, base in lines], axis=0)
         exchange = exchange * min(task.updates, 1 / (behind - device))
-        shown = 1 - task.cost_model.overlap
-        beats = np.maximum(compute + shown * exchange, shown * compute + exchange)
+        beats = task.cost_model.together(compute, exchange)
         return np.where(states.nested[np.ix_(rows, columns)], beats, inf)
 
     def _forbid(self, beats: Array, rows: Array, columns: Array, count: int, behind: int) -> None:
@@ -208,7 +206,3 @@ class _Search:
             return fits(self.task.states.between(start, stop), count, in_flight)
 
         return asked
-
-
-def _link_seconds(link: Link) -> float:
-    return link.seconds(_USUAL_BYTES)

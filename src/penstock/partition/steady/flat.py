@@ -12,26 +12,22 @@ memory only limits r and the answer stays exact.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any
 
 from penstock.cluster import Link
+from penstock.partition.chain import ROUNDING
 from penstock.partition.cost_models import CostModel
-from penstock.partition.states import States
+from penstock.partition.steady.pieces import Fits, Piece, all_fit
+from penstock.partition.steady.states import States
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Array = NDArray[Any]
-
-Fits = Callable[[Sequence[int], int, int], bool]
-"""(layers by index, replicas, microbatches in flight) → may a stage be like that?"""
-
-_ROUNDING = 1e-12
-"""Relative: the same seconds summed in another order are still the same."""
 
 _NEVER = 1 << 30
 """More replicas than anyone has; still a number, so that sums of it are."""
@@ -60,15 +56,6 @@ class FlatTask:
     most_replicas: int = _NEVER
     speed: float = 1.0
     fits: Fits | None = None
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A stage between two states, by their indices."""
-
-    start: int
-    stop: int
-    replicas: int
 
 
 @dataclass(frozen=True)
@@ -112,17 +99,17 @@ _Choice = dict[int, tuple[int, int]]
 def search_flat(task: FlatTask, below: float = inf) -> FlatResult | None:
     """The optimum, or ``None`` if there is no partition (faster than ``below``)."""
     search = _Search(task)
-    best = search.under(below * (1 - _ROUNDING))
+    best = search.under(below * (1 - ROUNDING))
     if best is None:
         return None
     lowest = search.least_seconds
     step = 1.02
     at_rim = True
-    while best.seconds > lowest * (1 + 4 * _ROUNDING):
+    while best.seconds > lowest * (1 + 4 * ROUNDING):
         # Every other ceiling is just under the best: the last proves that it is the optimum.
         at_rim = not at_rim
         if at_rim:
-            ceiling = best.seconds * (1 - 2 * _ROUNDING)
+            ceiling = best.seconds * (1 - 2 * ROUNDING)
         elif 0 < lowest * step < best.seconds:
             # The optimum tends to be near the bound; ceilings far above it are slow to work with.
             ceiling, step = lowest * step, step * step
@@ -148,9 +135,8 @@ class _Search:
         states, model = task.states, task.cost_model
         self.most = min(task.most_replicas, task.num_devices)
         counts = range(1, self.most + 1)
-        per_byte = 1 / task.link.bytes_per_second if task.link.bytes_per_second else 0.0
-        self.slope = np.array([0.0, *(model.bytes_moved(count) * per_byte for count in counts)])
-        self.base = np.array([0.0, *(model.reduce_seconds(0.0, n, task.link) for n in counts)])
+        lines = [(0.0, 0.0), *(model.reduce_line(count, task.link) for count in counts)]
+        self.slope, self.base = np.array(lines).T
         self.seconds = states.compute_seconds / task.speed
         self.cuts = np.array([model.cut_seconds(size, 1, task.link) for size in states.cut_bytes])
         self.cuts[[0, -1]] = 0.0
@@ -168,7 +154,7 @@ class _Search:
     @property
     def least_seconds(self) -> float:
         """No partition is faster."""
-        return float(self.seconds[-1]) / self.task.num_devices * (1 - 2 * _ROUNDING)
+        return float(self.seconds[-1]) / self.task.num_devices * (1 - 2 * ROUNDING)
 
     def under(self, ceiling: float) -> FlatResult | None:
         """A partition with no stage and no cut above ``ceiling``, if there is one."""
@@ -215,17 +201,12 @@ class _Search:
     def _is_faster(self, more: Piece, piece: Piece) -> bool:
         if more.replicas > self.most:
             return False
-        return self._stage_seconds(more) < self._stage_seconds(piece) * (1 - _ROUNDING)
+        return self._stage_seconds(more) < self._stage_seconds(piece) * (1 - ROUNDING)
 
     def _all_fit(self, pieces: Sequence[Piece]) -> bool:
-        behind, fits = 0, self.task.fits
-        for piece in reversed(pieces):
-            in_flight = 1 + ceil(behind / piece.replicas)
-            layers = self.task.states.between(piece.start, piece.stop)
-            if fits is not None and not fits(layers, piece.replicas, in_flight):
-                return False
-            behind += piece.replicas
-        return True
+        between = self.task.states.between
+        stages = [(between(piece.start, piece.stop), piece.replicas) for piece in pieces]
+        return self.task.fits is None or all_fit(self.task.fits, stages)
 
     def _result(self, choices: Iterable[_Choice]) -> FlatResult:
         pieces, at = [], 0
@@ -256,7 +237,7 @@ class _Search:
         known = self.known
         least = self._least_for_cuts(ceiling)
         before, behind = self._at_least(ceiling)
-        at_once = _whole(known.compute * ((1 - _ROUNDING) / ceiling))
+        at_once = _whole(known.compute * ((1 - ROUNDING) / ceiling))
         replicas = np.maximum(at_once, known.replicas)
         replicas = np.maximum(replicas, np.maximum(least[known.starts], least[known.stops]))
         left = self.task.num_devices - before[known.starts] - behind[known.stops]
@@ -267,7 +248,7 @@ class _Search:
         while len(active):
             now = replicas[active]
             work = self._work(stages.compute[active], stages.parameters[active], now)
-            wanted = _whole(work * ((1 - _ROUNDING) / ceiling))
+            wanted = _whole(work * ((1 - ROUNDING) / ceiling))
             grows = wanted > now
             active, wanted = active[grows], wanted[grows]
             replicas[active] = wanted
@@ -290,14 +271,13 @@ class _Search:
 
         exchange = self.slope[replicas] * parameters + self.base[replicas]
         exchange = exchange * np.minimum(replicas * self.task.updates, 1.0)
-        shown = 1 - self.task.cost_model.overlap
-        return np.asarray(np.maximum(compute + shown * exchange, shown * compute + exchange))
+        return self.task.cost_model.together(compute, exchange)
 
     def _least_for_cuts(self, ceiling: float) -> Array:
         """Of both stages at a cut behind each state."""
         import numpy as np
 
-        ratio = self.cuts / ceiling * (1 - _ROUNDING)
+        ratio = self.cuts / ceiling * (1 - ROUNDING)
         if self.task.cost_model.shares_cuts:
             return _whole(ratio)
         return np.asarray(np.where(ratio <= 1, 1, _NEVER))
@@ -362,7 +342,7 @@ class _Search:
         most = min(self.most, self.task.num_devices - behind)
         for count in range(int(stages.replicas[at]), most + 1):
             work = self._work(stages.compute[at], stages.parameters[at], np.array(count))
-            fast = work * ((1 - _ROUNDING) / ceiling) <= count
+            fast = work * ((1 - ROUNDING) / ceiling) <= count
             if fast and fits(layers, count, 1 + ceil(behind / count)):
                 return count
         return _NEVER

@@ -19,36 +19,13 @@ from penstock.cluster import Link
 from penstock.cost import Costs
 from penstock.errors import InputError, PlanError
 from penstock.graph import LayerGraph
+from penstock.partition.readers import reads_of, skips_of
 
 Stages = tuple[tuple[str, ...], ...]
 """Names of layers, stage by stage; within a stage in execution order."""
 
 Score = Callable[[Stages], float]
 """Seconds of a step with these stages; less is better."""
-
-
-def reads_of(graph: LayerGraph) -> tuple[tuple[int, int], ...]:
-    """(producer, reader) of every output that a layer reads, by their places."""
-    place = {layer.name: index for index, layer in enumerate(graph.layers)}
-    found: list[tuple[int, int]] = []
-    for index, layer in enumerate(graph.layers):
-        before = (index - 1,) if index else ()
-        sources = before if layer.inputs is None else map(place.__getitem__, layer.inputs)
-        found += [(source, index) for source in sources]
-    return tuple(found)
-
-
-def skips_of(graph: LayerGraph) -> tuple[tuple[int, int, int], ...]:
-    """(producer, reader, bytes) of every skip, by their places; without bytes for what only has to
-    come before."""
-    place = {layer.name: index for index, layer in enumerate(graph.layers)}
-    return tuple(
-        (index, place[name], size)
-        for index, layer in enumerate(graph.layers)
-        for name, size in layer.skip_bytes.items()
-    ) + tuple(
-        (place[name], index, 0) for index, layer in enumerate(graph.layers) for name in layer.after
-    )
 
 
 def stage_costs(graph: LayerGraph, stages: Stages, link: Link | None = None) -> Costs:

@@ -1,0 +1,135 @@
+"""``profile``: from a model and a sample to a ``LayerGraph``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec.structs import replace
+from torch import nn
+
+from penstock.allocator import keep_freed_pages
+from penstock.calibration.fit import Calibrated, calibrate, num_ranks
+from penstock.calibration.runs import NUM_RUNS
+from penstock.errors import InputError
+from penstock.graph import LayerGraph
+from penstock.profiler import WARM_UP, Loss, OptimizerFactory, Progress, Sample, measure_alone
+from penstock.values import is_whole
+
+
+def profile(  # noqa: PLR0913 - each has a default that most callers keep
+    model: nn.Module,
+    inputs: Any,
+    *,
+    loss: Loss | None = None,
+    targets: Any = None,
+    optimizer: OptimizerFactory | None = None,
+    repeats: int = 7,
+    sizes: Sequence[int] = (),
+    num_threads: int = 1,
+    ranks: int | None = None,
+    progress: Progress | None = None,
+) -> LayerGraph:
+    """Measure every layer of ``model`` on one microbatch, on the device that it is on.
+
+    All seconds are medians over rounds, after a warm-up; in each round every kind of pass has its
+    turn. Layers are timed where they stand, with the graph cut between them, and say how the time
+    divides; how much it is in all, passes without cuts say. What measuring takes is measured, too,
+    and taken off.
+
+    A backward is split as a stage splits it (``penstock.deferral``). ``backward_input_seconds`` (I)
+    is what its first half takes: input gradients, and those weight gradients that nothing puts off.
+    ``backward_weight_seconds`` (W) is the rest of a whole backward B, so that I + W = B. What both
+    halves really take beyond B is ``split_seconds``, and what the forward that prepares for them
+    takes longer ``split_forward_seconds``. ``recompute_seconds`` is a second forward, behind one
+    that kept nothing.
+
+    Ranks that share a machine are slower than layers that have it for themselves. On a CPU, a
+    pipeline trains a copy of the model for a few steps in each of three ways, to see by how much
+    (``contention``). Nothing of the model itself is changed: gradients, buffers, random state and
+    threads are restored.
+
+    Args:
+        model: an ``nn.Sequential``, or a module with a ``spine`` (see ``penstock.spine``); any
+            other is captured (``penstock.tracing``). It is measured in the mode it is in (training,
+            unless ``eval()`` was called).
+        inputs: one microbatch, rows first: a tensor or nested tensors, on the model's device.
+        loss, targets: if both are given, the last layer's times and bytes include the loss.
+        optimizer: if given, ``update_seconds`` and ``optimizer_bytes`` are measured; otherwise the
+            update takes 0 s and the state of Adam is assumed.
+        repeats: rounds that count, at least 1.
+        sizes: other microbatch sizes to measure, each at most the rows of ``inputs``, of which the
+            first ones are taken; they become ``other_sizes``.
+        num_threads: intra-op threads; use what one worker will have.
+        ranks: of the pipelines that are run for ``contention``. By default as many as there are
+            cores, at most 8 and one per layer; with 0 or 1, none is run. None is run either on an
+            accelerator, or by one of several processes of a job.
+        progress: called with (done, total) rounds.
+
+    Returns:
+        The profile: seconds per microbatch, bytes per microbatch. If no pipeline could be run, a
+        warning of the first layer says why.
+
+    Raises:
+        ModelError: the model cannot be cut, or a layer fails on its input.
+        InputError: impossible arguments, or a model and inputs on several devices.
+    """
+    _check(repeats, num_threads, ranks)
+    sample = Sample(inputs, targets, loss)
+    others = [sample.of(size) for size in sorted({*sizes} - {sample.num_rows})]
+    model = _in_layers(model, inputs)
+    keep_freed_pages()
+    count = num_ranks(model, sample, num_threads, ranks)
+    rounds = (WARM_UP + repeats) * (1 + len(others))
+    told = progress or _untold
+    total = rounds + (NUM_RUNS if count else 0)
+    graph = measure_alone(
+        model,
+        sample,
+        others,
+        optimizer=optimizer,
+        repeats=repeats,
+        num_threads=num_threads,
+        progress=lambda done, _: told(done, total),
+    )
+    if not count:
+        return graph
+    found = calibrate(
+        model, graph, sample, optimizer, count, lambda runs: told(rounds + runs, total)
+    )
+    told(total, total)
+    return _with(graph, found)
+
+
+def _untold(done: int, total: int) -> None:
+    pass
+
+
+def _with(graph: LayerGraph, found: Calibrated) -> LayerGraph:
+    first, *rest = graph.layers
+    return replace(
+        graph,
+        layers=(replace(first, warnings=(*first.warnings, *found.warnings)), *rest),
+        contention=found.contention,
+        other_sizes=tuple(
+            replace(other, contention=found.contention) for other in graph.other_sizes
+        ),
+    )
+
+
+def _check(repeats: int, num_threads: int, ranks: int | None) -> None:
+    if repeats < 1 or num_threads < 1:
+        raise InputError(f"repeats ({repeats}) and num_threads ({num_threads}) must be ≥ 1")
+    if ranks is not None and (not is_whole(ranks) or ranks < 0):
+        raise InputError(f"ranks is {ranks!r}, but must be a whole number ≥ 0")
+
+
+def _in_layers(model: nn.Module, inputs: Any) -> nn.Module:
+    """A model that has a spine."""
+    chained = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+    if chained or hasattr(model, "spine") or not isinstance(model, nn.Module):
+        return model
+    # Tracing takes seconds to import, and few models need it.
+    from penstock.tracing import capture
+
+    return capture(model, inputs)
