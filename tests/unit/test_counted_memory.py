@@ -14,9 +14,9 @@ from torch import nn
 
 from penstock import tree
 from penstock.activation_meter import ActivationMeter
+from penstock.calibration import profile
 from penstock.demo.gpt import GPT, loss
 from penstock.errors import InputError
-from penstock.profiler import profile
 from penstock.randomness import LayerStreams
 from penstock.schedule import Kind, families
 from penstock.schedule.check import executable_order

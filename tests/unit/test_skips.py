@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from penstock.calibration import profile
 from penstock.errors import InputError, ModelError
-from penstock.profiler import profile
 from penstock.randomness import LayerStreams
 from penstock.run.single_device import SingleDevice
 from penstock.spine import run_spine, spine_of
