@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--op-ms", type=float, default=6.0)
     options = parser.parse_args()
-    console, started = Console(), time.perf_counter()
+    console, started = Console(width=130), time.perf_counter()
     found: list[Contestant] = []
     graphs = {model: MODELS[model]() for model in options.models}
     for (model, graph), ranks in itertools.product(graphs.items(), options.ranks):

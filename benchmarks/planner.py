@@ -24,7 +24,7 @@ DATA = Path(__file__).parents[1] / "tests" / "data" / "pipedream"
 
 def main() -> None:
     """Print both tables."""
-    console = Console()
+    console = Console(width=120)
     console.print(against_the_original())
     console.print(large_chain())
 

@@ -169,7 +169,7 @@ def order_is_right(those: list[Contestant]) -> bool:
 
 
 def show(found: list[Contestant]) -> None:
-    console = Console()
+    console = Console(width=120)
     table = Table(title="predicted against measured seconds of a step, 2 ranks in threads")
     for name in ("model", "schedule", "cut", "predicted ms", "measured ms", "error", "order"):
         table.add_column(name, justify="left" if name in ("model", "schedule") else "right")

@@ -235,7 +235,7 @@ def show(mbit: float, cluster: Cluster, plan: pk.Plan, measured: Times, predicte
         table.add_row(
             label, f"{real:.3g}{unit}", f"{thought:.3g}{unit}", f"{thought / real - 1:+.1%}"
         )
-    Console().print(table)
+    Console(width=120).print(table)
 
 
 def arguments() -> argparse.Namespace:

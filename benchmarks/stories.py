@@ -132,7 +132,7 @@ def plans() -> Table:
 
 def main() -> None:
     """Print both tables."""
-    console = Console()
+    console = Console(width=120)
     console.print(time.strftime("%Y-%m-%d"))
     console.print(steady_states())
     console.print(plans())

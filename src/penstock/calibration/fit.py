@@ -110,7 +110,8 @@ def _measure(
 
 
 def _warning(of_what: str, error: Exception) -> str:
-    return f"contention{of_what} was not measured: {str(error).splitlines()[0]}"
+    told = str(error) or type(error).__name__
+    return f"contention{of_what} was not measured: {told.splitlines()[0]}"
 
 
 def _plan(graph: LayerGraph, family: str, count: int) -> Plan:
