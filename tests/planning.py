@@ -33,6 +33,7 @@ layers = st.builds(
     parameter_bytes=sizes,
     buffer_bytes=sizes,
     optimizer_bytes=sizes,
+    unit=st.sampled_from(["", "a", "b"]),
 )
 factors = st.sampled_from([0.5, 1.0, 2.0])
 contentions = st.builds(

@@ -51,6 +51,8 @@ class Layer(Value, frozen=True, kw_only=True):
             has of them comes with a skip to a later layer.
         skip_bytes: what it hands past its neighbours, besides its output: bytes by the name of the
             layer that takes it.
+        unit: the same for layers in a row that run again together where layers run forward twice;
+            empty for one that does alone.
         shared_parameters: bytes of the parameters that other layers hold as well, by their name in
             the model (tied weights).
         signature: shapes and dtypes of the parameters, so that a plan can tell its model.
@@ -78,6 +80,7 @@ class Layer(Value, frozen=True, kw_only=True):
     inputs: tuple[str, ...] | None = None
     after: tuple[str, ...] = ()
     skip_bytes: dict[str, int] = field(default_factory=dict)
+    unit: str = ""
     shared_parameters: dict[str, int] = field(default_factory=dict)
     signature: str = ""
     spread: float = 0.0

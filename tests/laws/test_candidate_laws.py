@@ -3,13 +3,14 @@ above the simulated time, and the memory that is counted is that of the plan's o
 
 from __future__ import annotations
 
+from itertools import combinations, groupby
 from math import ceil
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from penstock import schedules
+from penstock import Cluster, schedules
 from penstock.errors import InputError, PlanError
 from penstock.planner.candidate import Candidate
 from penstock.planner.cuts import candidates
@@ -98,3 +99,26 @@ def test_the_cuts_that_are_proposed_keep_the_limits(data):
             for num_bytes, device in zip(held, setting.devices, strict=True)
         )
         assert sum(held) <= (task.cluster.memory_bytes or sum(held))
+
+
+@given(graphs(most=7))
+def test_what_runs_again_together_keeps_one_input_and_works_on_all_its_activations(graph):
+    task = Task(graph, Cluster.local(1, kind="cpu"), 1)
+    for start, stop in combinations(range(task.num_layers + 1), 2):
+        together = [
+            [start + index for index, _ in own]
+            for unit, own in groupby(enumerate(graph.layers[start:stop]), lambda pair: pair[1].unit)
+            if unit
+        ]
+        alone = [[index] for index in range(start, stop) if not graph.layers[index].unit]
+        units = together + alone
+        kept = sum(task.input_bytes[own[0]] for own in units)
+        room = max(
+            max(graph.layers[index].workspace_bytes for index in own)
+            + sum(graph.layers[index].activation_bytes for index in own)
+            for own in units
+        )
+        assert task.again_input_bytes(start, stop) == kept
+        assert task.workspace_bytes(start, stop, again=True) == room
+        assert task.tables["again_input_bytes"][start, stop] == kept
+        assert task.tables["again_workspace_bytes"][start, stop] == room

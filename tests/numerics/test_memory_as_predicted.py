@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import penstock as pk
+from examples.models import resnet
 from penstock.demo.gpt import GPT, loss
 from penstock.errors import InputError
 from penstock.schedule.memory import units
@@ -92,6 +93,34 @@ def test_layers_that_recompute_keep_their_inputs_alone():
     predicted = plan.simulate().peak_bytes(plan.sizes)
     assert first.activation_bytes == pytest.approx(predicted[0], rel=0.05)
     assert predicted[0] < 0.1 * planned("1f1b", 2, 8).stages[0].activation_bytes * 2
+
+
+@pytest.mark.parametrize("how", ["none", "layers", "stage"])
+@pytest.mark.parametrize("granularity", ["module", "block"])
+def test_captured_layers_that_recompute_by_blocks_keep_what_is_predicted(granularity, how):
+    torch.manual_seed(0)
+    images, labels = resnet.example_inputs(4, "small"), torch.tensor([0, 1, 1, 0])
+    model = pk.capture(resnet.build("small"), images, granularity=granularity)
+    criterion = torch.nn.functional.cross_entropy
+    graph = pk.profile(model, images, loss=criterion, targets=labels, repeats=1, ranks=0)
+    asked = {"microbatches": 4, "schedule": "1f1b", "stages": 2}
+    whole = pk.plan(graph, pk.Cluster.local(2), **asked)
+    plan = whole.recomputing(how)
+    with pk.Pipeline(
+        model,
+        plan,
+        loss=criterion,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        count_memory=True,
+        deadline_seconds=30,
+    ) as pipeline:
+        for _ in range(2):
+            pipeline.step(images.repeat(4, 1, 1, 1), labels.repeat(4))
+        counted = [peak.activation_bytes for peak in pipeline.peaks]
+    predicted = plan.simulate().peak_bytes(plan.sizes)
+    assert counted == pytest.approx(predicted, rel=0.02)
+    kept = whole.simulate().peak_bytes(whole.sizes)
+    assert how != "layers" or max(predicted) < 0.5 * max(kept)
 
 
 @pytest.mark.parametrize(("name", "grows"), [("1f1b", False), ("zb-v", False), ("gpipe", True)])

@@ -110,7 +110,7 @@ class Candidate:
             activation_bytes=task.activation_bytes(start, stop),
             weight_kept_bytes=int(task.sum("weight_kept_bytes", start, stop)),
             input_bytes=task.input_bytes[start],
-            layer_input_bytes=int(task.sum("input_bytes", start, stop)),
+            layer_input_bytes=task.again_input_bytes(start, stop),
             peak_activations=setting.peaks[rank],
             weight_versions=setting.weight_versions(index, task.num_microbatches),
             recompute=self.recomputes[index],

@@ -246,7 +246,7 @@ class Rooms:
         import numpy as np
 
         tables, inputs = self._task.tables, np.array(self._task.input_bytes, dtype=float)
-        whole = tables["input_bytes" if how == "layers" else "activation_bytes"]
+        whole = tables["again_input_bytes" if how == "layers" else "activation_bytes"]
         inputs = inputs[list(self._task.places)][:, None]
         halves = tables["weight_kept_bytes"]
         in_flight = [

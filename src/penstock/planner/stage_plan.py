@@ -39,7 +39,8 @@ class StagePlan(Value, frozen=True, kw_only=True):
         activation_bytes: kept from forward to backward, per microbatch in flight.
         weight_kept_bytes: kept between the two halves of a split backward.
         input_bytes: of the stage's input: all that is kept where the whole stage runs again.
-        layer_input_bytes: of the inputs of all its layers: what is kept where layers run again.
+        layer_input_bytes: of the inputs of all its layers, or of what runs again together: what is
+            kept where layers run again.
         peak_activations: microbatches in flight at the worst moment.
         weight_versions: copies of the weights that are alive at once, and buffers as large that
             corrections for delay need; 1 in a synchronous pipeline.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -126,7 +126,10 @@ class Task:
             name: [getattr(layer, name) for layer in layers] for name in names
         }
         columns["recompute_seconds"] = map(_again_seconds, layers)
-        columns["input_bytes"] = self.input_bytes[:-1]
+        columns["again_input_bytes"] = [
+            held if begins else 0.0
+            for held, begins in zip(self.input_bytes, self.begins_unit, strict=False)
+        ]
         return {name: list(accumulate(column, initial=0)) for name, column in columns.items()}
 
     def sum(self, name: str, start: int, stop: int) -> float:
@@ -138,6 +141,17 @@ class Task:
     def input_bytes(self) -> tuple[int, ...]:
         """Of a stage that begins with each layer; behind the last, nothing is."""
         return (self.graph.input_bytes, *self.crossing_bytes[1:], 0)
+
+    @cached_property
+    def begins_unit(self) -> tuple[bool, ...]:
+        """Whether each layer, where layers run again, does so apart from the one before it."""
+        units = [layer.unit for layer in self.graph.layers]
+        return (True, *(not own or own != before for before, own in pairwise(units)))
+
+    def again_input_bytes(self, start: int, stop: int) -> int:
+        """What a microbatch keeps at a stage with layers ``[start, stop)`` that run again."""
+        first = 0 if self.begins_unit[start] else self.input_bytes[start]
+        return int(self.sum("again_input_bytes", start, stop)) + first
 
     @cached_property
     def compute_seconds(self) -> tuple[float, ...]:
@@ -183,24 +197,46 @@ class Task:
             tables[name] = sums - sums[:, None]
         held = np.array([*(layer.held_input_bytes for layer in self.graph.layers), 0.0])[places]
         tables["activation_bytes"] = tables["activation_bytes"] + held[:, None]
+        inside = [
+            0.0 if begins else held
+            for held, begins in zip(self.input_bytes, (*self.begins_unit, True), strict=True)
+        ]
+        tables["again_input_bytes"] = (
+            tables["again_input_bytes"] + np.array(inside)[places][:, None]
+        )
         for again in (False, True):
             name = "again_workspace_bytes" if again else "workspace_bytes"
-            needs = [_workspace_bytes(layer, again) for layer in self.graph.layers]
             tables[name] = np.zeros_like(tables["activation_bytes"])
-            for row, start in enumerate(places[:-1] if any(needs) else ()):
-                most = np.array([0.0] * (start + 1) + list(accumulate(needs[start:], max)))
+            for row, start in enumerate(places[:-1]):
+                most = np.array(
+                    [0.0] * (start + 1) + self._workspaces(start, self.num_layers, again)
+                )
                 tables[name][row, row + 1 :] = most[places[row + 1 :]]
         return tables
+
+    def _workspaces(self, start: int, stop: int, again: bool) -> list[float]:
+        """Of stages that begin with a layer, for each layer before ``stop`` that may be their
+        last."""
+        found, most, room, held = [], 0.0, 0.0, 0.0
+        for index in range(start, stop):
+            layer = self.graph.layers[index]
+            if index == start or self.begins_unit[index]:
+                room, held = 0.0, 0.0
+            room = max(room, layer.workspace_bytes)
+            held += layer.activation_bytes if again else 0
+            most = max(most, room + held)
+            found.append(most)
+        return found
 
     def workspace_bytes(self, start: int, stop: int, *, again: bool) -> int:
         """Of the hungriest of these layers.
 
         Args:
             start, stop: of the layers.
-            again: whether they run forward again one by one, so that the activations of one are
-                there besides.
+            again: whether they run forward again, unit by unit, so that the activations of one
+                unit are there besides.
         """
-        return max(_workspace_bytes(layer, again) for layer in self.graph.layers[start:stop])
+        return int(self._workspaces(start, stop, again)[-1])
 
     @cached_property
     def ties(self) -> tuple[tuple[str, int, int, int], ...]:
@@ -252,10 +288,6 @@ class Task:
         # A link with a latency was measured as a whole; one without does not know what handing a
         # message to another worker costs, but the profile does.
         return (seconds if link.latency_seconds else seconds + self.graph.hop_seconds), busy
-
-
-def _workspace_bytes(layer: Layer, again: bool) -> int:
-    return layer.workspace_bytes + (layer.activation_bytes if again else 0)
 
 
 def _again_seconds(layer: Layer) -> float:

@@ -22,6 +22,7 @@ from penstock.profiler.overheads import (
 )
 from penstock.profiler.sample import Sample
 from penstock.spine import NamedLayer, spine_of
+from penstock.tracing.units import units_of
 
 
 def measure_alone(
@@ -77,6 +78,7 @@ def _layers(
 ) -> Iterator[Layer]:
     shared = _shared(model, layers)
     before = ""
+    units = _units(layers)
     for layer, found, update in zip(layers, measured, updates, strict=True):
         module = layer.module
         reads: tuple[str, ...] | None = getattr(module, "reads", None)
@@ -93,11 +95,21 @@ def _layers(
             optimizer_bytes=update.state_bytes,
             inputs=None if reads is None else tuple(name for name in reads if name == before),
             after=tuple(name for name in reads or () if name != before),
+            unit=units[layer.name],
             shared_parameters={name: one.nbytes for name, one in shared.items() if id(one) in own},
             signature=layer.signature,
         )
         before = layer.name
         yield _with_costs(blank, found)
+
+
+def _units(layers: Sequence[NamedLayer]) -> dict[str, str]:
+    """The first of the layers with which each runs again; nothing if it does so alone."""
+    found: dict[str, str] = {}
+    for start, stop in units_of([layer.module for layer in layers]):
+        name = layers[start].name if stop - start > 1 else ""
+        found |= {layer.name: name for layer in layers[start:stop]}
+    return found
 
 
 def _with_costs(blank: Layer, found: Measured) -> Layer:
