@@ -23,13 +23,14 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 import penstock as pk
+from benchmarks.foretold import APART, Foretold, orders
 from penstock.cluster import Cluster, Device, Group, Link
 from penstock.demo.gpt import GPT
 from penstock.demo.workload import CONTEXT, workload
@@ -44,35 +45,22 @@ SPEEDS = {
 
 MICROBATCHES_PER_RANK = 2
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "interleaved-1f1b": 2, "pipedream": 1}
-_APART = 0.05
 _STEPS = 3
 _NUM_BLOCKS, _ROWS = 16, 2
 
 
-@dataclass
-class Contestant:
-    """A plan, and what its steps took.
+@dataclass(kw_only=True)
+class Contestant(Foretold):
+    """One plan; its steps are measured at its own pace.
 
     Attributes:
         model, num_devices: of the plan's cluster.
         label: the schedule and what is special about the plan.
-        plan: as the planner made it.
-        seconds: measured, at the pace of the plan.
     """
 
     model: str
     num_devices: int
     label: str
-    plan: pk.Plan
-    seconds: list[float] = field(default_factory=list)
-
-    @property
-    def measured(self) -> float:
-        return statistics.median(self.seconds)
-
-    @property
-    def error(self) -> float:
-        return self.plan.step_seconds / self.measured - 1
 
     @property
     def mean_forward(self) -> float:
@@ -100,6 +88,7 @@ def gpt() -> pk.LayerGraph:
         targets=targets[:_ROWS],
         optimizer=demo.optimizer,
         repeats=5,
+        ranks=0,
     )
 
 
@@ -150,7 +139,7 @@ def contestants(model: str, graph: pk.LayerGraph, num_devices: int) -> Iterator[
 
     def made(label: str, **request: Any) -> Contestant:
         plan = pk.plan(graph, cluster, microbatches=count, **request)
-        return Contestant(model, num_devices, label, plan)
+        return Contestant(plan=plan, model=model, num_devices=num_devices, label=label)
 
     for name, per_rank in STAGES_PER_RANK.items():
         yield made(name, schedule=name, stages=per_rank * num_devices)
@@ -163,17 +152,6 @@ def contestants(model: str, graph: pk.LayerGraph, num_devices: int) -> Iterator[
     yield made("planner's choice", asynchronous=False)
 
 
-def pairs(those: Sequence[Contestant]) -> tuple[int, int]:
-    """Of the pairs whose predictions are clearly apart: how many were measured in that order, and
-    how many there are."""
-    right = [
-        (a.plan.step_seconds < b.plan.step_seconds) == (a.measured < b.measured)
-        for a, b in itertools.combinations(those, 2)
-        if abs(a.plan.step_seconds / b.plan.step_seconds - 1) > _APART
-    ]
-    return sum(right), len(right)
-
-
 def show(console: Console, found: Sequence[Contestant]) -> None:
     """The table and its sum."""
     table = Table(title="predicted and measured ms of a step, emulated devices of mixed speeds")
@@ -184,7 +162,8 @@ def show(console: Console, found: Sequence[Contestant]) -> None:
     rights = totals = 0
     for _, group in itertools.groupby(found, key=lambda one: (one.model, one.num_devices)):
         those = list(group)
-        right, total = pairs(those)
+        found_orders = orders(those)
+        right, total = sum(found_orders), len(found_orders)
         rights, totals = rights + right, totals + total
         for index, one in enumerate(those):
             named = one.plan.schedule if one.label == "planner's choice" else ""
@@ -202,10 +181,10 @@ def show(console: Console, found: Sequence[Contestant]) -> None:
             )
     console.print(table)
     errors = [abs(one.error) for one in found]
-    within = sum(error <= _APART for error in errors)
+    within = sum(error <= APART for error in errors)
     console.print(
         f"median error {statistics.median(errors):.1%}, largest {max(errors):.1%}, "
-        f"{within} of {len(errors)} within {_APART:.0%}; {rights} of {totals} pairs in order"
+        f"{within} of {len(errors)} within {APART:.0%}; {rights} of {totals} pairs in order"
     )
 
 

@@ -16,7 +16,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,12 +25,12 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import penstock as pk
+from benchmarks.foretold import Foretold, orders
 from examples.models import resnet
 from penstock.demo.workload import workload as demo_workload
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "pipedream")
 MICROBATCHES = 8
-_TELLS_APART = 0.05
 
 
 @dataclass
@@ -44,23 +44,13 @@ class Work:
     batch: tuple[Tensor, Tensor]
 
 
-@dataclass
-class Contestant:
-    """A plan, and the seconds of its steps."""
+@dataclass(kw_only=True)
+class Contestant(Foretold):
+    """One plan of a model."""
 
     work: str
     schedule: str
     cut: int
-    plan: pk.Plan
-    seconds: list[float] = field(default_factory=list)
-
-    @property
-    def measured(self) -> float:
-        return statistics.median(self.seconds)
-
-    @property
-    def error(self) -> float:
-        return self.plan.step_seconds / self.measured - 1
 
 
 def gpt() -> Work:
@@ -134,7 +124,7 @@ def contestants(work: Work, graph: pk.LayerGraph) -> Iterator[Contestant]:
             cuts=[cut],
             recompute="never",
         )
-        yield Contestant(work.name, schedule, cut, plan)
+        yield Contestant(plan=plan, work=work.name, schedule=schedule, cut=cut)
 
 
 def train(work: Work, one: Contestant, steps: int) -> None:
@@ -159,15 +149,6 @@ def stream_seconds(pipeline: pk.Pipeline, work: Work, steps: int) -> list[float]
     return gaps[2:-1]  # without filling and draining
 
 
-def order_is_right(those: list[Contestant]) -> bool:
-    """Whether every two cuts that differ clearly in the prediction come in the same order."""
-    return all(
-        (a.plan.step_seconds < b.plan.step_seconds) == (a.measured < b.measured)
-        for a, b in itertools.combinations(those, 2)
-        if abs(a.plan.step_seconds / b.plan.step_seconds - 1) > _TELLS_APART
-    )
-
-
 def show(found: list[Contestant]) -> None:
     console = Console(width=120)
     table = Table(title="predicted against measured seconds of a step, 2 ranks in threads")
@@ -177,7 +158,7 @@ def show(found: list[Contestant]) -> None:
     rights = []
     for _, group in groups:
         those = list(group)
-        right = order_is_right(those)
+        right = all(orders(those))
         rights.append(right)
         for index, one in enumerate(those):
             table.add_row(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -68,34 +68,36 @@ def calibrate(
         model: with a spine.
         graph: its profile.
         sample: that was profiled.
-        optimizer: if updates are wanted.
+        optimizer: if updates are wanted; without one, a pipeline cannot go without a flush.
         count: of the pipelines' ranks.
         tell: called with how many runs have ended.
     """
+    modes = [mode for mode in FAMILIES if mode != "stream" or optimizer is not None]
     try:
-        runs, warnings = _measure(model, graph, sample, optimizer, count, tell)
+        _check_memory(graph)
+        runs, warnings = _measure(Runner(model, sample, optimizer), graph, modes, count, tell)
     except Exception as error:  # a model may refuse to be copied in any way
         return Calibrated(Contention(), (_warning("", error),))
     return Calibrated(_fitted(graph, runs), warnings)
 
 
-def _measure(
-    model: nn.Module,
-    graph: LayerGraph,
-    sample: Sample,
-    optimizer: OptimizerFactory | None,
-    count: int,
-    tell: Callable[[int], None],
-) -> tuple[dict[Mode, Run], tuple[str, ...]]:
+def _check_memory(graph: LayerGraph) -> None:
     needed = sum(layer.parameter_bytes + layer.activation_bytes for layer in graph.layers)
     memory = host_memory_bytes()
     if memory and _COPIES * needed > memory:
         raise MemoryError("there is no memory for a copy of the model")
-    runner = Runner(model, sample, optimizer)
-    modes = [mode for mode in FAMILIES if mode != "stream" or optimizer is not None]
+
+
+def _measure(
+    runner: Runner,
+    graph: LayerGraph,
+    modes: Sequence[Mode],
+    count: int,
+    tell: Callable[[int], None],
+) -> tuple[dict[Mode, Run], tuple[str, ...]]:
     runs: dict[Mode, Run] = {}
     failed: dict[Mode, Exception] = {}
-    for number, mode in product(range(NUM_ROUNDS), modes):
+    for number, (_, mode) in enumerate(product(range(NUM_ROUNDS), modes), start=1):
         # In turns, so that a noisy machine is noisy for all of them.
         try:
             if mode not in failed:
@@ -104,7 +106,7 @@ def _measure(
         except PenstockError as error:
             failed[mode] = error
             runs.pop(mode, None)
-        tell(number * len(FAMILIES) + modes.index(mode) + 1)
+        tell(number)
     warnings = (_warning(f" of {FAMILIES[mode]}", error) for mode, error in failed.items())
     return runs, tuple(warnings)
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from penstock.partition.chain import Table
-    from penstock.planner.tensor_groups import TensorGroups
+    from penstock.partition.tensor import TensorSplit
+    from penstock.planner.stage_plan import Split
 
     Vector = npt.NDArray[np.float64]
 
@@ -32,6 +33,34 @@ class Pace(NamedTuple):
 
     passes: float
     updates: float
+
+
+@dataclass(frozen=True)
+class TensorGroups:
+    """Who shares layers with whom, and how.
+
+    Attributes:
+        devices: of each group, which stands for one device of the task's cluster.
+        found: the splits of the layers.
+        single: the task without groups.
+    """
+
+    devices: tuple[tuple[Device, ...], ...]
+    found: TensorSplit
+    single: Task
+
+    @property
+    def num_ranks(self) -> int:
+        """Devices per group."""
+        return len(self.devices[0])
+
+    def splits(self, layers: Sequence[str]) -> dict[str, Split]:
+        """Of some layers."""
+        return {name: self._split(name) for name in layers}
+
+    def _split(self, name: str) -> Split:
+        split = self.found.splits[name]
+        return "whole" if split == "any" and self.found.layouts[name] == "whole" else split
 
 
 @dataclass(frozen=True)
