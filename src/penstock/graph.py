@@ -114,6 +114,8 @@ several versions of weights."""
 class Contention(Value, frozen=True, kw_only=True):
     """How many times longer ranks of one machine take than their layers did alone: they share its
     memory and, as threads, the interpreter; they wait and wake up; versions of weights are copied.
+    Measured with one microbatch size and one number of ranks, and taken for all: with much smaller
+    microbatches, or more ranks, the truth is more.
 
     Attributes:
         whole: forwards and backwards of a schedule with whole backwards.

@@ -9,15 +9,19 @@ from math import ceil
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from penstock import Cluster, schedules
+from penstock import Cluster, Link, schedules
+from penstock.cluster import Group
 from penstock.errors import InputError, PlanError
+from penstock.graph import Contention
 from penstock.planner.candidate import Candidate
 from penstock.planner.cuts import candidates
-from penstock.planner.offers import Offer
+from penstock.planner.offers import Offer, Wish
+from penstock.planner.offers import offers as every_offer
 from penstock.planner.task import Task
 from penstock.versions import USUAL, Flush
-from tests.planning import all_cuts, clusters, graphs, held_bytes
+from tests.planning import all_cuts, chain, clusters, devices, graphs, held_bytes
 
 FAMILIES = [name for name in schedules.names() if name not in {"zb-auto", "optimal", "chimera"}]
 WITH_REPLICAS = ("1f1b", "gpipe", *USUAL)
@@ -40,7 +44,13 @@ def offers(draw, task):
 
 @st.composite
 def tasks(draw):
-    return Task(draw(graphs(most=6)), draw(clusters()), draw(st.integers(1, 6)))
+    cluster = draw(clusters())
+    if draw(st.booleans()) and len(cluster.devices) > 1:
+        # Some share a host, and slow each other or not; others have one of their own.
+        names = tuple(device.name for device in cluster.devices[:2])
+        host = Group(name="host", members=names, link=Link(), memory_bytes=10**9)
+        cluster = replace(cluster, groups=(host,))
+    return Task(draw(graphs(most=6)), cluster, draw(st.integers(1, 6)))
 
 
 def setting_of(offer, task):
@@ -122,3 +132,22 @@ def test_what_runs_again_together_keeps_one_input_and_works_on_all_its_activatio
         assert task.workspace_bytes(start, stop, again=True) == room
         assert task.tables["again_input_bytes"][start, stop] == kept
         assert task.tables["again_workspace_bytes"][start, stop] == room
+
+
+def test_a_host_whose_ranks_help_each_other_lowers_the_bounds_of_the_others_too():
+    names = ("d0", "d1")
+    cluster = replace(
+        devices(3), groups=(Group(name="host", members=names, link=Link(), memory_bytes=10**9),)
+    )
+    graph = replace(chain(4), contention=Contention(whole=0.8, split=0.8, stream=0.6))
+    task, tried = Task(graph, cluster, 6), 0
+    for leave in ("no", "also"):
+        for offer in every_offer(task, Wish(asynchronous=leave)):
+            try:
+                setting = offer.setting(task)
+            except (InputError, PlanError):
+                continue  # nobody can have that
+            for one in candidates(task, setting):
+                assert offer.least_seconds(task) <= one.seconds * (1 + 1e-9)
+                tried += 1
+    assert tried > 20

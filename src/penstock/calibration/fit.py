@@ -76,9 +76,9 @@ def calibrate(
     try:
         _check_memory(graph)
         runs, warnings = _measure(Runner(model, sample, optimizer), graph, modes, count, tell)
+        return Calibrated(_fitted(graph, runs), warnings)
     except Exception as error:  # a model may refuse to be copied in any way
         return Calibrated(Contention(), (_warning("", error),))
-    return Calibrated(_fitted(graph, runs), warnings)
 
 
 def _check_memory(graph: LayerGraph) -> None:

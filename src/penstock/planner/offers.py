@@ -94,7 +94,7 @@ class Offer:
         # Whether the family splits backwards, only its schedule tells.
         modes: tuple[Mode, ...] = ("stream",) if self.versions.asynchronous else ("whole", "split")
         speed = max(
-            sum(1 / task.pace((device,), self.devices, mode).passes for device in self.devices)
+            sum(1 / task.least_pace(device, self.devices, mode) for device in self.devices)
             for mode in modes
         )
         return task.num_microbatches * sum(task.compute_seconds) / speed

@@ -292,6 +292,13 @@ class Task:
         contention = self.graph.contention
         return Pace(contention.of_passes(mode) / slowest, contention.of_updates(mode) / slowest)
 
+    def least_pace(self, device: int, used: Collection[int], mode: Mode) -> float:
+        """That of passes at any stage that has this device, of all its devices together."""
+        own = self.pace((device,), used, mode).passes
+        # Who works beside one that shares its host counts as if it did, too.
+        crowded = self.graph.contention.of_passes(mode) / self.cluster.devices[device].speed
+        return min(own, crowded)
+
     def _is_crowded(self, devices: Collection[int], used: Collection[int]) -> bool:
         """Whether one of them shares its host's memory with another one that works."""
         return any(
