@@ -106,6 +106,8 @@ class Layer(Value, frozen=True, kw_only=True):
         return self.forward_seconds + self.backward_seconds
 
 
+_MOST_CONTENTION = 1000
+
 Mode = Literal["whole", "split", "stream"]
 """How ranks work: with whole backwards, with backwards in two halves, or without a flush and with
 several versions of weights."""
@@ -123,6 +125,10 @@ class Contention(Value, frozen=True, kw_only=True):
         stream: the same without a flush.
         update: optimizer steps.
         stream_update: the same without a flush.
+        num_ranks: with which it was measured; 0 if nobody did.
+
+    Raises:
+        InputError: a factor is not above 0, or so large that it cannot be meant.
     """
 
     whole: float = 1.0
@@ -130,11 +136,17 @@ class Contention(Value, frozen=True, kw_only=True):
     stream: float = 1.0
     update: float = 1.0
     stream_update: float = 1.0
+    num_ranks: int = 0
 
     def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            if not 0 < getattr(self, name) < inf:
-                raise InputError(f"contention: {name} is {getattr(self, name)}, but must be > 0")
+        for name in ("whole", "split", "stream", "update", "stream_update"):
+            factor = getattr(self, name)
+            if not 0 < factor <= _MOST_CONTENTION:
+                raise InputError(
+                    f"contention: {name} is {factor}, but must be > 0 and ≤ {_MOST_CONTENTION:,}"
+                )
+        if self.num_ranks < 0:
+            raise InputError(f"contention: num_ranks is {self.num_ranks}, but must be ≥ 0")
 
     def of_passes(self, mode: Mode) -> float:
         """Of forwards and backwards."""
@@ -188,6 +200,9 @@ class LayerGraph(Value, frozen=True, kw_only=True):
         for name in ("microbatch_size", "num_threads"):
             if not getattr(self, name) >= 1:
                 raise InputError(f"{name} is {getattr(self, name)}, but must be ≥ 1")
+        for name in ("input_bytes", "hop_seconds", "op_seconds", "sum_bytes_per_second"):
+            if not 0 <= getattr(self, name) < inf:
+                raise InputError(f"{name} is {getattr(self, name)}, but must be ≥ 0 and finite")
         self._check_order()
         self._check_other_sizes()
 

@@ -12,22 +12,26 @@ from torch import Tensor, nn
 from penstock import tree
 from penstock.errors import ModelError
 from penstock.randomness import LayerStreams
-from penstock.replay import Run, in_turn, recomputed
+from penstock.replay import Formers, Run, in_turn, recomputed
 from penstock.slices import call_of
 from penstock.spine import NamedLayer, Skip
-from penstock.tracing.units import beside, units_of
+from penstock.tracing.layers import CapturedLayer
+from penstock.tracing.units import Unit, units_of
 
 Where = tuple[int, int, int]
 """(step, microbatch, slice), for random streams."""
 
 
 _OVERWRITTEN = re.compile(
-    r"inplace operation: \[\S+ \[([\d, ]*)\].* is at version (\d+);", re.DOTALL
+    r"inplace operation: \[(\S+) \[([\d, ]*)\]\](.*) is at version (\d+);", re.DOTALL
 )
 
 
 def explain_overwritten(layers: Sequence[NamedLayer], error: RuntimeError) -> None:
     """Say more about a backward that failed, if what it needs is a buffer that was overwritten.
+
+    autograd tells type, shape and version of what was overwritten, and what computed it; a buffer
+    is computed by nothing. Several buffers may fit; then all of them are named.
 
     Args:
         layers: that it went through.
@@ -37,22 +41,40 @@ def explain_overwritten(layers: Sequence[NamedLayer], error: RuntimeError) -> No
         ModelError: it is; the buffer is named.
     """
     found = _OVERWRITTEN.search(str(error))
-    if found is None:
+    if found is None or "is output" in found[3]:
         return
-    shape = tuple(int(size) for size in found[1].split(",") if size.strip())
+    shape = tuple(int(size) for size in found[2].split(",") if size.strip())
+    holders: dict[int, list[tuple[NamedLayer, str]]] = {}
     for layer in layers:
         for name, buffer in layer.module.named_buffers():
-            if buffer.is_inference() or tuple(buffer.shape) != shape:
+            if buffer.is_inference() or (buffer.type(), tuple(buffer.shape)) != (found[1], shape):
                 continue
-            if buffer._version == int(found[2]):
-                key = f"{layer.prefix}.{name}" if layer.prefix else name
-                raise ModelError(
-                    f"layer {layer.name!r} overwrites its buffer {key!r} in place, while the "
-                    "backward of an earlier forward still needs the value before: several "
-                    f"microbatches are in flight. Assign a new value (`self.{name} = self.{name} "
-                    f"+ 1`) instead, compute with a copy (`self.{name}.clone()`), or set the "
-                    'stage\'s recompute to "stage"'
-                ) from error
+            if buffer._version == int(found[4]):
+                holders.setdefault(id(buffer), []).append((layer, name))
+    if holders:
+        raise ModelError(
+            f"{_overwriting([held[0] for held in holders.values()])} in place, while the backward "
+            "of an earlier forward still needs the value before: several microbatches are in "
+            f"flight. {_instead(*next(iter(holders.values()))[0])}"
+        ) from error
+
+
+def _overwriting(suspects: Sequence[tuple[NamedLayer, str]]) -> str:
+    told = [
+        (layer.name, f"{layer.prefix}.{name}" if layer.prefix else name) for layer, name in suspects
+    ]
+    if len(told) == 1:
+        return f"layer {told[0][0]!r} overwrites its buffer {told[0][1]!r}"
+    some = " or ".join(f"{key!r} of layer {name!r}" for name, key in told[:5])
+    return f"a layer overwrites a buffer, which may be {some}{' or another' * (len(told) > 5)},"
+
+
+def _instead(layer: NamedLayer, name: str) -> str:
+    own = name.rpartition(".")[2]
+    copied = f'ompute with a copy (`self.{own}.clone()`), or set the stage\'s recompute to "stage"'
+    if isinstance(layer.module, CapturedLayer) and own != name:
+        return f"C{copied}"  # tracing does not see values assigned in modules of the model
+    return f"Assign a new value (`self.{own} = self.{own} + 1`) instead, c{copied}"
 
 
 def apart_from_buffers(value: Any, modules: Iterable[nn.Module]) -> Any:
@@ -85,6 +107,7 @@ class LayerRuns:
 
     Attributes:
         carries: keys of what layers leave for the next slice.
+        formers: for all that runs these layers so that they can run again.
     """
 
     def __init__(
@@ -101,7 +124,9 @@ class LayerRuns:
         self._recompute = recompute
         self._calls = [call_of(layer, num_slices) for layer in layers]
         self.carries = [key for _, key in self._calls if key is not None]
-        self._units = units_of([layer.module for layer in layers])
+        self.formers = Formers()
+        modules = [layer.module for layer in layers]
+        self._units = [(at, Unit(modules[at:stop])) for at, stop in units_of(modules)]
         self._plain = frozenset(
             at
             for at, (layer, (_, carry)) in enumerate(zip(layers, self._calls, strict=True))
@@ -137,10 +162,10 @@ class LayerRuns:
     def _run_units(self, value: Any, skips: dict[str, Skip], where: Where) -> tuple[Any, bool]:
         drew = False
         kept: dict[int, Tensor] = {}
-        for start, stop in self._units:
-            modules = [layer.module for layer in self._layers[start:stop]]
-            run = in_turn([self._in_stream(at, where) for at in range(start, stop)])
-            run = beside(modules, recomputed(modules, run, kept))
+        for start, unit in self._units:
+            places = range(start, start + len(unit.modules))
+            run = in_turn([self._in_stream(at, where) for at in places])
+            run = unit.beside(recomputed(unit.modules, run, kept, self.formers))
             value, drew_too = self._pass(start, run, value, skips)
             drew = drew or drew_too
         # What leaves the stage may be overwritten; what will run again must not.

@@ -16,6 +16,7 @@ from penstock import microbatches
 from penstock.allocator import keep_freed_pages
 from penstock.errors import InputError, RunError
 from penstock.microbatches import Microbatches, Weight, Weighting
+from penstock.optimizer_factory import OptimizerFactory
 from penstock.planner import Plan
 from penstock.run.assembly import Results, Running, TransportName, assemble
 from penstock.run.counting import Peak
@@ -28,7 +29,6 @@ from penstock.run.recipe import (
     Loss,
     LossScale,
     Metric,
-    OptimizerFactory,
     Recipe,
     SchedulerFactory,
 )

@@ -4,8 +4,14 @@ Recomputing activations repeats a forward. What the first run changed must not c
 running statistics of a BatchNorm, the number of batches it saw), and what it read must be read
 again as it was: buffers that are updated and used (the vectors of a spectral norm), and autocast.
 
-What a module keeps elsewhere, in plain attributes, is not protected. Nor does a second run see the
-old value of a buffer that its own first run left alone and that of another microbatch has changed.
+Several modules may hold one buffer: a layer of a captured model holds what its code writes, beside
+the module inside that the buffer belongs to. They are given the same copy, or what one writes the
+other would not read.
+
+A buffer may also be read by some layers and overwritten by others, for another microbatch, before
+the second run. Whoever overwrites it has its old value and leaves that to those that have read it.
+
+What a module keeps elsewhere, in plain attributes, is not protected.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock import tree
 from penstock.errors import InputError
@@ -30,30 +37,65 @@ Run = Callable[[Any, dict[str, Any]], tuple[Any, bool, dict[str, Any]]]
 
 
 @dataclass
+class Former:
+    """What a buffer was; ``None`` as long as it still is."""
+
+    value: Tensor | None = None
+
+
+class Formers:
+    """What buffers were before first runs changed them, for those that read them until then."""
+
+    def __init__(self) -> None:
+        self._unchanged = WeakIdKeyDictionary()
+
+    def read(self, buffer: Tensor) -> Former:
+        """To be kept by who has read a buffer."""
+        if buffer not in self._unchanged:
+            self._unchanged[buffer] = Former()
+        former: Former = self._unchanged[buffer]
+        return former
+
+    def changed(self, buffer: Tensor, value: Tensor) -> None:
+        """Tell those who have read a buffer what it was."""
+        self.read(buffer).value = value
+        del self._unchanged[buffer]
+
+
+@dataclass
 class Past:
     """What a second run needs of the first.
 
     Attributes:
-        buffers: (module, name, value before) of those that the first run changed.
+        buffers: (module, name, value before) of all; the value is that of one buffer, whichever
+            modules hold it.
         autocast: per device: on or off, and its dtype.
     """
 
-    buffers: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
+    buffers: list[tuple[nn.Module, str, Former]] = field(default_factory=list)
     autocast: list[tuple[str, bool, torch.dtype]] = field(default_factory=list)
 
 
 SavedBuffer = tuple[nn.Module, str, Tensor, Tensor]
-"""Where a buffer is, the buffer, and its value then."""
+"""Where a buffer is, the buffer, and its value then (one copy, wherever it is)."""
 
 
 def saved_buffers(modules: Iterable[nn.Module]) -> list[SavedBuffer]:
     """The buffers of modules (of each alone, not of those inside) and copies of their values. By
     name, since a layer may put a new tensor in the place of its buffer."""
-    return [
-        (module, name, buffer, buffer.detach().clone())
+    held = [
+        (module, name, buffer)
         for module in modules
-        for name, buffer in module.named_buffers(recurse=False)
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
     ]
+    values = _copies(buffer for _, _, buffer in held)
+    return [(module, name, buffer, values[id(buffer)]) for module, name, buffer in held]
+
+
+def _copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+    """One for each tensor, by its ``id``."""
+    distinct = {id(one): one for one in tensors}
+    return {key: one.detach().clone() for key, one in distinct.items()}
 
 
 def put_back(buffers: Iterable[SavedBuffer]) -> None:
@@ -64,11 +106,15 @@ def put_back(buffers: Iterable[SavedBuffer]) -> None:
 
 
 @contextmanager
-def remembering(modules: Sequence[nn.Module]) -> Iterator[Past]:
+def remembering(modules: Sequence[nn.Module], formers: Formers) -> Iterator[Past]:
     """The first run of modules. When it ends, the yielded value is complete.
 
-    Of the buffers only those are kept that the run changed: it put another tensor in their place,
+    Of the buffers only those are copied that a run changed: it put another tensor in their place,
     or other numbers into them (batch norm does so without counting a version).
+
+    Args:
+        modules: all that may be read or changed.
+        formers: the same for all runs that may change what others read.
     """
     past = Past(
         autocast=[
@@ -78,36 +124,52 @@ def remembering(modules: Sequence[nn.Module]) -> Iterator[Past]:
     )
     before = saved_buffers(modules)
     yield past
-    past.buffers = [
-        (module, name, value)
+    past.buffers = [(module, name, formers.read(buffer)) for module, name, buffer, _ in before]
+    changed = {
+        id(buffer): (buffer, value)
         for module, name, buffer, value in before
         if getattr(module, name, None) is not buffer or not torch.equal(buffer, value)
-    ]
+    }
+    for buffer, value in changed.values():
+        formers.changed(buffer, value)
 
 
 @contextmanager
-def repeating(past: Past) -> Iterator[None]:
-    """The second run: modules see copies of their buffers as they were before the first run."""
-    now = [(module, name, getattr(module, name)) for module, name, _ in past.buffers]
+def repeating(past: Past, formers: Formers) -> Iterator[None]:
+    """The second run: modules see copies of their buffers as they were before the first run.
+
+    Args:
+        past: of the first run.
+        formers: as in ``remembering``; layers that will run a third time read what copies were.
+    """
+    then = [
+        (module, name, former.value)
+        for module, name, former in past.buffers
+        if former.value is not None
+    ]
+    now = [(module, name, getattr(module, name)) for module, name, _ in then]
     with ExitStack() as stack:
         for device, enabled, dtype in past.autocast:
             stack.enter_context(torch.autocast(device, dtype, enabled))
+        copies = _copies(value for _, _, value in then)
         try:
-            for module, name, value in past.buffers:
-                setattr(module, name, value.clone())
+            for module, name, value in then:
+                setattr(module, name, copies[id(value)])
             yield
         finally:
             for module, name, buffer in now:
                 setattr(module, name, buffer)
+            for copied in copies.values():
+                formers.changed(copied, copied)
 
 
 @contextmanager
-def first_run_only(modules: Sequence[nn.Module]) -> Iterator[Past]:
-    """A first run of which nothing is kept but what it gives.
+def first_run_only(modules: Sequence[nn.Module], formers: Formers) -> Iterator[Past]:
+    """A first run of which nothing is kept but what it gives. Arguments as in ``remembering``.
 
     Grad mode stays on, so that every layer and kernel does exactly what it will do in the second.
     """
-    with remembering(modules) as past, saved_tensors_hooks(_drop, _refuse):
+    with remembering(modules, formers) as past, saved_tensors_hooks(_drop, _refuse):
         yield past
 
 
@@ -126,7 +188,9 @@ def in_turn(runs: Sequence[Run]) -> Run:
     return run
 
 
-def recomputed(modules: Sequence[nn.Module], run: Run, kept: dict[int, Tensor]) -> Run:
+def recomputed(
+    modules: Sequence[nn.Module], run: Run, kept: dict[int, Tensor], formers: Formers
+) -> Run:
     """Layers that keep only what they are given, and run again when their backward comes.
 
     What they hand on as it was given to them stays the same tensor, not a copy. Whoever comes
@@ -136,6 +200,7 @@ def recomputed(modules: Sequence[nn.Module], run: Run, kept: dict[int, Tensor]) 
         modules: what ``run`` runs.
         run: does the same when it is called again.
         kept: told what is kept, by ``id``.
+        formers: the same for all runs that may change what others read.
     """
     every = tuple({id(one): one for module in modules for one in module.modules()}.values())
 
@@ -149,10 +214,10 @@ def recomputed(modules: Sequence[nn.Module], run: Run, kept: dict[int, Tensor]) 
             own = [one.clone() if isinstance(one, Tensor) else one for one in given]
             versions = _versions(own)
             if pasts:
-                with repeating(pasts[0]):
+                with repeating(pasts[0], formers):
                     result = run(*tree.unflatten(list(own), structure))
             else:
-                with remembering(every) as past:
+                with remembering(every, formers) as past:
                     result = run(*tree.unflatten(list(own), structure))
                 pasts.append(past)
             now = _versions(own)

@@ -200,7 +200,7 @@ class Stage:
         if keep is Keep.INPUT:
             raise InputError("recompute must keep EVERYTHING or SPLIT; the input is kept already")
         given, past = self._take(self._past, microbatch, "recompute", "a forward that keeps INPUT")
-        with torch.enable_grad(), repeating(past):
+        with torch.enable_grad(), repeating(past, self._layer_runs.formers):
             _, self._graphs[microbatch] = self._run(given, keep)
 
     def backward(
@@ -328,7 +328,7 @@ class Stage:
         inputs, skips = tree.replace(Tensor, Tensor.detach, (given.inputs, dict(given.skips)))
         # The first layer may overwrite its input.
         own_inputs, own_skips = tree.replace(Tensor, Tensor.clone, (inputs, skips))
-        with first_run_only(self._modules) as past:
+        with first_run_only(self._modules, self._layer_runs.formers) as past:
             own = replace(given, inputs=own_inputs, skips=own_skips)
             produced, _ = self._run(own, Keep.EVERYTHING, again=True)
         self._past[given.microbatch] = (replace(given, inputs=inputs, skips=skips), past)

@@ -308,7 +308,7 @@ def test_the_gpt2_in_the_docs_trains():
         for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
         if "GPT2LMHeadModel" in block
     ]
-    assert len(script.splitlines()) == 5
+    assert len(script.splitlines()) == 6
     rows = tokens()
     namespace = {
         "pk": pk, "torch": torch, "F": F, "tokens": rows, "targets": rows,

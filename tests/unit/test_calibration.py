@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from torch import nn
 
 import penstock as pk
-from penstock.calibration.fit import _fitted
+from penstock.calibration.fit import _disagreements, _fitted
 from penstock.calibration.runs import FAMILIES, Run
 from penstock.errors import InputError
 from penstock.graph import Contention
@@ -50,10 +50,11 @@ def test_the_planner_says_what_a_machine_took_on_which_the_profile_was_made(
         asked = {"microbatches": 8, "schedule": family, "stages": 2}
         run = runs[mode] = Run(pk.plan(graph, crowd, **asked))
         truth = pk.plan(replace(graph, contention=machine), crowd, **asked)
-        run.steps = [truth.step_seconds] * 3
+        run.rounds = [[truth.step_seconds] * 3]
         run.updates = {index: [stage.update_seconds] for index, stage in enumerate(truth.stages)}
-    found = _fitted(graph, runs)
-    for name in machine.__struct_fields__:
+    found = _fitted(graph, runs, 2)
+    assert found.num_ranks == 2
+    for name in (*FAMILIES, "update", "stream_update"):
         assert getattr(found, name) == pytest.approx(getattr(machine, name), rel=0.01)
 
 
@@ -80,9 +81,7 @@ def test_real_ranks_tell_what_they_cost_each_other():
     found = graph.contention
     assert min(found.whole, found.split, found.stream) > 1.2
     assert found.update > 0 and found.stream_update > 0
-    assert all(
-        not layer.warnings or "contention" not in layer.warnings[-1] for layer in graph.layers
-    )
+    assert "was not measured" not in "".join(graph.layers[0].warnings)
     # The model has learnt nothing from it, and everybody has heard of every run.
     assert all(map(torch.equal, before, model.parameters()))
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -126,15 +125,15 @@ def test_what_cannot_run_without_a_flush_is_measured_with_one():
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     second.weight = first.weight
     graph = trained(first, second)
-    assert "contention of pipedream was not measured" in graph.layers[0].warnings[-1]
+    assert "contention of pipedream was not measured" in " ".join(graph.layers[0].warnings)
     assert graph.contention.stream == graph.contention.whole != 1
 
 
 def test_without_memory_for_copies_nothing_is_run(monkeypatch):
-    monkeypatch.setattr("penstock.calibration.fit.host_memory_bytes", lambda: 100)
+    monkeypatch.setattr("penstock.calibration.runs.host_memory_bytes", lambda: 100)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     graph = pk.profile(model, torch.randn(2, 4), repeats=1, ranks=2)
-    assert "no memory for a copy of the model" in graph.layers[0].warnings[-1]
+    assert "a copy of the model with its versions may need" in graph.layers[0].warnings[-1]
 
 
 @pytest.mark.parametrize("ranks", [0, 1])
@@ -174,3 +173,71 @@ def test_each_kind_of_schedule_has_its_factors():
     assert first(crowd, "pipedream") == (4 * 0.02, 6 * 0.02)
     # Machines of their own do not disturb each other.
     assert first(devices(2), "zb-h1") == (0.02 + 0.006, 0.02)
+
+
+class Caching(nn.Linear):
+    """Keeps what it gave, of which no copy can be made."""
+
+    def forward(self, value):
+        self.given = super().forward(value)
+        return self.given
+
+
+def test_what_measuring_leaves_on_a_model_is_in_nobodys_way():
+    graph = trained(Caching(4, 4), Caching(4, 4))
+    assert graph.contention.num_ranks == 2
+    assert "was not measured" not in "".join(graph.layers[0].warnings)
+
+
+def test_an_optimizer_of_other_parameters_is_refused_before_it_trains_them():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    before = [parameter.clone() for parameter in model.parameters()]
+    batch = {"loss": squared, "targets": torch.randn(2, 4)}
+
+    def of_the_model(_):
+        return torch.optim.SGD(model.parameters(), lr=1)
+
+    with pytest.raises(InputError, match="has parameters that its function was not given"):
+        pk.profile(model, torch.randn(2, 4), optimizer=of_the_model, repeats=1, **batch)
+    assert all(map(torch.equal, before, model.parameters()))
+    graph = pk.profile(model, torch.randn(2, 4), repeats=1, ranks=0, **batch)
+    plan = pk.plan(graph, pk.Cluster.local(2), microbatches=2, schedule="1f1b", stages=2)
+    with pytest.raises(InputError, match="has parameters that its function was not given"):
+        pk.Pipeline(model, plan, loss=squared, optimizer=of_the_model)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (torch.optim.LBFGS, "LBFGS calls the loss several times"),
+        (lambda parameters: None, "what the optimizer function made"),
+        (torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1), "cannot be made: TypeError"),
+        (lambda parameters: 1 / 0, "the optimizer of the layer of 0.weight cannot be made: Zero"),
+    ],
+)
+def test_what_makes_no_optimizer_is_refused(optimizer, message):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(InputError, match=message):
+        pk.profile(model, torch.randn(2, 4), optimizer=optimizer, repeats=1, ranks=0)
+
+
+def test_a_layer_may_have_nothing_that_an_optimizer_wants():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    names = []
+
+    def of_matrices(parameters):
+        names.extend(name for name, _ in parameters.named())
+        return torch.optim.SGD([one for one in parameters if one.dim() > 1], lr=0.1)
+
+    graph = pk.profile(model, torch.randn(2, 4), optimizer=of_matrices, repeats=1, ranks=0)
+    first, second = graph.layers
+    assert first.update_seconds > 0 == second.update_seconds
+    assert names == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_runs_that_disagree_make_a_warning():
+    plan = pk.plan(chain(4), devices(2), microbatches=4, schedule="1f1b", stages=2)
+    alike, apart = Run(plan, rounds=[[1.0], [1.2]]), Run(plan, rounds=[[1.0], [1.5]])
+    assert not [*_disagreements({"whole": alike})]
+    (warning,) = _disagreements({"whole": alike, "split": apart})
+    assert "zb-h1: one of its runs took 50% longer" in warning

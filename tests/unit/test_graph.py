@@ -41,3 +41,12 @@ def test_the_fingerprint_tells_architectures_apart_and_nothing_else():
     assert len(graph.fingerprint) == 16
     for other in (replace(LAYER, name="b"), replace(LAYER, signature="weight 3x2 float32")):
         assert LayerGraph(layers=(other,)).fingerprint != graph.fingerprint
+
+
+@pytest.mark.parametrize(
+    "field", ["input_bytes", "hop_seconds", "op_seconds", "sum_bytes_per_second"]
+)
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf")])
+def test_overheads_are_not_negative_and_finite(field, value):
+    with pytest.raises(InputError, match=f"{field} is .*, but must be ≥ 0 and finite"):
+        LayerGraph(layers=(LAYER,), **{field: value})

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from penstock.errors import InputError
-from penstock.run.recipe import LossScale, Parameters, Recipe
+from penstock.optimizer_factory import Parameters
+from penstock.run.recipe import LossScale, Recipe
 
 
 def sgd(parameters):

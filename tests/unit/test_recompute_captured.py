@@ -186,6 +186,40 @@ def test_a_pipeline_counts_less_and_learns_the_same():
     assert all(after < 0.8 * before for before, after in zip(*peaks, strict=True))
 
 
+class Noisy(nn.Module):
+    """One layer runs in training only; in evaluation all goes around it."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, value):
+        first = value = self.blocks[0](value)
+        if self.training:
+            value = value * self.blocks[1](value)
+        return self.blocks[2](value + first)
+
+
+def test_what_goes_around_follows_the_mode():
+    torch.manual_seed(0)
+    inputs = torch.randn(ROWS, 4)
+    model = Noisy()
+    captured = pk.capture(model, inputs)
+    (stage,) = stages_of(captured, [], ALL)
+    for training in (False, True, False, True):
+        captured.train(training)
+        stage.forward(0, inputs, criterion=torch.sum)
+        stage.backward(0, [torch.ones(())])
+        found = [one.grad for one in model.parameters()]
+        model.zero_grad()
+        model(inputs).sum().backward()
+        assert [one is None for one in found] == [one.grad is None for one in model.parameters()]
+        for ours, theirs in zip(found, model.parameters(), strict=True):
+            if ours is not None:
+                torch.testing.assert_close(ours, theirs.grad)
+        model.zero_grad()
+
+
 class Adding(nn.Module):
     def forward(self, values):
         kept, other = values

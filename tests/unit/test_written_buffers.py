@@ -11,7 +11,10 @@ from torch import nn
 
 import penstock as pk
 from penstock.errors import ModelError, StageError
+from penstock.randomness import LayerStreams
 from penstock.run.single_device import SingleDevice
+from penstock.spine import spine_of
+from penstock.stage import Stage
 from penstock.tracing import capture
 from tests.helpers import Lambda, make_plan
 
@@ -172,6 +175,85 @@ class Overwriting(nn.Module):
         squared = value.square()
         value.zero_()
         return squared
+
+
+class Squashing(nn.Module):
+    """Overwrites a value that its backward needs, of the shape of a buffer of another layer."""
+
+    def forward(self, value):
+        return value.sigmoid().add_(1)
+
+
+class Table(nn.Module):
+    """Never overwrites its buffers in a forward, but did so once before; they look alike."""
+
+    def __init__(self, *names):
+        super().__init__()
+        for name in names:
+            self.register_buffer(name, torch.zeros(1).copy_(torch.ones(1)))
+
+    def forward(self, value):
+        for buffer in self.buffers():
+            value = value + buffer
+        return value
+
+
+def test_a_value_that_a_layer_made_is_no_buffer():
+    # Only what the first stage is given needs no gradient.
+    stage = Stage(1, spine_of(nn.Sequential(Squashing(), Table("table"))), 1, LayerStreams(0))
+    stage.forward(0, torch.randn(1))
+    with pytest.raises(RuntimeError, match="is output 0 of Sigmoid") as told:
+        stage.backward(0, [torch.ones(1)])
+    assert not isinstance(told.value, ModelError)
+
+
+def overwritten_too_soon(model):
+    stage = Stage(1, spine_of(model), 1, LayerStreams(0))
+    for microbatch in range(2):
+        stage.forward(microbatch, torch.randn(3, 1))
+    with pytest.raises(ModelError) as told:
+        stage.backward(0, [torch.ones(3, 1)])
+    return str(told.value)
+
+
+def test_where_several_buffers_fit_all_are_named():
+    told = overwritten_too_soon(nn.Sequential(Alone(), Alone(), Table("old")))
+    assert "may be '0.count' of layer '0' or '1.count' of layer '1', in place" in told
+    # A buffer of another type is not what autograd speaks of.
+    whole = Table("old")
+    whole.old = whole.old.long().add_(0).add_(0)
+    told = overwritten_too_soon(nn.Sequential(Alone(), whole))
+    assert "layer '0' overwrites its buffer '0.count'" in told
+
+
+class Inside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.inner, self.last = nn.Linear(4, 4), Alone(), nn.Linear(4, 4)
+
+    def forward(self, value):
+        self.inner.count += 1
+        return self.last(self.linear(value) * self.inner.count)
+
+
+def test_captured_layers_are_not_told_to_assign_what_capture_does_not_see():
+    torch.manual_seed(0)
+    with (
+        pipeline(capture(Inside(), torch.randn(2, 4)), "gpipe") as running,
+        pytest.raises(StageError, match=r"overwrites its buffer 'inner\.count'") as told,
+    ):
+        running.step(*BATCH)
+    assert "`self.count.clone()`" in str(told.value)
+    assert 'recompute to "stage"' in str(told.value)
+    assert "Assign" not in str(told.value)
+
+
+def test_recomputing_works_for_buffers_inside():
+    def build():
+        torch.manual_seed(0)
+        return capture(Inside(), torch.randn(2, 4))
+
+    assert_as_on_one_device(build, recompute="stage")
 
 
 def test_other_values_that_are_overwritten_are_told_as_autograd_tells_them():

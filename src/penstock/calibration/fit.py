@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
+import torch
 from msgspec.structs import replace
 from torch import nn
 
 from penstock.calibration.runs import FAMILIES, NUM_ROUNDS, Run, Runner
 from penstock.cluster import Cluster
-from penstock.cluster.local import host_memory_bytes, usable_cores
+from penstock.cluster.local import usable_cores
 from penstock.errors import PenstockError
 from penstock.graph import Contention, LayerGraph, Mode
 from penstock.planner import Plan, plan
-from penstock.profiler import OptimizerFactory, Sample, device_of
+from penstock.profiler import Sample, device_of
 from penstock.run.assembly import several_processes
 from penstock.spine import spine_of
 
 _MOST_RANKS = 8
 _MICROBATCHES_PER_RANK = 4
 _FACTORS = [0.1 * 1.002**power for power in range(3500)]  # up to about 100
-# Weights, gradients and optimizer state, of which a stream keeps several versions, and activations.
-_COPIES = 8
+_LONG_SECONDS = 15.0
+_FAR_APART = 0.25
 
 
 class Calibrated(NamedTuple):
@@ -51,12 +53,7 @@ def num_ranks(model: nn.Module, sample: Sample, num_threads: int, asked: int | N
 
 
 def calibrate(
-    model: nn.Module,
-    graph: LayerGraph,
-    sample: Sample,
-    optimizer: OptimizerFactory | None,
-    count: int,
-    tell: Callable[[int], None],
+    runner: Runner, graph: LayerGraph, count: int, tell: Callable[[int], None]
 ) -> Calibrated:
     """Run pipelines of a copy of the model, and see by how much they are slower than simulated.
 
@@ -65,27 +62,24 @@ def calibrate(
     that was measured.
 
     Args:
-        model: with a spine.
-        graph: its profile.
-        sample: that was profiled.
-        optimizer: if updates are wanted; without one, a pipeline cannot go without a flush.
+        runner: of the copy.
+        graph: the model's profile.
         count: of the pipelines' ranks.
         tell: called with how many runs have ended.
     """
-    modes = [mode for mode in FAMILIES if mode != "stream" or optimizer is not None]
+    # Without updates no pipeline goes without a flush.
+    modes = [mode for mode in FAMILIES if mode != "stream" or runner.updates]
     try:
-        _check_memory(graph)
-        runs, warnings = _measure(Runner(model, sample, optimizer), graph, modes, count, tell)
-        return Calibrated(_fitted(graph, runs), warnings)
-    except Exception as error:  # a model may refuse to be copied in any way
-        return Calibrated(Contention(), (_warning("", error),))
+        with torch.inference_mode(False), torch.enable_grad():
+            runs, warnings = _measure(runner, graph, modes, count, tell)
+        return Calibrated(_fitted(graph, runs, count), warnings)
+    except Exception as error:  # a model may refuse in any way
+        return uncalibrated(error)
 
 
-def _check_memory(graph: LayerGraph) -> None:
-    needed = sum(layer.parameter_bytes + layer.activation_bytes for layer in graph.layers)
-    memory = host_memory_bytes()
-    if memory and _COPIES * needed > memory:
-        raise MemoryError("there is no memory for a copy of the model")
+def uncalibrated(error: Exception) -> Calibrated:
+    """Nothing, with the reason."""
+    return Calibrated(Contention(), (_warning("", error),))
 
 
 def _measure(
@@ -97,8 +91,11 @@ def _measure(
 ) -> tuple[dict[Mode, Run], tuple[str, ...]]:
     runs: dict[Mode, Run] = {}
     failed: dict[Mode, Exception] = {}
-    for number, (_, mode) in enumerate(product(range(NUM_ROUNDS), modes), start=1):
-        # In turns, so that a noisy machine is noisy for all of them.
+    begun = time.perf_counter()
+    # In turns, so that a noisy machine is noisy for all of them.
+    for number, (turn, mode) in enumerate(product(range(NUM_ROUNDS), modes), start=1):
+        if turn and time.perf_counter() - begun > _LONG_SECONDS:
+            break
         try:
             if mode not in failed:
                 runs.setdefault(mode, Run(_plan(graph, FAMILIES[mode], count)))
@@ -107,8 +104,18 @@ def _measure(
             failed[mode] = error
             runs.pop(mode, None)
         tell(number)
-    warnings = (_warning(f" of {FAMILIES[mode]}", error) for mode, error in failed.items())
-    return runs, tuple(warnings)
+    warnings = [_warning(f" of {FAMILIES[mode]}", error) for mode, error in failed.items()]
+    return runs, (*warnings, *_disagreements(runs))
+
+
+def _disagreements(runs: dict[Mode, Run]) -> Iterator[str]:
+    apart = {FAMILIES[mode]: run.disagreement for mode, run in runs.items()}
+    for family, share in apart.items():
+        if share > _FAR_APART:
+            yield (
+                f"contention of {family}: one of its runs took {share:.0%} longer than the other; "
+                "was the machine busy?"
+            )
 
 
 def _warning(of_what: str, error: Exception) -> str:
@@ -127,7 +134,7 @@ def _plan(graph: LayerGraph, family: str, count: int) -> Plan:
     )
 
 
-def _fitted(graph: LayerGraph, runs: dict[Mode, Run]) -> Contention:
+def _fitted(graph: LayerGraph, runs: dict[Mode, Run], count: int) -> Contention:
     updates = {mode: _of_updates(run) for mode, run in runs.items()}
     passes = {mode: _of_passes(run, updates[mode], graph.op_seconds) for mode, run in runs.items()}
     whole, update = passes.get("whole", 1.0), updates.get("whole", 1.0)
@@ -137,6 +144,7 @@ def _fitted(graph: LayerGraph, runs: dict[Mode, Run]) -> Contention:
         stream=passes.get("stream", whole),
         update=update,
         stream_update=updates.get("stream", update),
+        num_ranks=count if runs else 0,
     )
 
 

@@ -9,11 +9,12 @@ from msgspec.structs import replace
 from torch import nn
 
 from penstock.allocator import keep_freed_pages
-from penstock.calibration.fit import Calibrated, calibrate, num_ranks
-from penstock.calibration.runs import NUM_RUNS
+from penstock.calibration.fit import Calibrated, calibrate, num_ranks, uncalibrated
+from penstock.calibration.runs import NUM_RUNS, Runner
 from penstock.errors import InputError
 from penstock.graph import LayerGraph
-from penstock.profiler import WARM_UP, Loss, OptimizerFactory, Progress, Sample, measure_alone
+from penstock.optimizer_factory import OptimizerFactory
+from penstock.profiler import WARM_UP, Loss, Progress, Sample, measure_alone
 from penstock.values import is_whole
 
 
@@ -46,8 +47,10 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
 
     Ranks that share a machine are slower than layers that have it for themselves. On a CPU, a
     pipeline trains a copy of the model for a few steps in each of three ways, to see by how much
-    (``contention``). Nothing of the model itself is changed: gradients, buffers, random state and
-    threads are restored.
+    (``contention``); that takes as long as some dozens of steps of 8 microbatches, and memory for
+    the copy's weights in versions. The model's parameters, gradients and buffers, modes, torch's
+    random state and threads are afterwards as before. Whatever else forwards do (attributes, hooks,
+    also of the copy), they do many times.
 
     Args:
         model: an ``nn.Sequential``, or a module with a ``spine`` (see ``penstock.spine``); any
@@ -72,7 +75,8 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
 
     Raises:
         ModelError: the model cannot be cut, or a layer fails on its input.
-        InputError: impossible arguments, or a model and inputs on several devices.
+        InputError: impossible arguments, a model and inputs on several devices, or a function that
+            makes no optimizer of the parameters that it is given.
     """
     _check(repeats, num_threads, ranks)
     sample = Sample(inputs, targets, loss)
@@ -83,6 +87,7 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
     rounds = (WARM_UP + repeats) * (1 + len(others))
     told = progress or _untold
     total = rounds + (NUM_RUNS if count else 0)
+    runner = _runner(model, sample, optimizer) if count else None
     graph = measure_alone(
         model,
         sample,
@@ -92,13 +97,25 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
         num_threads=num_threads,
         progress=lambda done, _: told(done, total),
     )
-    if not count:
+    if runner is None:
         return graph
-    found = calibrate(
-        model, graph, sample, optimizer, count, lambda runs: told(rounds + runs, total)
-    )
+    if isinstance(runner, Runner):
+        found = calibrate(runner, graph, count, lambda runs: told(rounds + runs, total))
+    else:
+        found = uncalibrated(runner)
     told(total, total)
     return _with(graph, found)
+
+
+def _runner(
+    model: nn.Module, sample: Sample, optimizer: OptimizerFactory | None
+) -> Runner | Exception:
+    """Made before anything is measured, which may leave something on the model that no copy can be
+    made of; or why it cannot be made."""
+    try:
+        return Runner(model, sample, optimizer)
+    except Exception as error:  # a model may refuse to be copied in any way
+        return error
 
 
 def _untold(done: int, total: int) -> None:

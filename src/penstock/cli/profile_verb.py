@@ -73,7 +73,16 @@ def profile(
 def profiled(workload: Workload, microbatches: int) -> LayerGraph:
     """The profile of a workload, with a bar meanwhile."""
     with show.profiling() as progress:
-        return workload.profile(microbatches, progress=progress)
+        graph = workload.profile(microbatches, progress=progress)
+    for warning in graph.layers[0].warnings:
+        if _is_of_all(warning):
+            show.say(f"! {warning}")
+    return graph
+
+
+def _is_of_all(warning: str) -> bool:
+    """Whether a layer's warning is not about that layer alone."""
+    return warning.startswith("contention")
 
 
 def print_graph(graph: LayerGraph) -> None:
@@ -82,7 +91,8 @@ def print_graph(graph: LayerGraph) -> None:
     show.print_table(_COLUMNS, [*rows, _sums(graph.layers)])
     click.echo(f"\n{_LEGEND}")
     for warning, layers in _warnings(graph.layers).items():
-        click.echo(f"! {warning}: {', '.join(layers)}")
+        where = "" if _is_of_all(warning) else f": {', '.join(layers)}"
+        click.echo(f"! {warning}{where}")
     click.echo("\n".join(_conditions(graph)))
 
 
@@ -137,10 +147,13 @@ def _warnings(layers: Sequence[Layer]) -> dict[str, list[str]]:
 
 
 def _shared(contention: Contention) -> str:
+    if not contention.num_ranks:
+        return "what ranks that share a machine cost each other was not measured"
     return (
-        f"on ranks that share a machine, passes take {contention.whole:.2f} times as long "
-        f"(backwards in halves {contention.split:.2f}, without a flush {contention.stream:.2f}), "
-        f"updates {contention.update:.2f} (without a flush {contention.stream_update:.2f})"
+        f"on {contention.num_ranks} ranks that share a machine, passes take "
+        f"{contention.whole:.2f} times as long (backwards in halves {contention.split:.2f}, "
+        f"without a flush {contention.stream:.2f}), updates {contention.update:.2f} (without a "
+        f"flush {contention.stream_update:.2f})"
     )
 
 

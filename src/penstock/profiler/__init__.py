@@ -11,14 +11,13 @@ from penstock.profiler.bench import Progress
 from penstock.profiler.chain import Loss
 from penstock.profiler.conditions import device_of
 from penstock.profiler.measuring import measure_alone
-from penstock.profiler.overheads import OptimizerFactory, measure_hand_over
+from penstock.profiler.overheads import measure_hand_over
 from penstock.profiler.rounds import WARM_UP
 from penstock.profiler.sample import Sample
 
 __all__ = [
     "WARM_UP",
     "Loss",
-    "OptimizerFactory",
     "Progress",
     "Sample",
     "device_of",

@@ -9,11 +9,11 @@ from msgspec.structs import replace
 from torch import nn
 
 from penstock.graph import Layer, LayerGraph
+from penstock.optimizer_factory import OptimizerFactory
 from penstock.profiler.bench import Bench, Measured, Progress
 from penstock.profiler.chain import num_bytes
 from penstock.profiler.conditions import device_of, name_of, software, undisturbed
 from penstock.profiler.overheads import (
-    OptimizerFactory,
     Update,
     measure_hand_over,
     measure_op,
@@ -53,7 +53,7 @@ def measure_alone(
     with undisturbed(model, num_threads, device):
         bench = Bench(layers, device, repeats, 1 + len(others), progress)
         measured = bench.measure(sample)
-        updates = measure_updates([layer.module for layer in layers], optimizer, bench.clock)
+        updates = measure_updates(layers, optimizer, bench.clock)
         graph = LayerGraph(
             layers=tuple(_layers(model, layers, measured, updates)),
             microbatch_size=sample.num_rows,

@@ -6,17 +6,18 @@ import queue
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import InputError
 from penstock.microbatch_graph import MicrobatchGraph, cut, edges, sent
+from penstock.optimizer_factory import OptimizerFactory, Parameters, make_optimizer
 from penstock.profiler.chain import num_bytes
 from penstock.profiler.clock import Clock
-
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+from penstock.spine import NamedLayer
 
 # Adam keeps two numbers per parameter; assumed where no optimizer is given to measure.
 _ASSUMED_STATE_PER_PARAMETER = 2
@@ -34,43 +35,66 @@ class Update(NamedTuple):
 
 
 def measure_updates(
-    modules: Sequence[nn.Module], optimizer: OptimizerFactory | None, clock: Clock, repeats: int = 3
+    layers: Sequence[NamedLayer],
+    optimizer: OptimizerFactory | None,
+    clock: Clock,
+    repeats: int = 3,
 ) -> list[Update]:
     """Time the optimizer's step of every layer, on copies of the parameters.
 
     In a training step the caches hold something else when an update begins. So layers take turns,
     as many at a time as caches cannot hold, but no more, since copies take memory.
+
+    Raises:
+        InputError: no layer has parameters of which the optimizer can be made.
     """
+    trained = [_trained(layer) for layer in layers]
     if optimizer is None:
         return [
-            Update(0.0, _ASSUMED_STATE_PER_PARAMETER * num_bytes(_trained(module)))
-            for module in modules
+            Update(0.0, _ASSUMED_STATE_PER_PARAMETER * num_bytes([one for _, one in own]))
+            for own in trained
         ]
-    return [
+    refusals: list[InputError] = []
+    found = [
         update
-        for group in _groups(modules)
-        for update in _measure_group(group, optimizer, clock, repeats)
+        for group in _groups(trained)
+        for update in _measure_group(group, optimizer, clock, repeats, refusals)
+    ]
+    # A layer alone may have nothing that the optimizer wants, as matrices.
+    if refusals and len(refusals) == sum(map(bool, trained)):
+        raise refusals[0]
+    return found
+
+
+_Named = list[tuple[str, nn.Parameter]]
+
+
+def _trained(layer: NamedLayer) -> _Named:
+    return [
+        (f"{layer.prefix}.{name}" if layer.prefix else name, parameter)
+        for name, parameter in layer.module.named_parameters()
+        if parameter.requires_grad
     ]
 
 
-def _trained(module: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
-def _groups(modules: Sequence[nn.Module]) -> Iterator[list[list[nn.Parameter]]]:
-    group: list[list[nn.Parameter]] = []
-    for module in modules:
-        group.append(_trained(module))
-        if num_bytes(group) >= _BEYOND_CACHES:
+def _groups(trained: Iterable[_Named]) -> Iterator[list[_Named]]:
+    group: list[_Named] = []
+    for own in trained:
+        group.append(own)
+        if num_bytes([one for named in group for _, one in named]) >= _BEYOND_CACHES:
             yield group
             group = []
     yield group
 
 
 def _measure_group(
-    group: list[list[nn.Parameter]], optimizer: OptimizerFactory, clock: Clock, repeats: int
+    group: list[_Named],
+    optimizer: OptimizerFactory,
+    clock: Clock,
+    repeats: int,
+    refusals: list[InputError],
 ) -> list[Update]:
-    built = [_on_copies(parameters, optimizer) for parameters in group]
+    built = [_on_copies(named, optimizer, refusals) for named in group]
     laps: list[list[tuple[Any, Any]]] = [[] for _ in group]
     for _ in range(repeats):
         for one, own in zip(built, laps, strict=True):
@@ -91,14 +115,18 @@ def _measure_group(
 
 
 def _on_copies(
-    parameters: list[nn.Parameter], optimizer: OptimizerFactory
+    named: _Named, optimizer: OptimizerFactory, refusals: list[InputError]
 ) -> torch.optim.Optimizer | None:
-    if not parameters:
+    if not named:
         return None
-    copies = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
-    for copy in copies:
+    copies = [(name, nn.Parameter(parameter.detach().clone())) for name, parameter in named]
+    for _, copy in copies:
         copy.grad = torch.full_like(copy, 1e-3)
-    built = optimizer(copies)
+    try:
+        built = make_optimizer(optimizer, Parameters(copies), f"the layer of {named[0][0]}")
+    except InputError as error:
+        refusals.append(error)
+        return None
     built.step()  # allocates its state
     return built
 

@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from penstock.errors import PeerError, RunError
+from penstock.optimizer_factory import Parameters
 from penstock.rehearsal.emulated_stage import EmulatedOptimizer, EmulatedStage
 from penstock.rehearsal.job import Job
 from penstock.rehearsal.links import PlannedLinks
 from penstock.rehearsal.waits import Alarm, LogicalWaits, RelativeWaits, Waits
 from penstock.run.minibatch import Minibatch
 from penstock.run.program import Program
-from penstock.run.recipe import Parameters, Recipe
+from penstock.run.recipe import Recipe
 from penstock.run.updater import Holding, SharedWeights, Updater
 from penstock.run.worker import Worker
 from penstock.schedule import Kind, Op, Schedule

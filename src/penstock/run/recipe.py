@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.errors import InputError
+from penstock.optimizer_factory import OptimizerFactory
 from penstock.values import expect, one_of
 from penstock.versions import Flush, Policy, Updates
 
@@ -19,41 +20,11 @@ Metric = Callable[[Any, Any], Tensor | float]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
-class Parameters(list[nn.Parameter]):
-    """The parameters of one stage, as the optimizer factory gets them.
-
-    Args:
-        named: (the name in the whole model, parameter) of each.
-        stage: whose they are.
-        num_stages: of the pipeline.
-        delay: how many updates old the stage's gradients are when they are applied; 0 in a
-            synchronous pipeline.
-    """
-
-    def __init__(
-        self,
-        named: Sequence[tuple[str, nn.Parameter]],
-        stage: int = 0,
-        num_stages: int = 1,
-        delay: float = 0.0,
-    ) -> None:
-        super().__init__(parameter for _, parameter in named)
-        self._named = tuple(named)
-        self.stage = stage
-        self.num_stages = num_stages
-        self.delay = delay
-
-    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name in the whole model, parameter) of each, to make parameter groups by name."""
-        return iter(self._named)
-
-
 _EXAMPLES = {
     "loss": "torch.nn.functional.cross_entropy",
     "optimizer": "lambda parameters: torch.optim.AdamW(parameters)",
     "lr_scheduler": "lambda optimizer: LinearLR(optimizer)",
 }
-OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)

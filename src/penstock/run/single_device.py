@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from penstock import microbatches
 from penstock.allocator import keep_freed_pages
 from penstock.microbatches import Weight, Weighting
-from penstock.profiler import OptimizerFactory
 from penstock.randomness import LayerStreams
 from penstock.spine import Skip, evaluation_mode, run_layer, spine_of
 
@@ -39,7 +38,7 @@ class SingleDevice:
         model: nn.Module,
         num_microbatches: int,
         loss: Callable[[Any, Any], Tensor],
-        optimizer: OptimizerFactory | None = None,
+        optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
         seed: int | None = None,
         reduction: str = "mean",
         weight: Weight | None = None,

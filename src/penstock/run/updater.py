@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import InputError
+from penstock.optimizer_factory import OptimizerFactory, Parameters, make_optimizer
 from penstock.run.agreement import Share, Verdict, hear, tell
-from penstock.run.recipe import OptimizerFactory, Parameters, Recipe
+from penstock.run.recipe import Recipe
 from penstock.run.tags import FIRST_EXCHANGE, SHARED_TAGS
 from penstock.transport import Edge, Transport
-from penstock.values import expect
 from penstock.versions import Place
 
 
@@ -377,23 +377,15 @@ def _optimizer(
 ) -> torch.optim.Optimizer | None:
     """A stage's optimizer, its learning rates times ``rate``; ``None`` if it has nothing to train
     and the function refuses that."""
+    place = holding.place
+    named = [*holding.named.items()]
+    parameters = Parameters(named, place.stage, place.num_stages, holding.delay)
     try:
-        place = holding.place
-        named = [*holding.named.items()]
-        made = make(Parameters(named, place.stage, place.num_stages, holding.delay))
-    except Exception as error:
-        if not any(parameter.requires_grad for parameter in holding.named.values()):
+        made = make_optimizer(make, parameters, f"stage {stage}")
+    except InputError:
+        if not any(parameter.requires_grad for parameter in parameters):
             return None
-        raise InputError(
-            f"the optimizer of stage {stage} cannot be made: {type(error).__name__}: {error}"
-        ) from error
-    remedy = "it must return one, as lambda parameters: torch.optim.AdamW(parameters) does"
-    expect(made, torch.optim.Optimizer, "what the optimizer function made", remedy)
-    if isinstance(made, torch.optim.LBFGS):
-        raise InputError(
-            "LBFGS calls the loss several times per step, which a pipeline cannot do; take another "
-            "optimizer"
-        )
+        raise
     if rate != 1.0:
         for group in made.param_groups:
             group["lr"] = group["lr"] * rate

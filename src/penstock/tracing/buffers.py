@@ -8,11 +8,17 @@ a value that is written there passes through all layers between, as if gradients
 from __future__ import annotations
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 
-def write_buffers_early(graph: fx.Graph) -> None:
-    """Put each write behind what it writes and behind all that reads the value before."""
+def write_buffers_early(graph: fx.Graph, model: nn.Module) -> None:
+    """Put each write behind what it writes, behind all that overwrites that in place, and behind
+    all that reads the value before.
+
+    Args:
+        graph: of the model; changed.
+        model: tells which of the modules that are called may work in place.
+    """
     for node in list(graph.nodes):
         if not _writes_back(node):
             continue
@@ -21,7 +27,8 @@ def write_buffers_early(graph: fx.Graph) -> None:
             graph.erase_node(node)  # done already, where the model does it
             continue
         order = {one: place for place, one in enumerate(graph.nodes)}
-        after = {value, buffer, *_readers(graph, str(buffer.target))} - {node}
+        overwriters = _overwriters(value, model)
+        after = {value, buffer, *overwriters, *_readers(graph, str(buffer.target))} - {node}
         last = max(after, key=order.__getitem__)
         if order[last] < order[node]:
             last.append(node)
@@ -58,6 +65,45 @@ def _readers(graph: fx.Graph, name: str) -> set[fx.Node]:
             if _may_be_a_view(user):
                 waiting.append(user)
     return readers
+
+
+def _overwriters(value: fx.Node, model: nn.Module) -> set[fx.Node]:
+    """What may write into the memory of a value: through itself, what it is a view of, or views."""
+    found: set[fx.Node] = set()
+    family, waiting = {value}, [value]
+    while waiting:
+        one = waiting.pop()
+        found.update(user for user in one.users if _writes_into(one, user, model))
+        near = [user for user in one.users if _hands_on(user, model)]
+        near += one.all_input_nodes if _hands_on(one, model) else []
+        new = set(near) - family
+        family |= new
+        waiting.extend(new)
+    return found
+
+
+def _hands_on(node: fx.Node, model: nn.Module) -> bool:
+    """Whether what a node gives may lie in the memory of what it is given."""
+    if node.op == "call_module":
+        # What computes with weights makes something new; Identity and dropout may not.
+        return not any(True for _ in model.get_submodule(str(node.target)).parameters())
+    return node.op == "call_function" and _may_be_a_view(node)
+
+
+def _writes_into(value: fx.Node, user: fx.Node, model: nn.Module) -> bool:
+    if user.op == "call_module":
+        return getattr(model.get_submodule(str(user.target)), "inplace", False) is True
+    if isinstance(user.target, torch._ops.HigherOrderOperator):
+        return True  # a graph within the graph, such as what runs without gradients
+    if not isinstance(user.target, torch._ops.OpOverload) or _writes_back(user):
+        return False
+    written = (
+        given
+        for given, argument in zip(user.args, user.target._schema.arguments, strict=False)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    # Some overwrite a list of tensors.
+    return any(given is value or (isinstance(given, list) and value in given) for given in written)
 
 
 def _may_be_a_view(node: fx.Node) -> bool:

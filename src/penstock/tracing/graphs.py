@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,6 +20,9 @@ from penstock.tracing.hush import without_dumps
 from penstock.tracing.leaves import OpaqueError, WholeModules, leaves_of
 
 Dynamic = Literal["rows", "all"]
+
+_EXPORTING = threading.RLock()
+"""torch keeps what it exports in globals; two exports at a time fail in one of the threads."""
 
 _CACHE = (
     "Its config says use_cache=True, so it returns a cache that no training needs: set "
@@ -139,11 +143,12 @@ def _export(model: nn.Module, given: Given, dynamic: Dynamic, whole: WholeModule
         # Of what a model may not assign while it is exported; parameters are put back.
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes)
+        with _EXPORTING:
+            program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes)
     module = program.module()
     guards = _take_guards(module)
     _restore_calls(module.graph, whole)
-    write_buffers_early(module.graph)
+    write_buffers_early(module.graph, model)
     _drop_idle(module.graph)
     structure = program.call_spec.out_spec
     assert structure is not None

@@ -54,6 +54,43 @@ def _weighs(layer: CapturedLayer) -> bool:
     return any(parameter.dim() > 1 for parameter in layer.parameters())
 
 
+class Unit:
+    """Consecutive layers that run again together.
+
+    Args:
+        modules: the layers.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = tuple(modules)
+        self._paths: dict[tuple[bool, ...], dict[int, int]] = {}
+
+    def beside(self, run: Run) -> Run:
+        """``run`` without what the layers hand on and do not look at, which then nobody keeps.
+
+        Args:
+            run: runs the layers.
+        """
+
+        def run_the_rest(value: Any, recalled: dict[str, Any]) -> tuple[Any, bool, dict[str, Any]]:
+            path = self._path()
+            if not path:
+                return run(value, recalled)
+            passing = set(path.values())
+            rest = tuple(None if at in passing else one for at, one in enumerate(value))
+            output, drew, stashed = run(rest, recalled)
+            whole = (value[path[at]] if at in path else one for at, one in enumerate(output))
+            return tuple(whole), drew, stashed
+
+        return run_the_rest
+
+    def _path(self) -> dict[int, int]:
+        modes = tuple(module.training for module in self.modules)
+        if modes not in self._paths:
+            self._paths[modes] = _handed_on(self.modules)
+        return self._paths[modes]
+
+
 def units_of(modules: Sequence[nn.Module]) -> list[tuple[int, int]]:
     """(start, stop) of what runs again together; a layer that is not captured runs alone."""
     keys = [
@@ -62,27 +99,6 @@ def units_of(modules: Sequence[nn.Module]) -> list[tuple[int, int]]:
     ]
     groups = [list(group) for _, group in itertools.groupby(range(len(keys)), keys.__getitem__)]
     return [(group[0], group[-1] + 1) for group in groups]
-
-
-def beside(modules: Sequence[nn.Module], run: Run) -> Run:
-    """``run`` without what its layers hand on and do not look at, which then nobody keeps.
-
-    Args:
-        modules: consecutive layers.
-        run: runs them.
-    """
-
-    def run_the_rest(value: Any, recalled: dict[str, Any]) -> tuple[Any, bool, dict[str, Any]]:
-        path = _handed_on(modules)
-        if not path:
-            return run(value, recalled)
-        passing = set(path.values())
-        rest = tuple(None if at in passing else one for at, one in enumerate(value))
-        output, drew, stashed = run(rest, recalled)
-        whole = (value[path[at]] if at in path else one for at, one in enumerate(output))
-        return tuple(whole), drew, stashed
-
-    return run_the_rest
 
 
 def _handed_on(modules: Sequence[nn.Module]) -> dict[int, int]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
@@ -13,7 +14,7 @@ from penstock import microbatches, tree
 from penstock.calibration import profile
 from penstock.errors import InputError
 from penstock.graph import LayerGraph
-from penstock.profiler import OptimizerFactory, Progress
+from penstock.profiler import Progress
 
 Batch = tuple[Any, Any]
 
@@ -35,7 +36,7 @@ class Workload:
 
     build_model: Callable[[], nn.Module]
     loss: Callable[[Any, Any], Tensor]
-    optimizer: OptimizerFactory
+    optimizer: Callable[[Any], torch.optim.Optimizer]
     batches: Callable[[], Iterator[Batch]]
     held_out: Batch | None = None
     name: str = "model"
@@ -82,6 +83,8 @@ class Workload:
             InputError: there is no minibatch, or it has fewer rows than microbatches or than one of
                 the ``sizes``.
         """
+        if num_microbatches < 1:
+            raise InputError(f"the number of microbatches is {num_microbatches}, but must be ≥ 1")
         inputs, targets = self.first_batch()
         rows = microbatches.num_rows(inputs, "inputs")
         if rows < num_microbatches:

@@ -1,0 +1,80 @@
+"""What users give as ``optimizer``: a function from parameters to an optimizer of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from penstock.errors import InputError
+from penstock.values import expect
+
+
+class Parameters(list[nn.Parameter]):
+    """The parameters of one stage, as the optimizer factory gets them.
+
+    Args:
+        named: (the name in the whole model, parameter) of each.
+        stage: whose they are.
+        num_stages: of the pipeline.
+        delay: how many updates old the stage's gradients are when they are applied; 0 in a
+            synchronous pipeline.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        stage: int = 0,
+        num_stages: int = 1,
+        delay: float = 0.0,
+    ) -> None:
+        super().__init__(parameter for _, parameter in named)
+        self._named = tuple(named)
+        self.stage = stage
+        self.num_stages = num_stages
+        self.delay = delay
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name in the whole model, parameter) of each, to make parameter groups by name."""
+        return iter(self._named)
+
+
+OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
+
+
+def make_optimizer(
+    make: OptimizerFactory, parameters: Parameters, whose: str
+) -> torch.optim.Optimizer:
+    """The optimizer of some parameters.
+
+    Args:
+        make: what the user gave.
+        parameters: for it.
+        whose: for errors, as "stage 1".
+
+    Raises:
+        InputError: it raises, gives no optimizer, one that calls the loss several times per step,
+            or one of parameters that are not among these.
+    """
+    try:
+        made = make(parameters)
+    except Exception as error:
+        raise InputError(
+            f"the optimizer of {whose} cannot be made: {type(error).__name__}: {error}"
+        ) from error
+    remedy = "it must return one, as lambda parameters: torch.optim.AdamW(parameters) does"
+    expect(made, torch.optim.Optimizer, "what the optimizer function made", remedy)
+    if isinstance(made, torch.optim.LBFGS):
+        raise InputError(
+            "LBFGS calls the loss several times per step, which a pipeline cannot do; take another "
+            "optimizer"
+        )
+    given = set(map(id, parameters))
+    if any(id(one) not in given for group in made.param_groups for one in group["params"]):
+        raise InputError(
+            f"the optimizer of {whose} has parameters that its function was not given: make it of "
+            "the function's argument, as lambda parameters: torch.optim.AdamW(parameters), and not "
+            "of the model's own parameters"
+        )
+    return made
