@@ -37,7 +37,7 @@ def profiled():
     return pk.profile(build_model(), inputs, loss=loss, targets=targets, repeats=1, ranks=0)
 
 
-def planned(name, num_ranks, num_microbatches):
+def planned(name, num_ranks, num_microbatches, cuts=None):
     built = pk.schedules.build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
     return pk.plan(
         profiled(),
@@ -45,6 +45,7 @@ def planned(name, num_ranks, num_microbatches):
         microbatches=num_microbatches,
         schedule=name,
         stages=built.num_stages,
+        cuts=cuts,
     )
 
 
@@ -125,8 +126,10 @@ def test_captured_layers_that_recompute_by_blocks_keep_what_is_predicted(granula
 
 @pytest.mark.parametrize(("name", "grows"), [("1f1b", False), ("zb-v", False), ("gpipe", True)])
 def test_memory_is_flat_in_the_number_of_microbatches(name, grows):
-    few, many = (counted(planned(name, 2, count)) for count in (4, 16))
-    for before, after in zip(few, many, strict=True):
+    few = planned(name, 2, 4)
+    cuts = [stage.layers[0] for stage in few.stages[1:]]  # other numbers may have better ones
+    many = planned(name, 2, 16, cuts)
+    for before, after in zip(counted(few), counted(many), strict=True):
         assert after.activation_bytes == pytest.approx(
             before.activation_bytes * (4 if grows else 1), rel=0.05
         )
