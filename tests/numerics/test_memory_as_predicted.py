@@ -37,7 +37,7 @@ def profiled():
     return pk.profile(build_model(), inputs, loss=loss, targets=targets, repeats=1, ranks=0)
 
 
-def planned(name, num_ranks, num_microbatches, cuts=None):
+def planned(name, num_ranks, num_microbatches, cuts=()):
     built = pk.schedules.build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
     return pk.plan(
         profiled(),
