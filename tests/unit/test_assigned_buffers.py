@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import penstock as pk
+from penstock.errors import ModelError
 
 INPUTS = torch.linspace(-1, 1, 12).view(3, 4)
 
@@ -144,3 +145,17 @@ def test_a_write_waits_for_nothing_else():
     first, second, _ = captured.spine()
     assert "mean" in dict(first.named_buffers())
     assert "mean" not in dict(second.named_buffers())
+
+
+def shifted(model, value):
+    model.mean, model.other = model.other, value.detach().mean(0)
+    return model.second(value)
+
+
+def test_a_model_that_cannot_be_traced_keeps_its_buffers():
+    model = Assigning(shifted)
+    before = dict(model.named_buffers())
+    with pytest.raises(ModelError, match="forward assigns the buffers mean, other, which"):
+        pk.capture(model, INPUTS)
+    assert all(buffer is before[name] for name, buffer in model.named_buffers())
+    model(INPUTS)

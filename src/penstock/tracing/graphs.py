@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import threading
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -259,12 +259,39 @@ class _LeafTracer(fx.Tracer):
 
 def _symbolic(model: nn.Module, given: Given) -> Traced:
     tracer = _LeafTracer(model, given)
-    with torch.enable_grad():
+    with torch.enable_grad(), _buffers_in_place(model):
         graph = tracer.trace(model)
     _drop_idle(graph)
     structure = tracer.output_structure
     assert structure is not None
     return Traced(graph, _constants(_owner(model, graph), model), structure, None)
+
+
+@contextmanager
+def _buffers_in_place(model: nn.Module) -> Iterator[None]:
+    """Put buffers back that a forward has assigned while it was traced.
+
+    Raises:
+        ModelError: it has; the graph knows nothing of that.
+    """
+    before = [
+        (prefix, module, name, buffer)
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    assigned = []
+    try:
+        yield
+    finally:
+        for prefix, module, name, buffer in before:
+            if getattr(module, name, None) is not buffer:
+                assigned.append(f"{prefix}.{name}" if prefix else name)
+                module._buffers[name] = buffer
+    if assigned:
+        raise ModelError(
+            f"forward assigns the buffer{'s' * (len(assigned) > 1)} {', '.join(assigned)}, which "
+            "torch.fx does not see; write into the buffer with copy_ instead"
+        )
 
 
 def _owner(model: nn.Module, graph: fx.Graph) -> nn.Module:
