@@ -60,9 +60,7 @@ def explain_overwritten(layers: Sequence[NamedLayer], error: RuntimeError) -> No
 
 
 def _overwriting(suspects: Sequence[tuple[NamedLayer, str]]) -> str:
-    told = [
-        (layer.name, f"{layer.prefix}.{name}" if layer.prefix else name) for layer, name in suspects
-    ]
+    told = [(layer.name, layer.key(name)) for layer, name in suspects]
     if len(told) == 1:
         return f"layer {told[0][0]!r} overwrites its buffer {told[0][1]!r}"
     some = " or ".join(f"{key!r} of layer {name!r}" for name, key in told[:5])

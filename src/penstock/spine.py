@@ -50,12 +50,16 @@ class NamedLayer(NamedTuple):
     """One layer of a spine.
 
     ``name`` is unique within the spine; ``prefix`` is the module's qualified name in the model,
-    so that ``prefix + "." + key`` are the keys of the model's own ``state_dict``.
+    empty if it is the model.
     """
 
     name: str
     prefix: str
     module: nn.Module
+
+    def key(self, own: str) -> str:
+        """The key in the model's own ``state_dict`` of what the module has under a name."""
+        return f"{self.prefix}.{own}" if self.prefix else own
 
     @property
     def signature(self) -> str:

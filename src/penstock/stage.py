@@ -285,7 +285,7 @@ class Stage:
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers under the keys that the unsplit model gives them."""
         return {
-            f"{layer.prefix}.{key}" if layer.prefix else key: value
+            layer.key(key): value
             for layer in self.layers
             for key, value in layer.module.state_dict().items()
         }

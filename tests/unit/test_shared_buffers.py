@@ -98,6 +98,23 @@ def expected(model, num_microbatches):
     return [*(one.grad for one in model.parameters()), *model.buffers()]
 
 
+def train(stage, num_microbatches, keep):
+    """All forwards, then all backwards."""
+    for at, part in enumerate(INPUTS.chunk(num_microbatches)):
+        stage.forward(at, part, criterion=loss_of, keep=keep)
+    for at in range(num_microbatches):
+        if keep is Keep.INPUT:
+            stage.recompute(at)
+        stage.backward(at, (torch.ones(()),))
+
+
+def assert_has(model, plain):
+    """Gradients and buffers are those that ``expected`` gave."""
+    found = [*(one.grad for one in model.parameters()), *model.buffers()]
+    for ours, theirs in zip(found, plain, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4])
 @pytest.mark.parametrize("recompute", ["layers", "stage", "both"])
 @pytest.mark.parametrize("name", MODELS)
@@ -108,15 +125,8 @@ def test_all_are_read_as_they_were(name, recompute, num_microbatches):
     again = recompute != "stage"
     captured = pk.capture(model, INPUTS)
     stage = Stage(0, spine_of(captured), 0, LayerStreams(0), again)
-    for at, part in enumerate(INPUTS.chunk(num_microbatches)):
-        stage.forward(at, part, criterion=loss_of, keep=keep)
-    for at in range(num_microbatches):
-        if keep is Keep.INPUT:
-            stage.recompute(at)
-        stage.backward(at, (torch.ones(()),))
-    found = [*(one.grad for one in model.parameters()), *model.buffers()]
-    for ours, theirs in zip(found, plain, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    train(stage, num_microbatches, keep)
+    assert_has(model, plain)
 
 
 def test_holders_of_a_buffer_still_hold_the_same_afterwards():
@@ -171,15 +181,8 @@ def test_a_microbatch_that_left_a_buffer_alone_reads_what_it_read(recompute):
     plain = expected(copy.deepcopy(model), 2)
     stage = Stage(0, spine_of(model), 0, LayerStreams(0), recompute == "layers")
     keep = Keep.INPUT if recompute == "stage" else Keep.EVERYTHING
-    for at, part in enumerate(INPUTS.chunk(2)):  # negative, then positive
-        stage.forward(at, part, criterion=loss_of, keep=keep)
-    for at in range(2):
-        if keep is Keep.INPUT:
-            stage.recompute(at)
-        stage.backward(at, (torch.ones(()),))
-    found = [*(one.grad for one in model.parameters()), *model.buffers()]
-    for ours, theirs in zip(found, plain, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    train(stage, 2, keep)  # rows that are negative, then positive ones
+    assert_has(model, plain)
 
 
 @pytest.mark.parametrize("order", ["as made", "the other first"])

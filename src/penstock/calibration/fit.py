@@ -109,12 +109,11 @@ def _measure(
 
 
 def _disagreements(runs: dict[Mode, Run]) -> Iterator[str]:
-    apart = {FAMILIES[mode]: run.disagreement for mode, run in runs.items()}
-    for family, share in apart.items():
-        if share > _FAR_APART:
+    for mode, run in runs.items():
+        if run.disagreement > _FAR_APART:
             yield (
-                f"contention of {family}: one of its runs took {share:.0%} longer than the other; "
-                "was the machine busy?"
+                f"contention of {FAMILIES[mode]}: one of its runs took {run.disagreement:.0%} "
+                "longer than the other; was the machine busy?"
             )
 
 

@@ -71,7 +71,7 @@ _Named = list[tuple[str, nn.Parameter]]
 
 def _trained(layer: NamedLayer) -> _Named:
     return [
-        (f"{layer.prefix}.{name}" if layer.prefix else name, parameter)
+        (layer.key(name), parameter)
         for name, parameter in layer.module.named_parameters()
         if parameter.requires_grad
     ]

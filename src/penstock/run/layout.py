@@ -100,7 +100,7 @@ class Layout:
             holders = self._schedule.ranks_of(stage)
             for layer in layers:
                 for key, parameter in layer.module.named_parameters():
-                    name = f"{layer.prefix}.{key}" if layer.prefix else key
+                    name = layer.key(key)
                     found.setdefault(id(parameter), (name, parameter))
                     users[id(parameter)] |= {(rank, stage) for rank in holders}
         return [
