@@ -144,7 +144,7 @@ class _Meter:
         memory_bytes = 0
         if self._on_gpu:
             memory_bytes = torch.cuda.get_device_properties(self._device).total_memory
-        kind = "gpu" if self._on_gpu else "cpu"
+        kind: Kind = "gpu" if self._on_gpu else "cpu"
         own = Seat(host_identity(), kind, memory_bytes, host_memory_bytes())
         found: list[Seat | None] = [None] * self._num_ranks
         with self._translated("asking every rank where it runs"):

@@ -14,7 +14,7 @@ import click
 
 from penstock.cli import options, show
 from penstock.cluster import Cluster, Link
-from penstock.cluster.local import Kind
+from penstock.cluster.parts import Kind
 from penstock.drawing import units
 from penstock.drawing.units import number
 from penstock.errors import DeadlineError, InputError, RunError
@@ -36,7 +36,7 @@ _OTHERS_SECONDS = 5.0
 @options.ranks_option(None)
 @click.option(
     "--kind", type=click.Choice(get_args(Kind)),
-    help="Cores or GPUs of this machine; default: GPUs if there are.",
+    help="Cores (the default) or GPUs of this machine.",
 )  # fmt: skip
 @options.output_option("Where to write the cluster (.json).")
 @options.json_option
@@ -46,7 +46,7 @@ def cluster(
     """Show a cluster: this machine's devices, or those in FILE (.toml or .json)."""
     if file is not None and (ranks is not None or kind is not None):
         raise InputError("--ranks and --kind are about this machine; leave them or FILE out")
-    found = Cluster.load(file) if file is not None else Cluster.local(ranks, kind)
+    found = Cluster.load(file) if file is not None else Cluster.local(ranks, kind or "cpu")
     if output is not None:
         found.save(output)
         show.say(f"wrote {output}")

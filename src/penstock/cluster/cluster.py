@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from penstock.cluster import local
 from penstock.cluster.checks import check_groups, check_names, check_wires
-from penstock.cluster.parts import Device, Group, Link, SpareMachine, Wire
+from penstock.cluster.parts import Device, Group, Kind, Link, SpareMachine, Wire
 from penstock.errors import InputError
 from penstock.values import Value, is_whole, read_text
 
@@ -114,17 +114,16 @@ class Cluster(Value, frozen=True, kw_only=True):
         return cls(devices=devices, link=links[-1], groups=tuple(groups))
 
     @classmethod
-    def local(cls, num_devices: int | None = None, kind: local.Kind | None = None) -> Cluster:
-        """This machine: its GPUs, or the CPU cores that this process may use.
+    def local(cls, num_devices: int | None = None, kind: Kind = "cpu") -> Cluster:
+        """This machine: the CPU cores that this process may use, or its GPUs.
 
         Links are without cost, since nobody has measured them (``penstock measure-cluster`` does).
 
         Args:
-            num_devices: how many. By default all GPUs, or one worker per core; more workers than
+            num_devices: how many. By default one worker per core, or all GPUs; more workers than
                 cores may be asked for, more GPUs may not.
-            kind: ``"gpu"`` for NVIDIA's GPUs, each with its own memory, or ``"cpu"`` for cores,
-                which share the host's. By default GPUs if there are (as many as asked for), else
-                cores.
+            kind: ``"cpu"`` for cores, which share the host's memory, or ``"gpu"`` for NVIDIA's GPUs,
+                each with its own. Penstock trains on CPUs today; for GPUs it plans.
 
         Raises:
             InputError: ``num_devices`` is below 1, no such kind, or not so many GPUs.

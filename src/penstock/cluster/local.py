@@ -6,13 +6,11 @@ import contextlib
 import os
 import shutil
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
-from penstock.cluster.parts import Device
+from penstock.cluster.parts import Device, Kind
 from penstock.errors import InputError
 from penstock.values import is_whole, one_of
-
-Kind = Literal["cpu", "gpu"]
 
 _ANSWER_SECONDS = 10.0
 _MIB = 2**20
@@ -26,26 +24,29 @@ class Gpu(NamedTuple):
     memory_bytes: int
 
 
-def devices(num_devices: int | None, kind: Kind | None) -> tuple[tuple[Device, ...], int]:
+def devices(num_devices: int | None, kind: Kind) -> tuple[tuple[Device, ...], int]:
     """As ``Cluster.local``: the devices, and the memory that they share (0 for GPUs)."""
     if num_devices is not None and (not is_whole(num_devices) or num_devices < 1):
         raise InputError(f"num_devices is {num_devices}, but must be ≥ 1")
-    if kind is not None:
-        one_of("kind", kind, get_args(Kind))
-    found = [] if kind == "cpu" else gpus()
-    if kind == "gpu" and len(found) < (num_devices or 1):
-        raise InputError(
-            f"{num_devices or 1} GPUs are asked for, but nvidia-smi shows {len(found)} here; take "
-            'fewer, or kind="cpu"'
-        )
-    if found and len(found) >= (num_devices or 1):
-        chosen = found[:num_devices]
-        return tuple(
-            Device(name=f"gpu{index}", memory_bytes=gpu.memory_bytes)
-            for index, gpu in enumerate(chosen)
-        ), 0
+    one_of("kind", kind, get_args(Kind))
+    if kind == "gpu":
+        return _gpus(num_devices), 0
     count = usable_cores() if num_devices is None else num_devices
-    return tuple(Device(name=f"cpu{index}") for index in range(count)), host_memory_bytes()
+    cores = tuple(Device(name=f"cpu{index}", kind="cpu") for index in range(count))
+    return cores, host_memory_bytes()
+
+
+def _gpus(num_devices: int | None) -> tuple[Device, ...]:
+    visible = gpus()
+    if len(visible) < (num_devices or 1):
+        raise InputError(
+            f"{num_devices or 1} GPUs are asked for, but nvidia-smi shows {len(visible)} here; "
+            'take fewer, or kind="cpu"'
+        )
+    return tuple(
+        Device(name=f"gpu{index}", memory_bytes=gpu.memory_bytes, kind="gpu")
+        for index, gpu in enumerate(visible[:num_devices])
+    )
 
 
 def gpus() -> list[Gpu]:

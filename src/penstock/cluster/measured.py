@@ -11,7 +11,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from penstock.cluster.cluster import Cluster
-from penstock.cluster.parts import Device, Group, Link, Wire
+from penstock.cluster.parts import Device, Group, Kind, Link, Wire
 from penstock.cluster.topology import Topology
 from penstock.errors import InputError
 
@@ -47,7 +47,7 @@ class Seat(NamedTuple):
     """
 
     host: str
-    kind: str
+    kind: Kind
     memory_bytes: int
     host_memory_bytes: int
 
@@ -188,7 +188,7 @@ def _devices(
             name = f"{seat.kind}{index}"
         else:
             name = titles[seat.host] if alone else f"{titles[seat.host]}:{index}"
-        found.append(Device(name=name, memory_bytes=memory_bytes))
+        found.append(Device(name=name, memory_bytes=memory_bytes, kind=seat.kind))
     return tuple(found)
 
 

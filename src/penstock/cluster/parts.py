@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from math import isfinite
+from typing import Literal
 
 from penstock.errors import InputError
 from penstock.values import Value
+
+Kind = Literal["cpu", "gpu"]
 
 
 class Device(Value, frozen=True, kw_only=True):
@@ -15,6 +18,8 @@ class Device(Value, frozen=True, kw_only=True):
         name: for people, for example ``cpu0``.
         memory_bytes: what a rank may use here; 0 means not limited.
         speed: relative to the machine the profile was measured on (2.0 is twice as fast).
+        kind: ``"cpu"`` or ``"gpu"``; ``None`` where nobody says. Plans for GPUs can be made, drawn
+            and rehearsed, but not trained yet.
 
     Raises:
         InputError: a negative memory, or a speed that is not a positive number.
@@ -23,6 +28,7 @@ class Device(Value, frozen=True, kw_only=True):
     name: str
     memory_bytes: int = 0
     speed: float = 1.0
+    kind: Kind | None = None
 
     def __post_init__(self) -> None:
         if self.memory_bytes < 0:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.cluster.parts import Device, Group, Link, SpareMachine, Wire
+from penstock.cluster.parts import Device, Group, Kind, Link, SpareMachine, Wire
 from penstock.cluster.units import is_time, to_bytes, to_bytes_per_second, to_seconds
 from penstock.errors import FileError, InputError
 
@@ -60,6 +60,7 @@ class WrittenDevice(_Table, frozen=True):
     name: str
     memory: Bytes = Bytes(0)
     speed: float = 1.0
+    kind: Kind | None = None
 
 
 class WrittenServer(_Table, frozen=True):
@@ -71,6 +72,7 @@ class WrittenServer(_Table, frozen=True):
     memory: Bytes = Bytes(0)
     shared_memory: Bytes = Bytes(0)
     speed: float = 1.0
+    kind: Kind | None = None
     link: Joint = _NO_LINK
 
     def __post_init__(self) -> None:
@@ -100,14 +102,14 @@ class WrittenServer(_Table, frozen=True):
         if self.devices == 1:
             limits = [limit for limit in (self.memory, self.shared_memory) if limit]
             memory_bytes = int(min(limits, default=0))
-            return (Device(name=name, memory_bytes=memory_bytes, speed=self.speed),), None
+            return (self._device(name, memory_bytes),), None
         members = tuple(f"{name}:{index}" for index in range(self.devices))
-        devices = tuple(
-            Device(name=member, memory_bytes=int(self.memory), speed=self.speed)
-            for member in members
-        )
+        devices = tuple(self._device(member, int(self.memory)) for member in members)
         shared = int(self.shared_memory)
         return devices, Group(name=name, members=members, link=self.link.link, memory_bytes=shared)
+
+    def _device(self, name: str, memory_bytes: int) -> Device:
+        return Device(name=name, memory_bytes=memory_bytes, speed=self.speed, kind=self.kind)
 
 
 class WrittenGroup(_Table, frozen=True):
@@ -212,7 +214,12 @@ def read(text: str) -> dict[str, Any]:
             groups += [group] if group is not None else []
         num_servers += server.count
     devices += [
-        Device(name=device.name, memory_bytes=int(device.memory), speed=device.speed)
+        Device(
+            name=device.name,
+            memory_bytes=int(device.memory),
+            speed=device.speed,
+            kind=device.kind,
+        )
         for device in found.devices
     ]
     groups += [

@@ -364,6 +364,13 @@ class Plan(Value, frozen=True, kw_only=True):
                 f"the plan splits layers over {self.num_tensor_ranks} devices, which Penstock can "
                 "plan and draw but not run yet; plan with tensor_ranks=1"
             )
+        gpus = [device.name for device in self.devices if device.kind == "gpu"]
+        if gpus:
+            raise InputError(
+                f"the plan is for GPUs ({', '.join(gpus[:4])}{', …' if len(gpus) > 4 else ''}), but "
+                "Penstock trains on CPUs today and would leave them idle; plan for cores, as in "
+                "Cluster.local(2), or rehearse the plan with penstock rehearse"
+            )
 
     def check_model(self, names: Sequence[str], model_fingerprint: str) -> None:
         """Raise ``ModelError`` unless this plan was made for a model with these layers."""

@@ -8,7 +8,6 @@ import itertools
 import re
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,32 +16,13 @@ from torch import nn
 
 import penstock as pk
 from penstock.schedule import families
+from tests.docs.pages import ROOT, blocks_of
 from tests.helpers import make_plan
 
-ROOT = Path(__file__).parents[2]
 
-
-def python_block(page: str, at=0) -> str:
+def python_block(page: str, number=0) -> str:
     """A Python block of a page."""
-    text = (ROOT / page).read_text()
-    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[at]
-
-
-def test_the_script_in_the_readme_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    layers = [nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 5)]
-    batch = (torch.randn(16, 64), torch.randint(0, 5, (16,)))
-    namespace = {
-        "build_model": lambda: nn.Sequential(*layers),
-        "loader": itertools.repeat(batch, 5),
-    }
-    script = python_block("README.md")
-    assert len(script.splitlines()) <= 15
-    exec(script, namespace)
-    assert "predicted" in capsys.readouterr().out
-    assert float(namespace["loss"]) > 0
-    assert (tmp_path / "measured.svg").read_text().startswith("<svg")
+    return [block.text for block in blocks_of(page) if block.language == "python"][number]
 
 
 def test_the_spine_in_the_docs_can_be_cut():
@@ -56,24 +36,14 @@ def test_the_spine_in_the_docs_can_be_cut():
 
 def test_the_skips_in_the_docs_cross_stages():
     namespace = {"nn": nn, "F": F, "torch": torch, "pk": pk}
-    exec(python_block("docs/models.md", at=1), namespace)
+    exec(python_block("docs/models.md", number=1), namespace)
     model, image = namespace["UNet"](), torch.randn(4, 3, 8, 8)
     with pk.Pipeline(model, make_plan(model, 3, 2), deadline_seconds=10) as pipeline:
         outputs = pipeline.evaluate(image)
     torch.testing.assert_close(outputs, model(image).detach())
 
 
-def test_the_training_in_the_docs_runs(capsys):
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    batch = (torch.randn(8, 6), torch.randint(0, 3, (8,)))
-    namespace = {
-        "torch": torch, "F": F, "pk": pk, "model": model, "plan": make_plan(model, 2, 4),
-        "loader": [batch] * 3, "held_out": batch[0],
-    }  # fmt: skip
-    exec(python_block("docs/training.md"), namespace)
-    assert namespace["outputs"].shape == (8, 3)
-    assert "tensor" in capsys.readouterr().out
-    # Every argument that the page names is one.
+def test_the_arguments_that_the_page_on_training_names_are_some():
     words = re.findall(r"`(\w+)=", (ROOT / "docs/training.md").read_text())
     arguments = inspect.signature(pk.Pipeline).parameters
     assert set(words) - {"update", "share", "transport"} <= set(arguments)

@@ -1,0 +1,72 @@
+"""Every block of every page runs, from top to bottom, in a folder that has what a clone has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import penstock as pk
+from tests.docs.pages import ROOT, blocks_of, run_page
+from tests.helpers import make_plan
+
+ELSEWHERE = {
+    "docs/add-a-schedule.md": "docs/test_docs.py",
+    "docs/asynchronous.md": "unit/test_gallery.py",
+    "docs/learned-placement.md": "unit/test_learned_placement.py",
+    "docs/models.md": "numerics/test_captured_models.py",
+    "docs/planning.md": "unit/test_planning_docs.py",
+}
+"""Pages whose tests run their blocks and look at what comes out."""
+SHOWN = ("", "text", "bibtex", "mermaid")
+"""Languages of blocks that nobody runs."""
+
+
+def small_model():
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)]
+    return nn.Sequential(*layers)
+
+
+def what_a_reader_has(page):
+    """The names that a page takes for granted: a reader's own model, data and plan."""
+    if page != "docs/training.md":
+        return {}
+    inputs, targets = torch.randn(8, 6), torch.randint(0, 3, (8,))
+    model = small_model()
+    return {
+        "torch": torch,
+        "F": F,
+        "pk": pk,
+        "model": model,
+        "plan": make_plan(model, 2, 4),
+        "loader": [(inputs, targets)] * 3,
+        "held_out": inputs,
+    }
+
+
+def pages():
+    """Pages with something to run; the gallery's are made, and have tests of their own."""
+    candidates = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+    named = [str(path.relative_to(ROOT)) for path in candidates]
+    return [
+        page
+        for page in named
+        if any(block.language not in SHOWN for block in blocks_of(page)) and page not in ELSEWHERE
+    ]
+
+
+@pytest.mark.parametrize("page", pages())
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_every_block_of_a_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for shared in ("examples", "tests", "docs"):
+        (tmp_path / shared).symlink_to(ROOT / shared)
+    run_page(page, what_a_reader_has(page))
+
+
+def test_pages_that_are_tested_elsewhere_are():
+    for page, test in ELSEWHERE.items():
+        assert (ROOT / page).exists()
+        assert page.rsplit("/", 1)[-1] in (ROOT / "tests" / test).read_text()
