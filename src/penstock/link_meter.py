@@ -30,6 +30,7 @@ from penstock.cluster.measured import (
     gathered,
     ring_seconds,
 )
+from penstock.cluster.parts import Kind
 from penstock.errors import DeadlineError, InputError, PeerError, RunError
 
 SIZES = (256, 2**10, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)

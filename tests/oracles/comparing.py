@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 
 import torch
@@ -147,7 +148,7 @@ def _late_plan(net, policy, case):
     assert schedule in families.names()
     stages = tuple(
         pk.planner.StagePlan(layers=tuple(names[first:last]), rank=rank)
-        for rank, (first, last) in enumerate(zip(borders, borders[1:], strict=False))
+        for rank, (first, last) in enumerate(itertools.pairwise(borders))
     )
     return pk.Plan(
         model=spine_fingerprint(layers),

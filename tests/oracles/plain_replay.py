@@ -7,7 +7,7 @@ optimizer on its newest weights.
 
 from __future__ import annotations
 
-import torch
+import itertools
 
 from tests.oracles.plain_loop import forward, seed_of
 
@@ -48,13 +48,13 @@ class PlainReplay:
         self.per_update = num_microbatches if updates == "minibatch" else 1
         layers = net.spine()
         self.num_stages = len(borders) - 1
-        spans = [layers[first:last] for first, last in zip(borders, borders[1:], strict=False)]
+        spans = [layers[first:last] for first, last in itertools.pairwise(borders)]
         self.weights = [[w for layer in span for w in layer.parameters()] for span in spans]
         self.optimizers = [optimizer(own) if own else None for own in self.weights]
         self.versions = [[[w.detach().clone() for w in own]] for own in self.weights]
 
     def train(self, minibatches):
-        """Train on a stream whose minibatches have at least as many rows as microbatches; losses."""
+        """Train on a stream; minibatches have a row or more for each microbatch. The losses."""
         losses, microbatch = [], 0
         for step, (inputs, targets) in enumerate(minibatches):
             total = None

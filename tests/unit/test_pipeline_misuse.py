@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from msgspec.structs import replace
 from torch import nn
 
 import penstock as pk
@@ -97,3 +98,15 @@ def test_a_second_step_at_the_same_time_is_refused_and_harms_nothing():
         go_on.set()
         first.join()
         pipeline.step(*make_batch(4))
+
+
+def test_a_plan_for_gpus_is_refused_and_says_what_trains_today():
+    model = make_mlp()
+    plan = make_plan(model, 2, 4)
+    cores = tuple(pk.Device(name=f"cpu{rank}", kind="cpu") for rank in range(2))
+    pk.Pipeline(model, replace(plan, devices=cores)).close()
+    gpus = tuple(pk.Device(name=f"gpu{rank}", kind="gpu") for rank in range(2))
+    with pytest.raises(
+        pk.errors.InputError, match=r"is for GPUs \(gpu0, gpu1\), but Penstock trains on CPUs today"
+    ):
+        pk.Pipeline(model, replace(plan, devices=gpus))

@@ -366,10 +366,11 @@ class Plan(Value, frozen=True, kw_only=True):
             )
         gpus = [device.name for device in self.devices if device.kind == "gpu"]
         if gpus:
+            more = f" and {len(gpus) - 4} more" if len(gpus) > 4 else ""
             raise InputError(
-                f"the plan is for GPUs ({', '.join(gpus[:4])}{', …' if len(gpus) > 4 else ''}), but "
-                "Penstock trains on CPUs today and would leave them idle; plan for cores, as in "
-                "Cluster.local(2), or rehearse the plan with penstock rehearse"
+                f"the plan is for GPUs ({', '.join(gpus[:4])}{more}), but Penstock trains on CPUs "
+                "today and would leave them idle; plan for cores, as in Cluster.local(2), or "
+                "perform it without compute: penstock rehearse"
             )
 
     def check_model(self, names: Sequence[str], model_fingerprint: str) -> None:
