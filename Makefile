@@ -10,11 +10,12 @@ INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check 
 	-c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format gallery clean
+.PHONY: help demo test soak lint format gallery clean
 
 help:
 	@echo 'make demo     plan, train and draw a small pipeline (installs into $(VENV) on first use)'
 	@echo 'make test     all checks: lint, types, import rules, tests'
+	@echo 'make soak     what takes half an hour: random trainings and faults by the hundred, long runs'
 	@echo 'make lint     the same without the tests'
 	@echo 'make format   rewrite the sources in the house style'
 	@echo 'make gallery  write docs/schedules and docs/versions anew from the schedule families'
@@ -33,6 +34,9 @@ demo: $(VENV)/.installed
 # are no group: they mostly wait, and a worker that ran all of them would be the last by far.
 test: lint
 	$(VENV)/bin/pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+
+soak: $(VENV)/.installed-dev
+	$(VENV)/bin/pytest -m soak -n 2 --dist loadgroup $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .

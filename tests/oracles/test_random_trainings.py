@@ -13,6 +13,7 @@ from tests.oracles.cases import late_trainings, trainings
 from tests.oracles.comparing import compare, compare_late, quietly
 
 few = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+pytestmark = pytest.mark.timeout(900)  # a failure is shrunk for some minutes
 
 
 @settings(max_examples=20, **few)

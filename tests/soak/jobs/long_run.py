@@ -1,0 +1,75 @@
+"""A long training; every rank reports what it holds as time goes by.
+
+    torchrun ... long_run.py steps NUM_STEPS FOLDER
+    torchrun ... long_run.py stream NUM_MINIBATCHES FOLDER
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import penstock as pk
+from tests.helpers import make_batch, make_mlp, make_plan
+from tests.soak.late import late_plan
+
+NUM_LOOKS = 20
+
+
+def look():
+    """(resident bytes, open descriptors, threads, seconds) of this process now."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+        "seconds": time.monotonic(),
+    }
+
+
+def batches(count):
+    # A few minibatches over and over, of different sizes.
+    kept = [make_batch(rows, seed=rows) for rows in (8, 9, 12, 5)]
+    return (kept[number % len(kept)] for number in range(count))
+
+
+def main():
+    way, count, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[-1])
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = make_mlp()
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    plan = late_plan(model, num_ranks) if way == "stream" else make_plan(model, num_ranks, 4)
+    looks = []
+    with pk.Pipeline(
+        model,
+        plan,
+        loss=F.cross_entropy,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+        seed=0,
+    ) as pipeline:
+        losses = (
+            pipeline.steps(batches(count))
+            if way == "stream"
+            else (pipeline.step(*batch) for batch in batches(count))
+        )
+        for number, loss in enumerate(losses):
+            assert bool(loss.isfinite())
+            if number % (count // NUM_LOOKS) == 0:
+                looks.append(look())
+        looks.append(look())
+    rank = os.environ["RANK"]
+    (folder / f"report-{rank}.json").write_text(json.dumps({"looks": looks, "count": count}))
+
+
+if __name__ == "__main__":
+    main()

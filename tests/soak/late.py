@@ -1,0 +1,14 @@
+"""Plans that never flush, without a profile."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+import penstock as pk
+from tests.helpers import make_plan
+
+
+def late_plan(model, num_ranks, num_microbatches=4) -> pk.Plan:
+    """PipeDream's, cut evenly."""
+    plan = make_plan(model, num_ranks, num_microbatches)
+    return replace(plan, schedule="pipedream", versions=pk.versions.Stash())
