@@ -32,4 +32,3 @@ def test_a_long_run_leaks_nothing_and_does_not_slow_down(way, count):
         quarter = len(paces) // 4
         # Other load comes and goes; a run that slows down keeps doing so.
         assert median(paces[-quarter:]) < MOST_SLOWDOWN * median(paces[:quarter]) + 0.5, told
-

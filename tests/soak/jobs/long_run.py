@@ -1,7 +1,7 @@
 """A long training; every rank reports what it holds as time goes by.
 
-    torchrun ... long_run.py steps NUM_STEPS FOLDER
-    torchrun ... long_run.py stream NUM_MINIBATCHES FOLDER
+torchrun ... long_run.py steps NUM_STEPS FOLDER
+torchrun ... long_run.py stream NUM_MINIBATCHES FOLDER
 """
 
 from __future__ import annotations
