@@ -1,1 +1,1 @@
-"""What takes minutes and runs in ``make soak`` alone: long runs, and random faults by the hundred."""
+"""What takes minutes, for ``make soak`` alone: long runs, and random faults by the hundred."""
