@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Self
 
@@ -87,6 +87,13 @@ class Pipeline:
         weight: for a mean over something else than rows (say, tokens that are not padding): how
             many terms the targets of one microbatch contribute.
         deadline_seconds: how long an op may wait for another rank.
+        message_types: classes of what stages hand to each other and of the model's output, beside
+            tensors, numbers, texts and ``None`` in tuples, lists and dictionaries: NamedTuples,
+            dataclasses, enumerations, and classes that are registered with torch's pytree. Between
+            processes nothing else travels. Those of a captured model's output need not be named.
+        compare_data: under ``torchrun``, raise an error if ranks are given different minibatches.
+            Without, only the first stage's inputs and the last one's targets count; those of other
+            ranks must have as many rows, and with ``weight`` the same targets.
         record: gather the timeline on every rank under ``torchrun``; threads always record.
 
     Attributes:
@@ -120,6 +127,8 @@ class Pipeline:
         reduction: Literal["mean", "sum"] = "mean",
         weight: Weight | None = None,
         deadline_seconds: float = 300.0,
+        message_types: Sequence[type] = (),
+        compare_data: bool = True,
         record: bool = True,
     ) -> None:
         expect(plan, Plan, "the plan", "make one with penstock.plan, or Plan.load a file")
@@ -150,6 +159,7 @@ class Pipeline:
             deadline_seconds,
             record,
             results,
+            message_types,
         )
         self._parts = assemble(model, layers, plan, self._recipe, running)
         self.plan = self._parts.plan
@@ -163,6 +173,7 @@ class Pipeline:
             layout.num_slices,
             weighting,
             layout.has_copies and self._recipe.updates == "minibatch",
+            compare_data and len(self._parts.workers) < self.plan.num_ranks,
         )
         self._step = 0
         self._last: Outcome | None = None
@@ -203,10 +214,12 @@ class Pipeline:
         batch-norm statistics, keep what the failed step did to them.
         """
         self._check_can_train()
-        minibatch = self._cutter.to_train(inputs, targets, step=self._step, share=share)
+        minibatch = self._cutter.to_train(
+            inputs, targets, step=self._step, share=share, updates=update
+        )
         with self._exclusively():
             random_state = torch.get_rng_state()
-            (outcome,) = self._feed.train([minibatch], update=update)
+            (outcome,) = self._feed.train([minibatch])
             self._parts.streams.audit(random_state)
             return self._loss_of(outcome)
 
