@@ -22,6 +22,7 @@ from penstock.run.assembly import Results, Running, TransportName, assemble
 from penstock.run.counting import Peak
 from penstock.run.cutter import Cutter
 from penstock.run.driver import told
+from penstock.run.elsewhere import Elsewhere
 from penstock.run.feed import Feed
 from penstock.run.outcome import Outcome, timeline
 from penstock.run.recipe import (
@@ -182,6 +183,11 @@ class Pipeline:
         self._closed = False
         self._feed = Feed(self.plan, layout, self._recipe, self._parts.driver)
         self._running = threading.Lock()
+        self._elsewhere = Elsewhere(sorted(self.stages), len(self.plan.stages))
+        if len(self.stages) < len(self.plan.stages):
+            for module in (model, getattr(model, "original", None)):  # a captured one has two names
+                if isinstance(module, nn.Module):
+                    self._elsewhere.watch(module)
 
     def step(
         self, inputs: Any, targets: Any, *, update: bool = True, share: float = 1.0
@@ -321,6 +327,7 @@ class Pipeline:
 
     def _loss_of(self, outcome: Outcome) -> Tensor | None:
         self._last = outcome
+        self._elsewhere.stale = True
         if outcome.begins:
             self._recent.clear()
         self._recent.append(outcome)
@@ -397,12 +404,22 @@ class Pipeline:
         """Whether this process should print and write files: rank 0, or the only process."""
         return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers of this process's stages, under the unsplit model's keys."""
-        state: dict[str, Tensor] = {}
-        for stage in self.stages.values():
-            state |= stage.state_dict()
-        return state
+    def state_dict(self, *, whole: bool = False) -> dict[str, Tensor]:
+        """Parameters and buffers under the unsplit model's keys.
+
+        Args:
+            whole: of all stages, gathered on rank 0; an empty dictionary on the others. Every rank
+                must call it, between steps. Otherwise those of this process's stages: in threads,
+                which share the process, of all.
+
+        Raises:
+            RunError: another rank did not call it.
+        """
+        states = {index: stage.state_dict() for index, stage in self.stages.items()}
+        if whole:
+            with self._exclusively():
+                states = self._parts.driver.gather(states)
+        return {key: value for _, state in sorted(states.items()) for key, value in state.items()}
 
     def close(self) -> None:
         """End the workers. Leaving the ``with`` block does it."""

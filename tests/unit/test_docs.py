@@ -63,7 +63,7 @@ def test_the_skips_in_the_docs_cross_stages():
     torch.testing.assert_close(outputs, model(image).detach())
 
 
-def test_the_training_in_the_docs_runs(capsys):
+def test_the_training_in_the_docs_runs(capsys, tmp_path, monkeypatch):
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     batch = (torch.randn(8, 6), torch.randint(0, 3, (8,)))
     namespace = {
@@ -73,10 +73,13 @@ def test_the_training_in_the_docs_runs(capsys):
     exec(python_block("docs/training.md"), namespace)
     assert namespace["outputs"].shape == (8, 3)
     assert "tensor" in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    exec(python_block("docs/training.md", at=2), namespace)
+    model.load_state_dict(torch.load("weights.pt", weights_only=True))
     # Every argument that the page names is one.
     words = re.findall(r"`(\w+)=", (ROOT / "docs/training.md").read_text())
     arguments = inspect.signature(pk.Pipeline).parameters
-    assert set(words) - {"update", "share", "transport"} <= set(arguments)
+    assert set(words) - {"update", "share", "transport", "whole"} <= set(arguments)
 
 
 def test_a_schedule_takes_one_file_and_one_line(monkeypatch):
@@ -98,7 +101,14 @@ def test_a_schedule_takes_one_file_and_one_line(monkeypatch):
 
 @pytest.mark.parametrize(
     "page",
-    ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/models.md", "docs/planning.md"],
+    [
+        "README.md",
+        "ARCHITECTURE.md",
+        "CONTRIBUTING.md",
+        "docs/models.md",
+        "docs/planning.md",
+        "docs/training.md",
+    ],
 )
 def test_links_lead_somewhere(page):
     text = (ROOT / page).read_text()

@@ -16,12 +16,12 @@ from penstock.planner import Plan
 from penstock.run import outcome
 from penstock.run.clocks import clock_offsets
 from penstock.run.counting import Peak
-from penstock.run.driver import Driver, failure_notice, naming, told
+from penstock.run.driver import Driver, States, failure_notice, naming, told
 from penstock.run.journal import Record
 from penstock.run.minibatch import Harvest, Minibatch
 from penstock.run.outcome import Outcome
 from penstock.run.seals import SealedTransport, check_alike
-from penstock.run.tags import AGREEMENT_TAG, FIRST_EXCHANGE, REPORT_TAG
+from penstock.run.tags import AGREEMENT_TAG, FIRST_EXCHANGE, REPORT_TAG, STATE_TAG
 from penstock.run.worker import Worker
 from penstock.schedule.segment import Segment
 from penstock.store import Held
@@ -161,13 +161,13 @@ class ProcessDriver(Driver[Ticket]):
         self._record = record
         self._share_results = share_results
         self._clock_offsets = clock_offsets
+        self._num_gathered = 0
         self._failure: str | None = None
         self._board = Board(transport.group, worker.rank, num_ranks)
 
     def submit(self, segment: Segment, minibatch: Minibatch) -> Ticket:
         """Perform this rank's ops and tell their results; the other ranks do likewise."""
-        if self._failure:
-            raise RunError(f"this pipeline has failed ({self._failure}); start the job again")
+        self._check_usable()
         with self._telling_failures(segment, minibatch.step):
             self._sealed.seal = minibatch.seal
             self._sealed.synchronous = minibatch.synchronous
@@ -177,6 +177,10 @@ class ProcessDriver(Driver[Ticket]):
                 for edge in self._edges_to_all(REPORT_TAG):
                     self._transport.send(edge, FIRST_EXCHANGE + harvest.number, own)
         return Ticket(segment, minibatch, harvest)
+
+    def _check_usable(self) -> None:
+        if self._failure:
+            raise RunError(f"this pipeline has failed ({self._failure}); start the job again")
 
     def collect(self, ticket: Ticket) -> Outcome:
         segment, minibatch, harvest = ticket
@@ -284,6 +288,26 @@ class ProcessDriver(Driver[Ticket]):
     def _edges_to_all(self, tag: int) -> list[Edge]:
         rank = self._worker.rank
         return [Edge(rank, other, tag) for other in range(self._num_ranks) if other != rank]
+
+    def gather(self, states: States) -> States:
+        self._check_usable()
+        self._num_gathered += 1
+        number, rank = FIRST_EXCHANGE + self._num_gathered, self._worker.rank
+        try:
+            if rank:
+                self._transport.send(Edge(rank, 0, STATE_TAG), number, states)
+                self._transport.flush()
+                return {}
+            for other in range(1, self._num_ranks):
+                waiting = (
+                    f"rank 0, waiting for rank {other}'s weights, for which every rank must call "
+                    "state_dict(whole=True)"
+                )
+                states |= self._transport.recv(Edge(other, 0, STATE_TAG), number, waiting)
+            return states
+        except BaseException as error:
+            self._failure = told(error)
+            raise
 
     def close(self, why: str = "") -> None:
         torch.set_num_threads(self._num_threads_before)
