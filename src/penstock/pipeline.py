@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Self
 
@@ -22,6 +22,7 @@ from penstock.run.assembly import Results, Running, TransportName, assemble
 from penstock.run.counting import Peak
 from penstock.run.cutter import Cutter
 from penstock.run.driver import told
+from penstock.run.elsewhere import Elsewhere
 from penstock.run.feed import Feed
 from penstock.run.outcome import Outcome, timeline
 from penstock.run.recipe import (
@@ -87,6 +88,13 @@ class Pipeline:
         weight: for a mean over something else than rows (say, tokens that are not padding): how
             many terms the targets of one microbatch contribute.
         deadline_seconds: how long an op may wait for another rank.
+        message_types: classes of what stages hand to each other and of the model's output, beside
+            tensors, numbers, texts and ``None`` in tuples, lists and dictionaries: NamedTuples,
+            dataclasses, enumerations, and classes that are registered with torch's pytree. Between
+            processes nothing else travels. Those of a captured model's output need not be named.
+        compare_data: under ``torchrun``, raise an error if ranks are given different minibatches.
+            Without, only the first stage's inputs and the last one's targets count; those of other
+            ranks must have as many rows, and with ``weight`` the same targets.
         record: gather the timeline on every rank under ``torchrun``; threads always record.
 
     Attributes:
@@ -120,6 +128,8 @@ class Pipeline:
         reduction: Literal["mean", "sum"] = "mean",
         weight: Weight | None = None,
         deadline_seconds: float = 300.0,
+        message_types: Sequence[type] = (),
+        compare_data: bool = True,
         record: bool = True,
     ) -> None:
         expect(plan, Plan, "the plan", "make one with penstock.plan, or Plan.load a file")
@@ -150,6 +160,7 @@ class Pipeline:
             deadline_seconds,
             record,
             results,
+            message_types,
         )
         self._parts = assemble(model, layers, plan, self._recipe, running)
         self.plan = self._parts.plan
@@ -163,6 +174,7 @@ class Pipeline:
             layout.num_slices,
             weighting,
             layout.has_copies and self._recipe.updates == "minibatch",
+            compare_data and len(self._parts.workers) < self.plan.num_ranks,
         )
         self._step = 0
         self._last: Outcome | None = None
@@ -171,6 +183,11 @@ class Pipeline:
         self._closed = False
         self._feed = Feed(self.plan, layout, self._recipe, self._parts.driver)
         self._running = threading.Lock()
+        self._elsewhere = Elsewhere(sorted(self.stages), len(self.plan.stages))
+        if len(self.stages) < len(self.plan.stages):
+            for module in (model, getattr(model, "original", None)):  # a captured one has two names
+                if isinstance(module, nn.Module):
+                    self._elsewhere.watch(module)
 
     def step(
         self, inputs: Any, targets: Any, *, update: bool = True, share: float = 1.0
@@ -203,10 +220,12 @@ class Pipeline:
         batch-norm statistics, keep what the failed step did to them.
         """
         self._check_can_train()
-        minibatch = self._cutter.to_train(inputs, targets, step=self._step, share=share)
+        minibatch = self._cutter.to_train(
+            inputs, targets, step=self._step, share=share, updates=update
+        )
         with self._exclusively():
             random_state = torch.get_rng_state()
-            (outcome,) = self._feed.train([minibatch], update=update)
+            (outcome,) = self._feed.train([minibatch])
             self._parts.streams.audit(random_state)
             return self._loss_of(outcome)
 
@@ -308,6 +327,7 @@ class Pipeline:
 
     def _loss_of(self, outcome: Outcome) -> Tensor | None:
         self._last = outcome
+        self._elsewhere.stale = True
         if outcome.begins:
             self._recent.clear()
         self._recent.append(outcome)
@@ -384,12 +404,22 @@ class Pipeline:
         """Whether this process should print and write files: rank 0, or the only process."""
         return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers of this process's stages, under the unsplit model's keys."""
-        state: dict[str, Tensor] = {}
-        for stage in self.stages.values():
-            state |= stage.state_dict()
-        return state
+    def state_dict(self, *, whole: bool = False) -> dict[str, Tensor]:
+        """Parameters and buffers under the unsplit model's keys.
+
+        Args:
+            whole: of all stages, gathered on rank 0; an empty dictionary on the others. Every rank
+                must call it, between steps. Otherwise those of this process's stages: in threads,
+                which share the process, of all.
+
+        Raises:
+            RunError: another rank did not call it.
+        """
+        states = {index: stage.state_dict() for index, stage in self.stages.items()}
+        if whole:
+            with self._exclusively():
+                states = self._parts.driver.gather(states)
+        return {key: value for _, state in sorted(states.items()) for key, value in state.items()}
 
     def close(self) -> None:
         """End the workers. Leaving the ``with`` block does it."""

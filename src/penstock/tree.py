@@ -6,7 +6,7 @@ its own distributed code relies on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 Structure = pytree.TreeSpec
+Node = tuple[Callable[[Any], tuple[Any, Iterable[Any]]], Callable[[Any, Iterable[Any]], Any]]
 L = TypeVar("L")
 _LEAF = pytree.tree_structure(0)
+_PLACEHOLDER = object()
 
 
 def flatten(value: Any) -> tuple[list[Any], Structure]:
@@ -28,6 +30,28 @@ def flatten(value: Any) -> tuple[list[Any], Structure]:
 def unflatten(leaves: list[Any], structure: Structure) -> Any:
     """Undo ``flatten``."""
     return leaves[0] if structure is _LEAF else pytree.tree_unflatten(leaves, structure)
+
+
+def node(kind: type) -> Node | None:
+    """How values of a class are taken apart, into (what else there is, parts), and made again; if
+    the class is registered with torch's tree helpers."""
+    known = pytree.SUPPORTED_NODES.get(kind)
+    if known is None:
+        return None
+
+    def apart(value: Any) -> tuple[Any, Iterable[Any]]:
+        parts, context = known.flatten_fn(value)
+        return context, parts
+
+    return apart, lambda context, parts: known.unflatten_fn(parts, context)
+
+
+def classes(structure: Structure) -> set[type]:
+    """The classes of the containers that a structure consists of."""
+    containers: set[type] = set()
+    value = unflatten([_PLACEHOLDER] * structure.num_leaves, structure)
+    pytree.tree_flatten(value, is_leaf=lambda inner: containers.add(type(inner)))
+    return containers - {type(_PLACEHOLDER)}
 
 
 def replace(kind: type[L], function: Callable[[L], Any], value: Any) -> Any:

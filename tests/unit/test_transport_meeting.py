@@ -18,7 +18,8 @@ from penstock.transport.meeting import Doorway, this_host
 def knock(address, words):
     stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     stranger.connect(address)
-    stranger.send(words)
+    if words:
+        stranger.send(words)
     return stranger
 
 
@@ -41,6 +42,95 @@ def test_who_does_not_know_the_secret_is_not_let_in():
         connection.close()
     first.close()
     second.close()
+
+
+def test_nobody_waits_for_a_guest_that_says_nothing():
+    doorways = [Doorway(3) for _ in range(3)]
+    silent = [knock(doorways[0].invitation.address, b"") for _ in range(2)]
+    hosts = {rank: doorway.invitation for rank, doorway in enumerate(doorways)}
+
+    def meet(rank):
+        others = {other: it for other, it in hosts.items() if other != rank}
+        return doorways[rank].connections(rank, others, 30)
+
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(meet, range(3)))
+    assert [sorted(connections) for connections in found] == [[1, 2], [0, 2], [0, 1]]
+    for stranger in silent:
+        assert stranger.recv(1) == b""  # let go in the end
+        stranger.close()
+    for connections in found:
+        for connection in connections.values():
+            connection.close()
+    for doorway in doorways:
+        doorway.close()
+
+
+def as_another_user(function):
+    """The exit status of a child process that belongs to nobody, and does this."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.setuid(65534)
+            status = function()
+        finally:
+            os._exit(status)
+    return child
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_process_of_another_user_is_turned_away_though_it_knows_the_secret():
+    doorway, own = Doorway(2), Doorway(2)
+    address, secret = doorway.invitation
+
+    def come():
+        try:
+            stranger = knock(address, secret + (1).to_bytes(8, "big"))
+            stranger.settimeout(30)
+            return stranger.recv(10) != b""
+        except ConnectionError:
+            return False  # turned away before it had said anything
+
+    with ThreadPoolExecutor() as pool:
+        child = as_another_user(come)
+        zero = pool.submit(doorway.connections, 0, {1: own.invitation}, 60)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        guest = own.connections(1, {0: doorway.invitation}, 60)[0]
+    guest.send(b"hello")
+    host = zero.result()[1]
+    assert host.recv(10) == b"hello"
+    guest.close()
+    host.close()
+    doorway.close()
+    own.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_an_address_that_another_user_has_taken_is_not_told_the_secret():
+    before = Doorway(2)
+    invitation = before.invitation
+    before.close()
+    told, tell = os.pipe()
+
+    def listen():
+        thief = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        thief.bind(invitation.address)
+        thief.listen()
+        os.write(tell, b"ready")
+        heard, _ = thief.accept()
+        heard.settimeout(30)
+        return heard.recv(100) != b""
+
+    child = as_another_user(listen)
+    assert os.read(told, 5) == b"ready"
+    own = Doorway(2)
+    with pytest.raises(PermissionError, match="another user has taken"):
+        own.connections(1, {0: invitation}, 30)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    own.close()
+    os.close(told)
+    os.close(tell)
 
 
 def test_a_rank_that_does_not_come_is_named_and_nothing_stays_open():

@@ -21,7 +21,7 @@ from torch import nn
 
 from penstock import tree
 from penstock.errors import DeadlineError, PeerError, RunError
-from penstock.transport import Edge, SharedMemoryTransport
+from penstock.transport import Codec, Edge, SharedMemoryTransport
 from tests.unit.test_packing import Pair, bytes_of, tensors, values
 
 FORWARD, OTHER, BACKWARD = Edge(0, 1, 0), Edge(0, 1, 2), Edge(1, 0, 1)
@@ -33,7 +33,7 @@ def connected(num_ranks, deadline_seconds=0.2):
     for a, b in itertools.combinations(range(num_ranks), 2):
         sockets[a][b], sockets[b][a] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return [
-        SharedMemoryTransport(rank, connections, deadline_seconds)
+        SharedMemoryTransport(rank, connections, deadline_seconds, Codec([Pair]))
         for rank, connections in enumerate(sockets)
     ]
 

@@ -19,12 +19,13 @@ from penstock.run.driver import Driver
 from penstock.run.layout import Layout
 from penstock.run.processes import ProcessDriver, agree, offsets_of_clocks
 from penstock.run.recipe import Recipe
+from penstock.run.seals import SealedTransport
 from penstock.run.threads import ThreadDriver
 from penstock.run.updater import Updater
-from penstock.run.worker import Worker
+from penstock.run.worker import Void, Worker
 from penstock.spine import NamedLayer, spine_fingerprint
 from penstock.stage import Stage
-from penstock.transport import ThreadExchange, Transport, connect
+from penstock.transport import Codec, ThreadExchange, Transport, connect
 from penstock.values import one_of
 
 TransportName = Literal["auto", "threads", "shared-memory", "process-group"]
@@ -40,10 +41,12 @@ class Running:
     deadline_seconds: float
     record: bool
     results: Results
+    message_types: Sequence[type] = ()
 
     def __post_init__(self) -> None:
         one_of("transport", self.transport, get_args(TransportName))
         one_of("results", self.results, get_args(Results))
+        Codec(self.message_types)  # refuses in threads what processes would refuse
         if not 0 < self.deadline_seconds <= threading.TIMEOUT_MAX:
             raise InputError(
                 f"deadline_seconds is {self.deadline_seconds}, but must be > 0 and not infinite: "
@@ -125,7 +128,8 @@ def _in_processes(
         atexit.register(_leave_group)
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     assert running.transport != "threads"  # of which there are none here
-    transport = connect(num_ranks, running.deadline_seconds, way=running.transport)
+    codec = Codec(_message_types(layers, running))
+    transport = connect(num_ranks, running.deadline_seconds, way=running.transport, codec=codec)
     plan, seed = agree(transport.group, plan, spine_fingerprint(layers), running.seed)
     if plan.num_ranks != num_ranks:
         raise InputError(
@@ -135,11 +139,13 @@ def _in_processes(
         )
     streams = LayerStreams(seed)
     layout = Layout(model, plan, layers, streams, one_process=False)
-    worker = _worker(layout, rank, num_ranks, transport, recipe)
+    sealed = SealedTransport(transport, rank)
+    worker = _worker(layout, rank, num_ranks, sealed, recipe)
     worker.updater.begin_equal()
     driver = ProcessDriver(
         worker,
         transport,
+        sealed,
         num_ranks,
         num_threads=plan.num_threads,
         record=running.record,
@@ -147,6 +153,13 @@ def _in_processes(
         clock_offsets=offsets_of_clocks(transport.group) if running.record else None,
     )
     return Assembly(plan, driver, layout, streams, [worker], worker.stages)
+
+
+def _message_types(layers: tuple[NamedLayer, ...], running: Running) -> list[type]:
+    """The classes that messages may hold: the engine's, the user's, and those that layers say their
+    outputs are made of."""
+    told = {kind for layer in layers for kind in getattr(layer.module, "message_types", ())}
+    return [Void, *running.message_types, *told]
 
 
 def _worker(

@@ -10,6 +10,7 @@ from penstock import microbatches
 from penstock.errors import InputError
 from penstock.microbatches import Microbatches, Weighting
 from penstock.run.minibatch import Minibatch
+from penstock.run.seals import digest
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,14 @@ class Cutter:
         weighting: how much each microbatch counts.
         fills_up: whether there must be as many all the same, because every copy of a stage must
             have something to do, or it would not be updated.
+        compares: whether other ranks, in other processes, must be given the same data.
     """
 
     num_microbatches: int
     num_slices: int
     weighting: Weighting
     fills_up: bool
+    compares: bool = False
 
     def to_train(
         self,
@@ -36,7 +39,7 @@ class Cutter:
         *,
         step: int,
         share: float = 1.0,
-        more_follow: bool = False,
+        updates: bool = True,
     ) -> Minibatch:
         """A minibatch to train on.
 
@@ -64,7 +67,16 @@ class Cutter:
                 parts += [_own(parts[index]) for index in first]
                 wanted += [wanted[index] for index in first]
                 weights += [0.0 for _ in first]  # they count for nothing
-        return Minibatch(step, parts, wanted, weights, share, more_follow, self.num_slices)
+        return Minibatch(
+            step,
+            parts,
+            wanted,
+            weights,
+            share,
+            num_slices=self.num_slices,
+            updates=updates,
+            digests=(self._digest(inputs), self._digest(targets)),
+        )
 
     def minibatches(self, batches: Iterable[Any], first_step: int) -> Iterator[Minibatch]:
         """Minibatches to train on, which know their number and whether more follow, or what ended
@@ -88,7 +100,11 @@ class Cutter:
     def to_evaluate(self, inputs: Any, *, step: int) -> Minibatch:
         """A minibatch of which only outputs are wanted."""
         parts = self._slices(_cut(inputs, "inputs", self._count(inputs)), "inputs")
-        return Minibatch(step, parts, num_slices=self.num_slices)
+        digests = self._digest(inputs), 0
+        return Minibatch(step, parts, num_slices=self.num_slices, digests=digests)
+
+    def _digest(self, value: Any) -> int:
+        return digest(value) if self.compares else 0
 
     def _slices(self, parts: list[Any], what: str) -> list[Any]:
         return [

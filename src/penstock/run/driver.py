@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Generic, TypeVar
 
+from torch import Tensor
+
 from penstock.errors import PeerError, PenstockError, StageError
 from penstock.run.minibatch import Minibatch
 from penstock.run.outcome import Outcome
 from penstock.schedule.segment import Segment
 
 T = TypeVar("T")
+States = dict[int, dict[str, Tensor]]
 
 
 class Driver(ABC, Generic[T]):
@@ -36,6 +39,18 @@ class Driver(ABC, Generic[T]):
     def run(self, segment: Segment, minibatch: Minibatch) -> Outcome:
         """Run one minibatch from beginning to end."""
         return self.collect(self.submit(segment, minibatch))
+
+    @abstractmethod
+    def gather(self, states: States) -> States:
+        """The states of all ranks' stages, where this process is rank 0; elsewhere nothing. Every
+        process must call it.
+
+        Args:
+            states: of this process's stages, by number.
+
+        Raises:
+            RunError: another process did not call it.
+        """
 
     @abstractmethod
     def close(self, why: str = "") -> None:

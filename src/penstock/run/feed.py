@@ -65,25 +65,19 @@ class Feed:
         self._sizes: list[int] = []
         self._index = self._first = self._base = 0
 
-    def train(self, minibatches: Iterable[Minibatch], *, update: bool = True) -> Iterator[Outcome]:
-        """Train on minibatches that know whether more follow.
+    def train(self, minibatches: Iterable[Minibatch]) -> Iterator[Outcome]:
+        """Train on minibatches that know whether more follow, and whether they update weights.
 
         Args:
             minibatches: one after the other.
-            update: whether weights are updated; otherwise gradients accumulate.
 
         Yields:
             The outcome of each, in order, while the next ones are under way. If the caller leaves
             before the end, call ``drain``.
         """
-        if not update and self._windows is not None:
-            raise InputError(
-                "an asynchronous pipeline updates as it goes; leave update=False out, or plan with "
-                "a synchronous schedule"
-            )
         self.under_way.clear()
         for minibatch in minibatches:
-            segment, numbered = self._segment(minibatch, update)
+            segment, numbered = self._segment(minibatch)
             try:
                 self._submit(segment, numbered)
                 most = self._most_under_way(numbered) if minibatch.more_follow else 0
@@ -147,11 +141,16 @@ class Feed:
         """Run forward only."""
         return self._driver.run(self._evaluated(minibatch.num_microbatches), minibatch)
 
-    def _segment(self, minibatch: Minibatch, update: bool) -> tuple[Segment, Minibatch]:
+    def _segment(self, minibatch: Minibatch) -> tuple[Segment, Minibatch]:
+        if not minibatch.updates and self._windows is not None:
+            raise InputError(
+                "an asynchronous pipeline updates as it goes; leave update=False out, or plan with "
+                "a synchronous schedule"
+            )
         count = minibatch.num_microbatches
         if self._windows is None or self._num_synchronous:
             self._num_synchronous = max(0, self._num_synchronous - 1)
-            return self._flushed(count, update), minibatch
+            return self._flushed(count, minibatch.updates), minibatch
         last = not minibatch.more_follow or not self._goes_on_after(count)
         self._sizes.append(count)
         segment = self._next(self._windows, len(self._sizes) - 1, last=last)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from penstock.run.counting import Peak
 from penstock.run.journal import Record
+from penstock.run.seals import Call, Seal
 from penstock.store import Held
 
 
@@ -50,6 +52,8 @@ class Minibatch:
         drains: it has no microbatches; what is in flight comes to its end.
         synchronous: of an asynchronous pipeline that is flushed after this minibatch.
         failure: what ended the loader behind this minibatch, if it was an error.
+        updates: whether weights are updated; otherwise gradients accumulate.
+        digests: of the inputs and the targets, to compare with other ranks'; 0: not compared.
         autocast: device types and dtypes for which the thread that made this had autocast on.
     """
 
@@ -66,6 +70,8 @@ class Minibatch:
     drains: bool = False
     synchronous: bool = True
     failure: BaseException | None = None
+    updates: bool = True
+    digests: tuple[int, int] = (0, 0)
     autocast: Mapping[str, torch.dtype] = field(default_factory=_autocast_here)
 
     @property
@@ -77,6 +83,17 @@ class Minibatch:
     def trains(self) -> bool:
         """Whether gradients are wanted."""
         return bool(self.targets) or self.drains
+
+    @cached_property
+    def seal(self) -> bytes:
+        """What other ranks must have been given, too; empty if there is nothing to compare."""
+        if not self.inputs:
+            return b""
+        training = Call.STEP if self.updates else Call.ACCUMULATE
+        # A loader that has raised is told of by the rank itself.
+        goes_on = self.more_follow or self.failure is not None
+        call = training if self.trains else Call.EVALUATE
+        return Seal(call, goes_on, self.num_microbatches, self.share, *self.digests).packed()
 
 
 @dataclass

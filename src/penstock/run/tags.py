@@ -8,6 +8,7 @@ from __future__ import annotations
 REPORT_TAG = 1 << 20
 AGREEMENT_TAG = REPORT_TAG + 1
 END_TAG = REPORT_TAG + 2
+STATE_TAG = REPORT_TAG + 3
 SKIP_TAGS = 1 << 21
 """The first of them: two per skip."""
 SHARED_TAGS = 1 << 22

@@ -18,7 +18,7 @@ import torch
 
 from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.run import outcome
-from penstock.run.driver import Driver, failure_notice, naming
+from penstock.run.driver import Driver, States, failure_notice, naming
 from penstock.run.minibatch import Harvest, Minibatch
 from penstock.run.outcome import Outcome
 from penstock.run.tags import END_TAG, FIRST_EXCHANGE
@@ -207,6 +207,9 @@ class ThreadDriver(Driver[Ticket]):
                 worker.updater.drop_gradients()
             if isinstance(worker.transport, ThreadTransport):
                 worker.transport.reset()
+
+    def gather(self, states: States) -> States:
+        return states
 
     def close(self, why: str = "") -> None:
         self._unusable = "this pipeline is closed"

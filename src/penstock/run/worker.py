@@ -170,7 +170,7 @@ class Worker:
         return self._harvested(program, minibatch)
 
     def _begin(self, program: Program, minibatch: Minibatch) -> None:
-        self._number = self._next_number(minibatch)
+        self._number = self._next_number()
         self.updater.begin(self._number, asynchronous=not minibatch.synchronous)
         self._mail = Mail(program, self.transport, self._number)
         if minibatch.trains:
@@ -192,12 +192,10 @@ class Worker:
         self.num_runs += 1
         return harvest
 
-    def _next_number(self, minibatch: Minibatch) -> int:
-        """What tells the messages of this attempt from all others, on every rank alike. Ranks that
-        disagree on whether to train or to evaluate must not take each other's messages."""
+    def _next_number(self) -> int:
+        """What tells the messages of this attempt from all others, on every rank alike."""
         self.num_attempts += 1
-        purpose = minibatch.trains
-        return self.num_attempts * _NUMBERS_PER_RUN + purpose * (_NUMBERS_PER_RUN // 2)
+        return self.num_attempts * _NUMBERS_PER_RUN
 
     def dump(self) -> str:
         """This rank's last ops and what it does now; may be asked from any thread."""

@@ -241,6 +241,13 @@ class CapturedLayer(nn.Module):
             # Neither state of the model nor a module of it.
             self._scope(key).__dict__[_last(key)] = value
 
+    @property
+    def message_types(self) -> set[type]:
+        """The classes that its output is made of."""
+        if not self._end[1]:
+            return set()
+        return set().union(*map(tree.classes, self._borders.outputs.values()))
+
     def adopt(self, model: nn.Module, key: str) -> None:
         """Hold a parameter or buffer of the model, if no module held does so already."""
         scope = self._scope(key)

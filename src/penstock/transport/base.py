@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 LARGEST_NUMBER = 2**62 - 1
+NOTE_BYTES = 40
 
 
 class Edge(NamedTuple):
@@ -28,6 +29,21 @@ class Edge(NamedTuple):
     tag: int
 
 
+class Noted(NamedTuple):
+    """A value with a note: a few bytes that may differ with every message, and cost nothing, where
+    a number in the value itself would make each message one of a new kind.
+
+    It arrives as it was sent, if its note is not empty.
+
+    Attributes:
+        value: see ``Transport.send``.
+        note: exactly ``NOTE_BYTES`` of them, not all zero; or none.
+    """
+
+    value: Any
+    note: bytes
+
+
 class Transport(ABC):
     """One rank's end of all its channels; used by one thread."""
 
@@ -39,12 +55,12 @@ class Transport(ABC):
             edge: to whom.
             number: of the message, 0 … ``LARGEST_NUMBER``; both ends agree on it.
             value: its tensors may be overwritten as soon as this returns, except between threads,
-                which hand over tensors as they are.
+                which hand over tensors as they are. May be ``Noted``.
 
         Raises:
             PeerError: the target died, or has closed its pipeline.
             DeadlineError: too many messages are under way, and none was taken in time.
-            RunError: there is no memory for the message.
+            RunError: there is no memory for the message, or it holds an object that cannot travel.
         """
 
     @abstractmethod
@@ -62,6 +78,7 @@ class Transport(ABC):
         Raises:
             PeerError: the source died, failed or has closed its pipeline.
             DeadlineError: nothing came in time.
+            RunError: what came is no message.
         """
 
     @abstractmethod

@@ -6,6 +6,7 @@ kernel closes its socket, and the reader of this one sees the end of file at onc
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import sys
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import RunError
 from penstock.transport import packing
+from penstock.transport.base import Edge
 
 _FIELDS = struct.Struct("<qqqq")
 _LARGEST_NOTICE_BYTES = 4096
@@ -91,7 +93,8 @@ class Link:
         """The next notice, when there is one; ``None`` if the peer is gone.
 
         Raises:
-            RunError: this process cannot take a segment, since it has too many open files.
+            RunError: this process cannot take a segment, since it has too many open files; or what
+                came is no notice.
         """
         try:
             data, ancillary, flags, _ = self._receive()
@@ -104,10 +107,13 @@ class Link:
                 f"rank {self._rank} could not take shared memory from rank {self._peer}: too many "
                 "files are open; raise the limit (ulimit -n) or use transport='process-group'"
             )
-        kind, slot, tag, number = _FIELDS.unpack_from(data)
         descriptor = _descriptor(ancillary) if ancillary else -1
-        text = data[_FIELDS.size :].decode()
-        return Notice(NoticeKind(kind), slot, tag, number, text, descriptor)
+        notice = _notice(data, descriptor)
+        if notice is None:
+            if descriptor >= 0:
+                os.close(descriptor)
+            packing.refuse(Edge(self._peer, self._rank, 0), "it is no notice")
+        return notice
 
     def _receive(self) -> tuple[bytes, list[tuple[int, int, bytes]], int, Any]:
         wanted = _LARGEST_NOTICE_BYTES, self._ancillary_bytes, socket.MSG_CMSG_CLOEXEC
@@ -121,6 +127,20 @@ class Link:
     def close(self) -> None:
         """This process's end."""
         self._connection.close()
+
+
+def _notice(data: bytes, descriptor: int) -> Notice | None:
+    """What a packet says; ``None`` if it is nonsense."""
+    if len(data) < _FIELDS.size:
+        return None
+    kind, slot, tag, number = _FIELDS.unpack_from(data)
+    if kind not in _KINDS or (kind == NoticeKind.NEW_SLOT) != (descriptor >= 0):
+        return None
+    text = data[_FIELDS.size :].decode(errors="replace")
+    return Notice(_KINDS[kind], slot, tag, number, text, descriptor)
+
+
+_KINDS = {int(kind): kind for kind in NoticeKind}
 
 
 def _descriptor(ancillary: list[tuple[int, int, bytes]]) -> int:

@@ -1,26 +1,33 @@
 """How the processes of one host find each other: a listening socket each, a connection per pair.
 
 The sockets' addresses are in Linux's abstract namespace, so no file remains, and random. The secret
-that a rank must know to be let in is not part of an address, since addresses can be listed.
+that a rank must know to be let in is not part of an address, since addresses can be listed. And the
+kernel says whose process is at the other end: ranks of one job are one user's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import select
 import socket
+import struct
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from penstock.errors import DeadlineError, RunError
 from penstock.transport.shared_memory import SharedMemoryTransport
 
 _SECRET_BYTES = 16
 _RANK_BYTES = 8
+_CREDENTIALS = struct.Struct("iII")
+"""Process, user and group, as in ``SO_PEERCRED``."""
+_TIME = struct.Struct("@ll")
+"""Seconds and microseconds, as in ``SO_SNDTIMEO``."""
 
 
 class Invitation(NamedTuple):
@@ -68,42 +75,111 @@ class Doorway:
             OSError: a connection was refused.
             DeadlineError: a rank did not come.
         """
+        end = time.monotonic() + deadline_seconds
         with contextlib.ExitStack() as stack:
             found = {}
             for other in sorted(hosts):
                 if other < rank:
-                    found[other] = stack.enter_context(_knock(rank, hosts[other]))
-            end = time.monotonic() + deadline_seconds
-            while missing := [other for other in hosts if other > rank and other not in found]:
-                guest, connection = self._admit(end, rank, missing)
-                stack.enter_context(connection)
-                if guest in missing:
-                    found[guest] = connection
+                    found[other] = stack.enter_context(_knock(rank, hosts[other], end))
+            missing = {other for other in hosts if other > rank}
+            with _Guests(self._socket, self.invitation.secret) as guests:
+                while missing:
+                    for guest, connection in guests.admitted(end, rank, min(missing)):
+                        stack.enter_context(connection)
+                        if guest in missing:
+                            missing.remove(guest)
+                            found[guest] = connection
+                        else:
+                            connection.close()
             stack.pop_all()
         return found
 
-    def _admit(self, end: float, rank: int, missing: list[int]) -> tuple[int | None, socket.socket]:
-        """(rank, connection) of the next guest; the rank is ``None`` if it is a stranger."""
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        if not poll.poll(max(0.0, 1000 * (end - time.monotonic()))):
+
+class _Guests:
+    """Who has come to a doorway, and has not said so far who it is.
+
+    Anybody on this host can come. Processes of other users are turned away at once; among those of
+    this user may be one that says nothing, for which nobody waits.
+
+    Args:
+        door: a listening socket.
+        secret: what a guest must know.
+    """
+
+    def __init__(self, door: socket.socket, secret: bytes) -> None:
+        self._door = door
+        self._secret = secret
+        self._guests: dict[int, socket.socket] = {}
+        self._poll = select.poll()
+        self._poll.register(door, select.POLLIN)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for guest in self._guests.values():
+            guest.close()
+
+    def admitted(self, end: float, rank: int, missing: int) -> Iterator[tuple[int, socket.socket]]:
+        """(rank, connection) of guests that know the secret, as they come.
+
+        Raises:
+            DeadlineError: nobody comes.
+        """
+        events = self._poll.poll(max(0.0, 1000 * (end - time.monotonic())))
+        if not events or time.monotonic() > end:
             raise DeadlineError(
-                f"rank {rank}, connecting to the other ranks of this host: rank {missing[0]} did "
+                f"rank {rank}, connecting to the other ranks of this host: rank {missing} did "
                 "not come in time; if it starts later than this one, raise deadline_seconds"
             )
-        connection, _ = self._socket.accept()
-        connection.settimeout(max(0.001, end - time.monotonic()))
-        words = connection.recv(_SECRET_BYTES + _RANK_BYTES)
-        if not secrets.compare_digest(words[:_SECRET_BYTES], self.invitation.secret):
-            connection.close()
-            return None, connection
-        return int.from_bytes(words[_SECRET_BYTES:], "big"), connection
+        for descriptor, _ in events:
+            if descriptor == self._door.fileno():
+                self._open()
+                continue
+            self._poll.unregister(descriptor)
+            guest = self._guests.pop(descriptor)
+            rank_of_guest = self._rank_of(guest)
+            if rank_of_guest is None:
+                guest.close()
+            else:
+                yield rank_of_guest, guest
+
+    def _open(self) -> None:
+        guest, _ = self._door.accept()
+        if not _is_own(guest):
+            guest.close()
+            return
+        guest.setblocking(False)
+        self._guests[guest.fileno()] = guest
+        self._poll.register(guest, select.POLLIN)
+
+    def _rank_of(self, guest: socket.socket) -> int | None:
+        """Who a guest says it is; ``None`` if it does not know the secret."""
+        try:
+            words = guest.recv(_SECRET_BYTES + _RANK_BYTES)
+        except OSError:
+            return None
+        known = secrets.compare_digest(words[:_SECRET_BYTES], self._secret)
+        return int.from_bytes(words[_SECRET_BYTES:], "big") if known else None
 
 
-def _knock(rank: int, invitation: Invitation) -> socket.socket:
+def _is_own(connection: socket.socket) -> bool:
+    """Whether the process at the other end is of this process's user."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(data)
+    return bool(user == os.geteuid())
+
+
+def _knock(rank: int, invitation: Invitation, end: float) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
+        # Where strangers crowd the doorway, connecting waits, and this is what limits the wait.
+        left = max(1.0, 1e6 * (end - time.monotonic()))
+        limit = _TIME.pack(*divmod(int(left), 1_000_000))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         connection.connect(invitation.address)
+        if not _is_own(connection):
+            raise PermissionError("a process of another user has taken the rank's address")
         connection.send(invitation.secret + rank.to_bytes(_RANK_BYTES, "big"))
     except OSError:
         connection.close()

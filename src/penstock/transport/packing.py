@@ -2,34 +2,37 @@
 
 ::
 
-    | kind | number | header size | header (pickled) | pad | tensor | pad | tensor | …
+    | kind | number | note | description size | description | pad | tensor | pad | tensor | …
 
-A block carries its own description, so shapes and dtypes may change with every message and no dry
-run is needed. Mostly they do not change: both ends remember the last layout of an edge, so that
-only a new one is pickled and unpickled. Tensors start at multiples of 64 bytes, so that the
-receiver can use the block itself as their memory.
+A block carries its own description (``wire``), so shapes and dtypes may change with every message
+and no dry run is needed. Mostly they do not change: both ends remember the last layout of an edge,
+so that only a new one is encoded and decoded. Tensors start at multiples of 64 bytes, so that the
+receiver can use the block itself as their memory. Of what a block says, nothing is believed: who
+reads it checks that its tensors lie within it.
 """
 
 from __future__ import annotations
 
-import math
-import pickle
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock import tree
+from penstock.errors import RunError
+from penstock.transport import wire
+from penstock.transport.base import NOTE_BYTES, Edge, Noted
+from penstock.transport.wire import Codec, Garbled
 
-PREFIX = struct.Struct("<qqq")
+PREFIX = struct.Struct(f"<qq{NOTE_BYTES}sq")
 _ALIGNMENT = 64
 _LONGEST_TEXT_BYTES = 2048
+_NO_NOTE = bytes(NOTE_BYTES)
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -41,21 +44,53 @@ class BlockKind(IntEnum):
     GROW = 1
     """No value: the next block is larger, of the size given in place of the number."""
     FAILURE = 2
-    """No value: the sender has failed, the header says why."""
+    """No value: the sender has failed, the text says why."""
     CLOSED = 3
-    """No value: the sender has left for good, the header says why."""
+    """No value: the sender has left for good, the text says why."""
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """Stands for a tensor in a header."""
+class Prefix(NamedTuple):
+    """What a block begins with; ``text`` is a notice's, or the description of a value."""
 
+    kind: BlockKind
+    number: int
+    note: bytes
+    text: bytes
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in a block.
+
+    Attributes:
+        offset: bytes from the block's start.
+        count: of its numbers.
+        num_bytes: of all of them.
+        shape, strides: in numbers; without strides, its dimensions lie in their order.
+        dtype: of the tensor.
+    """
+
+    offset: int
+    count: int
+    num_bytes: int
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+    def write_end(self, block: Tensor) -> Tensor | None:
+        """The tensor in a block that is being written; ``None`` if it is empty."""
+        if not self.count:
+            return None
+        return self._shaped(block[self.offset : self.offset + self.num_bytes].view(self.dtype))
+
+    def read_end(self, block: Bytes) -> Tensor:
+        """The tensor in a block that has come."""
+        if not self.count:
+            return torch.empty(self.shape, dtype=self.dtype)
+        flat = torch.frombuffer(block, dtype=self.dtype, count=self.count, offset=self.offset)
+        return self._shaped(flat)
+
+    def _shaped(self, flat: Tensor) -> Tensor:
+        return flat.as_strided(self.shape, self.strides) if self.strides else flat.view(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,88 +98,130 @@ class Layout:
     """How a value lies in a block: everything but the bytes of its tensors.
 
     Attributes:
-        header: the value with a slot for each tensor, pickled.
-        structure, leaves: the same, taken apart.
-        offsets: bytes from the block's start to each tensor.
+        description: as it travels.
+        node: the same, read.
+        places: of its tensors.
         num_bytes: of the whole block.
-        signature: equal for values of equal layout; ``None`` if that takes pickling to tell.
+        signature: equal for values of equal layout; ``None`` if that takes describing to tell.
     """
 
-    header: bytes
-    structure: tree.Structure
-    leaves: Sequence[Any]
-    offsets: Sequence[int]
+    description: bytes
+    node: wire.Node
+    places: Sequence[Place]
     num_bytes: int
     signature: Any = field(default=None)
 
     @classmethod
-    def read(cls, header: bytes, signature: Any = None) -> Layout:
-        """The layout that a header tells."""
-        leaves, structure = tree.flatten(pickle.loads(header))
-        offset, offsets = _aligned(PREFIX.size + len(header)), []
-        for slot in leaves:
-            if isinstance(slot, _Slot):
-                offsets.append(offset)
-                offset += _aligned(slot.num_bytes)
-        return cls(header, structure, leaves, offsets, offset, signature)
+    def read(cls, description: bytes, codec: Codec, signature: Any = None) -> Layout:
+        """The layout that a description tells.
+
+        Raises:
+            Garbled: it is no description.
+        """
+        node, slots = codec.read(description)
+        offset, places = _aligned(PREFIX.size + len(description)), []
+        for slot in slots:
+            num_bytes, dtype = slot.num_bytes, wire.DTYPES[slot.dtype]
+            count = num_bytes // dtype.itemsize
+            places.append(Place(offset, count, num_bytes, slot.shape, slot.strides, dtype))
+            offset += _aligned(num_bytes)
+        return cls(description, node, places, offset, signature)
 
 
-def describe(value: Any, last: Layout | None = None) -> tuple[Layout, list[Tensor]]:
-    """The layout of a value, which is ``last`` if nothing has changed; and its tensors."""
-    found: list[Tensor] = []
-    signature = _signature(value, found)
-    if signature is not None and last is not None and last.signature == signature:
-        return last, [tensor.detach() for tensor in found]
-    skeleton = tree.replace(Tensor, lambda tensor: _Slot(tuple(tensor.shape), tensor.dtype), value)
-    layout = Layout.read(pickle.dumps(skeleton), signature)
-    return layout, [tensor.detach() for tensor in tree.tensors(value)]
+class Packer:
+    """Turns the values of one rank's channels into blocks, and blocks into values.
 
-
-def _signature(value: Any, found: list[Tensor]) -> Any:
-    """Something cheap that is equal only for values of equal layout, or ``None``.
-
-    ``found`` takes the tensors in order. What is equal and yet not the same (``1`` and ``True``,
-    ``0.0`` and ``-0.0``) must not look alike, so only a few types are dealt with.
+    Args:
+        codec: describes values.
     """
-    if isinstance(value, Tensor):
-        found.append(value)
-        return value.shape, value.dtype
-    kind = type(value)
-    if value is None or kind in (bool, int, str):
-        return kind, value
-    if kind is dict and all(type(key) is str for key in value):
-        parts, keys = value.values(), tuple(value)
-    elif kind in (tuple, list):
-        parts, keys = value, ()
-    else:
-        return None
-    inner = [_signature(part, found) for part in parts]
-    return None if None in inner else (kind, keys, inner)
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self._sent: dict[Edge, Layout] = {}
+        self._received: dict[Edge, Layout] = {}
+
+    def describe(self, edge: Edge, value: Any) -> tuple[Layout, list[Tensor]]:
+        """The layout of a value, which is the edge's last one if nothing has changed; and its
+        tensors.
+
+        Raises:
+            RunError: it holds something that cannot be sent.
+        """
+        tensors: list[Tensor] = []
+        signature = wire.signature(value, tensors)
+        last = self._sent.get(edge)
+        if signature is None or last is None or last.signature != signature:
+            try:
+                description, tensors = self._codec.describe(value)
+            except wire.Unsendable as error:
+                raise RunError(
+                    f"rank {edge.source} cannot send this value to rank {edge.target}: {error}"
+                ) from None
+            last = self._sent[edge] = Layout.read(description, self._codec, signature)
+        return last, [tensor.detach() for tensor in tensors]
+
+    def recognise(self, edge: Edge, description: bytes) -> Layout:
+        """The layout that a description tells, which is the edge's last one if it is the same.
+
+        Raises:
+            RunError: it is no description.
+        """
+        last = self._received.get(edge)
+        if last is None or last.description != description:
+            try:
+                last = self._received[edge] = Layout.read(description, self._codec)
+            except Garbled as error:
+                refuse(edge, error)
+        return last
+
+    def unpack(self, edge: Edge, block: Bytes, layout: Layout, note: bytes = b"") -> Any:
+        """The value in a block, ``Noted`` if there is a note with it; its tensors use the block as
+        their memory and keep it alive.
+
+        Every tensor counts its own versions: overwriting one must not make autograd think that
+        another one was, which two views of one tensor would.
+
+        Raises:
+            RunError: the block is shorter than its description says, or a class that the user has
+                named cannot be made of what has come.
+        """
+        if layout.num_bytes > len(block):
+            refuse(edge, f"its tensors take {layout.num_bytes} bytes, but it has {len(block)}")
+        try:
+            tensors = iter([place.read_end(block) for place in layout.places])
+            value = self._codec.build(layout.node, tensors)
+        except Exception as error:  # whatever the constructor of a user's class raises
+            refuse(edge, error)
+        return Noted(value, note) if note else value
 
 
-def pack(number: int, layout: Layout, tensors: list[Tensor]) -> Tensor:
+def refuse(edge: Edge, why: object) -> NoReturn:
+    """Raise because what has come over an edge cannot be understood."""
+    raise RunError(
+        f"rank {edge.target} cannot read a message from rank {edge.source}: {why}; use the same "
+        "versions of Python, torch and Penstock and the same message_types on every rank, and let "
+        "nothing else reach the ports of this job"
+    )
+
+
+def pack(number: int, layout: Layout, tensors: list[Tensor], note: bytes = b"") -> Tensor:
     """A block with a value, as a tensor of bytes."""
     block = torch.empty(layout.num_bytes, dtype=torch.uint8)
-    write_header(memory_of(block), number, layout)
+    write_header(memory_of(block), number, layout, note)
     write_tensors(places(block, layout), tensors)
     return block
 
 
-def write_header(memory: memoryview, number: int, layout: Layout) -> None:
+def write_header(memory: memoryview, number: int, layout: Layout, note: bytes) -> None:
     """Write all of a block but its tensors."""
-    data = PREFIX.pack(BlockKind.VALUE, number, len(layout.header)) + layout.header
+    description = layout.description
+    data = PREFIX.pack(BlockKind.VALUE, number, note, len(description)) + description
     memory[: len(data)] = data
 
 
 def places(block: Tensor, layout: Layout) -> list[Tensor | None]:
     """Where in a block each tensor belongs; ``None`` for an empty one."""
-    slots = [slot for slot in layout.leaves if isinstance(slot, _Slot)]
-    return [
-        block[offset : offset + slot.num_bytes].view(slot.dtype).view(slot.shape)
-        if slot.num_bytes
-        else None
-        for slot, offset in zip(slots, layout.offsets, strict=True)
-    ]
+    return [place.write_end(block) for place in layout.places]
 
 
 def write_tensors(places: list[Tensor | None], tensors: list[Tensor]) -> None:
@@ -158,7 +235,7 @@ def pack_notice(kind: BlockKind, number: int = 0, text: str = "") -> Tensor:
     """A block without a value."""
     data = short(text)
     block = torch.empty(PREFIX.size + len(data), dtype=torch.uint8)
-    memory_of(block)[:] = PREFIX.pack(kind, number, len(data)) + data
+    memory_of(block)[:] = PREFIX.pack(kind, number, b"", len(data)) + data
     return block
 
 
@@ -169,37 +246,22 @@ def short(text: str) -> bytes:
     return data.decode(errors="ignore").encode()
 
 
-def read_prefix(memory: memoryview) -> tuple[BlockKind, int, bytes]:
-    """(kind, number, header) of a block."""
-    kind, number, size = PREFIX.unpack_from(memory)
-    return BlockKind(kind), number, bytes(memory[PREFIX.size : PREFIX.size + size])
+def read_prefix(edge: Edge, memory: memoryview) -> Prefix:
+    """What a block of an edge begins with.
 
-
-def recognise(header: bytes, last: Layout | None) -> Layout:
-    """The layout that a header tells, which is ``last`` if it is the same."""
-    return last if last is not None and last.header == header else Layout.read(header)
-
-
-def unpack(block: Bytes, layout: Layout) -> Any:
-    """The value in a block; its tensors use the block as their memory and keep it alive.
-
-    Every tensor counts its own versions: overwriting one must not make autograd think that another
-    one was, which two views of one tensor would.
+    Raises:
+        RunError: it is no block.
     """
-    offsets = iter(layout.offsets)
-    leaves = [
-        _tensor(block, leaf, next(offsets)) if isinstance(leaf, _Slot) else leaf
-        for leaf in layout.leaves
-    ]
-    return tree.unflatten(leaves, layout.structure)
+    if len(memory) < PREFIX.size:
+        refuse(edge, f"a block has {len(memory)} bytes, which is less than its header")
+    kind, number, note, size = PREFIX.unpack_from(memory)
+    if kind not in _KINDS or not 0 <= size <= len(memory) - PREFIX.size:
+        refuse(edge, f"a block of kind {kind} with a description of {size} bytes")
+    text = bytes(memory[PREFIX.size : PREFIX.size + size])
+    return Prefix(_KINDS[kind], number, b"" if note == _NO_NOTE else note, text)
 
 
-def _tensor(block: Bytes, slot: _Slot, offset: int) -> Tensor:
-    count = math.prod(slot.shape)
-    if not count:
-        return torch.empty(slot.shape, dtype=slot.dtype)
-    flat = torch.frombuffer(block, dtype=slot.dtype, count=count, offset=offset)
-    return flat.view(slot.shape)
+_KINDS = {int(kind): kind for kind in BlockKind}
 
 
 def memory_of(block: Tensor) -> memoryview:

@@ -26,9 +26,10 @@ from torch import Tensor
 
 from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.transport import packing
-from penstock.transport.base import Edge, Transport
+from penstock.transport.base import Edge, Noted, Transport
 from penstock.transport.meeting import this_host
-from penstock.transport.packing import BlockKind, Layout
+from penstock.transport.packing import BlockKind, Packer
+from penstock.transport.wire import Codec
 
 _FIRST_CAPACITY = 4096
 _MOST_UNDER_WAY = 64
@@ -43,9 +44,16 @@ class ProcessGroupTransport(Transport):
             the job must construct it, since making a group is collective.
         deadline_seconds: how long a message may take.
         host: of this process; those that give the same text are on one host. Default: found out.
+        codec: describes the values that are sent.
     """
 
-    def __init__(self, num_ranks: int, deadline_seconds: float, host: str | None = None) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        deadline_seconds: float,
+        host: str | None = None,
+        codec: Codec | None = None,
+    ) -> None:
         self._deadline_seconds = deadline_seconds
         timeout = datetime.timedelta(seconds=deadline_seconds)
         self.group = dist.new_group(list(range(num_ranks)), timeout=timeout, backend="gloo")
@@ -58,7 +66,7 @@ class ProcessGroupTransport(Transport):
             self._near = _ranks_of(host or this_host(), num_ranks, self.group)
             # The group outlives this object, and what receives write to must outlive the group.
             weakref.finalize(self.group, self._standing.clear).atexit = False
-        self._layouts: dict[Edge, Layout] = {}
+        self._packer = Packer(codec or Codec())
         self._early: dict[tuple[Edge, int], Any] = {}
         self._farewells: dict[Edge, str] = {}
         self._lowest = 0
@@ -66,12 +74,12 @@ class ProcessGroupTransport(Transport):
 
     def send(self, edge: Edge, number: int, value: Any) -> None:
         self._check_open()
-        layout, tensors = packing.describe(value, self._layouts.get(edge))
-        self._layouts[edge] = layout
+        value, note = value if type(value) is Noted else (value, b"")
+        layout, tensors = self._packer.describe(edge, value)
         if layout.num_bytes > self._capacity[edge]:
             self._post(edge, packing.pack_notice(BlockKind.GROW, layout.num_bytes))
             self._capacity[edge] = layout.num_bytes
-        self._post(edge, packing.pack(number, layout, tensors))
+        self._post(edge, packing.pack(number, layout, tensors, note))
 
     def _post(self, edge: Edge, block: Tensor) -> None:
         under_way = self._under_way[edge]
@@ -105,21 +113,22 @@ class ProcessGroupTransport(Transport):
         return self._early.pop(wanted)
 
     def _take_in(self, block: Tensor, edge: Edge, waiting: str) -> None:
-        kind, number, header = packing.read_prefix(packing.memory_of(block))
+        kind, number, note, text = packing.read_prefix(edge, packing.memory_of(block))
         if kind is BlockKind.GROW:
+            if number <= self._capacity[edge]:
+                packing.refuse(edge, f"a block of {number} bytes is announced as a larger one")
             self._capacity[edge] = number
         elif kind is BlockKind.CLOSED:
-            reason = header.decode()
+            reason = text.decode(errors="replace")
             self._farewells[edge] = f"rank {edge.source} closed its pipeline ({reason})"
         elif number < self._lowest:
             return
         elif kind is BlockKind.FAILURE:
-            reason = header.decode()
+            reason = text.decode(errors="replace")
             raise PeerError(f"{waiting}: cancelled because {reason}", reason)
         else:
-            layout = packing.recognise(header, self._layouts.get(edge))
-            self._layouts[edge] = layout
-            self._early[edge, number] = packing.unpack(block.numpy(), layout)
+            layout = self._packer.recognise(edge, text)
+            self._early[edge, number] = self._packer.unpack(edge, block.numpy(), layout, note)
 
     def _receive(self, edge: Edge, waiting: str) -> Tensor:
         self._stand(edge, waiting)
@@ -131,13 +140,24 @@ class ProcessGroupTransport(Transport):
         """Be ready for the next message of an edge."""
         if edge in self._standing:
             return
-        block = torch.empty(self._capacity[edge], dtype=torch.uint8)
+        block = self._block(edge)
         try:
             work = dist.irecv(block, edge.source, group=self.group, tag=edge.tag)
         except RuntimeError as error:
             raise self._translated(error, edge.source, waiting) from error
         assert work is not None  # only a process outside of the group gets none
         self._standing[edge] = (work, block)
+
+    def _block(self, edge: Edge) -> Tensor:
+        """Memory for the next message of an edge."""
+        num_bytes = self._capacity[edge]
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise RunError(
+                f"rank {edge.target} has no memory for a message of {num_bytes:,} bytes from rank "
+                f"{edge.source}; use smaller microbatches, or more memory"
+            ) from error
 
     def _translated(self, error: RuntimeError, peer: int, waiting: str) -> RunError:
         if "timed out" in str(error).lower():

@@ -16,6 +16,7 @@ from penstock.transport.base import Edge, Transport
 from penstock.transport.meeting import Doorway, this_host
 from penstock.transport.process_group import ProcessGroupTransport
 from penstock.transport.shared_memory import SharedMemoryTransport
+from penstock.transport.wire import Codec
 
 Way = Literal["auto", "shared-memory", "process-group"]
 
@@ -74,7 +75,11 @@ class ProcessTransport(Transport):
 
 
 def connect(
-    num_ranks: int, deadline_seconds: float, host: str | None = None, way: Way = "auto"
+    num_ranks: int,
+    deadline_seconds: float,
+    host: str | None = None,
+    way: Way = "auto",
+    codec: Codec | None = None,
 ) -> ProcessTransport:
     """Connect the first ``num_ranks`` processes of the default group; every process must call it.
 
@@ -85,16 +90,18 @@ def connect(
         way: ``"shared-memory"`` between all ranks, ``"process-group"`` between all ranks, or
             ``"auto"``: shared memory between ranks of one host if it can be had there (rank 0 warns
             if not), and the process group between hosts.
+        codec: describes the values that are sent; by default, one that knows no class of the user.
 
     Raises:
         RunError: ``way`` is ``"shared-memory"``, and it cannot be had between all ranks.
     """
     host = host or this_host()
-    far = ProcessGroupTransport(num_ranks, deadline_seconds, host)
+    codec = codec or Codec()
+    far = ProcessGroupTransport(num_ranks, deadline_seconds, host, codec)
     rank = dist.get_rank()
     if way == "process-group" or rank >= num_ranks:
         return ProcessTransport(far, None)
-    near, problems = _share_memory(far, rank, deadline_seconds, host)
+    near, problems = _share_memory(far, rank, deadline_seconds, host, codec)
     if way == "shared-memory" and near is not None and len(near.ranks) < num_ranks - 1:
         problems.append(f"rank {rank} is on another host than others")
     answers: list[Any] = [None] * num_ranks
@@ -120,7 +127,7 @@ def connect(
 
 
 def _share_memory(
-    far: ProcessGroupTransport, rank: int, deadline_seconds: float, host: str
+    far: ProcessGroupTransport, rank: int, deadline_seconds: float, host: str, codec: Codec
 ) -> tuple[SharedMemoryTransport | None, list[str]]:
     """Shared memory with the ranks of this host; and what went wrong."""
     answers: list[Any] = [None] * dist.get_world_size(far.group)
@@ -144,7 +151,7 @@ def _share_memory(
         return None, [f"rank {rank} could not connect to the others of its host: {error}"]
     finally:
         doorway.close()
-    return SharedMemoryTransport(rank, connections, deadline_seconds), []
+    return SharedMemoryTransport(rank, connections, deadline_seconds, codec), []
 
 
 def _open_doorway(rank: int, num_ranks: int) -> tuple[Doorway | None, str]:

@@ -58,6 +58,9 @@ def attach(descriptor: int, num_bytes: int, rank: int, purpose: str) -> mmap.mma
         RunError: this process cannot map so much.
     """
     try:
+        # Only what is really there may be mapped: touching anything behind it would be a SIGBUS.
+        if not 0 < num_bytes <= os.fstat(descriptor).st_size:
+            raise OSError(errno.EINVAL, "the segment is smaller than announced")
         return _map(descriptor, num_bytes)
     except OSError as error:
         raise _refused(error, num_bytes, rank, purpose) from error

@@ -19,11 +19,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from penstock.errors import DeadlineError, PeerError, RunError
-from penstock.transport import packing, segment
-from penstock.transport.base import Edge, Transport
+from penstock.transport import segment
+from penstock.transport.base import Edge, Noted, Transport
 from penstock.transport.link import Link, Notice, NoticeKind
-from penstock.transport.packing import Layout
+from penstock.transport.packing import Layout, Packer
 from penstock.transport.slots import RemoteSlot, Slot, SlotPool, segment_size
+from penstock.transport.wire import Codec
 
 _MOST_UNDER_WAY = 64
 _LOOK_AGAIN_MILLISECONDS = 1.0
@@ -35,6 +36,7 @@ class _Arrival(NamedTuple):
 
     slot: RemoteSlot
     layout: Layout
+    note: bytes
 
 
 class _Failure(NamedTuple):
@@ -50,9 +52,7 @@ class _Peer:
         self.rank = rank
         self.link = link
         self.pool = SlotPool()
-        self.layouts: dict[int, Layout] = {}
         self.remote_slots: dict[int, RemoteSlot] = {}
-        self.remote_layouts: dict[int, Layout] = {}
         self.farewell = ""
         """Why nothing will come any more; empty while it lives."""
         self.died = False
@@ -70,12 +70,18 @@ class SharedMemoryTransport(Transport):
         connections: a connected ``SOCK_SEQPACKET`` socket to each other rank; they are closed with
             the transport.
         deadline_seconds: how long a message may take.
+        codec: describes the values that are sent.
     """
 
     def __init__(
-        self, rank: int, connections: Mapping[int, socket.socket], deadline_seconds: float
+        self,
+        rank: int,
+        connections: Mapping[int, socket.socket],
+        deadline_seconds: float,
+        codec: Codec | None = None,
     ) -> None:
         self._rank = rank
+        self._packer = Packer(codec or Codec())
         self._deadline_seconds = deadline_seconds
         self._peers = {
             other: _Peer(other, Link(rank, other, connection))
@@ -103,12 +109,12 @@ class SharedMemoryTransport(Transport):
     def send(self, edge: Edge, number: int, value: Any) -> None:
         waiting = f"rank {edge.source}, sending to rank {edge.target}"
         peer = self._peer(edge.target)
-        layout, tensors = packing.describe(value, peer.layouts.get(edge.tag))
-        peer.layouts[edge.tag] = layout
+        value, note = value if type(value) is Noted else (value, b"")
+        layout, tensors = self._packer.describe(edge, value)
         has_room = partial(peer.has_room, edge.tag, self._lowest)
         self._wait(has_room, peer, waiting, _LOOK_AGAIN_MILLISECONDS)
         slot = peer.pool.free(layout.num_bytes) or self._new_slot(peer, layout.num_bytes, waiting)
-        slot.fill(edge.tag, number, layout, tensors)
+        slot.fill(edge.tag, number, layout, tensors, note)
         try:
             self._tell(peer, Notice(NoticeKind.MESSAGE, slot.index, edge.tag, number), waiting)
         except RunError:
@@ -156,9 +162,9 @@ class SharedMemoryTransport(Transport):
             self._take_in(0)
         if wanted not in self._early:
             self._await(wanted, peer, waiting)
-        slot, layout = self._early.pop(wanted)
+        slot, layout, note = self._early.pop(wanted)
         slot.take()
-        return packing.unpack(slot.lend(), layout)
+        return self._packer.unpack(edge, slot.lend(), layout, note)
 
     def _await(self, wanted: tuple[Edge, int], peer: _Peer, waiting: str) -> None:
         # The edge's other messages must not keep the wanted one from being sent.
@@ -225,7 +231,7 @@ class SharedMemoryTransport(Transport):
             memory = segment.attach(descriptor, number, self._rank, purpose)
             peer.remote_slots[slot] = RemoteSlot(memory)
         elif kind is NoticeKind.OLD_SLOT:
-            del peer.remote_slots[slot]
+            peer.remote_slots.pop(slot, None)
         elif kind is NoticeKind.CLOSED:
             peer.farewell = f"rank {peer.rank} closed its pipeline ({text})"
         elif number >= self._lowest and self._failure is None:
@@ -235,8 +241,8 @@ class SharedMemoryTransport(Transport):
         slot = peer.remote_slots.get(index)
         if slot is None:
             return  # this process could not map it, and has failed for that
-        layout = packing.recognise(slot.header(), peer.remote_layouts.get(edge.tag))
-        peer.remote_layouts[edge.tag] = layout
+        prefix = slot.prefix(edge)
+        layout = self._packer.recognise(edge, prefix.text)
         if number < self._lowest:
             slot.give_back()
             return
@@ -244,7 +250,7 @@ class SharedMemoryTransport(Transport):
             before.slot.give_back()
         if edge == self._awaited:
             slot.take()
-        self._early[edge, number] = _Arrival(slot, layout)
+        self._early[edge, number] = _Arrival(slot, layout, prefix.note)
 
     def _lose(self, peer: _Peer) -> None:
         """The peer is gone; without a farewell it was killed."""

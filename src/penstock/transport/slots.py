@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from penstock.transport import packing
-from penstock.transport.packing import Bytes, Layout
+from penstock.transport.base import Edge
+from penstock.transport.packing import Bytes, Layout, Prefix
 
 _BLOCK_START = 64
 """Of the block in a slot; the state has a cache line of its own."""
@@ -63,11 +64,13 @@ class Slot:
         """A ``SlotState``."""
         return self._state[0]
 
-    def fill(self, tag: int, number: int, layout: Layout, tensors: list[Tensor]) -> None:
+    def fill(
+        self, tag: int, number: int, layout: Layout, tensors: list[Tensor], note: bytes = b""
+    ) -> None:
         """Write a message, which the receiver must then be told of."""
         if layout is not self._layout:
             self._layout, self._places = layout, packing.places(self._block, layout)
-        packing.write_header(self._bytes, number, layout)
+        packing.write_header(self._bytes, number, layout, note)
         packing.write_tensors(self._places, tensors)
         self._idle_steps, self.tag, self.number = 0, tag, number
         self._state[0] = SlotState.WAITING
@@ -154,9 +157,13 @@ class RemoteSlot:
         self._bytes = memoryview(memory)[_BLOCK_START:]
         self._block: Bytes = np.frombuffer(memory, dtype=np.uint8)
 
-    def header(self) -> bytes:
-        """Of the message in it."""
-        return packing.read_prefix(self._bytes)[2]
+    def prefix(self, edge: Edge) -> Prefix:
+        """What the message in it, which came over an edge, begins with.
+
+        Raises:
+            RunError: there is none.
+        """
+        return packing.read_prefix(edge, self._bytes)
 
     def take(self) -> None:
         """Let the sender send more on the message's edge."""
