@@ -45,7 +45,7 @@ def torchrun(
         done = subprocess.run(
             command,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "src")))},
             capture_output=True,
             text=True,
             timeout=limit_seconds,
