@@ -52,14 +52,12 @@ class Process(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     started: int
 
     @classmethod
-    def own(cls) -> Process | None:
-        """This process; ``None`` where the system does not list processes in ``/proc``."""
-        status = _status(os.getpid())
-        if status is None:
-            return None
+    def numbered(cls, number: int) -> Process | None:
+        """A process that this one sees; ``None`` where the system does not list it in ``/proc``."""
+        status = _status(number)
         with suppress(OSError):
             namespace = Path("/proc/self/ns/pid").readlink()
-            return cls(f"{host_identity()} {namespace}", os.getpid(), status[1])
+            return cls(f"{host_identity()} {namespace}", number, status[1]) if status else None
         return None
 
     def is_gone(self) -> bool:
@@ -121,7 +119,7 @@ class Rendezvous:
         self._purpose, self._remedy = purpose, remedy
         self._seconds = seconds
         self._num_exchanges = 0
-        self._own = Process.own()
+        self._own = Process.numbered(os.getpid())
         self._processes: dict[int, Process] = {}
         self._silent = False
         self._store: Store = store

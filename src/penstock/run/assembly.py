@@ -40,7 +40,6 @@ class Running:
     results: Results
 
     def __post_init__(self) -> None:
-        one_of("transport", self.transport, get_args(TransportName))
         one_of("results", self.results, get_args(Results))
 
 

@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import NoneType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from penstock.errors import DeadlineError, InputError, PeerError, PenstockError
+from penstock.errors import DeadlineError, InputError, PeerError, PenstockError, RunError
 from penstock.rendezvous import Rendezvous, translated, within
 from penstock.run.driver import told
+from penstock.values import one_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -46,9 +47,10 @@ def joined(transport: TransportName, seconds: float, num_ranks: int) -> Iterator
         num_ranks: of the plan, for advice.
 
     Raises:
-        InputError: this is not a process of a job.
+        InputError: there is no such transport, or this is not a process of a job.
         DeadlineError, PeerError: the others did not come.
     """
+    one_of("transport", transport, get_args(TransportName))
     if transport == "threads" or (transport == "auto" and not several_processes()):
         yield None
         return
@@ -72,7 +74,8 @@ def _telling_failures(meeting: Rendezvous, doing: str) -> Iterator[None]:
         raise  # the others know
     except BaseException as error:
         kind = "" if isinstance(error, PenstockError) else f"{type(error).__name__}: "
-        meeting.fail(f"rank {meeting.rank} failed {doing}: {kind}{told(error)}")
+        who = "" if isinstance(error, RunError) else f"rank {meeting.rank} failed {doing}: "
+        meeting.fail(f"{who}{kind}{told(error)}")
         raise
 
 
@@ -112,7 +115,8 @@ def _store_of_job(seconds: float) -> tuple[Store, int, int]:
     except ValueError as error:  # an environment variable is missing
         raise InputError(f"{error}; start the script with torchrun") from None
     except RuntimeError as error:
-        raise DeadlineError(late) from error
+        first_line = str(error).partition("\n")[0]  # says how many came, if this is rank 0
+        raise DeadlineError(f"{late} ({first_line})") from error
     return found
 
 

@@ -86,7 +86,12 @@ class Board:
     def explained(self, error: PeerError | DeadlineError) -> PeerError | DeadlineError:
         """The error, with what other ranks have said about the cause, if it was not known."""
         heard = self._hear()
-        news = {notice for notice in heard.values() if notice not in told(error)}
+        own = f"rank {self._meeting.rank} failed"  # as others have heard from this rank
+        news = {
+            notice
+            for notice in heard.values()
+            if notice not in told(error) and not notice.startswith(own)
+        }
         if isinstance(error, DeadlineError):
             silent = [str(other) for other in self._others if other not in heard]
             news |= {f"nothing was heard of rank {' and '.join(silent)}"} if silent else set()

@@ -19,7 +19,7 @@ from penstock.errors import PeerError, RunError
 from penstock.rendezvous import Rendezvous
 from penstock.transport import Edge, connect
 
-DEADLINE_SECONDS = 8.0
+DEADLINE_SECONDS = 60.0
 NUM_ROUNDS = 6
 
 
