@@ -11,7 +11,7 @@ from benchmarks.peers import Peer
 from benchmarks.works import Work
 from penstock import schedules
 from penstock.planner import Plan, StagePlan
-from penstock.run.assembly import TransportName
+from penstock.run.joining import TransportName
 from penstock.schedule import Schedule
 from penstock.spine import spine_fingerprint, spine_of
 from penstock.versions import Flush, Policy

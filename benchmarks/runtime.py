@@ -41,7 +41,7 @@ from benchmarks.torch_peers import data_parallel, torch_pipeline
 from benchmarks.turns import Contest, Measured, measure_in_turns
 from benchmarks.works import WORKS, Work
 from penstock import simulate
-from penstock.run.assembly import TransportName
+from penstock.run.joining import TransportName
 
 ALONE = "one process"
 BOTH = "one process on each rank, both at once"

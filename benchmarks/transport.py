@@ -18,6 +18,7 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 
+from penstock.rendezvous import Rendezvous
 from penstock.transport import Edge, ThreadExchange, Transport, connect
 
 SIZES = {"4 KB": 4 * 2**10, "256 KB": 256 * 2**10, "4 MB": 4 * 2**20}
@@ -58,9 +59,12 @@ def between_threads(tensor: torch.Tensor, count: int) -> list[float]:
 
 def measure(rank: int, num_round_trips: int) -> dict[tuple[str, str], list[float]]:
     """Microseconds by (way, size), on rank 0."""
+    meetings = (
+        Rendezvous.of_group("connecting", DEADLINE_SECONDS, "see its output") for _ in range(2)
+    )
     processes = {
-        "shared memory": connect(2, DEADLINE_SECONDS, way="shared-memory"),
-        "gloo": connect(2, DEADLINE_SECONDS, way="process-group"),
+        "shared memory": connect(next(meetings), DEADLINE_SECONDS, way="shared-memory"),
+        "gloo": connect(next(meetings), DEADLINE_SECONDS, way="process-group"),
     }
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for turn in range(NUM_TURNS + 1):

@@ -32,6 +32,7 @@ from penstock.cluster.measured import (
 )
 from penstock.cluster.parts import Kind
 from penstock.errors import DeadlineError, InputError, PeerError, RunError
+from penstock.rendezvous import Rendezvous
 
 SIZES = (256, 2**10, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
 """Bytes of the messages, as long as time allows."""
@@ -112,6 +113,9 @@ class _Meter:
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._on_gpu = dist.get_backend() == "nccl"
         self._device = torch.device("cuda" if self._on_gpu else "cpu")
+        self._meeting = Rendezvous.of_group(
+            "measuring links", deadline_seconds, "give it longer with --deadline"
+        )
         timeout = datetime.timedelta(seconds=deadline_seconds)
         with self._translated("meeting the other ranks"):
             # Numbers to agree upon go through main memory, whatever is measured.
@@ -147,10 +151,7 @@ class _Meter:
             memory_bytes = torch.cuda.get_device_properties(self._device).total_memory
         kind: Kind = "gpu" if self._on_gpu else "cpu"
         own = Seat(host_identity(), kind, memory_bytes, host_memory_bytes())
-        found: list[Seat | None] = [None] * self._num_ranks
-        with self._translated("asking every rank where it runs"):
-            dist.all_gather_object(found, own, group=self._words)
-        return [seat for seat in found if seat is not None]
+        return self._meeting.exchange(own, Seat, "to say where it runs")
 
     def _pair(self, first: int, second: int) -> Fit:
         """The link of two ranks, which all others wait for; the same on every rank."""

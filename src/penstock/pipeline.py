@@ -18,12 +18,13 @@ from penstock.errors import InputError, RunError
 from penstock.microbatches import Microbatches, Weight, Weighting
 from penstock.optimizer_factory import OptimizerFactory
 from penstock.planner import Plan
-from penstock.run.assembly import Results, Running, TransportName, assemble
+from penstock.run.assembly import Results, Running, assemble
 from penstock.run.counting import Peak
 from penstock.run.cutter import Cutter
-from penstock.run.driver import told
+from penstock.run.driver import Deadlines, told
 from penstock.run.elsewhere import Elsewhere
 from penstock.run.feed import Feed
+from penstock.run.joining import TransportName, joined
 from penstock.run.outcome import Outcome, timeline
 from penstock.run.recipe import (
     BatchNormStatistics,
@@ -88,6 +89,10 @@ class Pipeline:
         weight: for a mean over something else than rows (say, tokens that are not padding): how
             many terms the targets of one microbatch contribute.
         deadline_seconds: how long an op may wait for another rank.
+        startup_seconds: how long ranks wait for each other while the pipeline is built, and in its
+            first minibatch, when they may still be importing, initialising or allocating. A process
+            that has ended is missed at once, not at a deadline. Default: twice
+            ``deadline_seconds``, and at least 60.
         message_types: classes of what stages hand to each other and of the model's output, beside
             tensors, numbers, texts and ``None`` in tuples, lists and dictionaries: NamedTuples,
             dataclasses, enumerations, and classes that are registered with torch's pytree. Between
@@ -104,6 +109,7 @@ class Pipeline:
     Raises:
         ModelError: the model cannot be cut, or the plan is for another one.
         InputError: contradictory arguments, or a number of processes that the plan does not have.
+        PeerError, DeadlineError: under ``torchrun``, another process failed or did not come.
     """
 
     def __init__(  # noqa: PLR0913 - the one place where everything meets
@@ -128,41 +134,44 @@ class Pipeline:
         reduction: Literal["mean", "sum"] = "mean",
         weight: Weight | None = None,
         deadline_seconds: float = 300.0,
+        startup_seconds: float | None = None,
         message_types: Sequence[type] = (),
         compare_data: bool = True,
         record: bool = True,
     ) -> None:
         expect(plan, Plan, "the plan", "make one with penstock.plan, or Plan.load a file")
-        keep_freed_pages()
-        layers = spine_of(model)
-        plan.check_runnable()
-        plan.check_model([layer.name for layer in layers], spine_fingerprint(layers))
-        loss_scale = None if grad_scaler is None else LossScale.of(grad_scaler)
-        self._recipe = Recipe(
-            loss=loss,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            clip_norm=clip_norm,
-            clip_stage_norm=clip_stage_norm,
-            loss_scale=loss_scale,
-            post_validate=post_validate,
-            metrics=metrics or {},
-            stop_at_nan=loss_scale is None if stop_at_nan is None else stop_at_nan,
-            batch_norm=batch_norm,
-            count_memory=count_memory,
-            versions=plan.versions,
-            averages=reduction == "mean",
-        )
-        weighting = Weighting(reduction, weight)
-        running = Running(
-            transport,
-            torch.initial_seed() if seed is None else seed,
-            deadline_seconds,
-            record,
-            results,
-            message_types,
-        )
-        self._parts = assemble(model, layers, plan, self._recipe, running)
+        deadlines = Deadlines.of(deadline_seconds, startup_seconds)
+        with joined(transport, deadlines.start.seconds, plan.num_ranks) as meeting:
+            keep_freed_pages()
+            layers = spine_of(model)
+            plan.check_runnable()
+            plan.check_model([layer.name for layer in layers], spine_fingerprint(layers))
+            loss_scale = None if grad_scaler is None else LossScale.of(grad_scaler)
+            self._recipe = Recipe(
+                loss=loss,
+                optimizer=optimizer,
+                lr_scheduler=lr_scheduler,
+                clip_norm=clip_norm,
+                clip_stage_norm=clip_stage_norm,
+                loss_scale=loss_scale,
+                post_validate=post_validate,
+                metrics=metrics or {},
+                stop_at_nan=loss_scale is None if stop_at_nan is None else stop_at_nan,
+                batch_norm=batch_norm,
+                count_memory=count_memory,
+                versions=plan.versions,
+                averages=reduction == "mean",
+            )
+            weighting = Weighting(reduction, weight)
+            running = Running(
+                transport,
+                torch.initial_seed() if seed is None else seed,
+                deadlines,
+                record,
+                results,
+                message_types,
+            )
+            self._parts = assemble(model, layers, plan, self._recipe, running, meeting)
         self.plan = self._parts.plan
         self.stages = self._parts.stages
         self._model = model

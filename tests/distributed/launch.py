@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "src")))}
 
 
 class Finished(NamedTuple):
@@ -28,7 +29,7 @@ def torchrun(
     num_ranks: int,
     *arguments: str,
     reports=True,
-    limit_seconds=120,
+    limit_seconds=170,
 ) -> Finished:
     """Start ``script`` on ``num_ranks`` processes and wait for it.
 
@@ -45,7 +46,7 @@ def torchrun(
         done = subprocess.run(
             command,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])},
+            env=ENVIRONMENT,
             capture_output=True,
             text=True,
             timeout=limit_seconds,

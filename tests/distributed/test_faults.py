@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.jobs.faults import DEADLINE_SECONDS, STALL_SECONDS, faults_of
+from tests.distributed.jobs.faults import (
+    DEADLINE_SECONDS,
+    LONG_SECONDS,
+    STALL_SECONDS,
+    faults_of,
+)
 from tests.distributed.launch import torchrun
 
 JOB = Path(__file__).parent / "jobs" / "faults.py"
 NUM_RANKS = 3
-GRACE_SECONDS = 4.0
+GRACE_SECONDS = 40.0
 CAUSES = {
     "plainly": r"stage \d, microbatch \d, op \d[A-Z]+\d: ValueError: boom|"
     r"rank \d, step \d: ValueError: boom",
@@ -90,5 +95,5 @@ def test_a_killed_rank_is_named_by_every_other(transport, victim):
         assert told["kind"] == "PeerError", told
         assert f"rank {victim} is gone (its process ended or was killed)" in told["message"]
         assert re.match(rf"rank {rank}, (waiting|sending|end of)", told["message"])
-        assert told["seconds"] < DEADLINE_SECONDS
+        assert told["seconds"] < LONG_SECONDS / 2
         assert told["notes"][-1].startswith(f"rank {rank}: did ")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.jobs.failure import DEADLINE_SECONDS
+from tests.distributed.jobs.failure import LONG_SECONDS
 from tests.distributed.launch import torchrun
 
 JOBS = Path(__file__).parent / "jobs"
@@ -46,7 +46,7 @@ def test_a_killed_rank_ends_all_others_with_its_name(victim, transport):
     assert set(job.reports) == {0, 1, 2} - {victim}, job.output
     for rank, report in job.reports.items():
         assert report["kind"] == "PeerError"
-        assert report["seconds"] < DEADLINE_SECONDS
+        assert report["seconds"] < LONG_SECONDS / 2
         assert f"rank {victim} is gone" in report["message"]
         names_the_op = re.match(rf"rank {rank}, (waiting at \d\w+ for|sending)", report["message"])
         assert names_the_op, report["message"]
@@ -59,7 +59,7 @@ def test_an_error_in_one_stage_surfaces_on_every_rank(transport):
     for rank, report in job.reports.items():
         assert report["kind"] == ("StageError" if rank == 1 else "PeerError")
         assert "stage 1, microbatch 3, op 1F3: ValueError: boom" in report["message"]
-        assert report["seconds"] < DEADLINE_SECONDS
+        assert report["seconds"] < LONG_SECONDS / 2
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -69,7 +69,7 @@ def test_a_stalled_rank_is_given_up_at_the_deadline(transport):
     for rank in (0, 2):
         assert job.reports[rank]["kind"] in ("DeadlineError", "PeerError")
         assert re.search(r"rank 1|stalled", job.reports[rank]["message"])
-        assert job.reports[rank]["seconds"] < 3 * DEADLINE_SECONDS
+        assert job.reports[rank]["seconds"] < LONG_SECONDS / 2
 
 
 def test_processes_that_do_not_fit_the_plan_are_told():

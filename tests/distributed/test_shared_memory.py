@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.jobs.shared_memory_ends import DEADLINE_SECONDS, VICTIM
-from tests.distributed.launch import ROOT, torchrun
+from tests.distributed.jobs.shared_memory_ends import DEADLINE_SECONDS, LONG_SECONDS, VICTIM
+from tests.distributed.jobs.shared_memory_mixed import DEADLINE_SECONDS as MIXED_SECONDS
+from tests.distributed.launch import ENVIRONMENT, ROOT, torchrun
 
 JOBS = Path(__file__).parent / "jobs"
 GONE = f"rank {VICTIM} is gone (its process ended or was killed)"
@@ -37,10 +37,10 @@ def test_however_a_process_ends_the_others_know_at_once_and_nothing_is_left(
     done = subprocess.run(
         [sys.executable, JOBS / "shared_memory_ends.py", how, tmp_path],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=170,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -51,10 +51,7 @@ def test_however_a_process_ends_the_others_know_at_once_and_nothing_is_left(
     reports = [json.loads((tmp_path / f"report-{rank}.json").read_text()) for rank in (0, 2)]
     for report in reports:
         assert told in report["message"]
-        if how == "stall":
-            assert report["seconds"] < DEADLINE_SECONDS + 1
-        else:
-            assert report["seconds"] < 1
+        assert report["seconds"] < LONG_SECONDS / 2
         assert report["held"] == 3
     assert kind in {report["kind"] for report in reports}
 
@@ -78,5 +75,5 @@ def test_two_hosts_in_one_job_use_shared_memory_within_and_messages_between():
         message, seconds = report["news"]
         assert message.startswith(f"rank {rank}, waiting: ")
         assert "rank 0 is gone (its process ended or was killed)" in message
-        assert seconds < 2
+        assert seconds < MIXED_SECONDS / 2
     assert job.output.count("which is slower than shared memory") <= 1

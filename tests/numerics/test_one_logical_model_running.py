@@ -32,7 +32,7 @@ def scaler():
 
 def pipeline_of(model, schedule="1f1b", num_ranks=2, **options):
     plan = make_plan(model, num_ranks, 4, schedule)
-    options = {"loss": F.cross_entropy, "seed": 3, "deadline_seconds": 6, **options}
+    options = {"loss": F.cross_entropy, "seed": 3, "deadline_seconds": 60, **options}
     return pk.Pipeline(model, plan, optimizer=adamw, **options)
 
 

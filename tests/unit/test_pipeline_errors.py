@@ -19,7 +19,7 @@ from penstock.run import threads
 from penstock.run.single_device import SingleDevice
 from tests.helpers import make_batch, make_mlp, make_plan
 
-SOON_SECONDS = 10  # far more than any of these needs, far less than the deadline
+SOON_SECONDS = 60  # far more than any of these needs, far less than the deadline
 
 
 def sgd(parameters):
@@ -30,7 +30,7 @@ def pipeline_of(model, num_stages=3, num_microbatches=4, **options):
     options = {
         "loss": F.cross_entropy,
         "optimizer": sgd,
-        "deadline_seconds": 60,
+        "deadline_seconds": 600,
         "seed": 3,
         **options,
     }
@@ -157,15 +157,16 @@ def test_a_stage_that_asks_to_exit_is_heard(error):
 
 @pytest.fixture
 def short_grace(monkeypatch):
-    monkeypatch.setattr(threads, "_GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(threads, "_GRACE_SECONDS", 1.0)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_stage_that_hangs_is_given_up_at_the_deadline(rank, short_grace):
     released = threading.Event()
     model = make_mlp()
-    Trouble(model[2 * rank], lambda: released.wait(60))
+    Trouble(model[2 * rank], lambda: released.wait(600), at=6)
     pipeline = pipeline_of(model, deadline_seconds=0.5)
+    pipeline.step(*make_batch(8))  # the first one may take longer
     start = time.monotonic()
     with pytest.raises(
         DeadlineError, match=rf"nothing came .* within 0\.5 s.*rank {rank} still runs"
@@ -178,10 +179,29 @@ def test_a_stage_that_hangs_is_given_up_at_the_deadline(rank, short_grace):
     released.set()
 
 
+def test_a_first_step_has_a_deadline_of_its_own_and_so_has_a_first_evaluation():
+    model = make_mlp()
+    trouble = Trouble(model[2], lambda: time.sleep(1), at=2)
+    with pipeline_of(model, deadline_seconds=0.1, startup_seconds=60) as pipeline:
+        assert pipeline.step(*make_batch(8)).isfinite()
+        trouble.at = trouble.calls + 2
+        assert pipeline.evaluate(make_batch(8)[0]).isfinite().all()
+        trouble.at = trouble.calls + 2
+        with pytest.raises(DeadlineError, match=r"within 0\.1 s.*raise deadline_seconds"):
+            pipeline.step(*make_batch(8))
+    with (
+        pipeline_of(model := make_mlp(), startup_seconds=0.1) as pipeline,
+        pytest.raises(DeadlineError, match=r"within 0\.1 s.*raise startup_seconds"),
+    ):
+        Trouble(model[2], lambda: time.sleep(1))
+        pipeline.step(*make_batch(8))
+
+
 def test_a_slow_stage_ends_with_the_deadline_and_may_go_on_afterwards():
     model = make_mlp()
-    trouble = Trouble(model[2], lambda: time.sleep(1.2))
-    with pipeline_of(model, deadline_seconds=0.6) as pipeline:
+    trouble = Trouble(model[2], lambda: time.sleep(4), at=6)
+    with pipeline_of(model, deadline_seconds=2) as pipeline:
+        pipeline.step(*make_batch(8))
         with pytest.raises(DeadlineError, match="raise deadline_seconds"):
             pipeline.step(*make_batch(8))
         trouble.armed = False
@@ -298,7 +318,7 @@ def test_failures_leave_no_threads():
     for act in (boom, lambda: time.sleep(0.4)):
         model = make_mlp()
         Trouble(model[3], act)
-        with pipeline_of(model, deadline_seconds=0.2) as pipeline, pytest.raises(RunError):
+        with pipeline_of(model, startup_seconds=0.2) as pipeline, pytest.raises(RunError):
             pipeline.step(*make_batch(8))
     assert threading.active_count() == before
 
@@ -357,6 +377,7 @@ def test_evaluating_needs_no_loss_and_stepping_does():
         ({"deadline_seconds": -1.0}, "must be > 0"),
         ({"deadline_seconds": float("nan")}, "must be > 0"),
         ({"deadline_seconds": float("inf")}, "not infinite"),
+        ({"startup_seconds": 0}, "startup_seconds is 0, but must be > 0"),
         ({"transport": "carrier pigeon"}, "'carrier pigeon'; use auto or threads or shared-memory"),
         ({"reduction": "max"}, "reduction is 'max'; use mean or sum"),
         ({"reduction": "sum", "weight": len}, "a sum needs none"),

@@ -12,13 +12,19 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import DeadlineError, PeerError, RunError
-from penstock.transport import Edge, ProcessGroupTransport
+from penstock.transport import Edge, ProcessGroupTransport, groups
 from tests.distributed.launch import torchrun
 
 DEADLINE_SECONDS = 2.0
 FORWARD, BACKWARD = Edge(0, 1, 0), Edge(1, 0, 1)
 MANY = 80  # more than may be under way
 SIZES = (10, 5_000, 10, 200_000, 0, 4_000, 300_000, 1)  # grow, shrink, grow
+
+
+def transport_of(deadline_seconds, *, near):
+    """Between two ranks that believe to be on one host, or not."""
+    ranks = frozenset({0, 1}) if near else frozenset({dist.get_rank()})
+    return ProcessGroupTransport(groups.make_group(60), ranks, deadline_seconds)
 
 
 def value_of(microbatch, size):
@@ -95,7 +101,7 @@ def unasked(rank, transport):
 
 def dropped(rank, deadline_seconds):
     """A message to a transport that is no more is in nobody's way."""
-    transport = ProcessGroupTransport(2, deadline_seconds, f"host {rank}")
+    transport = transport_of(deadline_seconds, near=False)
     group = transport.group
     if rank == 0:
         transport.send(FORWARD, 0, "before")
@@ -139,9 +145,9 @@ def discarded(rank, transport):
     return [*found, len(transport._early)]
 
 
-def goodbye(rank, host):
+def goodbye(rank, near):
     """A rank that has closed is missed at once, after what it sent before."""
-    transport = ProcessGroupTransport(2, 60, host)
+    transport = transport_of(60, near=near)
     start = time.monotonic()
     if rank == 0:
         transport.send(FORWARD, 0, "sent before")
@@ -184,9 +190,8 @@ def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    near = ProcessGroupTransport(2, DEADLINE_SECONDS)
-    far = ProcessGroupTransport(2, DEADLINE_SECONDS, f"host {rank}")
-    report = {"goodbye": [goodbye(rank, host) for host in (None, f"host {rank}")]}
+    near, far = (transport_of(DEADLINE_SECONDS, near=near) for near in (True, False))
+    report = {"goodbye": [goodbye(rank, near) for near in (True, False)]}
     report["dropped"] = dropped(rank, DEADLINE_SECONDS)
     parts = (sizes_change, many_under_way, what_was_sent_may_be_overwritten, discarded)
     for part in parts:

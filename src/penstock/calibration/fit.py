@@ -19,7 +19,7 @@ from penstock.errors import PenstockError
 from penstock.graph import Contention, LayerGraph, Mode
 from penstock.planner import Plan, plan
 from penstock.profiler import Sample, device_of
-from penstock.run.assembly import several_processes
+from penstock.run.joining import several_processes
 from penstock.spine import spine_of
 
 _MOST_RANKS = 8

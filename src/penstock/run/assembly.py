@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import atexit
-import os
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, Literal, get_args
 
-import torch.distributed as dist
 from torch import nn
 
 from penstock.errors import InputError
 from penstock.planner import Plan
 from penstock.randomness import LayerStreams
-from penstock.run.driver import Driver
+from penstock.rendezvous import Rendezvous
+from penstock.run.driver import Deadlines, Driver, told
+from penstock.run.joining import TransportName
 from penstock.run.layout import Layout
-from penstock.run.processes import ProcessDriver, agree, offsets_of_clocks
+from penstock.run.processes import ProcessDriver, agree
 from penstock.run.recipe import Recipe
 from penstock.run.seals import SealedTransport
 from penstock.run.threads import ThreadDriver
@@ -28,7 +27,6 @@ from penstock.stage import Stage
 from penstock.transport import Codec, ThreadExchange, Transport, connect
 from penstock.values import one_of
 
-TransportName = Literal["auto", "threads", "shared-memory", "process-group"]
 Results = Literal["every rank", "none"]
 
 
@@ -38,20 +36,14 @@ class Running:
 
     transport: TransportName
     seed: int
-    deadline_seconds: float
+    deadlines: Deadlines
     record: bool
     results: Results
     message_types: Sequence[type] = ()
 
     def __post_init__(self) -> None:
-        one_of("transport", self.transport, get_args(TransportName))
         one_of("results", self.results, get_args(Results))
         Codec(self.message_types)  # refuses in threads what processes would refuse
-        if not 0 < self.deadline_seconds <= threading.TIMEOUT_MAX:
-            raise InputError(
-                f"deadline_seconds is {self.deadline_seconds}, but must be > 0 and not infinite: "
-                "without a deadline, a rank that hangs would hang all others"
-            )
 
 
 @dataclass(frozen=True)
@@ -75,28 +67,24 @@ class Assembly:
     stages: Mapping[int, Stage]
 
 
-def several_processes() -> bool:
-    """Whether this process is one of several of a job."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size() > 1
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
-
-
 def assemble(
-    model: nn.Module, layers: tuple[NamedLayer, ...], plan: Plan, recipe: Recipe, running: Running
+    model: nn.Module,
+    layers: tuple[NamedLayer, ...],
+    plan: Plan,
+    recipe: Recipe,
+    running: Running,
+    meeting: Rendezvous | None,
 ) -> Assembly:
-    """Build what runs the plan: processes if the job has several and threads were not asked for.
+    """Build what runs the plan: in processes if they have met, else in threads.
 
     Raises:
         InputError: the number of processes is not the plan's.
         ModelError: the model cannot be spread so, or processes built different ones.
+        PeerError, DeadlineError: another process failed or did not come.
     """
-    threads = running.transport == "threads" or (
-        running.transport == "auto" and not several_processes()
-    )
-    if threads:
+    if meeting is None:
         return _in_threads(model, layers, plan, recipe, running)
-    return _in_processes(model, layers, plan, recipe, running)
+    return _in_processes(model, layers, plan, recipe, running, meeting)
 
 
 def _in_threads(
@@ -104,54 +92,56 @@ def _in_threads(
 ) -> Assembly:
     streams = LayerStreams(running.seed)
     layout = Layout(model, plan, layers, streams, one_process=True)
-    exchange = ThreadExchange(plan.num_ranks, running.deadline_seconds)
+    exchange = ThreadExchange(plan.num_ranks, running.deadlines.start.seconds)
     workers = [
         _worker(layout, rank, plan.num_ranks, transport, recipe)
         for rank, transport in enumerate(exchange.transports)
     ]
-    driver = ThreadDriver(workers, plan.num_threads)
+    driver = ThreadDriver(workers, plan.num_threads, running.deadlines)
     return Assembly(plan, driver, layout, streams, workers, _first_copies(workers))
 
 
 def _in_processes(
-    model: nn.Module, layers: tuple[NamedLayer, ...], plan: Plan, recipe: Recipe, running: Running
+    model: nn.Module,
+    layers: tuple[NamedLayer, ...],
+    plan: Plan,
+    recipe: Recipe,
+    running: Running,
+    meeting: Rendezvous,
 ) -> Assembly:
-    if not dist.is_initialized():
-        if "RANK" not in os.environ:
-            raise InputError(
-                f"transport={running.transport!r} needs one process per rank: start the script "
-                f"with torchrun --nproc-per-node={plan.num_ranks}, or use transport='threads'"
-            )
-        dist.init_process_group("gloo")
-        # It stays for the next pipeline: made anew, it would find the addresses of the old one in
-        # torchrun's store.
-        atexit.register(_leave_group)
-    num_ranks, rank = dist.get_world_size(), dist.get_rank()
-    assert running.transport != "threads"  # of which there are none here
-    codec = Codec(_message_types(layers, running))
-    transport = connect(num_ranks, running.deadline_seconds, way=running.transport, codec=codec)
-    plan, seed = agree(transport.group, plan, spine_fingerprint(layers), running.seed)
-    if plan.num_ranks != num_ranks:
+    plan, seed = agree(meeting, plan, spine_fingerprint(layers), running.seed)
+    if plan.num_ranks != meeting.num_ranks:
         raise InputError(
-            f"the plan has {plan.num_ranks} ranks, but the job has {num_ranks} processes; "
+            f"the plan has {plan.num_ranks} ranks, but the job has {meeting.num_ranks} processes; "
             f"start it with torchrun --nproc-per-node={plan.num_ranks}, or plan for "
-            f"{num_ranks} ranks (stages = ranks × stages per rank of the schedule)"
+            f"{meeting.num_ranks} ranks (stages = ranks × stages per rank of the schedule)"
         )
-    streams = LayerStreams(seed)
-    layout = Layout(model, plan, layers, streams, one_process=False)
-    sealed = SealedTransport(transport, rank)
-    worker = _worker(layout, rank, num_ranks, sealed, recipe)
-    worker.updater.begin_equal()
-    driver = ProcessDriver(
-        worker,
-        transport,
-        sealed,
-        num_ranks,
-        num_threads=plan.num_threads,
-        record=running.record,
-        share_results=running.results == "every rank",
-        clock_offsets=offsets_of_clocks(transport.group) if running.record else None,
-    )
+    assert running.transport != "threads"  # who asks for them meets nobody
+    start = running.deadlines.start
+    codec = Codec(_message_types(layers, running))
+    transport = connect(meeting, start.seconds, way=running.transport, codec=codec)
+    transport.patience = start
+    try:
+        streams = LayerStreams(seed)
+        layout = Layout(model, plan, layers, streams, one_process=False)
+        sealed = SealedTransport(transport, meeting.rank)
+        worker = _worker(layout, meeting.rank, meeting.num_ranks, sealed, recipe)
+        # The user's code has run: whoever fails in it says so here, before others wait for more.
+        meeting.exchange(None, NoneType, "to start training")
+        worker.updater.begin_equal()
+        driver = ProcessDriver(
+            worker,
+            transport,
+            sealed,
+            meeting,
+            running.deadlines,
+            num_threads=plan.num_threads,
+            record=running.record,
+            share_results=running.results == "every rank",
+        )
+    except BaseException as error:
+        transport.close(f"before its first step, {type(error).__name__}: {told(error)}")
+        raise
     return Assembly(plan, driver, layout, streams, [worker], worker.stages)
 
 
@@ -184,8 +174,3 @@ def _first_copies(workers: Sequence[Worker]) -> dict[int, Stage]:
         for index, stage in worker.stages.items():
             found.setdefault(index, stage)
     return dict(sorted(found.items()))
-
-
-def _leave_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -2,27 +2,90 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, Self, TypeVar
 
 from torch import Tensor
 
-from penstock.errors import PeerError, PenstockError, StageError
+from penstock.errors import InputError, PeerError, PenstockError, StageError
 from penstock.run.minibatch import Minibatch
 from penstock.run.outcome import Outcome
 from penstock.schedule.segment import Segment
+from penstock.transport import Transport
+from penstock.transport.base import Patience
 
 T = TypeVar("T")
 States = dict[int, dict[str, Tensor]]
+
+_LEAST_STARTUP_SECONDS = 60.0
+_PROOFS_NEEDED = 2
+
+
+class Deadlines(NamedTuple):
+    """How long ranks wait for each other, each time.
+
+    Attributes:
+        start: while the pipeline is built, and until every rank has been through a first minibatch:
+            it may still be importing, initialising, or allocating.
+        step: from then on.
+    """
+
+    start: Patience
+    step: Patience
+
+    @classmethod
+    def of(cls, deadline_seconds: float, startup_seconds: float | None) -> Self:
+        """What the arguments of ``Pipeline`` say.
+
+        Raises:
+            InputError: one of them is not positive and finite.
+        """
+        _check_deadline("deadline_seconds", deadline_seconds)
+        if startup_seconds is None:
+            startup_seconds = max(_LEAST_STARTUP_SECONDS, 2 * deadline_seconds)
+            startup_seconds = min(startup_seconds, threading.TIMEOUT_MAX)
+        _check_deadline("startup_seconds", startup_seconds)
+        return cls(Patience(startup_seconds, "startup_seconds"), Patience(deadline_seconds))
+
+
+def _check_deadline(argument: str, seconds: float) -> None:
+    if not 0 < seconds <= threading.TIMEOUT_MAX:
+        raise InputError(
+            f"{argument} is {seconds}, but must be > 0 and not infinite: without a deadline, a "
+            "rank that hangs would hang all others"
+        )
 
 
 class Driver(ABC, Generic[T]):
     """Makes all ranks run segments on minibatches, in the order in which they are submitted.
 
     ``T`` is what stands for a submitted minibatch until it is collected.
+
+    Args:
+        transports: of the ranks in this process.
+        deadlines: how long they wait.
     """
+
+    def __init__(self, transports: Sequence[Transport], deadlines: Deadlines) -> None:
+        self._transports = transports
+        self._deadlines = deadlines
+        self._num_proofs = Counter[bool]()
+
+    def _be_patient(self, minibatch: Minibatch) -> None:
+        """Wait as long as befits a minibatch: longer if some rank may not have been through one of
+        its kind, to train or to evaluate."""
+        known = self._num_proofs[minibatch.trains] >= _PROOFS_NEEDED
+        for transport in self._transports:
+            transport.patience = self._deadlines.step if known else self._deadlines.start
+
+    def _went_through(self, minibatch: Minibatch, num_proofs: int) -> None:
+        """A minibatch is done here. Two of them prove that every rank is through the first one,
+        since the second's forwards come after that; so does one of which all ranks have told."""
+        self._num_proofs[minibatch.trains] += num_proofs
 
     @abstractmethod
     def submit(self, segment: Segment, minibatch: Minibatch) -> T:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import DeadlineError, ModelError, PeerError, RunError
 from penstock.planner import Plan
+from penstock.rendezvous import Rendezvous, translated
 from penstock.run import outcome
 from penstock.run.clocks import clock_offsets
 from penstock.run.counting import Peak
-from penstock.run.driver import Driver, States, failure_notice, naming, told
+from penstock.run.driver import Deadlines, Driver, States, failure_notice, naming, told
 from penstock.run.journal import Record
 from penstock.run.minibatch import Harvest, Minibatch
 from penstock.run.outcome import Outcome
@@ -28,8 +31,10 @@ from penstock.store import Held
 from penstock.timeline import Row
 from penstock.transport import Edge, Noted, ProcessTransport
 from penstock.transport.base import LARGEST_NUMBER
-from penstock.transport.meeting import this_host
 from penstock.transport.packing import short
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 _HEARSAY_SECONDS = 0.5
 _LOOK_AGAIN_SECONDS = 0.01
@@ -79,25 +84,28 @@ class Board:
     that it is gone; and of ranks that wait for each other in a row, all run out at once.
 
     Args:
-        group: of all ranks; they write into its store.
-        rank: which one writes.
-        num_ranks: how many do.
+        meeting: of all ranks, where they have built the pipeline.
     """
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, num_ranks: int) -> None:
-        self._store = group.get_group_store()
-        self._rank = rank
-        self._others = [other for other in range(num_ranks) if other != rank]
+    def __init__(self, meeting: Rendezvous) -> None:
+        self._meeting = meeting
+        self._others = [rank for rank in range(meeting.num_ranks) if rank != meeting.rank]
 
     def write(self, notice: str) -> None:
         """Tell those who will look."""
-        with suppress(RuntimeError):  # the store may be gone with the rank that kept it
-            self._store.set(_key(self._rank), short(notice).decode())
+        key, text = _key(self._meeting.rank), short(notice).decode()
+        with suppress(RunError):  # the store may be gone with the rank that kept it
+            self._meeting.ask(lambda store: store.set(key, text))
 
     def explained(self, error: PeerError | DeadlineError) -> PeerError | DeadlineError:
         """The error, with what other ranks have said about the cause, if it was not known."""
         heard = self._hear()
-        news = {notice for notice in heard.values() if notice not in told(error)}
+        own = f"rank {self._meeting.rank} failed"  # as others have heard from this rank
+        news = {
+            notice
+            for notice in heard.values()
+            if notice not in told(error) and not notice.startswith(own)
+        }
         if isinstance(error, DeadlineError):
             silent = [str(other) for other in self._others if other not in heard]
             news |= {f"nothing was heard of rank {' and '.join(silent)}"} if silent else set()
@@ -110,15 +118,18 @@ class Board:
 
     def _hear(self) -> dict[int, str]:
         """What others have written; some do so only now."""
-        end = time.monotonic() + _HEARSAY_SECONDS
         heard: dict[int, str] = {}
-        with suppress(RuntimeError):
-            while len(heard) < len(self._others) and time.monotonic() < end:
-                for other in self._others:
-                    if other not in heard and self._store.check([_key(other)]):
-                        heard[other] = self._store.get(_key(other)).decode()
-                time.sleep(_LOOK_AGAIN_SECONDS)
-        return heard
+        with suppress(RunError):
+            self._meeting.ask(partial(self._look, heard), _HEARSAY_SECONDS)
+        return dict(heard)
+
+    def _look(self, heard: dict[int, str], store: Store) -> None:
+        end = time.monotonic() + _HEARSAY_SECONDS
+        while len(heard) < len(self._others) and time.monotonic() < end:
+            for other in self._others:
+                if other not in heard and store.check([_key(other)]):
+                    heard[other] = store.get(_key(other)).decode()
+            time.sleep(_LOOK_AGAIN_SECONDS)
 
 
 def _key(rank: int) -> str:
@@ -132,12 +143,12 @@ class ProcessDriver(Driver[Ticket]):
         worker: of this process's rank.
         transport: its transport.
         sealed: the same, as the worker uses it.
-        num_ranks: how many processes take part.
+        meeting: of all ranks, where they have built the pipeline.
+        deadlines: how long ranks wait for each other.
         num_threads: torch's intra-op threads, until it is closed.
         record: exchange records too, so that every rank can draw the whole timeline.
         share_results: tell losses, metrics and outputs to every rank; otherwise only the ranks
             that computed them have them.
-        clock_offsets: by how many seconds each rank's clock is ahead of rank 0's.
     """
 
     def __init__(
@@ -145,29 +156,31 @@ class ProcessDriver(Driver[Ticket]):
         worker: Worker,
         transport: ProcessTransport,
         sealed: SealedTransport,
-        num_ranks: int,
+        meeting: Rendezvous,
+        deadlines: Deadlines,
         *,
         num_threads: int,
         record: bool,
         share_results: bool,
-        clock_offsets: Sequence[float] | None,
     ) -> None:
+        super().__init__([transport], deadlines)
         self._num_threads_before = torch.get_num_threads()
         torch.set_num_threads(num_threads)
         self._worker = worker
         self._transport = transport
         self._sealed = sealed
-        self._num_ranks = num_ranks
+        self._num_ranks = meeting.num_ranks
         self._record = record
         self._share_results = share_results
-        self._clock_offsets = clock_offsets
+        self._clock_offsets = offsets_of_clocks(transport) if record else None
         self._num_gathered = 0
         self._failure: str | None = None
-        self._board = Board(transport.group, worker.rank, num_ranks)
+        self._board = Board(meeting)
 
     def submit(self, segment: Segment, minibatch: Minibatch) -> Ticket:
         """Perform this rank's ops and tell their results; the other ranks do likewise."""
         self._check_usable()
+        self._be_patient(minibatch)
         with self._telling_failures(segment, minibatch.step):
             self._sealed.seal = minibatch.seal
             self._sealed.synchronous = minibatch.synchronous
@@ -188,6 +201,8 @@ class ProcessDriver(Driver[Ticket]):
             reports = self._reports(segment, harvest, minibatch)
             if not minibatch.more_follow:
                 self._transport.flush()
+        all_told = len(reports) == self._num_ranks
+        self._went_through(minibatch, num_proofs=2 if all_told else 1)
         return Outcome.of(
             reports,
             minibatch.weights,
@@ -317,30 +332,53 @@ class ProcessDriver(Driver[Ticket]):
         self._transport.close(reason)
 
 
-def agree(group: dist.ProcessGroup, plan: Plan, model: str, seed: int) -> tuple[Plan, int]:
+class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a rank would build.
+
+    Attributes:
+        model: fingerprint of its model.
+        seed: of its random layers.
+        plan: as JSON; only rank 0's counts, so that only rank 0 tells it.
+    """
+
+    model: str
+    seed: int
+    plan: str | None
+
+
+def agree(meeting: Rendezvous, plan: Plan, model: str, seed: int) -> tuple[Plan, int]:
     """Rank 0's plan and seed, on every process: each profiles and plans a little differently.
 
     Args:
-        group: of all processes.
+        meeting: of all processes.
         plan: this process's.
         model: fingerprint of this process's model.
         seed: this process's.
 
     Raises:
         ModelError: the processes have built different models.
+        PeerError, DeadlineError: another rank did not come.
     """
-    answers: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(answers, (plan.to_json(), model, seed), group=group)
-    others = [rank for rank, (_, other, _) in enumerate(answers) if other != answers[0][1]]
+    own = _Offer(model, seed, None if meeting.rank else plan.to_json())
+    offers = meeting.exchange(own, _Offer, "to its Pipeline")
+    others = [rank for rank, offer in enumerate(offers) if offer.model != offers[0].model]
     if others:
         raise ModelError(
             f"rank {others[0]} has built another model than rank 0; build the same one everywhere"
         )
-    return Plan.from_json(answers[0][0]), int(answers[0][2])
+    return Plan.from_json(offers[0].plan or "", "rank 0's plan"), offers[0].seed
 
 
-def offsets_of_clocks(group: dist.ProcessGroup) -> tuple[float, ...]:
-    """By how many seconds each rank's clock is ahead of rank 0's; collective."""
-    hosts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(hosts, this_host(), group=group)
-    return clock_offsets(group, hosts)
+def offsets_of_clocks(transport: ProcessTransport) -> tuple[float, ...]:
+    """By how many seconds each rank's clock is ahead of rank 0's; collective.
+
+    Raises:
+        PeerError, DeadlineError: another rank has ended, or does not answer.
+    """
+    group = transport.group
+    if group is None or len(set(transport.hosts)) == 1:
+        return (0.0,) * len(transport.hosts)
+    seconds, argument = transport.patience
+    where = f"rank {dist.get_rank()}, comparing its clock with those of other hosts"
+    with translated(where, seconds, f"raise {argument}"):
+        return clock_offsets(group, transport.hosts)

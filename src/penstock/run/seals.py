@@ -25,6 +25,7 @@ from penstock.errors import RunError
 from penstock.microbatches import Microbatches
 from penstock.run.tags import REPORT_TAG, SHARED_TAGS
 from penstock.transport import Edge, Noted, Transport
+from penstock.transport.base import Patience
 
 _FIELDS = struct.Struct("<iiqdQQ")
 _MOST_SAMPLES = 1024
@@ -191,6 +192,14 @@ class SealedTransport(Transport):
         self._rank = rank
         self.seal = b""
         self.synchronous = True
+
+    @property
+    def patience(self) -> Patience:
+        return self._inner.patience
+
+    @patience.setter
+    def patience(self, patience: Patience) -> None:
+        self._inner.patience = patience
 
     def send(self, edge: Edge, number: int, value: Any) -> None:
         sealed = self.seal and self._has_seal(edge)

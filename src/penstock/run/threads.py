@@ -8,17 +8,19 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
 from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.run import outcome
-from penstock.run.driver import Driver, States, failure_notice, naming
+from penstock.run.driver import Deadlines, Driver, States, failure_notice, naming
 from penstock.run.minibatch import Harvest, Minibatch
 from penstock.run.outcome import Outcome
 from penstock.run.tags import END_TAG, FIRST_EXCHANGE
@@ -51,9 +53,11 @@ class ThreadDriver(Driver[Ticket]):
     Args:
         workers: in the order of their ranks; their transports are ``ThreadTransport``.
         num_threads: torch's intra-op threads of each worker.
+        deadlines: how long ranks wait for each other.
     """
 
-    def __init__(self, workers: Sequence[Worker], num_threads: int) -> None:
+    def __init__(self, workers: Sequence[Worker], num_threads: int, deadlines: Deadlines) -> None:
+        super().__init__([worker.transport for worker in workers], deadlines)
         self._workers = workers
         self._num_threads_before = torch.get_num_threads()
         self._inboxes: list[queue.SimpleQueue[tuple[Task, Future[Harvest]] | None]] = []
@@ -73,6 +77,9 @@ class ThreadDriver(Driver[Ticket]):
             self._inboxes.append(inbox)
             self._threads.append(thread)
             thread.start()
+        # Also if nobody closes it: the threads know their inboxes, and not the driver.
+        self._end = weakref.finalize(self, _end, self._inboxes)
+        self._end.atexit = False
 
     def submit(self, segment: Segment, minibatch: Minibatch) -> Ticket:
         if self._unusable:
@@ -80,6 +87,7 @@ class ThreadDriver(Driver[Ticket]):
         ticket = Ticket(
             segment, minibatch, [Future() for _ in self._workers], [0] * len(self._workers)
         )
+        self._be_patient(minibatch)
         with self._until_we_know_better():
             self._under_way.append(ticket)
             pairs = zip(self._workers, self._inboxes, ticket.futures, strict=True)
@@ -103,6 +111,7 @@ class ThreadDriver(Driver[Ticket]):
             self._come_to_rest()
             raise self._cause(begun)
         self._under_way.remove(ticket)
+        self._went_through(ticket.minibatch, num_proofs=2)
         self._updates_before = ticket.num_updates
         self._unusable = None
         harvests = [future.result() for future in futures]
@@ -213,12 +222,17 @@ class ThreadDriver(Driver[Ticket]):
 
     def close(self, why: str = "") -> None:
         self._unusable = "this pipeline is closed"
-        for inbox in self._inboxes:
-            inbox.put(None)
+        self._end()
         end = time.monotonic() + _GRACE_SECONDS
         for thread in self._threads:
             thread.join(timeout=max(0.0, end - time.monotonic()))
         torch.set_num_threads(self._num_threads_before)
+
+
+def _end(inboxes: Sequence[queue.SimpleQueue[Any]]) -> None:
+    """Let the threads come to their end when they have done what they do."""
+    for inbox in inboxes:
+        inbox.put(None)
 
 
 def _serve(inbox: queue.SimpleQueue[tuple[Task, Future[Harvest]] | None], num_threads: int) -> None:

@@ -44,8 +44,27 @@ class Noted(NamedTuple):
     note: bytes
 
 
+class Patience(NamedTuple):
+    """How long a message may take, and what gives it longer.
+
+    Attributes:
+        seconds: how long.
+        argument: the name of the argument that says so, for errors.
+    """
+
+    seconds: float
+    argument: str = "deadline_seconds"
+
+
 class Transport(ABC):
-    """One rank's end of all its channels; used by one thread."""
+    """One rank's end of all its channels; used by one thread.
+
+    Attributes:
+        patience: how long a message may take; it may be changed between two calls, also by another
+            thread.
+    """
+
+    patience: Patience
 
     @abstractmethod
     def send(self, edge: Edge, number: int, value: Any) -> None:

@@ -25,9 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import DeadlineError, PeerError, RunError
-from penstock.transport import packing
-from penstock.transport.base import Edge, Noted, Transport
-from penstock.transport.meeting import this_host
+from penstock.transport import groups, packing
+from penstock.transport.base import Edge, Noted, Patience, Transport
 from penstock.transport.packing import BlockKind, Packer
 from penstock.transport.wire import Codec
 
@@ -40,37 +39,52 @@ class ProcessGroupTransport(Transport):
     """One rank's end of all channels to the other processes.
 
     Args:
-        num_ranks: processes that take part: the first ones of the default group. Every process of
-            the job must construct it, since making a group is collective.
-        deadline_seconds: how long a message may take.
-        host: of this process; those that give the same text are on one host. Default: found out.
+        group: of all processes that take part, and of nobody else's messages.
+        near: the ranks on this process's host.
+        deadline_seconds: how long a message may take, unless ``patience`` is changed.
         codec: describes the values that are sent.
     """
 
     def __init__(
         self,
-        num_ranks: int,
+        group: dist.ProcessGroup,
+        near: frozenset[int],
         deadline_seconds: float,
-        host: str | None = None,
         codec: Codec | None = None,
     ) -> None:
-        self._deadline_seconds = deadline_seconds
-        timeout = datetime.timedelta(seconds=deadline_seconds)
-        self.group = dist.new_group(list(range(num_ranks)), timeout=timeout, backend="gloo")
+        self.patience = Patience(deadline_seconds)
+        self._group: dist.ProcessGroup | None = group
+        self._near = near
         self._capacity: dict[Edge, int] = defaultdict(lambda: _FIRST_CAPACITY)
         self._under_way: dict[Edge, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
         self._discarded: list[tuple[dist.Work, Tensor]] = []
         self._standing: dict[Edge, tuple[dist.Work, Tensor]] = {}
-        self._near = frozenset[int]()
-        if dist.get_rank() < num_ranks:
-            self._near = _ranks_of(host or this_host(), num_ranks, self.group)
-            # The group outlives this object, and what receives write to must outlive the group.
-            weakref.finalize(self.group, self._standing.clear).atexit = False
+        # The group outlives this object, and what receives write to must outlive the group.
+        weakref.finalize(group, self._standing.clear).atexit = False
+        groups.lend(group, self)
         self._packer = Packer(codec or Codec())
         self._early: dict[tuple[Edge, int], Any] = {}
         self._farewells: dict[Edge, str] = {}
         self._lowest = 0
         self._closed: str | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group, until every rank has gone on to another pipeline."""
+        assert self._group is not None
+        return self._group
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing will be sent or received any more."""
+        return self._closed is not None
+
+    def release(self) -> None:
+        """Let go of the group, which has been destroyed, and of what was under way in it."""
+        self._group = None
+        self._under_way.clear()
+        self._discarded.clear()
+        self._standing.clear()
 
     def send(self, edge: Edge, number: int, value: Any) -> None:
         self._check_open()
@@ -95,7 +109,7 @@ class ProcessGroupTransport(Transport):
 
     def _finish(self, work: dist.Work, peer: int, waiting: str) -> None:
         try:
-            work.wait()
+            work.wait(datetime.timedelta(seconds=self.patience.seconds))
         except RuntimeError as error:
             raise self._translated(error, peer, waiting) from error
 
@@ -162,13 +176,15 @@ class ProcessGroupTransport(Transport):
     def _translated(self, error: RuntimeError, peer: int, waiting: str) -> RunError:
         if "timed out" in str(error).lower():
             return DeadlineError(
-                f"{waiting}: rank {peer} did not answer within {self._deadline_seconds:g} s; "
-                "if its work takes longer, raise deadline_seconds"
+                f"{waiting}: rank {peer} did not answer within {self.patience.seconds:g} s; "
+                f"if its work takes longer, raise {self.patience.argument}"
             )
         reason = f"rank {peer} is gone (its process ended or was killed)"
         return PeerError(f"{waiting}: {reason}", reason)
 
     def fail(self, reason: str, edges: Iterable[Edge]) -> None:
+        if self.closed:
+            return
         notice = packing.pack_notice(BlockKind.FAILURE, self._lowest, reason)
         parting = []
         for edge in edges:
@@ -211,10 +227,3 @@ class ProcessGroupTransport(Transport):
     def _check_open(self) -> None:
         if self._closed is not None:
             raise RunError(f"this rank has closed its pipeline ({self._closed})")
-
-
-def _ranks_of(host: str, num_ranks: int, group: dist.ProcessGroup) -> frozenset[int]:
-    """The ranks that are on one host with this process, among them itself."""
-    hosts: list[Any] = [None] * num_ranks
-    dist.all_gather_object(hosts, host, group=group)
-    return frozenset(rank for rank, other in enumerate(hosts) if other == host)

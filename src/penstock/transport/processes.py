@@ -5,20 +5,24 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+import msgspec
 import torch.distributed as dist
 
 from penstock.errors import RunError
-from penstock.transport import segment
-from penstock.transport.base import Edge, Transport
-from penstock.transport.meeting import Doorway, this_host
+from penstock.rendezvous import Rendezvous
+from penstock.transport import groups, segment
+from penstock.transport.base import Edge, Patience, Transport
+from penstock.transport.meeting import Doorway, Invitation, this_host
 from penstock.transport.process_group import ProcessGroupTransport
 from penstock.transport.shared_memory import SharedMemoryTransport
 from penstock.transport.wire import Codec
 
 Way = Literal["auto", "shared-memory", "process-group"]
+
+_TO_SIT_DOWN = "to say where it runs"
 
 
 class ProcessTransport(Transport):
@@ -29,19 +33,40 @@ class ProcessTransport(Transport):
     comes to everyone who waits.
 
     Args:
-        far: to all ranks.
+        hosts: of all ranks.
+        far: to all ranks; ``None`` if all of them are near.
         near: to the ranks of this host, or ``None``.
 
     Attributes:
-        group: the process group, for what all ranks do together.
+        hosts: of all ranks; equal where they share a clock and memory.
         near_ranks: the ranks with which this one shares memory.
     """
 
-    def __init__(self, far: ProcessGroupTransport, near: SharedMemoryTransport | None) -> None:
-        self.group = far.group
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        far: ProcessGroupTransport | None,
+        near: SharedMemoryTransport | None,
+    ) -> None:
+        self.hosts = tuple(hosts)
         self.near_ranks = near.ranks if near else frozenset[int]()
         self._far = far
         self._near = near
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group, if there is one: wherever ranks are on several hosts."""
+        return self._far.group if self._far else None
+
+    @property
+    def patience(self) -> Patience:
+        """How long a message may take."""
+        return self._all()[0].patience
+
+    @patience.setter
+    def patience(self, patience: Patience) -> None:
+        for transport in self._all():
+            transport.patience = patience
 
     def send(self, edge: Edge, number: int, value: Any) -> None:
         self._way(edge.target).send(edge, number, value)
@@ -50,13 +75,17 @@ class ProcessTransport(Transport):
         return self._way(edge.source).recv(edge, number, waiting)
 
     def _way(self, peer: int) -> Transport:
-        return self._near if self._near and peer in self.near_ranks else self._far
+        if self._near and peer in self.near_ranks:
+            return self._near
+        assert self._far is not None  # or all ranks would be near
+        return self._far
 
     def fail(self, reason: str, edges: Iterable[Edge]) -> None:
         edges = list(edges)
         if self._near:
             self._near.fail(reason, [edge for edge in edges if edge.target in self.near_ranks])
-        self._far.fail(reason, [edge for edge in edges if edge.target not in self.near_ranks])
+        if self._far:
+            self._far.fail(reason, [edge for edge in edges if edge.target not in self.near_ranks])
 
     def flush(self) -> None:
         for transport in self._all():
@@ -71,21 +100,36 @@ class ProcessTransport(Transport):
             transport.close(reason)
 
     def _all(self) -> list[Transport]:
-        return [self._near, self._far] if self._near else [self._far]
+        return [transport for transport in (self._near, self._far) if transport is not None]
+
+
+class _Seat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a rank is, and how others of its host reach it; or why they cannot.
+
+    Attributes:
+        host: equal for ranks that share a host.
+        invitation: to its doorway; ``None`` where shared memory is not wanted, or not to be had.
+        problem: why it is not to be had; empty where there is none.
+    """
+
+    host: str
+    invitation: Invitation | None = None
+    problem: str = ""
 
 
 def connect(
-    num_ranks: int,
+    meeting: Rendezvous,
     deadline_seconds: float,
     host: str | None = None,
     way: Way = "auto",
     codec: Codec | None = None,
 ) -> ProcessTransport:
-    """Connect the first ``num_ranks`` processes of the default group; every process must call it.
+    """Connect all processes of the job; every one must call it.
 
     Args:
-        num_ranks: processes that take part.
-        deadline_seconds: how long a message may take.
+        meeting: of all processes.
+        deadline_seconds: how long a message may take, unless ``patience`` is changed; so too
+            connecting.
         host: processes that give the same text share memory; default: found out.
         way: ``"shared-memory"`` between all ranks, ``"process-group"`` between all ranks, or
             ``"auto"``: shared memory between ranks of one host if it can be had there (rank 0 warns
@@ -94,68 +138,78 @@ def connect(
 
     Raises:
         RunError: ``way`` is ``"shared-memory"``, and it cannot be had between all ranks.
+        PeerError, DeadlineError: another rank did not come.
     """
-    host = host or this_host()
-    codec = codec or Codec()
-    far = ProcessGroupTransport(num_ranks, deadline_seconds, host, codec)
-    rank = dist.get_rank()
-    if way == "process-group" or rank >= num_ranks:
-        return ProcessTransport(far, None)
-    near, problems = _share_memory(far, rank, deadline_seconds, host, codec)
-    if way == "shared-memory" and near is not None and len(near.ranks) < num_ranks - 1:
-        problems.append(f"rank {rank} is on another host than others")
-    answers: list[Any] = [None] * num_ranks
-    dist.all_gather_object(answers, problems, group=far.group)
-    problems = [problem for answer in answers for problem in answer]
-    if not problems:
-        return ProcessTransport(far, near)
-    if near is not None:
-        near.close("shared memory could not be had everywhere")
-    if way == "shared-memory":
-        raise RunError(
-            f"shared memory cannot be had between all ranks: {problems[0]}; use transport='auto' "
-            "or 'process-group'"
-        )
-    if rank == 0:
-        warnings.warn(
-            f"ranks of one host exchange messages through the process group, which is slower than "
-            f"shared memory: {problems[0]}; transport='process-group' silences this warning",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-    return ProcessTransport(far, None)
+    own = host or this_host()
+    near, problems = None, list[str]()
+    if way == "process-group":
+        hosts = [seat.host for seat in meeting.exchange(_Seat(own), _Seat, _TO_SIT_DOWN)]
+    else:
+        hosts, near, problems = _share_memory(meeting, own, deadline_seconds, codec)
+    groups.destroy_unused()  # every rank has come, and so is through with what it has closed
+    strangers = [rank for rank, other in enumerate(hosts) if other != hosts[0]]
+    if way == "shared-memory" and strangers:
+        problems = [f"rank {strangers[0]} is on another host than rank 0"]
+    if problems:
+        if near is not None:
+            near.close("shared memory could not be had everywhere")
+        near = None
+        _do_without(way, problems[0], meeting.rank)
+    if near is not None and len(near.ranks) == meeting.num_ranks - 1:
+        return ProcessTransport(hosts, None, near)
+    neighbours = frozenset(rank for rank, other in enumerate(hosts) if other == own)
+    group = groups.make_group(deadline_seconds)
+    far = ProcessGroupTransport(group, neighbours, deadline_seconds, codec)
+    return ProcessTransport(hosts, far, near)
 
 
 def _share_memory(
-    far: ProcessGroupTransport, rank: int, deadline_seconds: float, host: str, codec: Codec
-) -> tuple[SharedMemoryTransport | None, list[str]]:
-    """Shared memory with the ranks of this host; and what went wrong."""
-    answers: list[Any] = [None] * dist.get_world_size(far.group)
-    doorway, problem = _open_doorway(rank, len(answers))
-    own = (host, doorway.invitation if doorway else None)
-    dist.all_gather_object(answers, own, group=far.group)
-    if doorway is None:
-        return None, [problem]
-    if any(invitation is None for _, invitation in answers):
-        doorway.close()
-        return None, []  # the rank that could not says why
+    meeting: Rendezvous, host: str, deadline_seconds: float, codec: Codec | None
+) -> tuple[list[str], SharedMemoryTransport | None, list[str]]:
+    """The hosts of all ranks, shared memory with those of this host, and all ranks' problems."""
+    doorway, problem = _open_doorway(meeting.rank, meeting.num_ranks)
+    near = None
+    try:
+        own = _Seat(host, doorway.invitation if doorway else None, problem)
+        seats = meeting.exchange(own, _Seat, _TO_SIT_DOWN)
+        problems = [seat.problem for seat in seats if seat.problem]
+        if doorway is not None and not problems:
+            near, problem = _connect_near(meeting.rank, doorway, seats, deadline_seconds, codec)
+            answers = meeting.exchange(problem, str, "to say whether it shares memory")
+            problems = [answer for answer in answers if answer]
+    except BaseException:
+        if near is not None:
+            near.close("another rank did not come")
+        raise
+    finally:
+        if doorway is not None:
+            doorway.close()
+    return [seat.host for seat in seats], near, problems
+
+
+def _connect_near(
+    rank: int,
+    doorway: Doorway,
+    seats: Sequence[_Seat],
+    deadline_seconds: float,
+    codec: Codec | None,
+) -> tuple[SharedMemoryTransport | None, str]:
+    """Shared memory with the ranks of this host; or why there is none."""
     neighbours = {
-        other: invitation
-        for other, (name, invitation) in enumerate(answers)
-        if other != rank and name == host
+        other: seat.invitation
+        for other, seat in enumerate(seats)
+        if other != rank and seat.host == seats[rank].host and seat.invitation
     }
     try:
         # The others wait meanwhile for this rank to agree on the outcome, as long again.
         connections = doorway.connections(rank, neighbours, deadline_seconds / 2)
     except (OSError, RunError) as error:
-        return None, [f"rank {rank} could not connect to the others of its host: {error}"]
-    finally:
-        doorway.close()
-    return SharedMemoryTransport(rank, connections, deadline_seconds, codec), []
+        return None, f"rank {rank} could not connect to the others of its host: {error}"
+    return SharedMemoryTransport(rank, connections, deadline_seconds, codec), ""
 
 
 def _open_doorway(rank: int, num_ranks: int) -> tuple[Doorway | None, str]:
-    """A doorway, or why there is none or no memory to share."""
+    """A doorway; or why there is none, or no memory to share."""
     try:
         memory, descriptor = segment.allocate(mmap.PAGESIZE, rank, "to try it")
         os.close(descriptor)
@@ -165,3 +219,19 @@ def _open_doorway(rank: int, num_ranks: int) -> tuple[Doorway | None, str]:
         return None, str(error)
     except OSError as error:
         return None, f"rank {rank} cannot open a Unix socket: {error}"
+
+
+def _do_without(way: Way, problem: str, rank: int) -> None:
+    """Refuse to do without shared memory, or warn that it is slower; all ranks do the same."""
+    if way == "shared-memory":
+        raise RunError(
+            f"shared memory cannot be had between all ranks: {problem}; use transport='auto' or "
+            "'process-group'"
+        )
+    if rank == 0:
+        warnings.warn(
+            f"ranks of one host exchange messages through the process group, which is slower than "
+            f"shared memory: {problem}; transport='process-group' silences this warning",
+            RuntimeWarning,
+            stacklevel=4,
+        )

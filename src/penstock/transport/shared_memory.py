@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.transport import segment
-from penstock.transport.base import Edge, Noted, Transport
+from penstock.transport.base import Edge, Noted, Patience, Transport
 from penstock.transport.link import Link, Notice, NoticeKind
 from penstock.transport.packing import Layout, Packer
 from penstock.transport.slots import RemoteSlot, Slot, SlotPool, segment_size
@@ -69,7 +69,7 @@ class SharedMemoryTransport(Transport):
         rank: whose.
         connections: a connected ``SOCK_SEQPACKET`` socket to each other rank; they are closed with
             the transport.
-        deadline_seconds: how long a message may take.
+        deadline_seconds: how long a message may take, unless ``patience`` is changed.
         codec: describes the values that are sent.
     """
 
@@ -80,9 +80,9 @@ class SharedMemoryTransport(Transport):
         deadline_seconds: float,
         codec: Codec | None = None,
     ) -> None:
+        self.patience = Patience(deadline_seconds)
         self._rank = rank
         self._packer = Packer(codec or Codec())
-        self._deadline_seconds = deadline_seconds
         self._peers = {
             other: _Peer(other, Link(rank, other, connection))
             for other, connection in connections.items()
@@ -189,15 +189,15 @@ class SharedMemoryTransport(Transport):
         Raises:
             PeerError, DeadlineError: it will not be done.
         """
-        end = time.monotonic() + self._deadline_seconds
+        patience = self.patience
+        end = time.monotonic() + patience.seconds
         while not done():
             self._check_hope(peer, waiting)
             left = 1000 * (end - time.monotonic())
             if left <= 0:
                 raise DeadlineError(
-                    f"{waiting}: rank {peer.rank} did not answer within "
-                    f"{self._deadline_seconds:g} s; if its work takes longer, raise "
-                    "deadline_seconds"
+                    f"{waiting}: rank {peer.rank} did not answer within {patience.seconds:g} s; "
+                    f"if its work takes longer, raise {patience.argument}"
                 )
             self._take_in(left if most_milliseconds is None else min(left, most_milliseconds))
 

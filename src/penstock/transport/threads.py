@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from penstock.errors import DeadlineError, PeerError, RunError
-from penstock.transport.base import Edge, Transport
+from penstock.transport.base import Edge, Patience, Transport
 
 
 class _Message(NamedTuple):
@@ -36,21 +36,22 @@ class ThreadExchange:
 
     Args:
         num_ranks: how many.
-        deadline_seconds: how long a receive waits.
+        deadline_seconds: how long a receive waits, unless its transport's ``patience`` is changed.
     """
 
     def __init__(self, num_ranks: int, deadline_seconds: float) -> None:
-        self.deadline_seconds = deadline_seconds
         self.inboxes: list[queue.SimpleQueue[_Notice]] = [
             queue.SimpleQueue() for _ in range(num_ranks)
         ]
-        self.transports = [ThreadTransport(self, rank) for rank in range(num_ranks)]
+        patience = Patience(deadline_seconds)
+        self.transports = [ThreadTransport(self, rank, patience) for rank in range(num_ranks)]
 
 
 class ThreadTransport(Transport):
     """One rank's end of a ``ThreadExchange``."""
 
-    def __init__(self, exchange: ThreadExchange, rank: int) -> None:
+    def __init__(self, exchange: ThreadExchange, rank: int, patience: Patience) -> None:
+        self.patience = patience
         self._exchange = exchange
         self._rank = rank
         self._early: dict[tuple[Edge, int], Any] = {}
@@ -65,11 +66,18 @@ class ThreadTransport(Transport):
     def recv(self, edge: Edge, number: int, waiting: str) -> Any:
         self._check_open()
         wanted = (edge, number)
-        end = time.monotonic() + self._exchange.deadline_seconds
+        patience = self.patience
+        end = time.monotonic() + patience.seconds
         while wanted not in self._early:
             if farewell := self._farewells.get(edge.source):
                 raise PeerError(f"{waiting}: {farewell}", farewell)
-            self._take_in(self._next(end, edge, waiting), waiting)
+            notice = self._next(end)
+            if notice is None:
+                raise DeadlineError(
+                    f"{waiting}: nothing came from rank {edge.source} within "
+                    f"{patience.seconds:g} s; if its work takes longer, raise {patience.argument}"
+                )
+            self._take_in(notice, waiting)
         return self._early.pop(wanted)
 
     def _take_in(self, notice: _Notice, waiting: str) -> None:
@@ -83,15 +91,11 @@ class ThreadTransport(Transport):
             case _Farewell(rank, reason):
                 self._farewells[rank] = f"rank {rank} closed its pipeline ({reason})"
 
-    def _next(self, end: float, edge: Edge, waiting: str) -> _Notice:
+    def _next(self, end: float) -> _Notice | None:
         try:
             return self._exchange.inboxes[self._rank].get(timeout=max(0, end - time.monotonic()))
         except queue.Empty:
-            raise DeadlineError(
-                f"{waiting}: nothing came from rank {edge.source} within "
-                f"{self._exchange.deadline_seconds:g} s; if its work takes longer, raise "
-                "deadline_seconds"
-            ) from None
+            return None
 
     def fail(self, reason: str, edges: Iterable[Edge]) -> None:
         # All ranks share this process, so none needs to hear it from a neighbour.

@@ -24,8 +24,8 @@ from penstock.optimizer_factory import Parameters
 from penstock.pipeline import Pipeline
 from penstock.planner import Plan
 from penstock.planner.explanation import steady_minibatch
-from penstock.run.assembly import several_processes
 from penstock.run.delayed_replay import DelayedReplay
+from penstock.run.joining import several_processes
 from penstock.run.single_device import SingleDevice
 from penstock.spine import spine_fingerprint, spine_of
 from penstock.timeline import Timeline

@@ -16,7 +16,9 @@ import torch.nn.functional as F
 import penstock as pk
 from tests.helpers import make_batch, make_mlp, make_plan
 
-DEADLINE_SECONDS = 4.0
+DEADLINE_SECONDS = 6.0
+LONG_SECONDS = 120.0
+"""A deadline that must not pass."""
 
 
 def kill(*_):
@@ -44,7 +46,8 @@ def main() -> None:
         model,
         plan,
         loss=F.cross_entropy,
-        deadline_seconds=DEADLINE_SECONDS,
+        deadline_seconds=DEADLINE_SECONDS if how == "stall" else LONG_SECONDS,
+        startup_seconds=LONG_SECONDS,
         transport=transport,
     )
     pipeline.step(*make_batch(12))

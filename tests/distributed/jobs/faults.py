@@ -31,7 +31,10 @@ from penstock.errors import PenstockError
 from penstock.schedule import families
 from tests.helpers import make_batch, make_mlp, make_plan
 
-DEADLINE_SECONDS = 4.0
+DEADLINE_SECONDS = 6.0
+LONG_SECONDS = 120.0
+"""A deadline that must not pass."""
+
 STALL_SECONDS = 2 * DEADLINE_SECONDS
 NUM_MICROBATCHES = 4
 NUM_STEPS = 3
@@ -104,11 +107,12 @@ class Culprit:
 
     def __init__(self, fault: Fault, rank: int) -> None:
         self.fault, self.mine = fault, rank == fault.victim
+        self.armed = False
         self._calls = itertools.count()
 
     def strikes(self, kind: str) -> bool:
         fault = self.fault
-        if not self.mine or kind != fault.kind:
+        if not self.mine or not self.armed or kind != fault.kind:
             return False
         return next(self._calls) == fault.call
 
@@ -205,11 +209,16 @@ def outcome_of(fault: Fault, transport: str) -> dict:
         lr_scheduler=culprit.lr_scheduler,
         metrics={"one": culprit.metric},
         transport=transport,
-        deadline_seconds=DEADLINE_SECONDS,
+        deadline_seconds=LONG_SECONDS if fault.how == "kills" else DEADLINE_SECONDS,
+        startup_seconds=LONG_SECONDS,
         seed=3,
         **UPDATES[fault.update],
     )
     culprit.plant(pipeline)
+    # The first step of each kind may take longer; only then do the others' deadlines hold.
+    pipeline.step(*make_batch(8))
+    pipeline.evaluate(make_batch(8)[0])
+    culprit.armed = True
     start = time.monotonic()
     try:
         with pipeline:

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from penstock.errors import PenstockError
 from penstock.link_meter import measure_cluster
 
-DEADLINE_SECONDS = 4.0
+DEADLINE_SECONDS = 6.0
+LONG_SECONDS = 120.0
+"""A deadline that must not pass."""
 VICTIM = 1
 
 
@@ -35,8 +37,9 @@ def main() -> None:
             time.sleep(3 * DEADLINE_SECONDS)
 
     start = time.perf_counter()
+    deadline_seconds = LONG_SECONDS if how == "kill" else DEADLINE_SECONDS
     try:
-        measure_cluster(seconds_per_pair=0.1, deadline_seconds=DEADLINE_SECONDS, progress=stop)
+        measure_cluster(seconds_per_pair=0.1, deadline_seconds=deadline_seconds, progress=stop)
         report = {"kind": "none"}
     except PenstockError as error:
         report = {"kind": type(error).__name__, "message": str(error)}

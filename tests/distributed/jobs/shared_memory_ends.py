@@ -20,10 +20,13 @@ import torch
 
 from penstock.errors import RunError
 from penstock.transport import Edge, SharedMemoryExchange
+from penstock.transport.base import Patience
 
 NUM_RANKS = 3
 VICTIM = 1
 DEADLINE_SECONDS = 3.0
+LONG_SECONDS = 120.0
+"""A deadline that must not pass."""
 NUM_ROUNDS = 40
 
 
@@ -56,14 +59,14 @@ def kill_with_child(transport, folder):
     """A child, such as a DataLoader's worker, has copies of the sockets."""
     child = os.fork()
     if child == 0:
-        time.sleep(DEADLINE_SECONDS)
+        time.sleep(LONG_SECONDS)
         os._exit(0)
     (folder / "child").write_text(str(child))
     kill(transport, folder)
 
 
 def stall(transport, folder):
-    time.sleep(2 * DEADLINE_SECONDS)
+    time.sleep(4 * DEADLINE_SECONDS)
 
 
 def leave(transport, folder):
@@ -109,6 +112,8 @@ def run(rank, how, exchange, folder):
     # Rank 0 waits for one that lives, rank 2 for the victim.
     source = 2 if rank == 0 and how != "stall" else VICTIM
     report = {"kind": "", "message": ""}
+    if how == "stall":
+        transport.patience = Patience(DEADLINE_SECONDS)
     try:
         transport.recv(Edge(source, rank, 9), 0, f"rank {rank}, waiting")
     except RunError as error:
@@ -131,7 +136,7 @@ def opened():
 def main():
     how, folder = sys.argv[1], Path(sys.argv[2])
     before = opened()
-    exchange = SharedMemoryExchange(NUM_RANKS, DEADLINE_SECONDS)
+    exchange = SharedMemoryExchange(NUM_RANKS, LONG_SECONDS)
     children = []
     for rank in range(NUM_RANKS):
         child = os.fork()
@@ -146,6 +151,8 @@ def main():
         children.append(child)
     exchange.close()
     exits = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if (folder / "child").exists():
+        os.kill(int((folder / "child").read_text()), signal.SIGKILL)
     print(json.dumps({"before": before, "after": opened(), "exits": exits}))
 
 

@@ -16,10 +16,16 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import PeerError, RunError
+from penstock.rendezvous import Rendezvous
 from penstock.transport import Edge, connect
 
-DEADLINE_SECONDS = 8.0
+DEADLINE_SECONDS = 60.0
 NUM_ROUNDS = 6
+
+
+def connected(host=None, way="auto"):
+    meeting = Rendezvous.of_group("connecting", 60, "wait longer")
+    return connect(meeting, DEADLINE_SECONDS, host, way)
 
 
 def value_of(source, target, k):
@@ -53,13 +59,13 @@ def ways_of(rank, host):
     cases = itertools.product(("auto", "process-group", "shared-memory"), (host, None))
     for way, name in cases:
         try:
-            transport = connect(size, DEADLINE_SECONDS, name, way)
+            transport = connected(name, way)
         except RunError as error:
             found[f"{way}, {name and 'two hosts'}"] = str(error)
             continue
         works = everyone_to_everyone(rank, size, transport)
         found[f"{way}, {name and 'two hosts'}"] = sorted(transport.near_ranks), works
-        dist.barrier(group=transport.group)
+        dist.barrier()
         transport.close("next")
     return found
 
@@ -71,9 +77,9 @@ def fall_back(rank):
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        transport = connect(dist.get_world_size(), DEADLINE_SECONDS)
+        transport = connected()
     try:
-        connect(dist.get_world_size(), DEADLINE_SECONDS, way="shared-memory")
+        connected(way="shared-memory")
         refused = ""
     except RunError as error:
         refused = str(error)
@@ -85,8 +91,8 @@ def fall_back(rank):
 
 def news(rank, host):
     """Rank 0 is killed while 1 waits for it, 2 on the other host for 1, and 3 for 2."""
-    transport = connect(dist.get_world_size(), DEADLINE_SECONDS, host)
-    dist.barrier(group=transport.group)
+    transport = connected(host)
+    dist.barrier()
     if rank == 0:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
