@@ -65,8 +65,9 @@ class Pipeline:
             gradients are skipped on every rank, and its scale follows. Under ``torchrun``, every
             process gives its own, in the same state.
         post_validate: do not wait for all ranks before an update that depends on them; a wrong one
-            is undone and made again (arXiv 2401.10241, section 4). Costs a copy of weights and
-            optimizer state, pays off in ``steps``, and changes no result.
+            is undone and made again (arXiv 2401.10241, section 4), hooks on the optimizer included.
+            Costs a copy of weights and optimizer state, pays off in ``steps``, and changes no
+            result.
         metrics: by name, from (output, targets) of one microbatch to a number, weighted like the
             loss; see ``metrics``.
         results: whether losses, metrics and outputs are given on every rank, or on none, which
