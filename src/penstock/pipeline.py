@@ -18,6 +18,7 @@ from penstock.errors import InputError, RunError
 from penstock.microbatches import Microbatches, Weight, Weighting
 from penstock.optimizer_factory import OptimizerFactory
 from penstock.planner import Plan
+from penstock.randomness import Audit
 from penstock.run.assembly import Results, Running, TransportName, assemble
 from penstock.run.counting import Peak
 from penstock.run.cutter import Cutter
@@ -205,10 +206,8 @@ class Pipeline:
         """
         self._check_can_train()
         minibatch = self._cutter.to_train(inputs, targets, step=self._step, share=share)
-        with self._exclusively():
-            random_state = torch.get_rng_state()
+        with self._exclusively(), self._parts.streams.auditing():
             (outcome,) = self._feed.train([minibatch], update=update)
-            self._parts.streams.audit(random_state)
             return self._loss_of(outcome)
 
     def steps(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Tensor | None]:
@@ -227,11 +226,13 @@ class Pipeline:
             under way then, so weights may be used only after the loop.
         """
         expect(batches, Iterable, "the loader", "give an iterable of (inputs, targets) pairs")
-        with self._exclusively():
+        with self._exclusively(), self._parts.streams.auditing() as audit:
             try:
-                minibatches = self._cutter.minibatches(self._open(batches), self._step)
+                minibatches = self._cutter.minibatches(self._open(batches, audit), self._step)
                 for outcome in self._feed.train(minibatches):
-                    yield self._loss_of(outcome)
+                    loss = self._loss_of(outcome)
+                    with audit.elsewhere():
+                        yield loss
             except RunError:
                 self._check_open()  # the caller may have closed it in the loop
                 raise
@@ -245,8 +246,8 @@ class Pipeline:
                     error.add_note(f"What was under way could not be ended: {told(failure)}")
                 raise
 
-    def _open(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-        for batch in batches:
+    def _open(self, batches: Iterable[tuple[Any, Any]], audit: Audit) -> Iterator[tuple[Any, Any]]:
+        for batch in audit.taken(batches):
             self._check_can_train()  # the caller may have closed it meanwhile
             yield batch
 
@@ -271,10 +272,9 @@ class Pipeline:
         with (
             self._exclusively(),
             evaluation_mode(self._model, *layers, *self._parts.layout.twins),
+            self._parts.streams.auditing(),
         ):
-            random_state = torch.get_rng_state()
             outcome = self._feed.evaluate(minibatch)
-            self._parts.streams.audit(random_state)
         if self._results == "none":
             return None
         outputs = microbatches.join_slices(list(outcome.outputs), minibatch.num_slices)
