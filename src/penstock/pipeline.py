@@ -305,6 +305,7 @@ class Pipeline:
             scale = updaters[0].loss_scale
             if scale is not None and self._grad_scaler is not None:
                 scale.store(self._grad_scaler)
+            self._parts.layout.let_go()
             self._running.release()
 
     def _loss_of(self, outcome: Outcome) -> Tensor | None:

@@ -134,7 +134,7 @@ def test_a_scaler_that_is_not_enabled_does_not_switch_the_check_for_nan_off():
 def test_a_batch_norm_that_two_ranks_run_is_refused():
     norm = nn.BatchNorm1d(16)
     model = nn.Sequential(norm, nn.Linear(16, 16), norm, nn.Linear(16, 4))
-    with pytest.raises(ModelError, match=r"'2' .BatchNorm1d. on ranks \[0, 1\]"):
+    with pytest.raises(ModelError, match=r"'0' .BatchNorm1d. on ranks \[0, 1\]"):
         pipeline_of(model)
 
 
