@@ -18,6 +18,7 @@ from penstock.errors import InputError, RunError
 from penstock.microbatches import Microbatches, Weight, Weighting
 from penstock.optimizer_factory import OptimizerFactory
 from penstock.planner import Plan
+from penstock.randomness import Audit
 from penstock.run.assembly import Results, Running, assemble
 from penstock.run.counting import Peak
 from penstock.run.cutter import Cutter
@@ -67,8 +68,9 @@ class Pipeline:
             gradients are skipped on every rank, and its scale follows. Under ``torchrun``, every
             process gives its own, in the same state.
         post_validate: do not wait for all ranks before an update that depends on them; a wrong one
-            is undone and made again (arXiv 2401.10241, section 4). Costs a copy of weights and
-            optimizer state, pays off in ``steps``, and changes no result.
+            is undone and made again (arXiv 2401.10241, section 4), hooks on the optimizer included.
+            Costs a copy of weights and optimizer state, pays off in ``steps``, and changes no
+            result.
         metrics: by name, from (output, targets) of one microbatch to a number, weighted like the
             loss; see ``metrics``.
         results: whether losses, metrics and outputs are given on every rank, or on none, which
@@ -232,10 +234,8 @@ class Pipeline:
         minibatch = self._cutter.to_train(
             inputs, targets, step=self._step, share=share, updates=update
         )
-        with self._exclusively():
-            random_state = torch.get_rng_state()
+        with self._exclusively(), self._parts.streams.auditing():
             (outcome,) = self._feed.train([minibatch])
-            self._parts.streams.audit(random_state)
             return self._loss_of(outcome)
 
     def steps(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Tensor | None]:
@@ -254,11 +254,13 @@ class Pipeline:
             under way then, so weights may be used only after the loop.
         """
         expect(batches, Iterable, "the loader", "give an iterable of (inputs, targets) pairs")
-        with self._exclusively():
+        with self._exclusively(), self._parts.streams.auditing() as audit:
             try:
-                minibatches = self._cutter.minibatches(self._open(batches), self._step)
+                minibatches = self._cutter.minibatches(self._open(batches, audit), self._step)
                 for outcome in self._feed.train(minibatches):
-                    yield self._loss_of(outcome)
+                    loss = self._loss_of(outcome)
+                    with audit.elsewhere():
+                        yield loss
             except RunError:
                 self._check_open()  # the caller may have closed it in the loop
                 raise
@@ -272,8 +274,8 @@ class Pipeline:
                     error.add_note(f"What was under way could not be ended: {told(failure)}")
                 raise
 
-    def _open(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-        for batch in batches:
+    def _open(self, batches: Iterable[tuple[Any, Any]], audit: Audit) -> Iterator[tuple[Any, Any]]:
+        for batch in audit.taken(batches):
             self._check_can_train()  # the caller may have closed it meanwhile
             yield batch
 
@@ -298,10 +300,9 @@ class Pipeline:
         with (
             self._exclusively(),
             evaluation_mode(self._model, *layers, *self._parts.layout.twins),
+            self._parts.streams.auditing(),
         ):
-            random_state = torch.get_rng_state()
             outcome = self._feed.evaluate(minibatch)
-            self._parts.streams.audit(random_state)
         if self._results == "none":
             return None
         outputs = microbatches.join_slices(list(outcome.outputs), minibatch.num_slices)
@@ -332,6 +333,7 @@ class Pipeline:
             scale = updaters[0].loss_scale
             if scale is not None and self._grad_scaler is not None:
                 scale.store(self._grad_scaler)
+            self._parts.layout.let_go()
             self._running.release()
 
     def _loss_of(self, outcome: Outcome) -> Tensor | None:

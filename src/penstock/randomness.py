@@ -6,7 +6,9 @@ generator of its own, derived from one seed. A pipeline with any number of stage
 device, then draw the same masks.
 
 Redirecting costs about 10 µs per operation, so only layers that draw are redirected: a layer is
-watched when it first runs, and ``LayerStreams.audit`` notices one that starts drawing later.
+watched when it first runs, and an ``Audit`` notices one that starts drawing later: torch's default
+generator moves then. The caller's code may move it too, and while that runs, nobody can tell who
+did. After that all layers are watched once more; if one draws now, it was right to doubt.
 """
 
 from __future__ import annotations
@@ -15,15 +17,17 @@ import contextlib
 import hashlib
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from penstock.errors import InputError
+
+V = TypeVar("V")
 
 _DEFAULT_GENERATOR_LOCK = threading.Lock()
 
@@ -164,6 +168,9 @@ class LayerStreams:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self._quiet: set[tuple[int, bool]] = set()
+        self._doubted: set[tuple[int, bool]] = set()
+        self._late = False
+        self._num_doubts = 0
 
     def stream(
         self, layer: int, training: bool, step: int, microbatch: int, part: int = 0
@@ -180,19 +187,94 @@ class LayerStreams:
 
     def learn(self, layer: int, training: bool, stream: RandomStream | None) -> None:
         """Remember whether the layer drew; call after it ran."""
-        if stream is not None and not stream.drew:
+        if stream is None:
+            return
+        if stream.drew:
+            self._late = self._late or (layer, training) in self._doubted
+        else:
             self._quiet.add((layer, training))
+        self._doubted.discard((layer, training))
 
-    def audit(self, before: torch.Tensor) -> None:
-        """Compare torch's default CPU generator with its state ``before`` the step.
+    def auditing(self) -> Audit:
+        """A context in which layers run, and which warns of one that has begun to draw."""
+        return Audit(self)
 
-        If it moved, a layer that was quiet has begun to draw: watch all layers again and say that
-        this one step was not reproducible.
+    def doubt(self) -> None:
+        """A quiet layer may have drawn, or the caller's code: watch all layers once more.
+
+        Watching costs time, and a loader may draw before every minibatch. So only the first doubt
+        of a pipeline has consequences, the second, the fourth, the eighth and so on.
         """
-        if not torch.equal(before, torch.get_rng_state()):
+        self._num_doubts += 1
+        if self._num_doubts.bit_count() == 1:
+            self._doubted |= self._quiet
             self._quiet.clear()
+
+    def judge(self, *, moved: bool) -> bool:
+        """Whether a layer has drawn that was quiet before.
+
+        Args:
+            moved: torch's default generator has, while none but layers can have moved it.
+        """
+        late, self._late = self._late or moved, False
+        if moved:
+            self._quiet.clear()
+            self._doubted.clear()
+        return late
+
+
+class Audit:
+    """Compares torch's default CPU generator before and after layers have run.
+
+    Args:
+        streams: of these layers.
+    """
+
+    def __init__(self, streams: LayerStreams) -> None:
+        self._streams = streams
+
+    def __enter__(self) -> Self:
+        self._before = _default_state()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+        if kind is None or issubclass(kind, GeneratorExit):
+            self._check()
+
+    @contextlib.contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """The caller's code runs, and layers perhaps meanwhile."""
+        self._check()
+        try:
+            yield
+        finally:
+            if self._moved():
+                self._streams.doubt()
+
+    def taken(self, values: Iterable[V]) -> Iterator[V]:
+        """The values that the caller's code makes, one after another."""
+        remaining = iter(values)
+        while True:
+            with self.elsewhere():
+                try:
+                    value = next(remaining)
+                except StopIteration:
+                    return
+            yield value
+
+    def _check(self) -> None:
+        if self._streams.judge(moved=self._moved()):
             warnings.warn(
-                "a layer drew random numbers for the first time after its first run; this step's "
-                "draws depend on timing, later ones will not",
-                stacklevel=3,
+                "a layer drew random numbers for the first time after its first run; draws up to "
+                "now depend on timing, later ones will not",
+                stacklevel=5,
             )
+
+    def _moved(self) -> bool:
+        before, self._before = self._before, _default_state()
+        return not torch.equal(before, self._before)
+
+
+def _default_state() -> torch.Tensor:
+    with _DEFAULT_GENERATOR_LOCK:  # it may be lent just now
+        return torch.get_rng_state()

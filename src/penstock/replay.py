@@ -102,7 +102,9 @@ def put_back(buffers: Iterable[SavedBuffer]) -> None:
     """Give modules back their buffers, with the values that were saved."""
     with torch.no_grad():
         for module, name, buffer, before in buffers:
-            setattr(module, name, buffer.copy_(before))
+            if not torch.equal(buffer, before):  # other ranks may read it just now
+                buffer.copy_(before)
+            setattr(module, name, buffer)
 
 
 @contextmanager

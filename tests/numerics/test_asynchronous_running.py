@@ -391,6 +391,17 @@ def test_hooks_on_parameters_are_refused():
         pipeline_of(model, plan)
 
 
+def test_buffers_that_several_replicas_write_are_refused():
+    model = layered_model()
+    nn.utils.parametrizations.spectral_norm(model[0][0])
+    plan = plan_for(versions.Stash(), None, microbatches=4, replicas="2-1", model=model)
+    with (
+        pipeline_of(model, plan) as pipeline,
+        pytest.raises(StageError, match=r"has written the buffer .*\._[uv]'"),
+    ):
+        list(pipeline.steps(batches([8] * 3)))
+
+
 def test_prediction_knows_its_optimizers():
     plan = plan_for(versions.Predict(), 2, microbatches=2)
     with pytest.raises(InputError, match="not of RMSprop"):

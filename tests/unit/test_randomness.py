@@ -233,6 +233,86 @@ def test_a_layer_that_starts_to_draw_is_noticed_and_watched_from_then_on():
         assert not caught
 
 
+def draws_late_in_steps(batches, noisy_from, audience=lambda: None):
+    """What is warned of in a loop over minibatches when a layer begins to draw at one of them."""
+    model = nn.Sequential(nn.Linear(16, 4), Sometimes())
+
+    def start(module, inputs):
+        calls.append(1)
+        module.noisy = len(calls) > 2 * noisy_from  # of two microbatches each
+
+    calls = []
+    model[1].register_forward_pre_hook(start)
+    plan = make_plan(model, 2, 2)
+    with (
+        pk.Pipeline(model, plan, loss=F.cross_entropy, seed=1) as pipeline,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        for _ in pipeline.steps(batches):
+            audience()
+        assert not caught or "drew random numbers for the first time" in str(caught[0].message)
+        told = len(caught)
+        list(pipeline.steps([make_batch(8), make_batch(8)]))
+        assert len(caught) == told  # it is watched from then on
+    return told
+
+
+def test_a_layer_that_starts_to_draw_within_steps_is_noticed():
+    assert draws_late_in_steps([make_batch(8)] * 10, noisy_from=5) >= 1
+
+
+@pytest.mark.parametrize("where", ["loader", "loop"])
+def test_a_layer_that_starts_to_draw_is_noticed_where_others_draw_as_well(where):
+    draw = lambda: torch.rand(3)  # noqa: E731
+    batches = (make_batch(8) for _ in range(10) if where == "loop" or draw().numel())
+    assert draws_late_in_steps(batches, 5, draw if where == "loop" else lambda: None) >= 1
+
+
+@pytest.mark.parametrize("where", ["loader", "loop"])
+def test_callers_may_draw_while_steps_are_under_way(where):
+    draw = lambda: torch.rand(3)  # noqa: E731
+    batches = (make_batch(8) for _ in range(10) if where == "loop" or draw().numel())
+    assert draws_late_in_steps(batches, 99, draw if where == "loop" else lambda: None) == 0
+
+
+def test_a_draw_beside_the_callers_code_is_noticed_when_the_layer_draws_again():
+    streams = LayerStreams(0)
+
+    def run(layer, draws):
+        with streams.stream(layer, True, step=0, microbatch=0) as stream:
+            if draws:
+                torch.rand(3)
+        streams.learn(layer, True, stream)
+
+    with streams.auditing() as audit:
+        for layer in range(2):
+            run(layer, draws=False)
+        with audit.elsewhere():
+            run(1, draws=True)
+        assert not streams.is_quiet(0, training=True)
+        with audit.elsewhere():
+            run(0, draws=False)
+            run(1, draws=True)
+        assert streams.is_quiet(0, training=True)
+        assert not streams.is_quiet(1, training=True)
+        with pytest.warns(UserWarning, match="for the first time"), audit.elsewhere():
+            run(1, draws=True)
+
+
+def test_watching_all_layers_again_becomes_rare_where_callers_always_draw():
+    streams = LayerStreams(0)
+    num_watched = 0
+    with streams.auditing() as audit:
+        for _ in range(64):
+            with audit.elsewhere():
+                torch.rand(3)
+            with streams.stream(0, True, step=0, microbatch=0) as stream:
+                num_watched += stream is not None
+            streams.learn(0, True, stream)
+    assert num_watched == 7
+
+
 def test_a_loss_that_draws_is_reproducible_too():
     def noisy_loss(output, targets):
         return F.cross_entropy(output + torch.randn_like(output), targets)

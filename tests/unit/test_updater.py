@@ -117,6 +117,110 @@ def test_what_is_undone_includes_momentum():
     torch.testing.assert_close(momentum, torch.full_like(momentum, clipped * 1.5))
 
 
+class MasterSGD(torch.optim.Optimizer):
+    """SGD with momentum on weights in float32, of which the parameters are roundings.
+
+    Args:
+        params: in any dtype.
+        where: the masters are kept: in the ``"state"``, in an ``"attribute"`` that the first step
+            makes, or in a ``"list"`` of objects that ``state_dict`` tells.
+    """
+
+    def __init__(self, params, where):
+        super().__init__(params, {"lr": 0.5, "num_steps": 0})
+        self.where = where
+        self.kept = Kept()
+
+    def masters(self):
+        (group,) = self.param_groups
+        if self.where == "state":
+            return [self.state[p].setdefault("master", p.float()) for p in group["params"]]
+        if self.where == "attribute":
+            if not hasattr(self, "copies"):
+                self.copies = [p.float() for p in group["params"]], 3
+            return self.copies[0]
+        self.kept.masters = self.kept.masters or [p.float() for p in group["params"]]
+        return self.kept.masters
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        (group,) = self.param_groups
+        group["num_steps"] += 1
+        for master, parameter in zip(self.masters(), group["params"], strict=True):
+            before = self.state[parameter].get("momentum")
+            momentum = parameter.grad.float() + (0 if before is None else 0.9 * before)
+            self.state[parameter]["momentum"] = momentum
+            parameter.copy_(master.sub_(momentum * (group["lr"] / group["num_steps"])))
+
+    def state_dict(self):
+        return {**super().state_dict(), "kept": self.kept.masters}
+
+    def load_state_dict(self, state):
+        super().load_state_dict({key: state[key] for key in ("state", "param_groups")})
+        self.kept.masters = state["kept"]
+
+
+class Kept:
+    masters = None
+
+
+@pytest.mark.parametrize("where", ["state", "attribute", "list"])
+def test_what_is_undone_includes_weights_in_another_dtype(where):
+    found = []
+    for post_validate in (False, True):
+        stages = {stage: layer.bfloat16() for stage, layer in two_layers().items()}
+        updater = updater_of(
+            stages,
+            clip_norm=0.1,
+            post_validate=post_validate,
+            optimizer=lambda parameters: MasterSGD(parameters, where),
+        )
+        for step in range(4):
+            updater.begin(step)
+            fill_gradients(stages, 1.0 + step)
+            if not post_validate:
+                updater.agree()
+            for stage in (3, 0):
+                updater.update(stage)
+            assert updater.settle() != post_validate
+        optimizer = updater.optimizers[0]
+        found.append([weights(stages), *map(torch.clone, optimizer.masters())])
+        assert optimizer.param_groups[0]["num_steps"] == 4
+    assert all(map(torch.equal, *found))
+    assert found[0][1].dtype == torch.float32
+
+
+def test_an_optimizer_inside_another_is_undone_with_it():
+    class Averaging(torch.optim.SGD):
+        def __init__(self, parameters):
+            super().__init__(parameters, lr=1.0)
+            self.inner = MasterSGD(self.param_groups[0]["params"], "state")
+            self.slow = [p.detach().clone() for p in parameters]
+            self.itself = {"me": self}
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            self.inner.step()
+            for slow, parameter in zip(self.slow, self.param_groups[0]["params"], strict=True):
+                parameter.copy_(slow.lerp_(parameter, 0.5))
+
+    found = []
+    for post_validate in (False, True):
+        stages = two_layers()
+        options = {"clip_norm": 0.1, "post_validate": post_validate, "optimizer": Averaging}
+        updater = updater_of(stages, **options)
+        for step in range(3):
+            updater.begin(step)
+            fill_gradients(stages, 1.0 + step)
+            if not post_validate:
+                updater.agree()
+            for stage in (3, 0):
+                updater.update(stage)
+            updater.settle()
+        found.append(weights(stages))
+    assert torch.equal(*found)
+
+
 def test_dropping_gradients_drops_those_of_all_stages():
     stages = two_layers()
     updater = updater_of(stages)

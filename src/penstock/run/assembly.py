@@ -165,7 +165,8 @@ def _worker(
         layout.shared(rank, stages),
     )
     stores = layout.stores(stages, updater.optimizers)
-    return Worker(rank, stages, transport, recipe, updater, layout.skips, stores)
+    shared = layout.shared_state(stages)
+    return Worker(rank, stages, transport, recipe, updater, layout.skips, stores, shared)
 
 
 def _first_copies(workers: Sequence[Worker]) -> dict[int, Stage]:

@@ -7,7 +7,6 @@ own parameters, the others twins, which are kept equal.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +19,10 @@ from torch import nn
 from penstock.errors import ModelError
 from penstock.planner import Plan
 from penstock.randomness import LayerStreams
+from penstock.run.holders import Holders
 from penstock.run.program import SkipRoute
+from penstock.run.shared_state import SharedState
+from penstock.run.twins import Twins
 from penstock.run.updater import Holding, SharedWeights
 from penstock.slices import check_sliceable
 from penstock.spine import NamedLayer
@@ -85,44 +87,39 @@ class Layout:
             check_sliceable(layers)
         self._streams = streams
         self._one_process = one_process
+        self._holders = Holders(self._layers_of, self._schedule.ranks_of)
         self._weights = self._find_weights(model)
         self._check_buffers()
         if plan.versions.asynchronous:
             self._check_untied()
-        self._twins: list[tuple[nn.Module, nn.Module]] = []
-        self._equal: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._check_hooks()
+        self._twins: list[Twins] = []
 
     def _find_weights(self, model: nn.Module) -> list[_Weight]:
-        places = {id(parameter): at for at, parameter in enumerate(model.parameters())}
-        found: dict[int, tuple[str, nn.Parameter]] = {}
-        users: dict[int, set[tuple[int, int]]] = defaultdict(set)
-        for stage, layers in enumerate(self._layers_of):
-            holders = self._schedule.ranks_of(stage)
-            for layer in layers:
-                for key, parameter in layer.module.named_parameters():
-                    name = layer.key(key)
-                    found.setdefault(id(parameter), (name, parameter))
-                    users[id(parameter)] |= {(rank, stage) for rank in holders}
+        places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
+        named: dict[nn.Parameter, str] = {}
+        for layer in itertools.chain.from_iterable(self._layers_of):
+            for key, parameter in layer.module.named_parameters():
+                named.setdefault(parameter, layer.key(key))
         return [
-            _Weight(places[key], name, parameter, tuple(sorted(users[key])))
-            for key, (name, parameter) in found.items()
+            _Weight(
+                places[id(parameter)], name, parameter, tuple(sorted(self._holders.of(parameter)))
+            )
+            for parameter, name in named.items()
         ]
 
     def _check_buffers(self) -> None:
         """Ranks that run the same module see different values, so statistics would drift apart."""
-        ranks: dict[nn.Module, set[int]] = defaultdict(set)
-        for stage, layers in enumerate(self._layers_of):
-            holders = self._schedule.ranks_of(stage)
-            for layer in layers:
-                for module in layer.module.modules():
-                    ranks[module].update(holders)
-                    if len(ranks[module]) > 1 and getattr(module, "track_running_stats", False):
-                        raise ModelError(
-                            f"{self._plan.schedule} runs {layer.name!r} ({type(module).__name__}) "
-                            f"on ranks {sorted(ranks[module])}, each of which would gather "
-                            "statistics of its own; choose a schedule or cuts that leave it on one "
-                            "rank, or a norm without running statistics"
-                        )
+        for layer in itertools.chain.from_iterable(self._layers_of):
+            for module in layer.module.modules():
+                ranks = sorted({rank for rank, _ in self._holders.of(module)})
+                if len(ranks) > 1 and getattr(module, "track_running_stats", False):
+                    raise ModelError(
+                        f"{self._plan.schedule} runs {layer.name!r} ({type(module).__name__}) "
+                        f"on ranks {ranks}, each of which would gather statistics of its own; "
+                        "choose a schedule or cuts that leave it on one rank, or a norm without "
+                        "running statistics"
+                    )
 
     def _check_untied(self) -> None:
         """Gradients of one weight from several stages would be of different ages."""
@@ -134,6 +131,28 @@ class Layout:
                     "gradients are of different ages without a flush; put the layers that share it "
                     "into one stage, untie them, or choose a synchronous schedule"
                 )
+
+    def _check_hooks(self) -> None:
+        """Hooks on parameters see what a backward brings, which must be what it is on one device:
+        the gradient of a whole microbatch."""
+        for one in self._weights:
+            accumulated = one.parameter._post_accumulate_grad_hooks
+            if not accumulated and not one.parameter._backward_hooks:
+                continue
+            stages = sorted({stage for _, stage in one.users})
+            if len(stages) > 1:
+                sees = f"stages {', '.join(map(str, stages))} each have a part of the gradient"
+            elif self.num_slices > 1:
+                sees = "slices of a microbatch each have a part of the gradient"
+            elif len(one.ranks) > 1 and accumulated:
+                sees = f"ranks {', '.join(map(str, one.ranks))} each accumulate a part of it"
+            else:
+                continue
+            raise ModelError(
+                f"{one.name!r} has hooks, which would not see what they see on one device: {sees}; "
+                "change the gradient in the optimizer instead (register_step_pre_hook), or choose "
+                "a schedule or cuts that leave the parameter in one stage on one rank"
+            )
 
     @cached_property
     def shared_stages(self) -> frozenset[int]:
@@ -173,12 +192,12 @@ class Layout:
 
     def stages(self, rank: int) -> dict[int, Stage]:
         """The stages of a rank, with twins where others hold the model's own parameters."""
-        replaced = self._twins_of(rank)
+        twins = self._twins_of(rank)
         first = [0, *itertools.accumulate(map(len, self._layers_of))]
         return {
             stage: Stage(
                 stage,
-                [self._own(layer, replaced) for layer in self._layers_of[stage]],
+                [self._own(layer, rank, twins) for layer in self._layers_of[stage]],
                 first[stage],
                 self._streams,
                 self._plan.stages[stage].recompute == "layers",
@@ -187,28 +206,17 @@ class Layout:
             for stage in self._schedule.stages_of[rank]
         }
 
-    def _twins_of(self, rank: int) -> dict[int, nn.Parameter]:
-        """By the id of the model's parameter, this rank's own copy of it."""
-        if not self._one_process:
-            return {}
-        twins = {}
-        for one in self._weights:
-            if rank in one.ranks[1:]:
-                parameter = one.parameter
-                twin = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-                twins[id(parameter)] = twin
-                self._equal.append((parameter, twin))
+    def _twins_of(self, rank: int) -> Twins:
+        """This rank's copies of what another one has the model's own of."""
+        foreign = (one.parameter for one in self._weights if rank in one.ranks[1:])
+        twins = Twins(foreign if self._one_process else ())
+        self._twins.append(twins)
         return twins
 
-    def _own(self, layer: NamedLayer, replaced: dict[int, nn.Parameter]) -> NamedLayer:
-        parameters = list(layer.module.parameters())
-        if not any(id(parameter) in replaced for parameter in parameters):
+    def _own(self, layer: NamedLayer, rank: int, twins: Twins) -> NamedLayer:
+        if not self._one_process or self._holders.runs_first(layer.module, rank):
             return layer
-        # A copy of the modules alone: what is not replaced stays the model's own.
-        kept = {id(one): one for one in (*parameters, *layer.module.buffers())}
-        twin = copy.deepcopy(layer.module, {**kept, **replaced})
-        self._twins.append((layer.module, twin))
-        return layer._replace(module=twin)
+        return layer._replace(module=twins.of(layer))
 
     def holdings(self, rank: int, stages: dict[int, Stage]) -> dict[int, Holding]:
         """What each stage of a rank trains."""
@@ -263,6 +271,19 @@ class Layout:
             if rank in group[0].ranks
         ]
 
+    def shared_state(self, stages: dict[int, Stage]) -> SharedState:
+        """What no forward of a rank's stages may write, since others hold it as well."""
+        return SharedState(
+            {
+                index: [
+                    tensor
+                    for original, layer in zip(self._layers_of[index], stage.layers, strict=True)
+                    for tensor in self._holders.shared_tensors(original, layer.module)
+                ]
+                for index, stage in stages.items()
+            }
+        )
+
     def _parameters(self, stages: dict[int, Stage]) -> dict[int, nn.Parameter]:
         """By place in the model, the parameters that these stages compute with."""
         by_original = {id(one.parameter): one.place for one in self._weights}
@@ -276,16 +297,19 @@ class Layout:
     @property
     def twins(self) -> Iterable[nn.Module]:
         """Copied modules, which are not part of the user's model."""
-        return (twin for _, twin in self._twins)
+        return (module for twins in self._twins for module in twins.modules)
 
     def follow(self) -> None:
-        """Let twins follow what has happened to the model since the last step: training mode, what
-        is frozen, and weights that were loaded or changed by hand."""
-        for original, copied in self._twins:
-            for theirs, ours in zip(original.modules(), copied.modules(), strict=True):
-                ours.training = theirs.training
-        with torch.no_grad():
-            for parameter, twin in self._equal:
-                # Always: a change through ``.data`` leaves no trace.
-                twin.copy_(parameter)
-                twin.requires_grad = parameter.requires_grad
+        """Let ranks follow what has happened to the model since the last step.
+
+        Raises:
+            ModelError: what has happened to it cannot be spread as planned.
+        """
+        self._check_hooks()
+        for twins in self._twins:
+            twins.follow()
+
+    def let_go(self) -> None:
+        """The caller may change the model from now on."""
+        for twins in self._twins:
+            twins.let_go()

@@ -12,10 +12,9 @@ In an asynchronous pipeline, each stage steps at the end of each of its rounds, 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from penstock.optimizer_factory import OptimizerFactory, Parameters, make_optimi
 from penstock.run.agreement import Share, Verdict, hear, tell
 from penstock.run.recipe import Recipe
 from penstock.run.tags import FIRST_EXCHANGE, SHARED_TAGS
+from penstock.run.undo import Undo
 from penstock.transport import Edge, Transport
 from penstock.versions import Place
 
@@ -68,14 +68,6 @@ class SharedWeights(NamedTuple):
     def edge(self, source: int, target: int) -> Edge:
         """The channel on which holders exchange them or their gradients."""
         return Edge(source, target, SHARED_TAGS + self.tag)
-
-
-class _Undo(NamedTuple):
-    """What it takes to take back the step of one stage."""
-
-    weights: list[tuple[nn.Parameter, Tensor]]
-    gradients: list[tuple[nn.Parameter, Tensor | None]]
-    optimizer: dict[str, Any]
 
 
 _NOTHING = Share({}, finite=True)
@@ -135,9 +127,9 @@ class Updater:
         self._to_sum: set[int] = set()
         self._to_update: set[int] = set()
         self._verdict: Verdict | None = None
-        self._pending: tuple[int, Share, dict[int, _Undo]] | None = None
+        self._pending: tuple[int, Share, dict[int, Undo]] | None = None
         self._share = _NOTHING
-        self._undo: dict[int, _Undo] = {}
+        self._undo: dict[int, Undo] = {}
 
     @property
     def pending(self) -> bool:
@@ -325,13 +317,7 @@ class Updater:
         optimizer = self.optimizers.get(stage)
         if optimizer is not None:
             self.num_updates += 1
-            own = holding.named.values()
-            self._undo[stage] = _Undo(
-                [(parameter, parameter.detach().clone()) for parameter in own],
-                # Cloned, since some optimizers work in the gradient's memory.
-                [(p, None if p.grad is None else p.grad.clone()) for p in own],
-                copy.deepcopy(optimizer.state_dict()),
-            )
+            self._undo[stage] = Undo(optimizer, holding.named.values())
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if not self._to_update:
@@ -352,19 +338,11 @@ class Updater:
         stands = verdict.factor == 1.0 and (verdict.finite or self.loss_scale is None)
         if not stands:
             for stage, undo in steps.items():
-                self._take_back(stage, undo)
+                undo.take_back()
                 self._step(stage, verdict)
         self._step_schedulers()
         self._pending = None
         return stands
-
-    def _take_back(self, stage: int, undo: _Undo) -> None:
-        with torch.no_grad():
-            for parameter, before in undo.weights:
-                parameter.copy_(before)
-        for parameter, gradient in undo.gradients:
-            parameter.grad = gradient
-        self.optimizers[stage].load_state_dict(undo.optimizer)
 
     def drop_gradients(self) -> None:
         """Forget what a failed step has accumulated."""

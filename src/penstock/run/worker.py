@@ -17,6 +17,7 @@ from penstock.run.minibatch import Harvest, Minibatch, autocast, modes
 from penstock.run.observers import Observers
 from penstock.run.program import Program, SkipRoute
 from penstock.run.recipe import Recipe
+from penstock.run.shared_state import SharedState
 from penstock.run.updater import Updater
 from penstock.schedule import Kind, Op
 from penstock.schedule.op import COMPUTE
@@ -25,6 +26,7 @@ from penstock.stage import InputGradients, Produced, Stage
 from penstock.store import WeightStore, refuse_autocast
 from penstock.transport import Edge, Transport
 
+_CHANGING_WEIGHTS = frozenset({Kind.REDUCE, Kind.AGREE, Kind.UPDATE})
 _NUMBERS_PER_RUN = 1 << 32
 _MOST_PROGRAMS = 64
 _NOTHING = Minibatch(0, ())
@@ -50,6 +52,7 @@ class Worker:
         updater: applies the gradients of these stages.
         skips: values that travel beside the chain.
         stores: the versions of the weights of its stages, where there are several.
+        shared: what others hold as well, so that no forward of this rank may write it.
 
     Attributes:
         num_runs: minibatches completed.
@@ -66,6 +69,7 @@ class Worker:
         updater: Updater,
         skips: Sequence[SkipRoute] = (),
         stores: Mapping[int, WeightStore] = MappingProxyType({}),
+        shared: SharedState | None = None,
     ) -> None:
         self.rank = rank
         self.stages = stages
@@ -75,6 +79,7 @@ class Worker:
         self._recipe = recipe
         self._skips = tuple(skips)
         self._stores = stores
+        self._shared = shared or SharedState({})
         self._observers = Observers(stages, recipe)
         self._programs: dict[int, Program] = {}
         self.num_attempts = 0
@@ -166,7 +171,9 @@ class Worker:
                 store.extend(minibatch.first + minibatch.num_microbatches)
         self._journal = Journal()
         self._versions = {}
+        self._shared.begin()
         perform_all(program.ops, self, self._journal, minibatch.base)
+        self._shared.check()
         return self._harvested(program, minibatch)
 
     def _begin(self, program: Program, minibatch: Minibatch) -> None:
@@ -226,6 +233,8 @@ class Worker:
     def perform(self, op: Op) -> None:
         """Do what ``op`` says."""
         perform = self._perform[op.kind]
+        if op.kind in _CHANGING_WEIGHTS:
+            self._shared.check()
         store = self._store(op)
         if store is not None:
             self._perform_versioned(op, store, perform)
@@ -284,7 +293,7 @@ class Worker:
     def _compute(self, op: Op, value: Any, skips: dict[str, Any]) -> Produced:
         minibatch, program = self._hand.minibatch, self._now
         unit, is_last = self._unit(op), op.stage == program.last_stage
-        with autocast(minibatch.autocast, enabled=True):
+        with autocast(minibatch.autocast, enabled=True), self._shared.unwritten(op.stage):
             store = self._store(op)
             if store is not None:
                 refuse_autocast(store)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import penstock as pk
 from penstock.demo import gpt
-from penstock.errors import RunError
+from penstock.errors import ModelError, RunError
 from penstock.run.single_device import SingleDevice
 from tests.helpers import make_batch, make_mlp, make_plan, same_order_families
 from tests.numerics.test_one_logical_model_shared import (
@@ -170,6 +170,31 @@ def skips(transport: str) -> Found:
                 yield f"{schedule}: {key}"
 
 
+def hooks(transport: str) -> Found:
+    """On parameters with copies; on tied ones, where every rank refuses them."""
+    ours = make_mlp(0.0, torch.float64)
+    theirs = copy.deepcopy(ours)
+    for model in (ours, theirs):
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3) + 1e-3)
+    reference = OneDevice(theirs, 4, optimizer=adamw)
+    with pipeline_of(transport, ours, "chimera") as pipeline:
+        for step, rows in enumerate((13, 3, 13)):
+            batch = make_batch(rows, torch.float64, seed=step)
+            if not same(pipeline.step(*batch), reference.step(*batch), 1e-12):
+                yield f"step {step}: loss"
+        yield from weights_differ(pipeline, theirs, 1e-11)
+    tied = TiedGPT()
+    with pipeline_of(transport, tied, "1f1b", loss=gpt.loss) as pipeline:
+        tied.embedding.tokens.weight.register_hook(lambda gradient: gradient)
+        try:
+            pipeline.step(*token_batch())
+            yield "no error"
+        except ModelError as error:
+            if "'embedding.tokens.weight' has hooks" not in str(error):
+                yield str(error)
+
+
 def results(transport: str) -> Found:
     """On every rank, or nothing at all; a loop that is left early."""
     batches = [make_batch(13, seed=step) for step in range(4)]
@@ -218,7 +243,7 @@ def losses_that_are_not_finite(transport: str) -> Found:
 
 # The last one leaves the pipeline's transport behind in an error.
 PARTS: list[Callable[[str], Found]] = [
-    clipping_and_scaling, tied_weights, skips, results, losses_that_are_not_finite
+    clipping_and_scaling, tied_weights, skips, hooks, results, losses_that_are_not_finite
 ]  # fmt: skip
 
 
