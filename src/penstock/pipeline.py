@@ -16,7 +16,7 @@ from penstock import microbatches
 from penstock.allocator import keep_freed_pages
 from penstock.errors import InputError, RunError
 from penstock.microbatches import Microbatches, Weight, Weighting
-from penstock.optimizer_factory import OptimizerFactory
+from penstock.optimizer_factory import OptimizerFactory, SchedulerFactory
 from penstock.planner import Plan
 from penstock.run.assembly import Results, Running, TransportName, assemble
 from penstock.run.counting import Peak
@@ -30,12 +30,11 @@ from penstock.run.recipe import (
     LossScale,
     Metric,
     Recipe,
-    SchedulerFactory,
 )
 from penstock.spine import evaluation_mode, spine_fingerprint, spine_of
 from penstock.store import Held
 from penstock.timeline import Timeline
-from penstock.values import expect
+from penstock.values import MOST_AMOUNT, expect, flag, number
 
 _MOST_REMEMBERED = 256
 
@@ -136,7 +135,7 @@ class Pipeline:
             clip_stage_norm=clip_stage_norm,
             loss_scale=loss_scale,
             post_validate=post_validate,
-            metrics=metrics or {},
+            metrics={} if metrics is None else metrics,
             stop_at_nan=loss_scale is None if stop_at_nan is None else stop_at_nan,
             batch_norm=batch_norm,
             count_memory=count_memory,
@@ -203,6 +202,8 @@ class Pipeline:
         batch-norm statistics, keep what the failed step did to them.
         """
         self._check_can_train()
+        flag("update", update)
+        number("share", share, most=MOST_AMOUNT)
         minibatch = self._cutter.to_train(inputs, targets, step=self._step, share=share)
         with self._exclusively():
             random_state = torch.get_rng_state()

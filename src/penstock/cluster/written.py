@@ -17,7 +17,6 @@ from penstock.cluster.units import is_time, to_bytes, to_bytes_per_second, to_se
 from penstock.errors import InputError
 from penstock.values import whole
 
-
 _MOST_DEPTH = 100
 
 

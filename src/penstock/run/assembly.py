@@ -25,7 +25,7 @@ from penstock.run.worker import Worker
 from penstock.spine import NamedLayer, spine_fingerprint
 from penstock.stage import Stage
 from penstock.transport import ThreadExchange, Transport, connect
-from penstock.values import one_of
+from penstock.values import flag, number, one_of, whole
 
 TransportName = Literal["auto", "threads", "shared-memory", "process-group"]
 Results = Literal["every rank", "none"]
@@ -44,11 +44,16 @@ class Running:
     def __post_init__(self) -> None:
         one_of("transport", self.transport, get_args(TransportName))
         one_of("results", self.results, get_args(Results))
-        if not 0 < self.deadline_seconds <= threading.TIMEOUT_MAX:
-            raise InputError(
-                f"deadline_seconds is {self.deadline_seconds}, but must be > 0 and not infinite: "
-                "without a deadline, a rank that hangs would hang all others"
+        whole("seed", self.seed, -(2**63), 2**64 - 1)
+        flag("record", self.record)
+        try:
+            number(
+                "deadline_seconds", self.deadline_seconds, positive=True, most=threading.TIMEOUT_MAX
             )
+        except InputError as error:
+            raise InputError(
+                f"{error}: without a deadline, a rank that hangs would hang all others"
+            ) from None
 
 
 @dataclass(frozen=True)

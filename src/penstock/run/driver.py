@@ -58,7 +58,14 @@ def failure_notice(rank: int, error: BaseException) -> str:
     """What to tell other ranks: what happened first, wherever that was."""
     if isinstance(error, PeerError):
         return error.reason
-    return f"rank {rank} failed: {told(error)}"
+    return f"rank {rank} failed: {named(error)}"
+
+
+def named(error: BaseException) -> str:
+    """What an exception says, behind its type's name if it is not Penstock's own: ``SystemExit(3)``
+    says no more than 3."""
+    text, kind = told(error), type(error).__name__
+    return text if isinstance(error, PenstockError) or text == kind else f"{kind}: {text}"
 
 
 @contextmanager

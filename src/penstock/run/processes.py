@@ -16,7 +16,7 @@ from penstock.planner import Plan
 from penstock.run import outcome
 from penstock.run.clocks import clock_offsets
 from penstock.run.counting import Peak
-from penstock.run.driver import Driver, failure_notice, naming, told
+from penstock.run.driver import Driver, failure_notice, named, naming, told
 from penstock.run.journal import Record
 from penstock.run.minibatch import Harvest, Minibatch
 from penstock.run.outcome import Outcome
@@ -180,7 +180,7 @@ class ProcessDriver(Driver[Ticket]):
             with naming(rank, step):
                 yield
         except BaseException as error:
-            self._failure = told(error)
+            self._failure = named(error)
             if not getattr(error, "__notes__", ()):
                 error.add_note(self._worker.dump())
             edges = [

@@ -89,3 +89,18 @@ class Transport(ABC):
 
         Received tensors stay valid. Does not raise and does not wait; may be called twice.
         """
+
+
+def overdue(waiting: str, rank: int, deadline_seconds: float) -> str:
+    """What to say of a rank that did not answer in time: it is slow, or it has nothing to say.
+
+    Args:
+        waiting: what waits for it.
+        rank: that did not answer.
+        deadline_seconds: how long it had.
+    """
+    return (
+        f"{waiting}: nothing came from rank {rank} within {deadline_seconds:g} s; if its work "
+        "takes longer, raise deadline_seconds; if it was given fewer minibatches or microbatches, "
+        "give every rank the same"
+    )

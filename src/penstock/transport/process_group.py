@@ -26,7 +26,7 @@ from torch import Tensor
 
 from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.transport import packing
-from penstock.transport.base import Edge, Transport
+from penstock.transport.base import Edge, Transport, overdue
 from penstock.transport.meeting import this_host
 from penstock.transport.packing import BlockKind, Layout
 
@@ -141,10 +141,7 @@ class ProcessGroupTransport(Transport):
 
     def _translated(self, error: RuntimeError, peer: int, waiting: str) -> RunError:
         if "timed out" in str(error).lower():
-            return DeadlineError(
-                f"{waiting}: rank {peer} did not answer within {self._deadline_seconds:g} s; "
-                "if its work takes longer, raise deadline_seconds"
-            )
+            return DeadlineError(overdue(waiting, peer, self._deadline_seconds))
         reason = f"rank {peer} is gone (its process ended or was killed)"
         return PeerError(f"{waiting}: {reason}", reason)
 

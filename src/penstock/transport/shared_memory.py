@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.transport import packing, segment
-from penstock.transport.base import Edge, Transport
+from penstock.transport.base import Edge, Transport, overdue
 from penstock.transport.link import Link, Notice, NoticeKind
 from penstock.transport.packing import Layout
 from penstock.transport.slots import RemoteSlot, Slot, SlotPool, segment_size
@@ -188,11 +188,7 @@ class SharedMemoryTransport(Transport):
             self._check_hope(peer, waiting)
             left = 1000 * (end - time.monotonic())
             if left <= 0:
-                raise DeadlineError(
-                    f"{waiting}: rank {peer.rank} did not answer within "
-                    f"{self._deadline_seconds:g} s; if its work takes longer, raise "
-                    "deadline_seconds"
-                )
+                raise DeadlineError(overdue(waiting, peer.rank, self._deadline_seconds))
             self._take_in(left if most_milliseconds is None else min(left, most_milliseconds))
 
     def _check_hope(self, peer: _Peer, waiting: str) -> None:

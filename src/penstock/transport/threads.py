@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from penstock.errors import DeadlineError, PeerError, RunError
-from penstock.transport.base import Edge, Transport
+from penstock.transport.base import Edge, Transport, overdue
 
 
 class _Message(NamedTuple):
@@ -88,9 +88,7 @@ class ThreadTransport(Transport):
             return self._exchange.inboxes[self._rank].get(timeout=max(0, end - time.monotonic()))
         except queue.Empty:
             raise DeadlineError(
-                f"{waiting}: nothing came from rank {edge.source} within "
-                f"{self._exchange.deadline_seconds:g} s; if its work takes longer, raise "
-                "deadline_seconds"
+                overdue(waiting, edge.source, self._exchange.deadline_seconds)
             ) from None
 
     def fail(self, reason: str, edges: Iterable[Edge]) -> None:
