@@ -120,6 +120,11 @@ def split_sequence(value: Any, num_slices: int, what: str) -> list[Any]:
     return _split(value, num_slices, 1)
 
 
+def has_rows(output: Any) -> bool:
+    """Whether every tensor of an output has a first dimension, so that outputs can be joined."""
+    return all(tensor.dim() for tensor in tree.tensors(output))
+
+
 def join(values: list[Any]) -> Any:
     """Undo ``split`` on outputs: rows one after the other.
 

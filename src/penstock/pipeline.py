@@ -168,6 +168,7 @@ class Pipeline:
         self._recent: deque[Outcome] = deque(maxlen=_MOST_REMEMBERED)
         self._timeline: Timeline | None = None
         self._closed = False
+        self._evaluates_whole = False
         self._feed = Feed(self.plan, layout, self._recipe, self._parts.driver)
         self._running = threading.Lock()
 
@@ -264,8 +265,12 @@ class Pipeline:
 
         Returns:
             The model's outputs for all rows, on every rank; of ``penstock.Microbatches`` a list. If
-            the pipeline tells no results, ``None``.
+            the pipeline tells no results, ``None``. Where an output has no rows, such as a loss
+            that the model computes from labels among its inputs, all rows go through as one
+            microbatch: the means of several are not the mean of all.
         """
+        if self._evaluates_whole and not isinstance(inputs, Microbatches):
+            return self.evaluate(Microbatches([inputs]))[0]
         minibatch = self._cutter.to_evaluate(inputs, step=self._step)
         layers = (layer.module for stage in self.stages.values() for layer in stage.layers)
         with (
@@ -278,7 +283,12 @@ class Pipeline:
         if self._results == "none":
             return None
         outputs = microbatches.join_slices(list(outcome.outputs), minibatch.num_slices)
-        return outputs if isinstance(inputs, Microbatches) else microbatches.join(outputs)
+        if isinstance(inputs, Microbatches):
+            return outputs
+        if all(map(microbatches.has_rows, outputs)):
+            return microbatches.join(outputs)
+        self._evaluates_whole = True
+        return outputs[0] if len(outputs) == 1 else self.evaluate(inputs)
 
     def _check_can_train(self) -> None:
         self._check_open()

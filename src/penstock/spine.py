@@ -44,7 +44,9 @@ from penstock.values import expect
 _HOW = (
     "Give the model a method `spine(self)` that returns its layers in execution order, for example "
     "`return [self.embedding, *self.blocks, self.head]`, each taking the previous one's output; or "
-    "make it an nn.Sequential."
+    "make it an nn.Sequential. Or let Penstock trace it, before it is profiled: `model = "
+    "penstock.capture(model, inputs)`; penstock.profile does that for itself, so give Pipeline the "
+    "captured model too."
 )
 
 

@@ -27,7 +27,7 @@ from penstock.schedule.memory import (
 )
 from penstock.schedule.op import COMPUTE, RELEASING, Kind, Op
 from penstock.schedule.schedule import Schedule
-from penstock.values import MOST_AMOUNT, expect, refused_as, whole
+from penstock.values import MOST_AMOUNT, amount, expect, refused_as, whole
 
 BUSY = COMPUTE | {Kind.RECOMPUTE, Kind.UPDATE}
 """Kinds that count as work; sends and receives are waiting."""
@@ -331,6 +331,7 @@ def _check_spans(spans: Iterable[Span], num_ranks: int) -> None:
             raise InputError(
                 f"{op} starts at {start} and ends at {end}; give the earlier one first"
             )
+        amount(f"{op}: how long it takes", end - start, most=2 * MOST_AMOUNT)
 
 
 def _version(span: Span) -> int:

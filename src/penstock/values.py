@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from math import inf, isfinite
+from math import inf
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Self, TypeVar, get_type_hints
@@ -118,8 +118,8 @@ def _check_size(what: str, value: Any, name: str) -> None:
         amount(what, value)
     elif isinstance(value, int):
         whole(what, abs(value), 0, MOST_BYTES)
-    elif not isfinite(value):
-        raise InputError(f"{what} is {value}, but must be finite")
+    elif not -MOST_AMOUNT <= value <= MOST_AMOUNT:
+        raise InputError(f"{what} is {value}, but must be finite, and ≤ {MOST_AMOUNT:g}")
 
 
 @cache
@@ -263,7 +263,8 @@ def shown(value: object) -> str:
     try:
         text = repr(value)
     except Exception:  # a number of more digits than Python prints, or a class that cannot say
-        return f"a {type(value).__name__} that cannot be printed"
+        return f"a value of type {type(value).__name__} that cannot be printed"
+    text = " ".join(text.split())
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 1]}…"
 
 
