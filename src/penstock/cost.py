@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from penstock.errors import InputError
 from penstock.schedule.op import Kind, Op
-from penstock.values import is_number, items_of
+from penstock.values import amount, is_number, items_of, shown
 
 PerStage = float | Sequence[float]
 
@@ -32,7 +32,7 @@ class Costs:
             sum is there; overlaps with compute.
 
     Raises:
-        InputError: a cost is negative or not finite.
+        InputError: a cost is no number, negative, or neither 0 nor between 1e-30 and 1e30.
     """
 
     forward: PerStage = 1.0
@@ -53,14 +53,12 @@ class Costs:
             numbers = [value] if is_number(value) else items_of(value)
             if numbers is None or not all(map(is_number, numbers)):
                 raise InputError(
-                    f"costs: {field.name} is {value!r}; give a number, or a list with one per stage"
+                    f"costs: {field.name} is {shown(value)}; give a number, or a list with one "
+                    "per stage"
                 )
-            for number in numbers:
-                if not 0 <= number < float("inf"):
-                    raise InputError(f"costs: {field.name} is {number}, but must be ≥ 0")
             # Plain floats, whatever they came as: numpy's would be slower and print differently.
-            plain = float(value) if is_number(value) else tuple(map(float, numbers))
-            object.__setattr__(self, field.name, plain)
+            plain = tuple(amount(f"costs: {field.name}", number) for number in numbers)
+            object.__setattr__(self, field.name, plain[0] if is_number(value) else plain)
 
     def check_stages(self, num_stages: int) -> None:
         """Raise ``InputError`` if a per-stage cost does not give ``num_stages`` numbers."""

@@ -11,14 +11,13 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from math import inf
 from typing import Literal
 
 from msgspec import field
 from msgspec.structs import replace
 
 from penstock.errors import InputError
-from penstock.values import Value
+from penstock.values import MOST_BYTES, Value, expect, number, shown, whole
 
 
 class Layer(Value, frozen=True, kw_only=True):
@@ -87,13 +86,11 @@ class Layer(Value, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            numbers = value.values() if isinstance(value, dict) else (value,)
-            if any(isinstance(one, int | float) and not 0 <= one < inf for one in numbers):
-                raise InputError(
-                    f"layer {self.name!r}: {name} is {value}, but must be ≥ 0 and finite"
-                )
+        whose = f"layer {shown(self.name)}"
+        self.check_fields(whose)
+        number(f"{whose}: spread", self.spread)
+        for name, num_bytes in self.shared_parameters.items():
+            whole(f"{whose}: shared_parameters[{name!r}]", num_bytes, 0, MOST_BYTES)
 
     @property
     def backward_seconds(self) -> float:
@@ -107,6 +104,8 @@ class Layer(Value, frozen=True, kw_only=True):
 
 
 _MOST_CONTENTION = 1000
+_MOST_ROWS = 2**31
+_MOST_SUM = 2**56
 
 Mode = Literal["whole", "split", "stream"]
 """How ranks work: with whole backwards, with backwards in two halves, or without a flush and with
@@ -139,14 +138,14 @@ class Contention(Value, frozen=True, kw_only=True):
     num_ranks: int = 0
 
     def __post_init__(self) -> None:
+        self.check_fields()
         for name in ("whole", "split", "stream", "update", "stream_update"):
             factor = getattr(self, name)
             if not 0 < factor <= _MOST_CONTENTION:
                 raise InputError(
                     f"contention: {name} is {factor}, but must be > 0 and ≤ {_MOST_CONTENTION:,}"
                 )
-        if self.num_ranks < 0:
-            raise InputError(f"contention: num_ranks is {self.num_ranks}, but must be ≥ 0")
+        whole("contention: num_ranks", self.num_ranks, 0)
 
     def of_passes(self, mode: Mode) -> float:
         """Of forwards and backwards."""
@@ -191,6 +190,7 @@ class LayerGraph(Value, frozen=True, kw_only=True):
     other_sizes: tuple[LayerGraph, ...] = ()
 
     def __post_init__(self) -> None:
+        self.check_fields()
         if not self.layers:
             raise InputError("a LayerGraph needs at least one layer")
         counts = Counter(layer.name for layer in self.layers)
@@ -198,13 +198,17 @@ class LayerGraph(Value, frozen=True, kw_only=True):
         if repeated:
             raise InputError(f"layer names must be unique, but {', '.join(repeated)} repeat")
         for name in ("microbatch_size", "num_threads"):
-            if not getattr(self, name) >= 1:
-                raise InputError(f"{name} is {getattr(self, name)}, but must be ≥ 1")
-        for name in ("input_bytes", "hop_seconds", "op_seconds", "sum_bytes_per_second"):
-            if not 0 <= getattr(self, name) < inf:
-                raise InputError(f"{name} is {getattr(self, name)}, but must be ≥ 0 and finite")
+            whole(name, getattr(self, name), 1, _MOST_ROWS)
+        self._check_sum()
         self._check_order()
         self._check_other_sizes()
+
+    def _check_sum(self) -> None:
+        names = [name for name in Layer.__struct_fields__ if name.endswith("_bytes")]
+        for name in names:
+            parts = (getattr(layer, name) for layer in self.layers)
+            total = sum(sum(part.values()) if isinstance(part, dict) else part for part in parts)
+            whole(f"the layers' {name} in all", total, 0, _MOST_SUM)
 
     def _check_order(self) -> None:
         place = {layer.name: index for index, layer in enumerate(self.layers)}
@@ -246,8 +250,8 @@ class LayerGraph(Value, frozen=True, kw_only=True):
                 return graph
         measured = ", ".join(map(str, self.sizes))
         raise InputError(
-            f"the profile has no microbatches of {microbatch_size}, only of {measured}; measure it "
-            "with that size too"
+            f"the profile has no microbatches of {shown(microbatch_size)}, only of {measured}; "
+            "measure it with that size too"
         )
 
     @property
@@ -283,8 +287,9 @@ class LayerGraph(Value, frozen=True, kw_only=True):
         Raises:
             InputError: not the names of all layers, or a layer comes before one that it reads.
         """
+        expect(names, list | tuple, "an order of layers", "give a list of their names")
         by_name = {layer.name: layer for layer in self.layers}
-        if sorted(names) != sorted(by_name):
+        if {*map(type, names)} - {str} or sorted(names) != sorted(by_name):
             raise InputError("an order of layers must name each of them once")
         before = ("", *(layer.name for layer in self.layers))
         named = {

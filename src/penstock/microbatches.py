@@ -4,7 +4,7 @@ stays that of one device."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ def num_rows(value: Any, what: str) -> int:
     tensors = tree.tensors(value)
     if not tensors:
         raise InputError(f"{what} hold no tensor")
+    check_dense(tensors, what)
     counts = {tensor.shape[0] if tensor.dim() else None for tensor in tensors}
     if None in counts:
         raise InputError(f"{what} hold a tensor without dimensions; the first one must be the rows")
@@ -43,6 +44,17 @@ def num_rows(value: Any, what: str) -> int:
     if not rows:
         raise InputError(f"{what} have no rows")
     return rows
+
+
+def check_dense(tensors: Iterable[Tensor], what: str) -> None:
+    """Raise ``InputError`` for a sparse or nested tensor, which has no rows to cut and send."""
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise InputError(
+                f"{what} hold a tensor that is {kind}, which cannot be cut into microbatches; give "
+                "a dense one (to_dense() or to_padded_tensor()), and let the first layer convert it"
+            )
 
 
 def split(value: Any, num_microbatches: int) -> list[Any]:
@@ -106,6 +118,11 @@ def split_sequence(value: Any, num_slices: int, what: str) -> list[Any]:
             "sequences, or plan with fewer slices"
         )
     return _split(value, num_slices, 1)
+
+
+def has_rows(output: Any) -> bool:
+    """Whether every tensor of an output has a first dimension, so that outputs can be joined."""
+    return all(tensor.dim() for tensor in tree.tensors(output))
 
 
 def join(values: list[Any]) -> Any:
@@ -184,7 +201,7 @@ class Weighting:
             targets: of each microbatch or, if they are ``sliced``, of each slice.
 
         Raises:
-            InputError: ``weight`` gave a negative count, or only zeros.
+            InputError: ``weight`` raised, or gave no number, a negative count, or only zeros.
         """
         if self.reduction == "sum":
             return [1.0] * len(targets)
@@ -194,8 +211,19 @@ class Weighting:
                 lengths = [sequence_length(part, "targets") for part in targets]
                 counts = [rows * length for rows, length in zip(counts, lengths, strict=True)]
         else:
-            counts = [float(self.weight(part)) for part in targets]
+            counts = [_terms(self.weight, *part) for part in enumerate(targets)]
         total = sum(counts)
         if not 0 < total < math.inf or min(counts) < 0:
             raise InputError(f"the weights of the microbatches are {counts}; they must count terms")
         return [count / total for count in counts]
+
+
+def _terms(weight: Weight, index: int, targets: Any) -> float:
+    """How many terms the targets of one microbatch count."""
+    try:
+        return float(weight(targets))
+    except Exception as error:
+        raise InputError(
+            f"weight cannot count the terms of the targets of microbatch {index}: "
+            f"{type(error).__name__}: {error}; it must take what the loss takes and give one number"
+        ) from error

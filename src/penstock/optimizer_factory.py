@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,6 +43,7 @@ class Parameters(list[nn.Parameter]):
 
 
 OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
+SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
 def make_optimizer(
@@ -65,10 +68,10 @@ def make_optimizer(
         ) from error
     remedy = "it must return one, as lambda parameters: torch.optim.AdamW(parameters) does"
     expect(made, torch.optim.Optimizer, "what the optimizer function made", remedy)
-    if isinstance(made, torch.optim.LBFGS):
+    if not _steps_alone(made):
         raise InputError(
-            "LBFGS calls the loss several times per step, which a pipeline cannot do; take another "
-            "optimizer"
+            f"{type(made).__name__} calls the loss several times per step (it needs a closure), "
+            "which a pipeline cannot do; take another optimizer"
         )
     given = set(map(id, parameters))
     if any(id(one) not in given for group in made.param_groups for one in group["params"]):
@@ -78,3 +81,47 @@ def make_optimizer(
             "of the model's own parameters"
         )
     return made
+
+
+def make_scheduler(
+    make: SchedulerFactory, optimizer: torch.optim.Optimizer, whose: str
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """The learning-rate scheduler of an optimizer.
+
+    Args:
+        make: what the user gave.
+        optimizer: for it.
+        whose: for errors, as "stage 1".
+
+    Raises:
+        InputError: it raises, or gives nothing that can step by itself.
+    """
+    try:
+        made = make(optimizer)
+    except Exception as error:
+        raise InputError(
+            f"the lr_scheduler of {whose} cannot be made: {type(error).__name__}: {error}"
+        ) from error
+    if not callable(getattr(made, "step", None)):
+        raise InputError(
+            f"what the lr_scheduler function made is of type {type(made).__name__}; it must return "
+            "a scheduler, as lambda optimizer: StepLR(optimizer, 10) does"
+        )
+    if not _steps_alone(made):
+        raise InputError(
+            f"{type(made).__name__} needs a metric at each step, which most ranks do not have when "
+            "they update; take a scheduler that needs none, or keep the optimizers that "
+            "optimizer=… makes, and step it yourself after evaluate()"
+        )
+    return made
+
+
+def _steps_alone(made: Any) -> bool:
+    """Whether ``step()`` takes no argument that must be given."""
+    try:
+        inspect.signature(made.step).bind()
+    except TypeError:
+        return False
+    except ValueError:  # a function without a signature: nobody knows
+        return True
+    return True

@@ -16,7 +16,7 @@ from penstock import microbatches
 from penstock.allocator import keep_freed_pages
 from penstock.errors import InputError, RunError
 from penstock.microbatches import Microbatches, Weight, Weighting
-from penstock.optimizer_factory import OptimizerFactory
+from penstock.optimizer_factory import OptimizerFactory, SchedulerFactory
 from penstock.planner import Plan
 from penstock.randomness import Audit
 from penstock.run.assembly import Results, Running, assemble
@@ -33,12 +33,11 @@ from penstock.run.recipe import (
     LossScale,
     Metric,
     Recipe,
-    SchedulerFactory,
 )
 from penstock.spine import evaluation_mode, spine_fingerprint, spine_of
 from penstock.store import Held
 from penstock.timeline import Timeline
-from penstock.values import expect
+from penstock.values import MOST_AMOUNT, expect, flag, number
 
 _MOST_REMEMBERED = 256
 
@@ -157,7 +156,7 @@ class Pipeline:
                 clip_stage_norm=clip_stage_norm,
                 loss_scale=loss_scale,
                 post_validate=post_validate,
-                metrics=metrics or {},
+                metrics={} if metrics is None else metrics,
                 stop_at_nan=loss_scale is None if stop_at_nan is None else stop_at_nan,
                 batch_norm=batch_norm,
                 count_memory=count_memory,
@@ -192,6 +191,7 @@ class Pipeline:
         self._recent: deque[Outcome] = deque(maxlen=_MOST_REMEMBERED)
         self._timeline: Timeline | None = None
         self._closed = False
+        self._evaluates_whole = False
         self._feed = Feed(self.plan, layout, self._recipe, self._parts.driver)
         self._running = threading.Lock()
         self._elsewhere = Elsewhere(sorted(self.stages), len(self.plan.stages))
@@ -231,6 +231,8 @@ class Pipeline:
         batch-norm statistics, keep what the failed step did to them.
         """
         self._check_can_train()
+        flag("update", update)
+        number("share", share, most=MOST_AMOUNT)
         minibatch = self._cutter.to_train(
             inputs, targets, step=self._step, share=share, updates=update
         )
@@ -293,8 +295,12 @@ class Pipeline:
 
         Returns:
             The model's outputs for all rows, on every rank; of ``penstock.Microbatches`` a list. If
-            the pipeline tells no results, ``None``.
+            the pipeline tells no results, ``None``. Where an output has no rows, such as a loss
+            that the model computes from labels among its inputs, all rows go through as one
+            microbatch: the means of several are not the mean of all.
         """
+        if self._evaluates_whole and not isinstance(inputs, Microbatches):
+            return self.evaluate(Microbatches([inputs]))[0]
         minibatch = self._cutter.to_evaluate(inputs, step=self._step)
         layers = (layer.module for stage in self.stages.values() for layer in stage.layers)
         with (
@@ -306,7 +312,12 @@ class Pipeline:
         if self._results == "none":
             return None
         outputs = microbatches.join_slices(list(outcome.outputs), minibatch.num_slices)
-        return outputs if isinstance(inputs, Microbatches) else microbatches.join(outputs)
+        if isinstance(inputs, Microbatches):
+            return outputs
+        if all(map(microbatches.has_rows, outputs)):
+            return microbatches.join(outputs)
+        self._evaluates_whole = True
+        return outputs[0] if len(outputs) == 1 else self.evaluate(inputs)
 
     def _check_can_train(self) -> None:
         self._check_open()

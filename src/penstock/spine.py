@@ -34,15 +34,19 @@ from keyword import iskeyword
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from penstock import tree
 from penstock.errors import ModelError
 from penstock.graph import fingerprint
+from penstock.values import expect
 
 _HOW = (
     "Give the model a method `spine(self)` that returns its layers in execution order, for example "
     "`return [self.embedding, *self.blocks, self.head]`, each taking the previous one's output; or "
-    "make it an nn.Sequential."
+    "make it an nn.Sequential. Or let Penstock trace it, before it is profiled: `model = "
+    "penstock.capture(model, inputs)`; penstock.profile does that for itself, so give Pipeline the "
+    "captured model too."
 )
 
 
@@ -85,17 +89,28 @@ def spine_of(model: nn.Module) -> tuple[NamedLayer, ...]:
 
     Raises:
         ModelError: it names no spine, an entry is not a module, or a parameter or buffer of the
-            model is in no layer (it would silently not be trained); or its skips do not fit
-            together.
+            model is in no layer (it would silently not be trained), or has no shape yet; or its
+            skips do not fit together.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"the model is a {type(model).__name__}, not an nn.Module. {_HOW}")
+    _check_initialised(model)
     layers = tuple(_named(model, _modules(model)))
     if not layers:
         raise ModelError(f"the spine of {type(model).__name__} has no layers. {_HOW}")
     _check_covered(model, layers)
     _check_skips(layers)
     return layers
+
+
+def _check_initialised(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(map(is_lazy, own)):
+            raise ModelError(
+                f"layer {name!r} ({type(module).__name__}) has no shapes yet: call the model once, "
+                "model(sample), before it is profiled or trained"
+            )
 
 
 class Skip(NamedTuple):
@@ -164,11 +179,14 @@ def run_spine(modules: Iterable[nn.Module], value: Any) -> Any:
     >>> run_spine([nn.Identity(), nn.Flatten(0)], torch.ones(2, 3)).shape
     torch.Size([6])
     """
+    expect(modules, Iterable, "the spine", "give its layers in execution order")
     skips: dict[str, Skip] = {}
     layers = [
         NamedLayer(f"{index} ({type(module).__name__})", "", module)
         for index, module in enumerate(modules)
     ]
+    for layer in layers:
+        expect(layer.module, nn.Module, f"entry {layer.name} of the spine", "wrap functions")
     _check_skips(layers)
     for layer in layers:
         value = run_layer(layer, value, skips)

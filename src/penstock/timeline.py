@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from penstock.errors import FileError, InputError, ScheduleError
+from penstock.errors import FileError, InputError
 from penstock.schedule.memory import (
     Curve,
     Sizes,
@@ -27,7 +27,7 @@ from penstock.schedule.memory import (
 )
 from penstock.schedule.op import COMPUTE, RELEASING, Kind, Op
 from penstock.schedule.schedule import Schedule
-from penstock.values import expect
+from penstock.values import MOST_AMOUNT, amount, expect, refused_as, whole
 
 BUSY = COMPUTE | {Kind.RECOMPUTE, Kind.UPDATE}
 """Kinds that count as work; sends and receives are waiting."""
@@ -54,6 +54,7 @@ class Span(NamedTuple):
 
 
 _SLICE = itemgetter(3)
+_MOST_STAGES = 1_000_000
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -301,19 +302,13 @@ class Timeline:
         Raises:
             FileError: it is something else; ``where`` is named.
         """
-        try:
+        expect(text, str | bytes, "the timeline's text", "read it from its file first")
+        with refused_as(f"{where} is not a timeline"):
             file = msgspec.json.decode(text, type=_File)
             spans = [Span(Op.parse(op), rank, start, end) for op, rank, start, end in file.spans]
-        except (msgspec.DecodeError, ScheduleError) as error:
-            raise FileError(f"{where} is not a timeline: {error}") from None
+            _check_spans(spans, whole("num_ranks", file.num_ranks, 0, _MOST_STAGES))
         if file.versions is not None:
             spans = _versioned(spans, file.versions, where)
-        outside = [span for span in spans if not 0 <= span.rank < file.num_ranks]
-        if outside:
-            raise FileError(
-                f"{where}: {outside[0].op} is on rank {outside[0].rank}, but num_ranks is "
-                f"{file.num_ranks}"
-            )
         return cls.of(spans, file.num_ranks, file.name, file.source)
 
 
@@ -324,6 +319,19 @@ def _spans(row: Row, rank: int) -> Iterator[Span]:
         return
     for op, start, end, version in zip(*row[:3], row.versions, strict=True):
         yield Span(op, rank, start, end, None if version == NO_VERSION else version)
+
+
+def _check_spans(spans: Iterable[Span], num_ranks: int) -> None:
+    """Raise ``InputError`` for a span on no rank, of no stage that can be, or at no time."""
+    for op, rank, start, end, _ in spans:
+        if not 0 <= rank < num_ranks:
+            raise InputError(f"{op} is on rank {rank}, but num_ranks is {num_ranks}")
+        whole(f"{op}: its stage", op.stage, 0, _MOST_STAGES)
+        if not -MOST_AMOUNT <= start <= end <= MOST_AMOUNT:
+            raise InputError(
+                f"{op} starts at {start} and ends at {end}; give the earlier one first"
+            )
+        amount(f"{op}: how long it takes", end - start, most=2 * MOST_AMOUNT)
 
 
 def _version(span: Span) -> int:

@@ -2,27 +2,63 @@
 
 Graphs, clusters and plans are files that people read, diff and edit. They are written as indented
 JSON and read strictly: an unknown key, a missing one or a wrong type is refused with its path
-inside the file.
+inside the file. Those that a program makes are held to the same types.
+
+What an argument may be is asked here too (``expect``, ``one_of``, ``whole``, ``number``, ``flag``),
+so that every refusal reads alike.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from math import inf
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, get_type_hints
 
 import msgspec
+from msgspec.structs import force_setattr
 
 from penstock.errors import FileError, InputError
 
 V = TypeVar("V", bound="Value")
 
+LEAST_AMOUNT, MOST_AMOUNT = 1e-30, 1e30
+"""Between them lies whatever is not 0: sums, products and quotients of what people mean stay
+finite there, so nothing is ever shown as ``nan``."""
+
+MOST_BYTES = 2**62
+"""More than any machine has, and still a number that numpy counts with."""
+
+_LARGEST = sys.float_info.max
+_MOST_SHOWN = 80
+
 
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A frozen record that can be written to a file and read back."""
+
+    def check_fields(self, whose: str = "") -> None:
+        """Hold a record that a program makes to what files are held to: types, and amounts that
+        people can mean. numpy's numbers become plain ones, lists tuples.
+
+        Args:
+            whose: fields they are, for errors; by default, those of the class.
+
+        Raises:
+            InputError: a field is of another type, a number in it is not finite, or one of seconds,
+                bytes or bytes per second is negative, or larger than anything.
+        """
+        for name, kind in _types(type(self)).items():
+            value, what = getattr(self, name), f"{whose or type(self).__name__}: {name}"
+            if type(value) is not kind:
+                value = _converted(what, value, kind)
+                force_setattr(self, name, value)
+            _check_size(what, value, name)
 
     def to_json(self) -> str:
         """This value as indented JSON text."""
@@ -40,10 +76,9 @@ class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             FileError: not JSON, an unknown or missing key, or a wrong type; the path inside the
                 file is named.
         """
-        try:
+        expect(text, str | bytes, "the text", f"give what {cls.__name__}.to_json wrote")
+        with refused_as(f"{where} is not a valid {cls.__name__}"):
             return msgspec.json.decode(text, type=cls)
-        except msgspec.DecodeError as error:
-            raise FileError(f"{where} is not a valid {cls.__name__}: {error}") from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write this value to ``path`` as JSON, atomically."""
@@ -59,8 +94,54 @@ class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return cls.from_json(read_text(path), where=str(path))
 
 
+def _converted(what: str, value: object, kind: Any) -> object:
+    plain = value.item() if isinstance(value, Real) and hasattr(value, "item") else value
+    try:
+        return msgspec.convert(plain, kind)
+    except msgspec.ValidationError as error:
+        said = str(error)
+        raise InputError(
+            f"{what} is {shown(value)}, which it cannot be: {said[:1].lower()}{said[1:]}"
+        ) from None
+
+
+def _check_size(what: str, value: Any, name: str) -> None:
+    """Raise ``InputError`` for a number out of all reason; its unit ends its name."""
+    if isinstance(value, dict):
+        for key, number in value.items():
+            _check_size(f"{what}[{key!r}]", number, name)
+    elif not is_number(value):
+        return
+    elif name.endswith("_bytes"):
+        whole(what, value, 0, MOST_BYTES)
+    elif name.endswith(("_seconds", "_per_second")):
+        amount(what, value)
+    elif isinstance(value, int):
+        whole(what, abs(value), 0, MOST_BYTES)
+    elif not -MOST_AMOUNT <= value <= MOST_AMOUNT:
+        raise InputError(f"{what} is {value}, but must be finite, and ≤ {MOST_AMOUNT:g}")
+
+
+@cache
+def _types(kind: type[Value]) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {name: hints[name] for name in kind.__struct_fields__}
+
+
+@contextmanager
+def refused_as(what: str) -> Iterator[None]:
+    """Within, text that cannot be read becomes a ``FileError`` that begins with ``what``."""
+    try:
+        yield
+    except (msgspec.DecodeError, InputError) as error:
+        raise FileError(f"{what}: {error}") from None
+    except RecursionError:
+        raise FileError(f"{what}: it is nested too deeply; write it flat") from None
+
+
 def read_text(path: str | os.PathLike[str]) -> str:
     """The text of a file, or a ``FileError`` that says why it cannot be read."""
+    _expect_path(path)
     try:
         # Some programs begin a file with a mark that says so.
         return Path(path).read_text(encoding="utf-8-sig")
@@ -75,6 +156,7 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     Raises:
         FileError: the folder cannot be made or written.
     """
+    _expect_path(path)
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -107,8 +189,83 @@ def expect(value: object, kind: Any, what: str, remedy: str) -> None:
 
 def one_of(what: str, value: object, choices: Sequence[str]) -> None:
     """Raise ``InputError`` unless ``value`` is one of the choices."""
-    if value not in choices:
-        raise InputError(f"{what} is {value!r}; use {' or '.join(choices)}")
+    if not isinstance(value, str) or value not in choices:
+        raise InputError(f"{what} is {shown(value)}; use {' or '.join(choices)}")
+
+
+def whole(what: str, value: Any, least: int, most: int | None = None) -> int:
+    """An argument as a plain whole number.
+
+    Raises:
+        InputError: it is no whole number, or one below ``least`` or above ``most``.
+
+    >>> whole("ranks", "2", 1)
+    Traceback (most recent call last):
+    penstock.errors.InputError: ranks is '2', but must be a whole number ≥ 1
+    """
+    if not is_whole(value):
+        raise InputError(f"{what} is {shown(value)}, but must be a whole number ≥ {least}")
+    if value < least:
+        raise InputError(f"{what} is {shown(value)}, but must be ≥ {least}")
+    if most is not None and value > most:
+        raise InputError(f"{what} is {shown(value)}, but may be {most:,} at most")
+    return int(value)
+
+
+def number(what: str, value: Any, *, most: float = _LARGEST, positive: bool = False) -> float:
+    """An argument as a plain number that is ≥ 0 and finite.
+
+    Args:
+        what: the argument, for errors.
+        value: as the caller gave it.
+        most: the largest that it may be.
+        positive: whether it may not be 0 either.
+
+    Raises:
+        InputError: it is no such number.
+
+    >>> number("seconds", float("nan"))
+    Traceback (most recent call last):
+    penstock.errors.InputError: seconds is nan, but must be ≥ 0 and finite
+    """
+    least = "> 0" if positive else "≥ 0"
+    if not is_number(value):
+        raise InputError(f"{what} is {shown(value)}, but must be a number {least}")
+    if not (value > 0 or (value == 0 and not positive)) or value == inf:
+        raise InputError(f"{what} is {shown(value)}, but must be {least} and finite")
+    if value > most:
+        raise InputError(f"{what} is {shown(value)}, but may be {most:g} at most")
+    return float(value)
+
+
+def amount(
+    what: str, value: object, *, least: float = LEAST_AMOUNT, most: float = MOST_AMOUNT
+) -> float:
+    """An argument as a plain number that is 0, or something that people can mean.
+
+    Raises:
+        InputError: it is no number, negative, or not 0 and not from ``least`` to ``most``.
+    """
+    plain = number(what, value, most=most)
+    if 0 < plain < least:
+        raise InputError(f"{what} is {shown(value)}, but must be 0 or ≥ {least:g}")
+    return plain
+
+
+def flag(what: str, value: object) -> None:
+    """Raise ``InputError`` unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise InputError(f"{what} is {shown(value)}; give True or False")
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: never long, and whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # a number of more digits than Python prints, or a class that cannot say
+        return f"a value of type {type(value).__name__} that cannot be printed"
+    text = " ".join(text.split())
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 1]}…"
 
 
 def is_number(value: Any) -> bool:
@@ -124,5 +281,11 @@ def is_whole(value: Any) -> bool:
 def items_of(value: Any) -> list[Any] | None:
     """The items of a list, a tuple or an array; ``None`` for what has no order, or is text."""
     # numpy's arrays are sequences in all but name.
-    ordered = isinstance(value, Sequence) or hasattr(value, "__array__")
+    ordered = isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
     return list(value) if ordered and not isinstance(value, str | bytes) else None
+
+
+def _expect_path(path: object) -> None:
+    expect(path, str | os.PathLike, "the path", "give a file's name")
+    if "\0" in str(path):
+        raise FileError(f"no file can be called {shown(path)}; leave the null byte out")

@@ -138,7 +138,7 @@ def test_it_is_the_same_every_time():
         ({"placement": "w"}, "placement is 'w'; take 'straight', 'v'"),
         ({"placement": (0, 0)}, "rank 1 has no stage"),
         ({"placement": (0, 1, 2)}, "there is no rank 2"),
-        ({"objective": "speed"}, "objective is 'speed'; take makespan or stage"),
+        ({"objective": "speed"}, "objective is 'speed'; use makespan or stage"),
         ({"sizes": Sizes([1.0, 1.0])}, "no activation_limit in their unit"),
         ({"sizes": Sizes([1.0]), "activation_limit": 2}, "1 numbers, but the schedule has 2"),
         ({"costs": Costs([1, 2, 3])}, "forward has 3 numbers"),

@@ -7,6 +7,7 @@ import logging
 import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import penstock as pk
 from penstock.errors import InputError, ModelError
 from penstock.spine import spine_fingerprint, spine_of
 from penstock.tracing import capture
+from tests.helpers import make_plan
 
 ROOT = Path(__file__).parents[2]
 
@@ -427,6 +430,7 @@ ALONE = """
 import torch
 from penstock.errors import ModelError
 from penstock.tracing import capture
+from tests.helpers import make_plan
 from tests.unit.test_capture import Branching
 
 try:
@@ -484,3 +488,87 @@ def test_unknown_options_are_refused(arguments, message):
 def test_what_is_no_module_is_refused():
     with pytest.raises(ModelError, match=r"is a function, not an nn\.Module"):
         capture(lambda value: value, torch.randn(4, 6))
+
+
+class LanguageModel(nn.Module):
+    """As those of ``transformers``: a dictionary in and out, and the loss if labels are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, input_ids, mask=None, labels=None):
+        value = self.embedding(input_ids)
+        logits = self.head(value if mask is None else value * mask[..., None])
+        if labels is None:
+            return {"logits": logits}
+        return {"logits": logits, "loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+TOKENS, LABELS = torch.arange(60).remainder(11).view(2, 6, 5)
+MASK = torch.ones(6, 5)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (
+            {"input_ids": TOKENS, "mask": MASK, "labels": LABELS},
+            "the inputs are input_ids, mask, labels, but the model was captured with input_ids, "
+            "mask; leave out labels, or capture",
+        ),
+        ({"input_ids": TOKENS}, "captured with input_ids, mask; give mask too, or capture"),
+        (TOKENS, "the inputs are input_ids, but .* give mask too"),
+        ({"input_ids": TOKENS, "bogus": MASK}, "leave out bogus and give mask too, or capture"),
+        ((TOKENS, MASK), "nested as .* but the model was captured with"),
+    ],
+)
+def test_inputs_of_another_form_are_told_by_name(inputs, message):
+    captured = capture(LanguageModel(), {"input_ids": TOKENS, "mask": MASK})
+    with pytest.raises(InputError, match=message):
+        captured(inputs)
+
+
+def test_the_order_of_keywords_means_nothing():
+    captured = capture(LanguageModel(), {"mask": MASK, "input_ids": TOKENS})
+    inputs = {"input_ids": TOKENS, "mask": MASK}
+    swapped = dict(reversed(inputs.items()))
+    assert torch.equal(captured(inputs)["logits"], captured(swapped)["logits"])
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+def test_a_loss_of_labels_inside_is_evaluated_on_all_rows(rows):
+    model = LanguageModel()
+    batch = {"input_ids": TOKENS[:rows], "labels": LABELS[:rows].clone()}
+    batch["labels"][0, 1:] = -100  # so that no mean over rows or microbatches is right
+    captured = capture(model, {"input_ids": TOKENS, "labels": LABELS})
+    with pk.Pipeline(captured, make_plan(captured, 2, 3), deadline_seconds=60) as pipeline:
+        expected = model.eval()(**batch)
+        for _ in range(2):
+            found = pipeline.evaluate(batch)
+            torch.testing.assert_close(found["logits"], expected["logits"])
+            torch.testing.assert_close(found["loss"], expected["loss"], rtol=0, atol=0)
+
+
+def test_a_pipeline_of_a_model_that_profile_captured_names_the_line_to_write():
+    model = LanguageModel()
+    plan = make_plan(capture(model, {"input_ids": TOKENS}), 2, 2)
+    message = r"`model = penstock\.capture\(model, inputs\)`.* give Pipeline the captured model"
+    with pytest.raises(ModelError, match=message):
+        pk.Pipeline(model, plan)
+    pk.Pipeline(capture(model, {"input_ids": TOKENS}), plan).close()
+
+
+def test_a_transformer_that_looks_into_its_mask_says_what_to_give():
+    def decode(self, target, memory, **hints):
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
+        return self.decoder(target, memory, tgt_mask=mask, **hints)
+
+    layer = nn.TransformerDecoderLayer(4, 1, 4, dropout=0.0, batch_first=True)
+    inputs = (torch.randn(2, 3, 4), torch.randn(2, 3, 4))
+    with pytest.raises(ModelError, match=r"mask to see whether it is causal.*tgt_is_causal=True"):
+        capture(Lambda(decode, decoder=nn.TransformerDecoder(layer, 1)), inputs)
+    told = partial(decode, tgt_is_causal=True)
+    model = Lambda(told, decoder=nn.TransformerDecoder(layer, 1))
+    assert capture(model, inputs, verify=False).spine()

@@ -48,5 +48,5 @@ def test_the_fingerprint_tells_architectures_apart_and_nothing_else():
 )
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf")])
 def test_overheads_are_not_negative_and_finite(field, value):
-    with pytest.raises(InputError, match=f"{field} is .*, but must be ≥ 0 and finite"):
+    with pytest.raises(InputError, match=rf"{field} is {value}(\.0)?, (but must be ≥ 0|which it)"):
         LayerGraph(layers=(LAYER,), **{field: value})

@@ -86,7 +86,7 @@ def test_the_moments_that_may_be_the_worst():
     ("make", "message"),
     [
         (lambda: Sizes([1.0], [1.0, 1.0]), "kept_for_weight has 2 numbers, but activation has 1"),
-        (lambda: Sizes([-1.0]), r"activation is -1\.0, but must be a number ≥ 0"),
+        (lambda: Sizes([-1.0]), r"activation is -1\.0, but must be ≥ 0 and finite"),
         (lambda: Sizes(["a"]), "activation is 'a', but must be a number"),
         (lambda: Sizes([float("nan")]), "activation is nan"),
         (lambda: simulate(SPLIT).peak_bytes(3), "sizes is of type int; give a penstock.Sizes"),

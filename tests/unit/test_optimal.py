@@ -193,10 +193,10 @@ def test_a_placement_has_a_name():
         ((2, 2), {"activation_limit": 0.5}, "activation_limit is 0.5, but one microbatch needs 1"),
         ((2, 2), {"activation_limit": [2, 0]}, "one microbatch needs 1 on every rank"),
         ((2, 2), {"activation_limit": [2]}, "has 1 numbers for 2 ranks"),
-        ((2, 2), {"activation_limit": float("nan")}, "is nan, but must be a number"),
+        ((2, 2), {"activation_limit": float("nan")}, "is nan, but must be ≥ 0"),
         ((2, 2), {"placement": [0, 0]}, "rank 1 has no stage"),
         ((2, 2), {"placement": [0, 0, 1], "objective": "stage"}, "loops and snakes only"),
-        ((2, 2), {"objective": "speed"}, "take makespan or stage"),
+        ((2, 2), {"objective": "speed"}, "use makespan or stage"),
         ((2, 2), {"time_limit_seconds": -1}, "must be ≥ 0"),
     ],
 )

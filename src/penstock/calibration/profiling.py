@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -11,11 +11,13 @@ from torch import nn
 from penstock.allocator import keep_freed_pages
 from penstock.calibration.fit import Calibrated, calibrate, num_ranks, uncalibrated
 from penstock.calibration.runs import NUM_RUNS, Runner
-from penstock.errors import InputError
 from penstock.graph import LayerGraph
 from penstock.optimizer_factory import OptimizerFactory
 from penstock.profiler import WARM_UP, Loss, Progress, Sample, measure_alone
-from penstock.values import is_whole
+from penstock.spine import spine_of
+from penstock.values import expect, whole
+
+_MOST_REPEATS, _MOST_THREADS = 100_000, 4096
 
 
 def profile(  # noqa: PLR0913 - each has a default that most callers keep
@@ -78,10 +80,12 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
         InputError: impossible arguments, a model and inputs on several devices, or a function that
             makes no optimizer of the parameters that it is given.
     """
-    _check(repeats, num_threads, ranks)
+    _check(repeats, num_threads, ranks, sizes, progress)
     sample = Sample(inputs, targets, loss)
+    sizes = [whole("sizes: a number of rows", size, 1) for size in sizes]
     others = [sample.of(size) for size in sorted({*sizes} - {sample.num_rows})]
     model = _in_layers(model, inputs)
+    spine_of(model)  # before anything is asked of its parameters
     keep_freed_pages()
     count = num_ranks(model, sample, num_threads, ranks)
     rounds = (WARM_UP + repeats) * (1 + len(others))
@@ -134,11 +138,19 @@ def _with(graph: LayerGraph, found: Calibrated) -> LayerGraph:
     )
 
 
-def _check(repeats: int, num_threads: int, ranks: int | None) -> None:
-    if repeats < 1 or num_threads < 1:
-        raise InputError(f"repeats ({repeats}) and num_threads ({num_threads}) must be ≥ 1")
-    if ranks is not None and (not is_whole(ranks) or ranks < 0):
-        raise InputError(f"ranks is {ranks!r}, but must be a whole number ≥ 0")
+def _check(
+    repeats: int,
+    num_threads: int,
+    ranks: int | None,
+    sizes: Sequence[int],
+    progress: Progress | None,
+) -> None:
+    whole("repeats", repeats, 1, _MOST_REPEATS)
+    whole("num_threads", num_threads, 1, _MOST_THREADS)
+    if ranks is not None:
+        whole("ranks", ranks, 0)
+    expect(progress, Callable | None, "progress", "give a function of (done, total)")
+    expect(sizes, Iterable, "sizes", "give a list of numbers of rows")
 
 
 def _in_layers(model: nn.Module, inputs: Any) -> nn.Module:

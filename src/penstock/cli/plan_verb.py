@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -18,6 +19,7 @@ from penstock.planner import what_if as plan_what_if
 from penstock.planner.setting import RecomputeRule
 from penstock.planner.subset import only
 from penstock.schedule.families.replicated import read_replicas
+from penstock.values import shown
 
 
 def _num_ranks(replicas: str) -> int:
@@ -25,15 +27,17 @@ def _num_ranks(replicas: str) -> int:
         return sum(read_replicas(replicas))
     except InputError:
         raise click.BadParameter(
-            f"{replicas!r} are no replicas; write for example 2-1-1, or any"
+            f"{shown(replicas)} are no replicas; write for example 2-1-1, or any"
         ) from None
 
 
 def _parse_tensor_ranks(_: click.Context, __: click.Parameter, text: str) -> int | Literal["any"]:
     if text == "any":
         return "any"
-    if not text.isdigit() or int(text) < 1:
-        raise click.BadParameter(f"{text!r} is no number of devices; write for example 2, or any")
+    if not re.fullmatch("[0-9]{1,18}", text) or int(text) < 1:
+        raise click.BadParameter(
+            f"{shown(text)} is no number of devices; write for example 2, or any"
+        )
     return int(text)
 
 

@@ -35,7 +35,7 @@ from penstock.schedule.memory import Sizes
 from penstock.schedule.op import Kind
 from penstock.simulator import simulate
 from penstock.timeline import BUSY, NO_VERSION, Timeline
-from penstock.values import read_text
+from penstock.values import read_text, refused_as
 from penstock.versions import (
     POLICIES,
     USUAL,
@@ -271,10 +271,8 @@ def _json_with_versions(path: str, policy: str | None) -> Source:
 def _load_json(path: str) -> Source | Plan:
     """A plan, or the timeline in a file."""
     text = read_text(path)
-    try:
+    with refused_as(f"{path} holds neither a plan nor a timeline"):
         keys = set(msgspec.json.decode(text, type=dict[str, msgspec.Raw]))
-    except msgspec.DecodeError as error:
-        raise FileError(f"{path} holds neither a plan nor a timeline: {error}") from None
     if "spans" in keys:
         return Source(Timeline.from_json(text, where=path), None)
     if "measured" in keys:

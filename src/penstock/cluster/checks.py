@@ -11,6 +11,9 @@ from penstock.errors import InputError
 
 T = TypeVar("T")
 
+MOST_DEVICES = 100_000
+"""No cluster has more; a file that says so has a slip in it, and would fill the memory."""
+
 
 def check_names(
     devices: Sequence[Device], groups: Sequence[Group], spares: Sequence[SpareMachine]

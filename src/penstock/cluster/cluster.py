@@ -11,10 +11,10 @@ from typing import Self
 from msgspec.structs import replace
 
 from penstock.cluster import local
-from penstock.cluster.checks import check_groups, check_names, check_wires
+from penstock.cluster.checks import MOST_DEVICES, check_groups, check_names, check_wires
 from penstock.cluster.parts import Device, Group, Kind, Link, SpareMachine, Wire
 from penstock.errors import InputError
-from penstock.values import Value, is_whole, read_text
+from penstock.values import Value, expect, read_text, refused_as, whole
 
 
 class Cluster(Value, frozen=True, kw_only=True):
@@ -41,10 +41,10 @@ class Cluster(Value, frozen=True, kw_only=True):
     spares: tuple[SpareMachine, ...] = ()
 
     def __post_init__(self) -> None:
+        self.check_fields()
         if not self.devices:
             raise InputError("a Cluster needs at least one device")
-        if self.memory_bytes < 0:
-            raise InputError(f"cluster memory_bytes is {self.memory_bytes}, but must be ≥ 0")
+        whole("the number of devices", len(self.devices), 1, MOST_DEVICES)
         names = [device.name for device in self.devices]
         check_names(self.devices, self.groups, self.spares)
         check_groups(names, self.groups)
@@ -62,9 +62,10 @@ class Cluster(Value, frozen=True, kw_only=True):
             FileError: the file is not there, an unknown key, a wrong type or unit, or parts that
                 contradict each other; the path inside the file is named where there is one.
         """
+        text = read_text(path)
         if Path(path).suffix.lower() != ".toml":
-            return super().load(path)
-        return cls.from_toml(read_text(path), where=str(path))
+            return cls.from_json(text, where=str(path))
+        return cls.from_toml(text, where=str(path))
 
     @classmethod
     def from_toml(cls, text: str, where: str = "text") -> Self:
@@ -79,7 +80,8 @@ class Cluster(Value, frozen=True, kw_only=True):
         """
         from penstock.cluster import written  # takes as long to load as all the rest of this room
 
-        with written.refusals(where):
+        expect(text, str, "the text", "give TOML")
+        with refused_as(f"{where} is not a valid Cluster"):
             return cls(**written.read(text))
 
     @classmethod
@@ -98,7 +100,8 @@ class Cluster(Value, frozen=True, kw_only=True):
             InputError: no levels, a count below 1, or not one link per level.
         """
         _check_levels(counts, links)
-        pattern = device or Device(name="")
+        expect(device, Device | None, "device", "give a penstock.Device, whose name is not used")
+        pattern = device or Device(name="device")
         names = [f"device{index}" for index in range(prod(counts))]
         devices = tuple(replace(pattern, name=name) for name in names)
         groups: list[Group] = []
@@ -133,6 +136,10 @@ class Cluster(Value, frozen=True, kw_only=True):
 
 
 def _check_levels(counts: Sequence[int], links: Sequence[Link]) -> None:
+    expect(counts, list | tuple, "counts", "give a list, innermost first, as in (4, 2)")
+    expect(links, list | tuple, "links", "give a list, innermost first")
+    for link in links:
+        expect(link, Link, "one of links", "give a penstock.Link for each level")
     if not counts:
         raise InputError("a tree needs at least one level; give counts, for example (4, 2)")
     if len(counts) != len(links):
@@ -140,6 +147,6 @@ def _check_levels(counts: Sequence[int], links: Sequence[Link]) -> None:
             f"a tree with {len(counts)} counts needs as many links, innermost first, not "
             f"{len(links)}"
         )
-    wrong = next((count for count in counts if not is_whole(count) or count < 1), None)
-    if wrong is not None:
-        raise InputError(f"a count of a tree is {wrong!r}, but must be a whole number ≥ 1")
+    for count in counts:
+        whole("a count of a tree", count, 1, MOST_DEVICES)
+    whole("the number of devices", prod(counts), 1, MOST_DEVICES)

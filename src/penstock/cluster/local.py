@@ -8,9 +8,10 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple, get_args
 
+from penstock.cluster.checks import MOST_DEVICES
 from penstock.cluster.parts import Device, Kind
 from penstock.errors import InputError
-from penstock.values import is_whole, one_of
+from penstock.values import one_of, whole
 
 _ANSWER_SECONDS = 10.0
 _MIB = 2**20
@@ -26,8 +27,8 @@ class Gpu(NamedTuple):
 
 def devices(num_devices: int | None, kind: Kind) -> tuple[tuple[Device, ...], int]:
     """As ``Cluster.local``: the devices, and the memory that they share (0 for GPUs)."""
-    if num_devices is not None and (not is_whole(num_devices) or num_devices < 1):
-        raise InputError(f"num_devices is {num_devices}, but must be ≥ 1")
+    if num_devices is not None:
+        num_devices = whole("num_devices", num_devices, 1, MOST_DEVICES)
     one_of("kind", kind, get_args(Kind))
     if kind == "gpu":
         return _gpus(num_devices), 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from math import isfinite
 from typing import Literal
 
 from penstock.errors import InputError
-from penstock.values import Value
+from penstock.values import Value, number, shown
+
+_LEAST_SPEED, _MOST_SPEED = 1e-6, 1e6
 
 Kind = Literal["cpu", "gpu"]
 
@@ -31,10 +32,13 @@ class Device(Value, frozen=True, kw_only=True):
     kind: Kind | None = None
 
     def __post_init__(self) -> None:
-        if self.memory_bytes < 0:
-            raise InputError(f"device {self.name!r}: memory_bytes is {self.memory_bytes} < 0")
-        if not (self.speed > 0 and isfinite(self.speed)):
-            raise InputError(f"device {self.name!r}: speed is {self.speed}, but must be > 0")
+        whose = f"device {shown(self.name)}"
+        self.check_fields(whose)
+        if not _LEAST_SPEED <= self.speed <= _MOST_SPEED:
+            raise InputError(
+                f"{whose}: speed is {self.speed}, but must be > 0: {_LEAST_SPEED:g} to "
+                f"{_MOST_SPEED:g} times that of the machine that was profiled"
+            )
 
 
 class Link(Value, frozen=True, kw_only=True):
@@ -53,12 +57,7 @@ class Link(Value, frozen=True, kw_only=True):
     bytes_per_second: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("latency_seconds", "bytes_per_second"):
-            value = getattr(self, name)
-            if not (value >= 0 and isfinite(value)):
-                raise InputError(
-                    f"a link's latency and bandwidth must be finite and ≥ 0, but {name} is {value}"
-                )
+        self.check_fields()
 
     def seconds(self, num_bytes: float) -> float:
         """Time from sending ``num_bytes`` until they have arrived."""
@@ -86,10 +85,9 @@ class Group(Value, frozen=True, kw_only=True):
     memory_bytes: int = 0
 
     def __post_init__(self) -> None:
+        self.check_fields(f"group {shown(self.name)}")
         if not self.members:
             raise InputError(f"group {self.name!r} has no members; give it some or leave it out")
-        if self.memory_bytes < 0:
-            raise InputError(f"group {self.name!r}: memory_bytes is {self.memory_bytes} < 0")
 
 
 class Wire(Value, frozen=True, kw_only=True):
@@ -107,6 +105,7 @@ class Wire(Value, frozen=True, kw_only=True):
     link: Link
 
     def __post_init__(self) -> None:
+        self.check_fields()
         if self.between[0] == self.between[1]:
             raise InputError(f"a wire joins {self.between[0]!r} with itself; name two devices")
 
@@ -126,8 +125,6 @@ class SpareMachine(Value, frozen=True, kw_only=True):
     bytes_per_second: float
 
     def __post_init__(self) -> None:
-        if not (self.bytes_per_second > 0 and isfinite(self.bytes_per_second)):
-            raise InputError(
-                f"spare machine {self.name!r}: bytes_per_second is {self.bytes_per_second}, but "
-                "must be > 0"
-            )
+        whose = f"spare machine {shown(self.name)}"
+        self.check_fields(whose)
+        number(f"{whose}: bytes_per_second", self.bytes_per_second, positive=True)

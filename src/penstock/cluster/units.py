@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from math import isfinite
+from math import inf, isfinite
 from typing import TypeAlias
 
 from penstock.errors import InputError
-from penstock.values import is_number
+from penstock.values import MOST_BYTES, is_number, shown
 
 Units: TypeAlias = Mapping[str, tuple[int, int]]
 
@@ -37,8 +37,10 @@ def to_bytes(value: object) -> int:
         InputError: neither, negative, or no whole number of bytes.
     """
     found = _quantity(value, _BYTES, "size", "16GiB")
+    if found > MOST_BYTES:
+        raise InputError(f"{shown(value)} is more memory than there is; write for example 16GiB")
     if found != int(found):
-        raise InputError(f"{value!r} is no whole number of bytes; write for example 16GiB")
+        raise InputError(f"{shown(value)} is no whole number of bytes; write for example 16GiB")
     return int(found)
 
 
@@ -70,13 +72,15 @@ def is_time(text: str) -> bool:
 def _quantity(value: object, units: Units, what: str, example: str) -> float:
     found = _read(value, units)
     if found is None or not isfinite(found):
-        raise InputError(f"{value!r} is not a {what}; write for example {example}")
+        raise InputError(f"{shown(value)} is not a {what}; write for example {example}")
     if found < 0:
-        raise InputError(f"a {what} is {value!r}, but must be ≥ 0")
+        raise InputError(f"a {what} is {shown(value)}, but must be ≥ 0")
     return found
 
 
 def _read(value: object, units: Units) -> float | None:
+    if isinstance(value, int) and abs(value) > MOST_BYTES:
+        return inf if value > 0 else -inf  # it may be too large for a float
     if is_number(value):
         return float(value)  # type: ignore[arg-type]
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None

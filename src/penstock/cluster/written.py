@@ -6,15 +6,18 @@ Everything here becomes the plain parts of a ``Cluster``; nothing reads it again
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import combinations
+from itertools import accumulate, combinations
 from typing import Any
 
 import msgspec
 
+from penstock.cluster.checks import MOST_DEVICES
 from penstock.cluster.parts import Device, Group, Kind, Link, SpareMachine, Wire
 from penstock.cluster.units import is_time, to_bytes, to_bytes_per_second, to_seconds
-from penstock.errors import FileError, InputError
+from penstock.errors import InputError
+from penstock.values import whole
+
+_MOST_DEPTH = 100
 
 
 class Bytes(int):
@@ -77,8 +80,7 @@ class WrittenServer(_Table, frozen=True):
 
     def __post_init__(self) -> None:
         for name in ("count", "devices"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}, but must be ≥ 1")
+            whole(name, getattr(self, name), 1, MOST_DEVICES)
         if self.devices == 1 and self.link is not _NO_LINK:
             raise InputError(
                 "a server's link is between its devices, but it has one; set devices, or give the "
@@ -136,8 +138,7 @@ class WrittenSpare(_Table, frozen=True):
     count: int = 1
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise InputError(f"count is {self.count}, but must be ≥ 1")
+        whole("count", self.count, 1, MOST_DEVICES)
 
     def parts(self) -> Iterator[SpareMachine]:
         """Each of them."""
@@ -204,7 +205,10 @@ def read(text: str) -> dict[str, Any]:
         msgspec.DecodeError: no TOML, an unknown key or a wrong type.
         InputError: parts that cannot be.
     """
+    _check_depth(text)
     found = msgspec.toml.decode(text, type=WrittenCluster, dec_hook=_convert)
+    in_servers = sum(server.count * server.devices for server in found.servers)
+    whole("the number of devices", in_servers + len(found.devices), 0, MOST_DEVICES)
     devices: list[Device] = []
     groups: list[Group] = []
     num_servers = 0
@@ -244,13 +248,12 @@ def read(text: str) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def refusals(where: str) -> Iterator[None]:
-    """Within, what cannot be read becomes a ``FileError`` that names ``where``."""
-    try:
-        yield
-    except (msgspec.DecodeError, InputError) as error:
-        raise FileError(f"{where} is not a valid Cluster: {error}") from None
+def _check_depth(text: str) -> None:
+    """Raise ``InputError`` for brackets in brackets in brackets: the time that reading them takes
+    grows with the square of their number."""
+    depth = max(accumulate((sign in "[{") - (sign in "]}") for sign in text), default=0)
+    if depth > _MOST_DEPTH:
+        raise InputError(f"it has {depth:,} brackets in each other; write it flat")
 
 
 def _convert(kind: type, value: object) -> object:

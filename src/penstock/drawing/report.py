@@ -47,4 +47,5 @@ def read_report(folder: str | os.PathLike[str]) -> Report:
         FileError: there is no report, or it has an unknown key, a missing one or a wrong type.
     """
     path = Path(folder)
-    return Report.load(path / RUN_FILE if path.is_dir() else path)
+    # os.path.isdir takes any name; Path.is_dir raises for one that is too long.
+    return Report.load(path / RUN_FILE if os.path.isdir(path) else path)

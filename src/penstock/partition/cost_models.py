@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cluster import Link
 from penstock.errors import InputError
-from penstock.values import is_number, one_of
+from penstock.values import is_number, one_of, shown
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -151,7 +151,7 @@ def cost_model(name: str, overlap: float = 1.0) -> CostModel:
     """
     one_of("cost_model", name, COST_MODELS)
     if not is_number(overlap) or not 0 <= overlap <= 1:
-        raise InputError(f"overlap is {overlap!r}, but must be a number between 0 and 1")
+        raise InputError(f"overlap is {shown(overlap)}, but must be a number between 0 and 1")
     fixed = {RELEASED: 0.0, PAPER: 1.0}
     return CostModel(name, fixed.get(name, float(overlap)))
 
@@ -159,7 +159,7 @@ def cost_model(name: str, overlap: float = 1.0) -> CostModel:
 def check_updates(updates: float) -> None:
     """Raise ``InputError`` unless these may be the updates per microbatch."""
     if not is_number(updates) or not 0 < updates <= 1:
-        raise InputError(f"updates is {updates!r}, but must be a number above 0 and at most 1")
+        raise InputError(f"updates is {shown(updates)}, but must be a number above 0 and at most 1")
 
 
 def _transfer(num_bytes: float, link: Link) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.planner.table import as_text, format_bytes, format_seconds
-from penstock.values import Value
+from penstock.values import Value, shown
 
 
 class Alternative(Value, frozen=True, kw_only=True):
@@ -31,6 +31,9 @@ class Alternative(Value, frozen=True, kw_only=True):
     moved_bytes: int = 0
     delay: float = 0.0
     remark: str = ""
+
+    def __post_init__(self) -> None:
+        self.check_fields(f"alternative {shown(self.label)}")
 
 
 def comparison(rows: Sequence[Alternative]) -> str:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from penstock.cluster import Cluster, Device, Link
+from penstock.cluster.checks import MOST_DEVICES
 from penstock.cluster.units import to_bytes, to_bytes_per_second, to_seconds
 from penstock.errors import InputError, PlanError
 from penstock.graph import LayerGraph
@@ -18,6 +19,7 @@ from penstock.planner.plan import Plan
 from penstock.planner.search import plan
 from penstock.planner.subset import only
 from penstock.planner.table import as_text, count_of, format_bytes, format_seconds
+from penstock.values import MOST_AMOUNT, expect, whole
 
 _CHANGE = re.compile(r"\s*(?P<quantity>[a-z]+)\s*(?P<how>[*/=])\s*(?P<value>[^\s,]+)\s*")
 
@@ -70,7 +72,12 @@ class Change:
             raise InputError(f"{self.quantity}: {self.value!r} is not a number") from None
         if not 0 < value < inf:
             raise InputError(f"{self.quantity}: {self.value} must be > 0 and finite")
-        return {"*": number * value, "/": number / value, "=": value}[self.how]
+        changed = {"*": number * value, "/": number / value, "=": value}[self.how]
+        if changed > MOST_AMOUNT:
+            raise InputError(
+                f"{self.quantity}{self.how}{self.value} makes it too large; ask for less"
+            )
+        return changed
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,7 @@ def what_if(
         InputError: no such change, or it would change nothing.
         PlanError: there is no plan before or after.
     """
+    expect(changes, str, "the changes", "write them as text, as in 'bandwidth*2, memory/2'")
     asked = _Asked(cluster or Cluster.local(), request)
     changed = asked
     for part in filter(str.strip, changes.split(",")):
@@ -227,9 +235,10 @@ def _speed(asked: _Asked, change: Change) -> _Asked:
 
 def _devices(asked: _Asked, change: Change) -> _Asked:
     devices = asked.cluster.devices
-    count = round(change.of(len(devices)))
-    if count < 1:
+    wanted = change.of(len(devices))
+    if round(wanted) < 1:
         raise InputError(f"devices{change.how}{change.value} leaves none of {len(devices)}")
+    count = whole("devices", round(wanted), 1, MOST_DEVICES)
     if count <= len(devices):
         return asked._replace(cluster=only(asked.cluster, range(count)))
     more: tuple[Device, ...] = tuple(

@@ -32,7 +32,7 @@ from penstock.schedule.memory import Sizes
 from penstock.schedule.rounds import filling
 from penstock.simulator import simulate
 from penstock.timeline import Timeline
-from penstock.values import Value, one_of
+from penstock.values import MOST_BYTES, Value, expect, one_of, whole
 from penstock.versions import (
     USUAL,
     Flush,
@@ -87,6 +87,7 @@ class Plan(Value, frozen=True, kw_only=True):
     version: int = 1
 
     def __post_init__(self) -> None:
+        self.check_fields()
         if self.version != 1:
             raise InputError(
                 f"the plan has version {self.version}; this Penstock reads version 1, so plan again"
@@ -109,8 +110,7 @@ class Plan(Value, frozen=True, kw_only=True):
     def _check_numbers(self) -> None:
         least = {"num_microbatches": 1, "num_threads": 1, "num_tensor_ranks": 1}
         for name, smallest in {**least, "microbatch_size": 0}.items():
-            if getattr(self, name) < smallest:
-                raise InputError(f"{name} is {getattr(self, name)}, but must be ≥ {smallest}")
+            whole(name, getattr(self, name), smallest, MOST_BYTES)
         given = [name for name in ("name", "num_ranks", "num_microbatches") if name in self.options]
         if given:
             raise InputError(
@@ -294,6 +294,7 @@ class Plan(Value, frozen=True, kw_only=True):
             InputError: no such way, or no such stage.
         """
         one_of("how", how, get_args(Recompute))
+        expect(stages, Collection | None, "stages", "give a list of their numbers")
         chosen = range(len(self.stages)) if stages is None else stages
         absent = sorted(set(chosen) - set(range(len(self.stages))))
         if absent:
@@ -313,6 +314,7 @@ class Plan(Value, frozen=True, kw_only=True):
         Raises:
             InputError: the policy does not go with the schedule.
         """
+        expect(versions, Policy, "versions", "take one of penstock.versions, as in Stash()")
         return replace(self, versions=versions)
 
     def simulate(self, num_minibatches: int | None = None) -> Timeline:
@@ -322,7 +324,12 @@ class Plan(Value, frozen=True, kw_only=True):
 
         Args:
             num_minibatches: of the stream; by default enough to show the steady state.
+
+        Raises:
+            InputError: ``num_minibatches`` is no whole number ≥ 1, or more than memory holds.
         """
+        if num_minibatches is not None:
+            whole("num_minibatches", num_minibatches, 1)
         if not self.versions.asynchronous:
             return simulate(add_update(self.build_schedule()), self.costs)
         fills = ceil(3 * self.num_ranks / self.num_microbatches) + 1

@@ -28,7 +28,7 @@ from penstock.planner.tensor_groups import in_groups, widths
 from penstock.planner.why import alternatives_of, reason_for, rivals
 from penstock.schedule import families
 from penstock.schedule.families.replicated import read_replicas
-from penstock.values import expect, is_whole, one_of
+from penstock.values import MOST_BYTES, expect, flag, is_whole, one_of, shown, whole
 from penstock.versions import Policy
 
 
@@ -104,10 +104,14 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         InputError: a count below 1, or an unknown schedule.
     """
     expect(graph, LayerGraph, "the graph", "measure the model with penstock.profile")
+    expect(
+        cluster, Cluster | None, "the cluster", "give a penstock.Cluster, or Cluster.load a file"
+    )
     expect(versions, Policy | None, "versions", "take one of penstock.versions, as in Stash()")
     one_of("recompute", recompute, get_args(RecomputeRule))
     one_of("order", order, ("execution", "any"))
     one_of("placement", placement, ("exact", "reinforce"))
+    flag("asynchronous", asynchronous)
     expect(cuts, list | tuple, "cuts", "give a list of layers, as in cuts=[3]")
     _check_counts(graph, microbatches, minibatch, stages, memory_bytes)
     given = _read_cuts(graph, cuts) if cuts else ()
@@ -196,8 +200,9 @@ def _explained(
 
 def _with_tensor_ranks(tasks: Sequence[Task], tensor_ranks: int | Literal["any"]) -> Iterator[Task]:
     """Each task for the sizes of tensor groups that are asked for."""
-    if tensor_ranks != "any" and not (is_whole(tensor_ranks) and tensor_ranks >= 1):
-        raise InputError(f"tensor_ranks is {tensor_ranks!r}; give a whole number ≥ 1 or 'any'")
+    is_count = is_whole(tensor_ranks) and 1 <= int(tensor_ranks) <= families.LARGEST
+    if tensor_ranks != "any" and not is_count:
+        raise InputError(f"tensor_ranks is {shown(tensor_ranks)}; give a whole number ≥ 1 or 'any'")
     for task in tasks:
         if tensor_ranks in ("any", 1):
             yield task
@@ -229,8 +234,8 @@ def _read_cuts(graph: LayerGraph, cuts: Sequence[int | str]) -> tuple[int, ...]:
     for cut in cuts:
         if cut not in names and not (is_whole(cut) and 0 < int(cut) < len(names)):
             raise InputError(
-                f"cuts: no stage can begin with layer {cut!r}; name a layer behind the first, or "
-                f"give its number, 1 to {len(names) - 1}"
+                f"cuts: no stage can begin with layer {shown(cut)}; name a layer behind the first, "
+                f"or give its number, 1 to {len(names) - 1}"
             )
         found.append(names.index(cut) if isinstance(cut, str) else cut)
     found.append(len(names))
@@ -271,10 +276,8 @@ def _check_counts(
         "memory_bytes": memory_bytes,
     }
     for name, count in asked.items():
-        remedy = "give a number of bytes, as in 8 * 2**30"
-        expect(count, int | None, name, remedy if "bytes" in name else "give a whole number")
-        if count is not None and count < 1:
-            raise InputError(f"{name} is {count}, but must be ≥ 1")
+        if count is not None:
+            whole(name, count, 1, MOST_BYTES if "bytes" in name else families.LARGEST)
     num_layers = len(graph.layers)
     if stages is not None and stages > num_layers:
         raise PlanError(

@@ -79,9 +79,10 @@ class StagePlan(Value, frozen=True, kw_only=True):
     splits: dict[str, Split] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.check_fields()
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if isinstance(value, int | float) and not value >= 0:
+            if isinstance(value, int | float) and value < 0:
                 raise InputError(f"{name} is {value}, but must be ≥ 0")
 
     @property

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from penstock import tree
+from penstock.errors import InputError
 from penstock.run.minibatch import Harvest, Minibatch
 from penstock.run.recipe import Recipe
 from penstock.stage import Criterion
+from penstock.values import shown
 
 
 class AtHand:
@@ -51,7 +53,7 @@ class AtHand:
             if metrics:
                 with torch.no_grad():
                     for name, metric in metrics.items():
-                        measured = torch.as_tensor(metric(outputs, targets)).detach().clone()
+                        measured = _number(name, metric(outputs, targets))
                         self.harvest.metrics.setdefault(name, {})[own] = measured
             return loss(outputs, targets)
 
@@ -96,3 +98,17 @@ class AtHand:
         if scale is not None:
             seed *= scale
         return seed
+
+
+def _number(name: str, measured: Any) -> Tensor:
+    """What a metric gave, as a tensor of its own."""
+    remedy = "it must return one number, as a float or a tensor with one element"
+    try:
+        number = torch.as_tensor(measured).detach()
+    except Exception as error:  # there are many things that are no number
+        raise InputError(f"the metric {name!r} gave {shown(measured)}; {remedy}") from error
+    if number.numel() != 1:
+        raise InputError(
+            f"the metric {name!r} gave a tensor of shape {tuple(number.shape)}; {remedy}"
+        )
+    return number.clone()

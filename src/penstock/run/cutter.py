@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock import microbatches
+from penstock import microbatches, tree
 from penstock.errors import InputError
 from penstock.microbatches import Microbatches, Weighting
 from penstock.run.minibatch import Minibatch
@@ -146,6 +146,11 @@ def _cut(value: Any, what: str, count: int) -> list[Any]:
         return microbatches.split(value, count)
     if len(value) != count:
         raise InputError(f"there are {count} microbatches of inputs, but {len(value)} of {what}")
+    for index, part in enumerate(value):
+        tensors = tree.tensors(part)
+        if not tensors:
+            raise InputError(f"microbatch {index} of the {what} holds no tensor")
+        microbatches.check_dense(tensors, what)
     return [_own(part) for part in value]
 
 

@@ -17,6 +17,7 @@ from penstock.run.outcome import Outcome
 from penstock.schedule.segment import Segment
 from penstock.transport import Transport
 from penstock.transport.base import Patience
+from penstock.values import number
 
 T = TypeVar("T")
 States = dict[int, dict[str, Tensor]]
@@ -53,11 +54,12 @@ class Deadlines(NamedTuple):
 
 
 def _check_deadline(argument: str, seconds: float) -> None:
-    if not 0 < seconds <= threading.TIMEOUT_MAX:
+    try:
+        number(argument, seconds, positive=True, most=threading.TIMEOUT_MAX)
+    except InputError as error:
         raise InputError(
-            f"{argument} is {seconds}, but must be > 0 and not infinite: without a deadline, a "
-            "rank that hangs would hang all others"
-        )
+            f"{error}: without a deadline, a rank that hangs would hang all others"
+        ) from None
 
 
 class Driver(ABC, Generic[T]):
@@ -136,7 +138,14 @@ def failure_notice(rank: int, error: BaseException) -> str:
     """What to tell other ranks: what happened first, wherever that was."""
     if isinstance(error, PeerError):
         return error.reason
-    return f"rank {rank} failed: {told(error)}"
+    return f"rank {rank} failed: {named(error)}"
+
+
+def named(error: BaseException) -> str:
+    """What an exception says, behind its type's name if it is not Penstock's own: ``SystemExit(3)``
+    says no more than 3."""
+    text, kind = told(error), type(error).__name__
+    return text if isinstance(error, PenstockError) or text == kind else f"{kind}: {text}"
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +19,7 @@ from penstock.rendezvous import Rendezvous, translated
 from penstock.run import outcome
 from penstock.run.clocks import clock_offsets
 from penstock.run.counting import Peak
-from penstock.run.driver import Deadlines, Driver, States, failure_notice, naming, told
+from penstock.run.driver import Deadlines, Driver, States, failure_notice, named, naming, told
 from penstock.run.journal import Record
 from penstock.run.minibatch import Harvest, Minibatch
 from penstock.run.outcome import Outcome
@@ -218,7 +218,7 @@ class ProcessDriver(Driver[Ticket]):
             with naming(rank, step):
                 yield
         except BaseException as error:
-            self._failure = told(error)
+            self._failure = named(error)
             if not getattr(error, "__notes__", ()):
                 error.add_note(self._worker.dump())
             edges = [

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from penstock.errors import InputError
-from penstock.optimizer_factory import OptimizerFactory
-from penstock.values import expect, one_of
+from penstock.optimizer_factory import OptimizerFactory, SchedulerFactory
+from penstock.values import expect, flag, number, one_of, shown
 from penstock.versions import Flush, Policy, Updates
 
 BatchNormStatistics = Literal["microbatch", "minibatch"]
 Loss = Callable[[Any, Any], Tensor]
 Metric = Callable[[Any, Any], Tensor | float]
-SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
 _EXAMPLES = {
@@ -42,7 +41,12 @@ class LossScale:
 
     @classmethod
     def of(cls, scaler: torch.amp.GradScaler) -> LossScale | None:
-        """A scaler's state; ``None`` if it is not enabled."""
+        """A scaler's state; ``None`` if it is not enabled.
+
+        Raises:
+            InputError: it is no ``torch.amp.GradScaler``.
+        """
+        expect(scaler, torch.amp.GradScaler, "grad_scaler", "give a torch.amp.GradScaler('cuda')")
         state = scaler.state_dict()
         return cls(**{key.lstrip("_"): value for key, value in state.items()}) if state else None
 
@@ -116,8 +120,9 @@ class Recipe:
         one_of("batch_norm", self.batch_norm, get_args(BatchNormStatistics))
         for name in ("clip_norm", "clip_stage_norm"):
             limit = getattr(self, name)
-            if limit is not None and not 0 < limit < float("inf"):
-                raise InputError(f"{name} is {limit}, but must be > 0 and finite")
+            if limit is not None:
+                number(name, limit, positive=True)
+        self._check_observing()
         if self.optimizer is None:
             for name in ("lr_scheduler", "clip_norm", "clip_stage_norm", "loss_scale"):
                 if getattr(self, name) is not None:
@@ -129,6 +134,15 @@ class Recipe:
                 "post_validate is for updates that depend on all ranks: give clip_norm or a "
                 "grad_scaler too, or leave it out; other updates wait for nobody anyway"
             )
+
+    def _check_observing(self) -> None:
+        for name in ("post_validate", "stop_at_nan", "count_memory"):
+            flag(name, getattr(self, name))
+        example = "give functions by name, as in metrics={'correct': count_correct}"
+        expect(self.metrics, Mapping, "metrics", example)
+        for name, metric in self.metrics.items():
+            expect(name, str, f"metrics: the name {shown(name)}", example)
+            expect(metric, Callable, f"metrics: {shown(name)}", example)
 
     def _check_asynchronous(self) -> None:
         """What needs all stages' gradients of one update is not to be had without a flush."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import InputError
-from penstock.optimizer_factory import OptimizerFactory, Parameters, make_optimizer
+from penstock.optimizer_factory import OptimizerFactory, Parameters, make_optimizer, make_scheduler
 from penstock.run.agreement import Share, Verdict, hear, tell
 from penstock.run.recipe import Recipe
 from penstock.run.tags import FIRST_EXCHANGE, SHARED_TAGS
@@ -112,7 +112,11 @@ class Updater:
             if (optimizer := _optimizer(recipe.optimizer, stage, holding, rates[stage])) is not None
         }
         make = recipe.lr_scheduler
-        self._schedulers = [make(one) for one in self.optimizers.values()] if make else []
+        self._schedulers = [
+            make_scheduler(make, optimizer, f"stage {stage}")
+            for stage, optimizer in self.optimizers.items()
+            if make is not None
+        ]
         self._rank = rank
         self._num_ranks = num_ranks
         self._holdings = holdings

@@ -35,6 +35,7 @@ def check(schedule: Schedule, capacity: int | None = None) -> None:
         InputError: ``capacity`` is no whole number ≥ 1.
     """
     expect(schedule, Schedule, "the schedule", "build one with penstock.schedules.build")
+    schedule.check_types()
     check_capacity(capacity)
     _check_once(schedule)
     _check_complete(schedule)

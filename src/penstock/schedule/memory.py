@@ -6,12 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
-from math import inf
 from typing import Any, NamedTuple
 
 from penstock.errors import InputError
 from penstock.schedule.op import RELEASING, Kind, Op
-from penstock.values import is_number, items_of
+from penstock.values import amount, items_of, shown
 
 Curve = tuple[tuple[float, float], ...]
 """(time, held from then on)."""
@@ -63,11 +62,8 @@ class Sizes:
 def _numbers(name: str, values: Any) -> tuple[float, ...]:
     numbers = items_of(values)
     if numbers is None:
-        raise InputError(f"sizes: {name} is {values!r}; give a list with one number per stage")
-    for number in numbers:
-        if not is_number(number) or not 0 <= number < inf:
-            raise InputError(f"sizes: {name} is {number!r}, but must be a number ≥ 0")
-    return tuple(map(float, numbers))
+        raise InputError(f"sizes: {name} is {shown(values)}; give a list with one number per stage")
+    return tuple(amount(f"sizes: {name}", number) for number in numbers)
 
 
 def even_sizes(num_stages: int) -> Sizes:

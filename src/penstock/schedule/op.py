@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
+from penstock.values import expect, shown
 
 
 class Kind(StrEnum):
@@ -93,11 +94,13 @@ class Op(NamedTuple):
         Raises:
             ScheduleError: the text is not an op.
         """
+        expect(text, str, "an op", "write it as text, as in 2F0")
         match = _TEXT.fullmatch(text)
         if match is None:
             kinds = ", ".join(kind.value for kind in Kind)
             raise ScheduleError(
-                f"{text!r} is not an op; write stage, kind, microbatch, as in 2F0 (kinds: {kinds})"
+                f"{shown(text)} is not an op; write stage, kind, microbatch, as in 2F0 (kinds: "
+                f"{kinds})"
             )
         numbers = int(match["stage"]), int(match["microbatch"]), int(match["slice"] or 0)
         return cls(numbers[0], Kind(match["kind"]), *numbers[1:])

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
 
-from penstock.errors import ScheduleError
+from penstock.errors import InputError, ScheduleError
 from penstock.schedule.op import BACKWARD, COMPUTE, Kind, Op, dependencies
-from penstock.values import expect
+from penstock.values import expect, shown
 
 _OF_A_ROUND = (Kind.REDUCE, Kind.UPDATE)
 
@@ -32,8 +32,32 @@ class Schedule:
 
     @classmethod
     def of(cls, ranks: Iterable[Iterable[Op]], name: str = "") -> Schedule:
-        """Build a schedule from any iterables of ops."""
-        return cls(tuple(tuple(ops) for ops in ranks), name)
+        """Build a schedule from any iterables of ops.
+
+        Raises:
+            InputError: something else than iterables of ops.
+        """
+        expect(ranks, Iterable, "the ranks", "give a list of ops for each rank")
+        lists: list[tuple[Op, ...]] = []
+        for ops in ranks:
+            expect(ops, Iterable, f"rank {len(lists)}", "give a list of its ops")
+            lists.append(tuple(ops))
+        schedule = cls(tuple(lists), name)
+        schedule.check_types()
+        return schedule
+
+    def check_types(self) -> None:
+        """Raise ``InputError`` unless there is a tuple of ops for every rank."""
+        expect(self.ranks, tuple, "the ranks", "build schedules with Schedule.of or parse")
+        for rank, ops in enumerate(self.ranks):
+            expect(ops, tuple, f"rank {rank}", "build schedules with Schedule.of or parse")
+            # Of millions of ops, the set of types is found out quickly.
+            if any(kind is not Op for kind in set(map(type, ops))):
+                wrong = next(op for op in ops if type(op) is not Op)
+                raise InputError(
+                    f"rank {rank} has {shown(wrong)} where an op belongs; give a "
+                    "penstock.Op, or read text with Schedule.parse"
+                )
 
     @classmethod
     def parse(cls, text: str, name: str = "") -> Schedule:

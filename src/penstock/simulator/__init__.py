@@ -42,6 +42,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         InputError: per-stage costs do not fit the number of stages.
     """
     expect(schedule, Schedule, "the schedule", "build one with penstock.schedules.build")
+    schedule.check_types()
     costs = Costs() if costs is None else costs
     expect(costs, Durations, "costs", "give a penstock.Costs")
     costs.check_stages(schedule.num_stages)

@@ -28,6 +28,12 @@ _CACHE = (
     "Its config says use_cache=True, so it returns a cache that no training needs: set "
     "model.config.use_cache = False"
 )
+_ASKING = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
+_CAUSAL = (
+    "A Transformer of torch looks into a mask to see whether it is causal, unless it is told: give "
+    "tgt_is_causal=True (an encoder: is_causal=True, nn.Transformer: src_is_causal=True as well) "
+    "with a causal mask, else False"
+)
 _REMEDY = (
     "Give the model a method `spine(self)` that returns its layers in execution order (see "
     "docs/models.md), or change what cannot be traced"
@@ -65,7 +71,7 @@ def spread(signature: inspect.Signature, inputs: Any) -> Given:
     if isinstance(inputs, tuple):
         tries.insert(0, (inputs, {}))
     elif isinstance(inputs, dict) and all(isinstance(key, str) for key in inputs):
-        tries.insert(0, ((), dict(inputs)))
+        tries.insert(0, ((), _as_declared(signature, inputs)))
     for args, kwargs in tries:
         try:
             signature.bind(*args, **kwargs)
@@ -76,6 +82,12 @@ def spread(signature: inspect.Signature, inputs: Any) -> Given:
         f"forward{signature} cannot be called with these inputs; give a "
         "tuple with its arguments, or a dictionary with its keywords"
     )
+
+
+def _as_declared(signature: inspect.Signature, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Keywords in the order of ``forward``'s own, since theirs means nothing."""
+    own = [name for name in signature.parameters if name in inputs]
+    return {name: inputs[name] for name in (*own, *sorted(inputs.keys() - {*own}))}
 
 
 def trace(model: nn.Module, given: Given, dynamic: Dynamic) -> tuple[Traced, str]:
@@ -92,12 +104,20 @@ def trace(model: nn.Module, given: Given, dynamic: Dynamic) -> tuple[Traced, str
         why = f"torch.fx, because torch.export failed: {_short(first)}"
         return _symbolic(model, given), why
     except Exception as second:
-        caches = getattr(getattr(model, "config", None), "use_cache", False) is True
-        remedy = f"{_CACHE}. {_REMEDY}" if caches else _REMEDY
+        remedy = ". ".join([*_advice(model, first), _REMEDY])
         raise ModelError(
             f"{type(model).__name__} can be traced neither by torch.export ({_short(first)}) nor "
             f"by torch.fx ({_short(second)}). {remedy}"
         ) from first
+
+
+def _advice(model: nn.Module, error: BaseException) -> Iterator[str]:
+    """What is known to help a model that cannot be traced."""
+    if getattr(getattr(model, "config", None), "use_cache", False) is True:
+        yield _CACHE
+    asks = type(error).__name__ == "GuardOnDataDependentSymNode"
+    if asks and any(isinstance(module, _ASKING) for module in model.modules()):
+        yield _CAUSAL
 
 
 def _short(error: BaseException) -> str:

@@ -141,10 +141,7 @@ class Borders:
         """
         leaves, structure = tree.flatten(spread(self.signature, inputs))
         if structure != self.structure:
-            raise InputError(
-                f"the inputs are nested as {structure}, but the model was captured with "
-                f"{self.structure}; give them in that form, or capture the model with these"
-            )
+            raise self._other_form(inputs, structure)
         for at, (leaf, expected) in enumerate(zip(leaves, self.leaves, strict=True)):
             if not _fits(leaf, expected):
                 what = tuple(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
@@ -156,6 +153,31 @@ class Borders:
         if guards is not None:
             _ask(guards, leaves)
         return leaves
+
+    def _other_form(self, inputs: Any, structure: tree.Structure) -> InputError:
+        """Why these inputs are not nested like those of the capture: by name where names differ."""
+        args, kwargs = tree.unflatten(list(self.leaves), self.structure)
+        expected = [*self.signature.bind(*args, **kwargs).arguments]
+        given = self._names(inputs) or expected
+        extra = [name for name in given if name not in expected]
+        missing = [name for name in expected if name not in given]
+        if not extra and not missing:
+            return InputError(
+                f"the inputs are nested as {_flat(structure)}, but the model was captured with "
+                f"{_flat(self.structure)}; give them in that form, or capture the model with these"
+            )
+        advice = [f"leave out {' and '.join(extra)}"] if extra else []
+        advice += [f"give {' and '.join(missing)} too"] if missing else []
+        return InputError(
+            f"the inputs are {', '.join(given)}, but the model was captured with "
+            f"{', '.join(expected)}; {' and '.join(advice)}, or capture the model with such inputs"
+        )
+
+    def _names(self, inputs: Any) -> list[str]:
+        if isinstance(inputs, dict):
+            return [*map(str, inputs)]
+        args, kwargs = spread(self.signature, inputs)
+        return [*self.signature.bind(*args, **kwargs).arguments]
 
 
 class Shape(tuple[int | None, ...]):
@@ -169,6 +191,10 @@ def _fits(leaf: Any, expected: Any) -> bool:
         return False
     pairs = zip(leaf.shape, expected, strict=True)
     return all(wanted is None or size == wanted for size, wanted in pairs)
+
+
+def _flat(structure: tree.Structure) -> str:
+    return " ".join(str(structure).split())
 
 
 def _told(expected: Any) -> str:

@@ -125,3 +125,18 @@ class Transport(ABC):
 
         Received tensors stay valid. Does not raise and does not wait; may be called twice.
         """
+
+
+def overdue(waiting: str, rank: int, patience: Patience) -> str:
+    """What to say of a rank that did not answer in time: it is slow, or it has nothing to say.
+
+    Args:
+        waiting: what waits for it.
+        rank: that did not answer.
+        patience: how long it had.
+    """
+    return (
+        f"{waiting}: nothing came from rank {rank} within {patience.seconds:g} s; if its work "
+        f"takes longer, raise {patience.argument}; if it was given fewer minibatches or "
+        "microbatches, give every rank the same"
+    )

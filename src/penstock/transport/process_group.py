@@ -26,7 +26,7 @@ from torch import Tensor
 
 from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.transport import groups, packing
-from penstock.transport.base import Edge, Noted, Patience, Transport
+from penstock.transport.base import Edge, Noted, Patience, Transport, overdue
 from penstock.transport.packing import BlockKind, Packer
 from penstock.transport.wire import Codec
 
@@ -175,10 +175,7 @@ class ProcessGroupTransport(Transport):
 
     def _translated(self, error: RuntimeError, peer: int, waiting: str) -> RunError:
         if "timed out" in str(error).lower():
-            return DeadlineError(
-                f"{waiting}: rank {peer} did not answer within {self.patience.seconds:g} s; "
-                f"if its work takes longer, raise {self.patience.argument}"
-            )
+            return DeadlineError(overdue(waiting, peer, self.patience))
         reason = f"rank {peer} is gone (its process ended or was killed)"
         return PeerError(f"{waiting}: {reason}", reason)
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.transport import segment
-from penstock.transport.base import Edge, Noted, Patience, Transport
+from penstock.transport.base import Edge, Noted, Patience, Transport, overdue
 from penstock.transport.link import Link, Notice, NoticeKind
 from penstock.transport.packing import Layout, Packer
 from penstock.transport.slots import RemoteSlot, Slot, SlotPool, segment_size
@@ -195,10 +195,7 @@ class SharedMemoryTransport(Transport):
             self._check_hope(peer, waiting)
             left = 1000 * (end - time.monotonic())
             if left <= 0:
-                raise DeadlineError(
-                    f"{waiting}: rank {peer.rank} did not answer within {patience.seconds:g} s; "
-                    f"if its work takes longer, raise {patience.argument}"
-                )
+                raise DeadlineError(overdue(waiting, peer.rank, patience))
             self._take_in(left if most_milliseconds is None else min(left, most_milliseconds))
 
     def _check_hope(self, peer: _Peer, waiting: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from penstock.errors import DeadlineError, PeerError, RunError
-from penstock.transport.base import Edge, Patience, Transport
+from penstock.transport.base import Edge, Patience, Transport, overdue
 
 
 class _Message(NamedTuple):
@@ -73,10 +73,7 @@ class ThreadTransport(Transport):
                 raise PeerError(f"{waiting}: {farewell}", farewell)
             notice = self._next(end)
             if notice is None:
-                raise DeadlineError(
-                    f"{waiting}: nothing came from rank {edge.source} within "
-                    f"{patience.seconds:g} s; if its work takes longer, raise {patience.argument}"
-                )
+                raise DeadlineError(overdue(waiting, edge.source, patience))
             self._take_in(notice, waiting)
         return self._early.pop(wanted)
 

@@ -7,7 +7,7 @@ from math import ceil
 from typing import ClassVar, Literal
 
 from penstock.errors import InputError
-from penstock.values import Value, is_number, is_whole, one_of
+from penstock.values import Value, is_number, is_whole, one_of, shown
 
 Updates = Literal["microbatch", "minibatch"]
 
@@ -275,11 +275,15 @@ class PipeMare(_Policy, frozen=True, tag="pipemare"):
         super().__post_init__()
         one_of("delays", self.delays, ("schedule", "published"))
         if self.t1 is not None and (not is_whole(self.t1) or self.t1 < 1):
-            raise InputError(f"t1 is {self.t1!r}, but must be a number of updates ≥ 1, or None")
+            raise InputError(
+                f"t1 is {shown(self.t1)}, but must be a number of updates ≥ 1, or None"
+            )
         if self.t2 is not None and (not is_number(self.t2) or not 0 < self.t2 < 1):
-            raise InputError(f"t2 is {self.t2!r}, but must be a number between 0 and 1, or None")
+            raise InputError(
+                f"t2 is {shown(self.t2)}, but must be a number between 0 and 1, or None"
+            )
         if not is_whole(self.t3) or self.t3 < 0:
-            raise InputError(f"t3 is {self.t3!r}, but must be a number of minibatches ≥ 0")
+            raise InputError(f"t3 is {shown(self.t3)}, but must be a number of minibatches ≥ 0")
 
     def tau(self, place: Place) -> float:
         """The delay that the corrections assume, in updates."""

@@ -35,7 +35,7 @@ from penstock.schedule.families.zb_h1 import zb_h1
 from penstock.schedule.families.zb_h2 import zb_h2
 from penstock.schedule.families.zb_v import zb_v
 from penstock.schedule.schedule import Schedule
-from penstock.values import expect
+from penstock.values import expect, is_whole, shown
 
 FAMILIES: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,
@@ -63,7 +63,9 @@ SEARCHED = frozenset({"zb-auto", "optimal"})
 """Families that search for an order: they take time, and they take costs."""
 
 LARGEST = 100_000_000
-"""The most ranks times microbatches."""
+"""The most ranks times microbatches, times the parts that an option makes of each."""
+
+_PARTS = ("stages_per_rank", "num_waves", "num_slices")
 
 
 def names() -> tuple[str, ...]:
@@ -77,6 +79,7 @@ def family(name: str) -> Callable[..., Schedule]:
     Raises:
         InputError: no family has this name.
     """
+    expect(name, str, "the schedule's name", f"take one of {', '.join(FAMILIES)}")
     if name not in FAMILIES:
         close = difflib.get_close_matches(name, FAMILIES, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(FAMILIES)}"
@@ -96,15 +99,10 @@ def build(name: str, *, num_ranks: int, num_microbatches: int, **options: Any) -
     Raises:
         InputError: an unknown name or option, or a count below 1.
     """
-    expect(name, str, "the schedule's name", f"take one of {', '.join(FAMILIES)}")
     function = family(name)
     at_least(name, "num_ranks", num_ranks, 1, LARGEST)
     at_least(name, "num_microbatches", num_microbatches, 1, LARGEST)
-    if num_ranks * num_microbatches > LARGEST:
-        raise InputError(
-            f"{name}: {num_ranks} ranks × {num_microbatches} microbatches are more than "
-            f"{LARGEST:,}, which no memory holds; ask for less"
-        )
+    _check_size(name, num_ranks, num_microbatches, options)
     known = tuple(inspect.signature(function).parameters)[2:]
     unknown = [option for option in options if option not in known]
     if unknown:
@@ -112,6 +110,16 @@ def build(name: str, *, num_ranks: int, num_microbatches: int, **options: Any) -
         raise InputError(f"{name} has no option {', '.join(unknown)}; {takes}")
     with _no_garbage_collection():
         return function(num_ranks, num_microbatches, **options)
+
+
+def _check_size(name: str, num_ranks: int, num_microbatches: int, options: dict[str, Any]) -> None:
+    parts = [options[part] for part in _PARTS if is_whole(options.get(part))]
+    if num_ranks * num_microbatches * max(1, *parts, 1) > LARGEST:
+        times = f" × {shown(max(parts))} parts" if parts else ""
+        raise InputError(
+            f"{name}: {num_ranks} ranks × {num_microbatches} microbatches{times} are more than "
+            f"{LARGEST:,}, which no memory holds; ask for less"
+        )
 
 
 @contextmanager

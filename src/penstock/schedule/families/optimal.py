@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from penstock.errors import InputError
 from penstock.schedule.check import check
 from penstock.schedule.durations import Durations, UnitDurations
-from penstock.schedule.families.options import one_per_rank, placed, real
+from penstock.schedule.families.options import one_per_rank, placed
 from penstock.schedule.families.zb_auto import zb_auto
 from penstock.schedule.lower import split_backward
 from penstock.schedule.op import Kind, Op
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.search import Objective, check_objective
-from penstock.values import expect
+from penstock.values import expect, number
 
 LARGEST = 16
 """The most ranks times microbatches that it takes."""
@@ -74,7 +74,7 @@ def optimal(
             f"{num_ranks * num_microbatches}, but the exact search takes {LARGEST} at most; take "
             "zb-auto, which searches without proof"
         )
-    time_limit_seconds = real("optimal", "time_limit_seconds", time_limit_seconds)
+    time_limit_seconds = number("optimal: time_limit_seconds", time_limit_seconds, most=1e6)
     stages = placed("optimal", num_ranks, placement)
     if objective == "stage":
         _check_stage_objective(stages, num_ranks)
@@ -94,8 +94,8 @@ def optimal(
         placement=stages,
         objective=objective,
     )
-    number = {op: index for index, op in enumerate(problem.ops)}
-    known = [[number[op] for op in ops] for ops in split_backward(good).ranks]
+    number_of = {op: index for index, op in enumerate(problem.ops)}
+    known = [[number_of[op] for op in ops] for ops in split_backward(good).ranks]
     order = minimise(problem, known, time_limit_seconds)
     schedule = Schedule.of(([problem.ops[n] for n in numbers] for numbers in order), "optimal")
     check(schedule)

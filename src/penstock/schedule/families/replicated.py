@@ -6,6 +6,7 @@ of stage 0 come first, then those of stage 1, and so on.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +14,10 @@ from penstock.errors import InputError
 from penstock.schedule.op import Kind, Op
 from penstock.schedule.rounds import warm_up
 from penstock.schedule.schedule import Schedule
-from penstock.values import is_whole, items_of
+from penstock.values import is_whole, items_of, shown
+
+_COUNT = re.compile("[0-9]{1,18}")
+_MOST_REPLICAS = 10**18
 
 Replicas = str | Sequence[int]
 """One count per stage, as in ``(2, 1, 1)`` or ``"2-1-1"``; nothing for one of each."""
@@ -32,9 +36,11 @@ def read_replicas(replicas: Replicas) -> tuple[int, ...]:
         return ()
     parts: Sequence[Any] = items_of(replicas) or (0,)
     if isinstance(replicas, str):
-        parts = [int(part) if part.isdigit() else 0 for part in replicas.split("-")]
-    if not all(is_whole(part) and part >= 1 for part in parts):
-        raise InputError(f"replicas is {replicas!r}; give a count ≥ 1 for every stage, as in 2-1-1")
+        parts = [int(part) if _COUNT.fullmatch(part) else 0 for part in replicas.split("-")]
+    if not all(is_whole(part) and 1 <= part <= _MOST_REPLICAS for part in parts):
+        raise InputError(
+            f"replicas is {shown(replicas)}; give a count ≥ 1 for every stage, as in 2-1-1"
+        )
     return tuple(parts)
 
 

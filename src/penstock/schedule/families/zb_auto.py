@@ -19,7 +19,7 @@ from penstock.schedule.families.hanayo import hanayo
 from penstock.schedule.families.interleaved import interleaved
 from penstock.schedule.families.interleaved_zb import interleaved_zb
 from penstock.schedule.families.one_f_one_b import one_f_one_b
-from penstock.schedule.families.options import one_per_rank, placed, real
+from penstock.schedule.families.options import one_per_rank, placed
 from penstock.schedule.families.v_half import v_half
 from penstock.schedule.families.v_min import v_min
 from penstock.schedule.families.zb_h1 import zb_h1
@@ -37,7 +37,7 @@ from penstock.schedule.search import (
     search,
     whole_ranks,
 )
-from penstock.values import expect
+from penstock.values import expect, number
 
 _STRAIGHT = (gpipe, one_f_one_b, eager_one_f_one_b, zb_h1, zb_h2)
 _V = (zb_v, v_half, v_min)
@@ -93,7 +93,7 @@ def zb_auto(
     rank 1 │··F0I0F1I1F2I2W0F3I3W1W2W3│ peak 3
     """
     check_objective("zb-auto", objective)
-    effort = real("zb-auto", "effort", effort)
+    effort = number("zb-auto: effort", effort, most=1e4)
     costs = UnitDurations() if costs is None else costs
     expect(costs, Durations, "zb-auto: costs", "give a penstock.Costs")
     ranks = placed("zb-auto", num_ranks, placement)

@@ -13,6 +13,7 @@ from penstock.schedule.memory import Sizes
 from penstock.schedule.op import Kind, Op
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
+from penstock.values import one_of
 
 Objective = Literal["makespan", "stage"]
 OBJECTIVES: tuple[Objective, ...] = ("makespan", "stage")
@@ -30,8 +31,7 @@ SLACK = 1e-9
 
 def check_objective(family: str, objective: str) -> None:
     """Raise ``InputError`` unless there is such an objective."""
-    if objective not in OBJECTIVES:
-        raise InputError(f"{family}: objective is {objective!r}; take {' or '.join(OBJECTIVES)}")
+    one_of(f"{family}: objective", objective, OBJECTIVES)
 
 
 def whole_ranks(placement: Placement, kept_for_weight: float = 1.0) -> Sizes:
