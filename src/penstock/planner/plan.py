@@ -14,6 +14,7 @@ from msgspec.structs import force_setattr, replace
 from penstock.cluster import Device
 from penstock.cost import Costs
 from penstock.errors import InputError, ModelError
+from penstock.graph import Contention
 from penstock.planner.alternative import Alternative, comparison
 from penstock.planner.stage_plan import (
     Recompute,
@@ -64,6 +65,9 @@ class Plan(Value, frozen=True, kw_only=True):
         cost_model: by which communication was counted.
         reason: one sentence on why this plan was chosen.
         alternatives: what else could have been done, and what it would have cost.
+        contention: what ranks that share a machine were taken to cost each other; nothing measured
+            where none do.
+        warnings: what makes the choice doubtful, in words.
         version: of this file format.
 
     Raises:
@@ -84,6 +88,8 @@ class Plan(Value, frozen=True, kw_only=True):
     cost_model: str = "ring"
     reason: str = ""
     alternatives: tuple[Alternative, ...] = ()
+    contention: Contention = Contention()
+    warnings: tuple[str, ...] = ()
     version: int = 1
 
     def __post_init__(self) -> None:
@@ -354,8 +360,14 @@ class Plan(Value, frozen=True, kw_only=True):
             rank_bytes=self.rank_bytes,
             flushes=not self.versions.asynchronous,
         )
-        others = f"\n\n{comparison(self.alternatives)}" if self.alternatives else ""
-        return f"{sheet}{others}\n\n{self.reason}" if self.reason else sheet + others
+        parts = [
+            sheet,
+            comparison(self.alternatives) if self.alternatives else "",
+            self.reason,
+            f"measured: {self.contention}" if self.contention.num_ranks else "",
+            "\n".join(f"! {warning}" for warning in self.warnings),
+        ]
+        return "\n\n".join(filter(None, parts))
 
     def check_runnable(self) -> None:
         """Raise ``InputError`` if the runtime cannot perform it."""
