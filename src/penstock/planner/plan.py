@@ -15,7 +15,7 @@ from penstock.cluster import Device
 from penstock.cost import Costs
 from penstock.errors import InputError, ModelError
 from penstock.graph import Contention
-from penstock.planner.alternative import Alternative, comparison
+from penstock.planner.alternative import Alternative, argued
 from penstock.planner.stage_plan import (
     Recompute,
     StagePlan,
@@ -65,8 +65,7 @@ class Plan(Value, frozen=True, kw_only=True):
         cost_model: by which communication was counted.
         reason: one sentence on why this plan was chosen.
         alternatives: what else could have been done, and what it would have cost.
-        contention: what ranks that share a machine were taken to cost each other; nothing measured
-            where none do.
+        contention: what ranks that share a machine were taken to cost each other.
         warnings: what makes the choice doubtful, in words.
         version: of this file format.
 
@@ -360,14 +359,7 @@ class Plan(Value, frozen=True, kw_only=True):
             rank_bytes=self.rank_bytes,
             flushes=not self.versions.asynchronous,
         )
-        parts = [
-            sheet,
-            comparison(self.alternatives) if self.alternatives else "",
-            self.reason,
-            f"measured: {self.contention}" if self.contention.num_ranks else "",
-            "\n".join(f"! {warning}" for warning in self.warnings),
-        ]
-        return "\n\n".join(filter(None, parts))
+        return argued(sheet, self.alternatives, self.reason, self.contention, self.warnings)
 
     def check_runnable(self) -> None:
         """Raise ``InputError`` if the runtime cannot perform it."""
