@@ -1,104 +1,102 @@
-"""Predicted against measured step times on this machine: three models, four schedules, three cuts.
+"""Predicted against measured step times on this machine: seven models, four schedules, three cuts.
 
-    python -m benchmarks.predictions [--steps 10] [--rounds 3] [--models GPT,ResNet-50]
+    python -m benchmarks.predictions [--quick] [--profiles 5] [--rounds 3] [--steps 10]
+        [--models GPT,LSTM] [--patience 30] [--json out.json]
 
-Each model is profiled once, every plan is made from that profile, and every pipeline (two ranks
-as threads of one process) trains for real. Contestants take turns over several rounds; a plan's
-time is the median of its steps. For each model and schedule, the table also says whether the
-predicted order of the cuts is the measured one, where predictions differ by more than their usual
-error.
+Each model is profiled several times, every plan is predicted from every profile, and every pipeline
+(two ranks as threads of one process) trains for real. Profiles and rounds of training take turns,
+and so do contestants; a plan's time is the median of its steps. For each model and schedule, the
+table also says whether the predicted order of the cuts is the measured one, where predictions
+differ by more than their usual error; the last table says what each profile found.
+
+``--quick`` is for a window of twenty minutes. Goals: a median error of at most 5 % per model, and
+none of a profile above 10 %.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
 
 import penstock as pk
 from benchmarks.foretold import Foretold, orders
-from examples.models import resnet
-from penstock.demo.workload import workload as demo_workload
+from benchmarks.goals import Goal
+from benchmarks.predicted_works import MICROBATCHES, WORKS, Work
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "pipedream")
-MICROBATCHES = 8
-
-
-@dataclass
-class Work:
-    """A model to train, and its minibatches."""
-
-    name: str
-    model: nn.Module
-    loss: Callable[[Any, Tensor], Tensor]
-    optimizer: Callable[..., torch.optim.Optimizer]
-    batch: tuple[Tensor, Tensor]
+MOST_MEDIAN, MOST_OF_A_PROFILE = 0.05, 0.10
+_QUICK = {"steps": 5, "rounds": 2, "repeats": 7, "patience": 18.0}
+_THOROUGH = {"steps": 10, "rounds": 3, "repeats": 15, "patience": 30.0}
 
 
 @dataclass(kw_only=True)
 class Contestant(Foretold):
-    """One plan of a model."""
+    """One plan of a model, as one profile foretells it.
 
-    work: str
+    Attributes:
+        schedule, cut: of the plan.
+    """
+
     schedule: str
     cut: int
 
 
-def gpt() -> Work:
-    """The demo's GPT."""
-    found = demo_workload()
-    inputs, targets = found.first_batch()
-    return Work("GPT", found.build_model(), found.loss, found.optimizer, (inputs, targets))
+@dataclass
+class Contest:
+    """A model's profiles, what they foretell, and what was measured.
 
+    Attributes:
+        work: the model.
+        graphs: a profile each.
+        foretold: of each profile, every plan; the seconds of a plan are the same list in all.
+        profile_seconds: what each profile took.
+    """
 
-def resnet50() -> Work:
-    """On small images; batch norm per microbatch."""
-    return _of_images("ResNet-50", resnet.build(), rows=2)
+    work: Work
+    graphs: list[pk.LayerGraph] = field(default_factory=list)
+    foretold: list[list[Contestant]] = field(default_factory=list)
+    profile_seconds: list[float] = field(default_factory=list)
 
+    def add_profile(self, repeats: int, patience_seconds: float) -> None:
+        """Profile once more."""
+        inputs, targets = self.work.batch
+        rows = len(inputs) // MICROBATCHES
+        start = time.perf_counter()
+        graph = pk.profile(
+            self.work.model,
+            inputs[:rows],
+            loss=self.work.loss,
+            targets=targets[:rows],
+            optimizer=self.work.optimizer,
+            repeats=repeats,
+            patience_seconds=patience_seconds,
+        )
+        self.profile_seconds.append(time.perf_counter() - start)
+        self.graphs.append(graph)
+        # All profiles foretell the same plans, whatever they think of where to cut.
+        cuts = cuts_of(self.graphs[0])
+        plans = list(contestants(graph, cuts))
+        for known, new in zip(self.foretold[0] if self.foretold else plans, plans, strict=True):
+            new.seconds = known.seconds
+        self.foretold.append(plans)
 
-def small_resnet() -> Work:
-    """So thin that an op of a stage takes a millisecond or two, much of it in Python."""
-    return _of_images("thin ResNet", resnet.ResNet(blocks=(2, 2, 2), width=16, classes=10), rows=4)
+    def train(self, steps: int) -> None:
+        """One round of all plans."""
+        for contestant in self.foretold[0]:
+            train(self.work, contestant, steps)
 
-
-def _of_images(name: str, model: nn.Module, rows: int) -> Work:
-    """With microbatches of so many rows."""
-    torch.manual_seed(0)
-    images = torch.randn(rows * MICROBATCHES, 3, 64, 64)
-    labels = torch.randint(10, (len(images),))
-    captured = pk.capture(model, images[:rows], granularity="block")
-    return Work(
-        name,
-        captured,
-        nn.functional.cross_entropy,
-        lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
-        (images, labels),
-    )
-
-
-MODELS = {"GPT": gpt, "ResNet-50": resnet50, "thin ResNet": small_resnet}
-
-
-def profile_of(work: Work) -> pk.LayerGraph:
-    inputs, targets = work.batch
-    rows = len(inputs) // MICROBATCHES
-    return pk.profile(
-        work.model,
-        inputs[:rows],
-        loss=work.loss,
-        targets=targets[:rows],
-        optimizer=work.optimizer,
-        repeats=15,
-    )
+    def errors(self) -> list[list[float]]:
+        """Of each profile, how far each plan is off."""
+        return [[abs(one.error) for one in plans] for plans in self.foretold]
 
 
 def cuts_of(graph: pk.LayerGraph) -> tuple[int, int, int]:
@@ -113,9 +111,10 @@ def cuts_of(graph: pk.LayerGraph) -> tuple[int, int, int]:
     return even, early, late
 
 
-def contestants(work: Work, graph: pk.LayerGraph) -> Iterator[Contestant]:
+def contestants(graph: pk.LayerGraph, cuts: Sequence[int]) -> Iterator[Contestant]:
+    """Every schedule with every cut."""
     cluster = pk.Cluster.local(2, kind="cpu")
-    for schedule, cut in itertools.product(SCHEDULES, cuts_of(graph)):
+    for schedule, cut in itertools.product(SCHEDULES, cuts):
         plan = pk.plan(
             graph,
             cluster,
@@ -124,7 +123,7 @@ def contestants(work: Work, graph: pk.LayerGraph) -> Iterator[Contestant]:
             cuts=[cut],
             recompute="never",
         )
-        yield Contestant(plan=plan, work=work.name, schedule=schedule, cut=cut)
+        yield Contestant(plan=plan, schedule=schedule, cut=cut)
 
 
 def train(work: Work, one: Contestant, steps: int) -> None:
@@ -149,53 +148,136 @@ def stream_seconds(pipeline: pk.Pipeline, work: Work, steps: int) -> list[float]
     return gaps[2:-1]  # without filling and draining
 
 
-def show(found: list[Contestant]) -> None:
-    console = Console(width=120)
-    table = Table(title="predicted against measured seconds of a step, 2 ranks in threads")
-    for name in ("model", "schedule", "cut", "predicted ms", "measured ms", "error", "order"):
-        table.add_column(name, justify="left" if name in ("model", "schedule") else "right")
-    groups = itertools.groupby(found, key=lambda one: (one.work, one.schedule))
-    rights = []
-    for _, group in groups:
-        those = list(group)
-        right = all(orders(those))
-        rights.append(right)
-        for index, one in enumerate(those):
-            table.add_row(
-                one.work,
-                one.schedule,
-                f"{one.cut} of {sum(len(stage.layers) for stage in one.plan.stages)}",
-                f"{one.plan.step_seconds * 1e3:.1f}",
-                f"{one.measured * 1e3:.1f}",
-                f"{one.error:+.1%}",
-                ("right" if right else "WRONG") if index == 0 else "",
-            )
-    console.print(table)
-    for name, group in itertools.groupby(found, key=lambda one: one.work):
-        errors = [abs(one.error) for one in group]
-        console.print(
-            f"{name}: median error {statistics.median(errors):.1%}, largest {max(errors):.1%}"
+def show(contest: Contest, console: Console) -> None:
+    """Every plan as the first profile foretold it, and the range over all profiles."""
+    table = Table(title=f"{contest.work.name}: seconds of a step, 2 ranks in threads")
+    for name in ("schedule", "cut", "measured ms", "predicted ms", "error", "of all", "order"):
+        table.add_column(name, justify="left" if name == "schedule" else "right")
+    first = contest.foretold[0]
+    num_layers = len(contest.graphs[0].layers)
+    all_errors = list(zip(*([one.error for one in row] for row in contest.foretold), strict=True))
+    for index, one in enumerate(first):
+        those = [other for other in first if other.schedule == one.schedule]
+        order = ("right" if all(orders(those)) else "WRONG") if those[0] is one else ""
+        table.add_row(
+            one.schedule,
+            f"{one.cut} of {num_layers}",
+            f"{one.measured * 1e3:.1f}",
+            f"{one.plan.step_seconds * 1e3:.1f}",
+            f"{one.error:+.1%}",
+            f"{min(all_errors[index]):+.1%} … {max(all_errors[index]):+.1%}",
+            order,
         )
-    console.print(f"order of the cuts right in {sum(rights)} of {len(rights)}")
+    console.print(table)
 
 
-def main() -> None:
+def show_profiles(contest: Contest, console: Console) -> None:
+    """What each profile found of contention, and how good its predictions are."""
+    table = Table(title=f"{contest.work.name}: profiles")
+    for name in ("whole", "split", "stream", "rounds", "others", "took s", "median", "largest"):
+        table.add_column(name, justify="right")
+    rows = zip(contest.graphs, contest.errors(), contest.profile_seconds, strict=True)
+    for graph, errors, seconds in rows:
+        found = graph.contention
+        table.add_row(
+            f"{found.whole:.2f} ± {found.whole_spread:.1%}",
+            f"{found.split:.2f} ± {found.split_spread:.1%}",
+            f"{found.stream:.2f} ± {found.stream_spread:.1%}",
+            f"{found.num_rounds} (- {found.num_rejected})",
+            f"{found.others_share:.0%}",
+            f"{seconds:.0f}",
+            f"{statistics.median(errors):.1%}",
+            f"{max(errors):.1%}",
+        )
+    console.print(table)
+    for warning in dict.fromkeys(one for graph in contest.graphs for one in graph.warnings):
+        console.print(f"! {warning}")
+
+
+def goals(contest: Contest) -> Iterator[Goal]:
+    """What the predictions of a model are to reach."""
+    errors = contest.errors()
+    name = contest.work.name
+    median = statistics.median(itertools.chain.from_iterable(errors))
+    worst = max(map(statistics.median, errors))
+    yield Goal.of(f"{name}: median error ≤ 5 %", f"{median:.1%}", median <= MOST_MEDIAN)
+    yield Goal.of(
+        f"{name}: median of the worst profile ≤ 10 %", f"{worst:.1%}", worst <= MOST_OF_A_PROFILE
+    )
+    rights = [
+        all(orders(list(those)))
+        for plans in contest.foretold
+        for _, those in itertools.groupby(plans, key=lambda one: one.schedule)
+    ]
+    yield Goal.of(
+        f"{name}: order of the cuts right", f"{sum(rights)} of {len(rights)}", all(rights)
+    )
+
+
+def numbers(contest: Contest) -> Mapping[str, object]:
+    """All that was found, for programs."""
+    return {
+        "model": contest.work.name,
+        "contention": [json.loads(graph.contention.to_json()) for graph in contest.graphs],
+        "plans": [
+            {
+                "schedule": one.schedule,
+                "cut": one.cut,
+                "measured_seconds": one.measured,
+                "predicted_seconds": [row[index].plan.step_seconds for row in contest.foretold],
+            }
+            for index, one in enumerate(contest.foretold[0])
+        ],
+    }
+
+
+def run(work: Work, arguments: argparse.Namespace) -> Contest:
+    """Profiles and rounds in turns."""
+    contest = Contest(work)
+    for number in range(max(arguments.profiles, arguments.rounds)):
+        if number < arguments.profiles:
+            contest.add_profile(arguments.repeats, arguments.patience)
+        if number < arguments.rounds:
+            contest.train(arguments.steps)
+    return contest
+
+
+def arguments_of(given: Sequence[str] | None) -> argparse.Namespace:
+    """From the command line, with defaults of a quick or a thorough run."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--models", default=",".join(MODELS))
-    arguments = parser.parse_args()
-    found = []
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--profiles", type=int, default=5)
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--repeats", type=int)
+    parser.add_argument("--patience", type=float)
+    parser.add_argument("--models", default=",".join(WORKS))
+    parser.add_argument("--json")
+    arguments = parser.parse_args(given)
+    for name, value in (_QUICK if arguments.quick else _THOROUGH).items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    return arguments
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    arguments = arguments_of(given)
+    console = Console(width=120)
+    contests = []
     for name in arguments.models.split(","):
-        work = MODELS[name]()
-        graph = profile_of(work)
-        print(f"{work.name}: {graph.contention}, op {graph.op_seconds * 1e6:.0f} µs")
-        those = list(contestants(work, graph))
-        for _ in range(arguments.rounds):
-            for one in those:
-                train(work, one, arguments.steps)
-        found += those
-    show(found)
+        start = time.perf_counter()
+        contest = run(WORKS[name](), arguments)
+        contests.append(contest)
+        show(contest, console)
+        show_profiles(contest, console)
+        console.print(f"{name} took {time.perf_counter() - start:.0f} s\n")
+        if arguments.json:
+            Path(arguments.json).write_text(json.dumps([*map(numbers, contests)], indent=2))
+    table = Table("goal", "found", "", title="goals")
+    for contest in contests:
+        for goal in goals(contest):
+            table.add_row(*goal)
+    console.print(table)
 
 
 if __name__ == "__main__":

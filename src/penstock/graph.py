@@ -56,7 +56,7 @@ class Layer(Value, frozen=True, kw_only=True):
             the model (tied weights).
         signature: shapes and dtypes of the parameters, so that a plan can tell its model.
         spread: of the measured seconds: half the distance between their quartiles over the median.
-        warnings: what is odd about the measurements, in words.
+        warnings: what is odd about its measurements, in words.
     """
 
     name: str
@@ -124,10 +124,17 @@ class Contention(Value, frozen=True, kw_only=True):
         stream: the same without a flush.
         update: optimizer steps.
         stream_update: the same without a flush.
+        whole_spread, split_spread, stream_spread: how far each factor of passes may be off, as a
+            share of it: the standard error of a median over rounds, 0 where nobody says.
         num_ranks: with which it was measured; 0 if nobody did.
+        num_rounds: that count; 0 if the machine was too busy for any, and processor time had to
+            stand for time.
+        num_rejected: rounds that do not count, since something else disturbed them.
+        others_share: of the time of the cores, what other programs had in the usual round.
 
     Raises:
-        InputError: a factor is not above 0, or so large that it cannot be meant.
+        InputError: a factor is not above 0, or so large that it cannot be meant; a spread, share or
+            count is negative.
     """
 
     whole: float = 1.0
@@ -135,7 +142,13 @@ class Contention(Value, frozen=True, kw_only=True):
     stream: float = 1.0
     update: float = 1.0
     stream_update: float = 1.0
+    whole_spread: float = 0.0
+    split_spread: float = 0.0
+    stream_spread: float = 0.0
     num_ranks: int = 0
+    num_rounds: int = 0
+    num_rejected: int = 0
+    others_share: float = 0.0
 
     def __post_init__(self) -> None:
         self.check_fields()
@@ -145,7 +158,10 @@ class Contention(Value, frozen=True, kw_only=True):
                 raise InputError(
                     f"contention: {name} is {factor}, but must be > 0 and ≤ {_MOST_CONTENTION:,}"
                 )
-        whole("contention: num_ranks", self.num_ranks, 0)
+        for name in ("num_ranks", "num_rounds", "num_rejected"):
+            whole(f"contention: {name}", getattr(self, name), 0)
+        for name in ("whole_spread", "split_spread", "stream_spread", "others_share"):
+            number(f"contention: {name}", getattr(self, name))
 
     def of_passes(self, mode: Mode) -> float:
         """Of forwards and backwards."""
@@ -154,6 +170,38 @@ class Contention(Value, frozen=True, kw_only=True):
     def of_updates(self, mode: Mode) -> float:
         """Of optimizer steps."""
         return self.stream_update if mode == "stream" else self.update
+
+    def spread_of(self, mode: Mode) -> float:
+        """How far the factor of passes may be off, as a share of it."""
+        return {
+            "whole": self.whole_spread, "split": self.split_spread, "stream": self.stream_spread
+        }[mode]  # fmt: skip
+
+    def shifted(self, num_spreads: float) -> Contention:
+        """What it would be if every factor of passes were off by so many of its spreads."""
+
+        def moved(mode: Mode) -> float:
+            factor = self.of_passes(mode) * (1 + num_spreads * self.spread_of(mode))
+            return min(max(factor, 1 / _MOST_CONTENTION), _MOST_CONTENTION)
+
+        return replace(self, whole=moved("whole"), split=moved("split"), stream=moved("stream"))
+
+    def __str__(self) -> str:
+        if not self.num_ranks:
+            return "what ranks that share a machine cost each other was not measured"
+        rejected = f", {self.num_rejected} rejected" if self.num_rejected else ""
+        others = f"; others had {self.others_share:.0%} of its cores" if self.others_share else ""
+        measured = self.num_rounds or self.num_rejected
+        rounds = f" ({self.num_rounds} rounds{rejected}{others})" if measured else ""
+        return (
+            f"on {self.num_ranks} ranks that share a machine, passes take {self._told('whole')} "
+            f"times as long (backwards in halves {self._told('split')}, without a flush "
+            f"{self._told('stream')}), updates {self.update:.2f} (without a flush "
+            f"{self.stream_update:.2f}){rounds}"
+        )
+
+    def _told(self, mode: Mode) -> str:
+        return f"{self.of_passes(mode):.2f} ± {self.spread_of(mode):.1%}"
 
 
 class LayerGraph(Value, frozen=True, kw_only=True):
@@ -174,6 +222,7 @@ class LayerGraph(Value, frozen=True, kw_only=True):
         dtype: of the parameters, for people.
         software: versions of what it was measured with, by name.
         other_sizes: the same model measured with microbatches of other sizes.
+        warnings: what is odd about the profile as a whole, in words.
     """
 
     layers: tuple[Layer, ...]
@@ -188,6 +237,7 @@ class LayerGraph(Value, frozen=True, kw_only=True):
     dtype: str = ""
     software: dict[str, str] = field(default_factory=dict)
     other_sizes: tuple[LayerGraph, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.check_fields()
@@ -300,6 +350,20 @@ class LayerGraph(Value, frozen=True, kw_only=True):
             self,
             layers=tuple(replace(by_name[name], inputs=named[name]) for name in names),
             other_sizes=tuple(other.reordered(names) for other in self.other_sizes),
+        )
+
+    def __str__(self) -> str:
+        forward = sum(layer.forward_seconds for layer in self.layers)
+        backward = sum(layer.backward_seconds for layer in self.layers)
+        update = sum(layer.update_seconds for layer in self.layers)
+        return "\n".join(
+            [
+                f"{len(self.layers)} layers, a microbatch of {self.microbatch_size} rows: forward "
+                f"{forward * 1e3:.3f} ms, backward {backward * 1e3:.3f} ms, update "
+                f"{update * 1e3:.3f} ms",
+                str(self.contention),
+                *(f"! {warning}" for warning in self.warnings),
+            ]
         )
 
     @property

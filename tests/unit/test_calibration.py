@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import subprocess
+import sys
 import threading
 import time
 from typing import ClassVar
@@ -14,10 +17,13 @@ from msgspec.structs import replace
 from torch import nn
 
 import penstock as pk
-from penstock.calibration.fit import _disagreements, _fitted
-from penstock.calibration.runs import FAMILIES, Run
+from penstock.calibration.disturbance import Usage, share_of_others
+from penstock.calibration.fit import Factors, Lap, factors_of, paced, plan_of
+from penstock.calibration.judgement import Judgement, Round
+from penstock.calibration.runs import FAMILIES, Ran
 from penstock.errors import InputError
 from penstock.graph import Contention
+from penstock.profiler import Alone
 from tests.planning import chain, devices
 
 factors = st.floats(0.5, 5)
@@ -31,31 +37,50 @@ def squared(output, targets):
     return nn.functional.mse_loss(output, targets)
 
 
-@settings(max_examples=15)
-@given(
-    passes=st.fixed_dictionaries(dict.fromkeys(FAMILIES, factors)),
-    updates=factors,
-    stream_updates=factors,
-)
+@pytest.fixture
+def undisturbed(monkeypatch):
+    """However busy the machine is that runs the tests, what these measure is not about that."""
+    monkeypatch.setattr("penstock.calibration.judgement.QUIET_SHARE", 1.0)
+    monkeypatch.setattr("penstock.calibration.judgement.SLOWER_REFERENCE", 1e9)
+
+
+def alone_of(graph, times=1.0):
+    """What a machine that is so many times slower than the profile says would take alone."""
+    forward = times * sum(layer.forward_seconds for layer in graph.layers)
+    backward = times * sum(layer.backward_seconds for layer in graph.layers)
+    return Alone(forward, backward, forward + backward)
+
+
+@settings(max_examples=8)
+@given(passes=factors, updates=factors, slower=st.floats(0.5, 3), mode=st.sampled_from([*FAMILIES]))
 def test_the_planner_says_what_a_machine_took_on_which_the_profile_was_made(
-    passes, updates, stream_updates
+    passes, updates, slower, mode
 ):
-    """A machine that is slower by known factors is recognised, whatever they are."""
+    """Ranks that are slower by a known factor are recognised, whatever it is, and however much
+    slower than the profile the machine has become since for everybody."""
     graph = chain(6, split_forward_seconds=0.002, split_seconds=0.001, update_seconds=0.01)
     graph = replace(graph, op_seconds=0.0005)
-    machine = Contention(**passes, update=updates, stream_update=stream_updates)
+    names = {"whole": "update", "split": "update", "stream": "stream_update"}
+    machine = Contention(**{mode: passes, names[mode]: updates})
     crowd = replace(devices(2), memory_bytes=10**12)
-    runs = {}
-    for mode, family in FAMILIES.items():
-        asked = {"microbatches": 8, "schedule": family, "stages": 2}
-        run = runs[mode] = Run(pk.plan(graph, crowd, **asked))
-        truth = pk.plan(replace(graph, contention=machine), crowd, **asked)
-        run.rounds = [[truth.step_seconds] * 3]
-        run.updates = {index: [stage.update_seconds] for index, stage in enumerate(truth.stages)}
-    found = _fitted(graph, runs, 2)
-    assert found.num_ranks == 2
-    for name in (*FAMILIES, "update", "stream_update"):
-        assert getattr(found, name) == pytest.approx(getattr(machine, name), rel=0.01)
+    now = paced(graph, alone_of(graph, slower))
+    truth = pk.plan(
+        replace(now, contention=machine), crowd, microbatches=8, schedule=FAMILIES[mode],
+        stages=2, cuts=[3],
+    )  # fmt: skip
+    ran = Ran(truth.step_seconds, sum(stage.update_seconds for stage in truth.stages), 0.0)
+    lap = Lap(alone_of(graph, slower), ran)
+    found = factors_of(graph, plan_of(graph, mode, 2), lap)
+    assert found.passes == pytest.approx(passes, rel=0.01)
+    assert found.updates == pytest.approx(updates, rel=0.01)
+
+
+def test_ranks_of_a_host_that_does_not_tell_its_memory_crowd_each_other_too(monkeypatch):
+    monkeypatch.setattr("penstock.cluster.local.host_memory_bytes", lambda: 0)
+    graph = chain(4)
+    made = plan_of(graph, "whole", 2)
+    ran = Ran(2 * made.step_seconds, 0.0, 0.0)
+    assert factors_of(graph, made, Lap(alone_of(graph), ran)).passes > 1.8
 
 
 class Crowded(nn.Linear):
@@ -70,27 +95,30 @@ class Crowded(nn.Linear):
         return super().forward(value)
 
 
+@pytest.mark.usefixtures("undisturbed")
 def test_real_ranks_tell_what_they_cost_each_other():
     model = nn.Sequential(*(Crowded(4, 4) for _ in range(4)))
     before = [parameter.clone() for parameter in model.parameters()]
     told = []
     graph = pk.profile(
         model, torch.randn(2, 4), loss=squared, targets=torch.randn(2, 4), optimizer=sgd,
-        repeats=3, ranks=2, progress=lambda done, total: told.append((done, total)),
+        repeats=3, ranks=2, patience_seconds=0.1,
+        progress=lambda done, total: told.append((done, total)),
     )  # fmt: skip
     found = graph.contention
     assert min(found.whole, found.split, found.stream) > 1.2
     assert found.update > 0 and found.stream_update > 0
-    assert "was not measured" not in "".join(graph.layers[0].warnings)
-    # The model has learnt nothing from it, and everybody has heard of every run.
+    assert (found.num_ranks, found.num_rejected) == (2, 0) and found.num_rounds >= 2
+    assert "was not measured" not in "".join(graph.warnings)
+    # The model has learnt nothing from it, and people have seen how far it was.
     assert all(map(torch.equal, before, model.parameters()))
     assert all(parameter.grad is None for parameter in model.parameters())
-    total = told[-1][1]
-    assert list(dict.fromkeys(told)) == [(done, total) for done in range(1, total + 1)]
+    done, totals = zip(*told, strict=True)
+    assert list(done) == sorted(done) and done[-1] == totals[-1] and len({*totals}) == 1
     assert threading.active_count() == 1
 
 
-class Alone(nn.Linear):
+class Shy(nn.Linear):
     """Works in the thread that profiles, and in no other."""
 
     def forward(self, value):
@@ -109,14 +137,14 @@ class Single(nn.Linear):
 def trained(*layers):
     return pk.profile(
         nn.Sequential(*layers), torch.randn(2, 4), loss=squared, targets=torch.randn(2, 4),
-        optimizer=sgd, repeats=1, ranks=2,
+        optimizer=sgd, repeats=1, ranks=2, patience_seconds=0.1,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "why"), [(Alone, "not here"), (Single, "one is enough")])
+@pytest.mark.parametrize(("kind", "why"), [(Shy, "not here"), (Single, "one is enough")])
 def test_what_could_not_be_run_is_said(kind, why):
     graph = trained(nn.Linear(4, 4), kind(4, 4))
-    warnings = " ".join(graph.layers[0].warnings)
+    warnings = " ".join(graph.warnings)
     assert "was not measured" in warnings and why in warnings
     assert graph.contention == Contention()
 
@@ -125,7 +153,7 @@ def test_what_cannot_run_without_a_flush_is_measured_with_one():
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     second.weight = first.weight
     graph = trained(first, second)
-    assert "contention of pipedream was not measured" in " ".join(graph.layers[0].warnings)
+    assert "contention of pipedream was not measured" in " ".join(graph.warnings)
     assert graph.contention.stream == graph.contention.whole != 1
 
 
@@ -133,7 +161,7 @@ def test_without_memory_for_copies_nothing_is_run(monkeypatch):
     monkeypatch.setattr("penstock.calibration.runs.host_memory_bytes", lambda: 100)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     graph = pk.profile(model, torch.randn(2, 4), repeats=1, ranks=2)
-    assert "a copy of the model with its versions may need" in graph.layers[0].warnings[-1]
+    assert "a copy of the model with its versions may need" in graph.warnings[-1]
 
 
 @pytest.mark.parametrize("ranks", [0, 1])
@@ -145,7 +173,9 @@ def test_one_rank_has_no_neighbours(ranks):
 
 def test_without_a_loss_or_an_optimizer_passes_are_compared_all_the_same():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    found = pk.profile(model, torch.randn(2, 4), repeats=1, ranks=2, sizes=[1])
+    found = pk.profile(
+        model, torch.randn(2, 4), repeats=1, ranks=2, sizes=[1], patience_seconds=0.1
+    )
     assert found.contention.stream == found.contention.whole != 1
     assert found.contention.update == found.contention.stream_update == 1
     assert found.at(1).contention == found.contention
@@ -186,7 +216,7 @@ class Caching(nn.Linear):
 def test_what_measuring_leaves_on_a_model_is_in_nobodys_way():
     graph = trained(Caching(4, 4), Caching(4, 4))
     assert graph.contention.num_ranks == 2
-    assert "was not measured" not in "".join(graph.layers[0].warnings)
+    assert "was not measured" not in "".join(graph.warnings)
 
 
 def test_an_optimizer_of_other_parameters_is_refused_before_it_trains_them():
@@ -235,9 +265,121 @@ def test_a_layer_may_have_nothing_that_an_optimizer_wants():
     assert names == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
-def test_runs_that_disagree_make_a_warning():
-    plan = pk.plan(chain(4), devices(2), microbatches=4, schedule="1f1b", stages=2)
-    alike, apart = Run(plan, rounds=[[1.0], [1.2]]), Run(plan, rounds=[[1.0], [1.5]])
-    assert not [*_disagreements({"whole": alike})]
-    (warning,) = _disagreements({"whole": alike, "split": apart})
-    assert "zb-h1: one of its runs took 50% longer" in warning
+class Slowing(nn.Linear):
+    """Takes a millisecond; a copy, eight times as long."""
+
+    pause = 0.001
+
+    def __deepcopy__(self, memo):
+        slower = type(self)(self.in_features, self.out_features)
+        slower.pause = 8 * self.pause
+        return slower
+
+    def forward(self, value):
+        time.sleep(self.pause)
+        return super().forward(value)
+
+
+@pytest.mark.usefixtures("undisturbed")
+def test_a_machine_that_is_slower_now_than_before_is_no_contention():
+    """Pipelines run in turns with layers alone, so both have seen the same machine, and the
+    profile's seconds follow it."""
+    graph = trained(*(Slowing(4, 4) for _ in range(4)))
+    assert graph.contention.whole < 3
+    assert sum(layer.forward_seconds for layer in graph.layers) > 4 * 0.008
+
+
+class Logging(nn.Linear):
+    """Notes who runs it."""
+
+    log: ClassVar[list[bool]] = []
+
+    def forward(self, value):
+        self.log.append(threading.current_thread() is threading.main_thread())
+        return super().forward(value)
+
+
+def test_layers_alone_and_pipelines_take_turns():
+    Logging.log.clear()
+    trained(Logging(4, 4), Logging(4, 4))
+    turns = [is_alone for is_alone, _ in itertools.groupby(Logging.log)]
+    # Two rounds at least, each with three pipelines between layers alone.
+    assert len(turns) >= 2 * 3 * 2 + 1 and turns[0] and turns[-1]
+
+
+def rounds_of(*passes, others=0.0, reference=1.0, by_cpu=1.1):
+    return [
+        Round({"whole": Factors(factor, 1.2, by_cpu)}, Alone(1.0, 2.0, 1.5), others, reference)
+        for factor in passes
+    ]
+
+
+def test_disturbed_rounds_do_not_count():
+    quiet = rounds_of(1.1, 1.1, 1.12)
+    busy = [*rounds_of(2.0, others=0.4), *rounds_of(1.8, reference=1.5)]
+    found = Judgement([*busy, *quiet], 2)
+    assert found.is_enough and not [*found.warnings()]
+    contention = found.contention
+    assert contention.whole == contention.split == contention.stream == 1.1
+    assert contention.update == 1.2
+    assert (contention.num_rounds, contention.num_rejected) == (3, 2)
+    assert found.alone == Alone(1.0, 2.0, 1.5)
+
+
+def test_figures_that_differ_are_measured_again_and_told():
+    throws = rounds_of(1.04, 1.36, 1.2, 1.1)
+    found = Judgement(throws, 2)
+    assert not found.is_enough
+    (warning,) = found.warnings()
+    assert "not steady: 1.15 ± " in warning and "--patience" in warning
+    assert found.contention.whole_spread > 0.04
+    # More of the same make the median surer.
+    assert Judgement(throws * 20, 2).is_enough
+
+
+def test_on_a_busy_machine_processor_time_stands_for_time():
+    found = Judgement([*rounds_of(2.2, 2.1, 1.9, others=0.5), *rounds_of(1.9)], 2)
+    assert not found.is_enough
+    contention = found.contention
+    assert (contention.whole, contention.update) == (1.1, 1.0)
+    assert (contention.num_rounds, contention.num_rejected) == (0, 4)
+    # Interruptions while layers worked alone do not count either.
+    assert found.alone.forward_seconds == pytest.approx(0.5)
+    (warning,) = found.warnings()
+    assert "busy: other programs had 50% of its cores" in warning
+
+
+def test_others_are_all_but_this_process():
+    before = Usage(0.0, 100.0, 5.0, 2)
+    assert share_of_others(before, Usage(10.0, 115.0, 10.0, 2)) == pytest.approx(0.5, rel=0.01)
+    assert share_of_others(before, Usage(10.0, 110.0, 15.0, 2)) == 0
+    assert share_of_others(before._replace(busy_seconds=None), before) == 0
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="others are seen on Linux only")
+def test_another_program_is_seen():
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        before = Usage.now()
+        time.sleep(1.0)
+        after = Usage.now()
+        other.kill()
+    # On a machine with more to do, others have even more of it.
+    assert share_of_others(before, after) * after.num_cores > 0.3
+
+
+@pytest.mark.parametrize("patience", [0, -1, "long", float("nan")])
+def test_patience_is_a_number_of_seconds(patience):
+    with pytest.raises(InputError, match="patience_seconds is"):
+        pk.profile(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), patience_seconds=patience)
+
+
+def test_what_was_measured_is_kept_and_told(tmp_path):
+    contention = Contention(
+        whole=1.04, whole_spread=0.012, num_ranks=2, num_rounds=5, num_rejected=2, others_share=0.03
+    )
+    graph = replace(chain(2), contention=contention, warnings=("something is odd",))
+    graph.save(tmp_path / "graph.json")
+    assert pk.LayerGraph.load(tmp_path / "graph.json") == graph
+    told = str(graph)
+    assert "passes take 1.04 ± 1.2% times as long" in told and "! something is odd" in told
+    assert "(5 rounds, 2 rejected; others had 3% of its cores)" in told

@@ -16,7 +16,10 @@ WORKLOAD = "tests.small_workload:workload"
 
 def test_the_table_has_a_line_per_layer_their_sum_and_the_conditions(tmp_path):
     path = tmp_path / "graph.json"
-    told = run("profile", WORKLOAD, "-m", "4", "--repeats", "1", "--sizes", "1,4", "-o", str(path))
+    told = run(
+        "profile", WORKLOAD, "-m", "4", "--repeats", "1", "--sizes", "1,4", "--patience", "1",
+        "-o", str(path),
+    )  # fmt: skip
     graph = pk.LayerGraph.load(path)
     lines = told.splitlines()
     for word in ("F ms", "split ms", "R ms", "±", "kept MiB", "weights MiB", "flags"):
@@ -25,9 +28,10 @@ def test_the_table_has_a_line_per_layer_their_sum_and_the_conditions(tmp_path):
     assert "2 rows, float32" in told
     assert "with 1 rows: F + B" in told and "with 4 rows: F + B" in told
     assert (graph.microbatch_size, graph.sizes) == (2, (1, 2, 4))
-    for layer in graph.layers:
-        for warning in layer.warnings:
+    for warned in (graph, *graph.layers):
+        for warning in warned.warnings:
             assert f"! {warning}" in told
+    assert str(graph.contention) in told and " ± " in str(graph.contention)
 
 
 def test_json_is_the_graph():

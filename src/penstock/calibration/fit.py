@@ -1,183 +1,133 @@
-"""By how much ranks of one machine are slower than their layers alone."""
+"""By which factor ranks of one machine are slower than their layers alone, from one measurement.
+
+The planner's own ``Candidate`` says how long a step takes if passes take so many times longer, and
+the factor with which it says what was measured is the answer.
+"""
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from itertools import accumulate
 from typing import NamedTuple
 
-import torch
 from msgspec.structs import replace
-from torch import nn
 
-from penstock.calibration.runs import FAMILIES, NUM_ROUNDS, Run, Runner
+from penstock.calibration.runs import FAMILIES, Ran
 from penstock.cluster import Cluster
-from penstock.cluster.local import usable_cores
-from penstock.errors import PenstockError
-from penstock.graph import Contention, LayerGraph, Mode
+from penstock.graph import Contention, Layer, LayerGraph, Mode
 from penstock.planner import Plan, plan
-from penstock.profiler import Sample, device_of
-from penstock.run.joining import several_processes
-from penstock.spine import spine_of
+from penstock.planner.candidate import Candidate
+from penstock.planner.cuts import with_cuts
+from penstock.planner.offers import Offer
+from penstock.planner.task import Task
+from penstock.profiler import Alone
 
-_MOST_RANKS = 8
 _MICROBATCHES_PER_RANK = 4
 _FACTORS = [0.1 * 1.002**power for power in range(3500)]  # up to about 100
-_LONG_SECONDS = 15.0
-_FAR_APART = 0.25
+# Where a host does not tell its memory, its devices would not count as sharing it.
+_PLENTY_BYTES = 1 << 62
 
 
-class Calibrated(NamedTuple):
-    """What was found, and what could not be."""
+class Factors(NamedTuple):
+    """How many times longer passes and updates took than alone.
 
-    contention: Contention
-    warnings: tuple[str, ...] = ()
-
-
-def num_ranks(model: nn.Module, sample: Sample, num_threads: int, asked: int | None) -> int:
-    """How many ranks shall compete; 0 where that would tell nothing.
-
-    Args:
-        model: with a spine.
-        sample: one microbatch.
-        num_threads: of each rank.
-        asked: by the user; by default as many as there are cores for.
+    Attributes:
+        passes: forwards and backwards.
+        updates: optimizer steps.
+        by_cpu: what forwards and backwards took of processor time, likewise. It leaves out that
+            ranks wait, for each other, for the interpreter and for other programs.
     """
-    if device_of(model, sample.inputs).type != "cpu" or several_processes():
-        return 0
-    wanted = min(usable_cores() // num_threads, _MOST_RANKS) if asked is None else asked
-    count = min(wanted, len(spine_of(model)))
-    return count if count > 1 else 0
+
+    passes: float
+    updates: float
+    by_cpu: float
 
 
-def calibrate(
-    runner: Runner, graph: LayerGraph, count: int, tell: Callable[[int], None]
-) -> Calibrated:
-    """Run pipelines of a copy of the model, and see by how much they are slower than simulated.
+class Lap(NamedTuple):
+    """What a pipeline took, and what the layers alone took right before and after it."""
 
-    Of each mode, the schedule in ``FAMILIES`` is run. Its factor for updates is what these took
-    over what the profile says; that for passes is the one with which the simulator gives the step
-    that was measured.
-
-    Args:
-        runner: of the copy.
-        graph: the model's profile.
-        count: of the pipelines' ranks.
-        tell: called with how many runs have ended.
-    """
-    # Without updates no pipeline goes without a flush.
-    modes = [mode for mode in FAMILIES if mode != "stream" or runner.updates]
-    try:
-        with torch.inference_mode(False), torch.enable_grad():
-            runs, warnings = _measure(runner, graph, modes, count, tell)
-        return Calibrated(_fitted(graph, runs, count), warnings)
-    except Exception as error:  # a model may refuse in any way
-        return uncalibrated(error)
+    alone: Alone
+    ran: Ran
 
 
-def uncalibrated(error: Exception) -> Calibrated:
-    """Nothing, with the reason."""
-    return Calibrated(Contention(), (_warning("", error),))
+def crowd(num_ranks: int) -> Cluster:
+    """So many ranks of one machine."""
+    return replace(Cluster.local(num_ranks, kind="cpu"), memory_bytes=_PLENTY_BYTES)
 
 
-def _measure(
-    runner: Runner,
-    graph: LayerGraph,
-    modes: Sequence[Mode],
-    count: int,
-    tell: Callable[[int], None],
-) -> tuple[dict[Mode, Run], tuple[str, ...]]:
-    runs: dict[Mode, Run] = {}
-    failed: dict[Mode, Exception] = {}
-    begun = time.perf_counter()
-    # In turns, so that a noisy machine is noisy for all of them.
-    for number, (turn, mode) in enumerate(product(range(NUM_ROUNDS), modes), start=1):
-        if turn and time.perf_counter() - begun > _LONG_SECONDS:
-            break
-        try:
-            if mode not in failed:
-                runs.setdefault(mode, Run(_plan(graph, FAMILIES[mode], count)))
-                runner.run(runs[mode])
-        except PenstockError as error:
-            failed[mode] = error
-            runs.pop(mode, None)
-        tell(number)
-    warnings = [_warning(f" of {FAMILIES[mode]}", error) for mode, error in failed.items()]
-    return runs, (*warnings, *_disagreements(runs))
-
-
-def _disagreements(runs: dict[Mode, Run]) -> Iterator[str]:
-    for mode, run in runs.items():
-        if run.disagreement > _FAR_APART:
-            yield (
-                f"contention of {FAMILIES[mode]}: one of its runs took {run.disagreement:.0%} "
-                "longer than the other; was the machine busy?"
-            )
-
-
-def _warning(of_what: str, error: Exception) -> str:
-    told = str(error) or type(error).__name__
-    return f"contention{of_what} was not measured: {told.splitlines()[0]}"
-
-
-def _plan(graph: LayerGraph, family: str, count: int) -> Plan:
+def plan_of(graph: LayerGraph, mode: Mode, num_ranks: int) -> Plan:
+    """The pipeline that stands for a mode."""
     return plan(
         graph,
-        Cluster.local(count, kind="cpu"),
-        microbatches=_MICROBATCHES_PER_RANK * count,
-        schedule=family,
-        stages=count,
+        crowd(num_ranks),
+        microbatches=_MICROBATCHES_PER_RANK * num_ranks,
+        schedule=FAMILIES[mode],
+        stages=num_ranks,
         recompute="never",
     )
 
 
-def _fitted(graph: LayerGraph, runs: dict[Mode, Run], count: int) -> Contention:
-    updates = {mode: _of_updates(run) for mode, run in runs.items()}
-    passes = {mode: _of_passes(run, updates[mode], graph.op_seconds) for mode, run in runs.items()}
-    whole, update = passes.get("whole", 1.0), updates.get("whole", 1.0)
-    return Contention(
-        whole=whole,
-        split=passes.get("split", whole),
-        stream=passes.get("stream", whole),
-        update=update,
-        stream_update=updates.get("stream", update),
-        num_ranks=count if runs else 0,
+def factors_of(graph: LayerGraph, made: Plan, lap: Lap) -> Factors:
+    """With which the planner foresees what was measured.
+
+    Args:
+        graph: the profile.
+        made: what was run, by ``plan_of``.
+        lap: measured.
+    """
+    planned = sum(layer.update_seconds for layer in graph.layers)
+    updates = lap.ran.update_seconds / planned if planned and lap.ran.update_seconds else 1.0
+    graph = paced(graph, lap.alone)
+
+    def foreseen(passes: float) -> float:
+        return _candidate(graph, made, passes, updates).seconds
+
+    place = bisect_left(_FACTORS[:-1], lap.ran.step_seconds, key=foreseen)
+    alone = made.num_microbatches * lap.alone.cpu_seconds
+    by_cpu = (lap.ran.cpu_seconds - planned) / alone if alone else 1.0
+    return Factors(_FACTORS[place], updates, max(by_cpu, _FACTORS[0]))
+
+
+def _candidate(graph: LayerGraph, made: Plan, passes: float, updates: float) -> Candidate:
+    contention = Contention(
+        whole=passes, split=passes, stream=passes, update=updates, stream_update=updates
+    )
+    task = Task(replace(graph, contention=contention), crowd(made.num_ranks), made.num_microbatches)
+    ranks = tuple(range(made.num_ranks))
+    setting = Offer(made.schedule, ranks, made.versions, recompute="never").setting(task)
+    cuts = accumulate((len(stage.layers) for stage in made.stages), initial=0)
+    return with_cuts(task, setting, tuple(cuts))
+
+
+def paced(graph: LayerGraph, alone: Alone) -> LayerGraph:
+    """The profile with its layers' passes as long as passes through all of them took now.
+
+    Args:
+        graph: which says how the time divides among layers.
+        alone: how much it is in all.
+    """
+    forward = sum(layer.forward_seconds for layer in graph.layers)
+    backward = sum(layer.backward_seconds for layer in graph.layers)
+    ahead = alone.forward_seconds / forward if forward and alone.forward_seconds else 1.0
+    back = alone.backward_seconds / backward if backward and alone.backward_seconds else 1.0
+    return replace(
+        graph,
+        layers=tuple(_paced(layer, ahead, back) for layer in graph.layers),
+        other_sizes=tuple(
+            replace(other, layers=tuple(_paced(layer, ahead, back) for layer in other.layers))
+            for other in graph.other_sizes
+        ),
     )
 
 
-def _of_updates(run: Run) -> float:
-    planned = sum(stage.update_seconds for stage in run.plan.stages)
-    return run.update_seconds / planned if planned else 1.0
-
-
-def _of_passes(run: Run, updates: float, op_seconds: float) -> float:
-    """With which factor the simulated step takes as long as the measured one."""
-
-    def foreseen(factor: float) -> float:
-        return _slower(run.plan, factor, updates, op_seconds).step_seconds
-
-    return _FACTORS[bisect_left(_FACTORS[:-1], run.step_seconds, key=foreseen)]
-
-
-def _slower(plan: Plan, passes: float, updates: float, op_seconds: float) -> Plan:
-    """What the planner would say of the same stages."""
-
-    def longer(seconds: float) -> float:
-        return passes * (seconds - op_seconds) + op_seconds
-
+def _paced(layer: Layer, ahead: float, back: float) -> Layer:
+    again = layer.recompute_seconds
     return replace(
-        plan,
-        stages=tuple(
-            replace(
-                stage,
-                forward_seconds=longer(stage.forward_seconds),
-                backward_input_seconds=longer(stage.backward_input_seconds),
-                backward_weight_seconds=passes * stage.backward_weight_seconds,
-                split_seconds=longer(stage.split_seconds),
-                update_seconds=updates * stage.update_seconds,
-            )
-            for stage in plan.stages
-        ),
+        layer,
+        forward_seconds=ahead * layer.forward_seconds,
+        split_forward_seconds=ahead * layer.split_forward_seconds,
+        recompute_seconds=None if again is None else ahead * again,
+        backward_input_seconds=back * layer.backward_input_seconds,
+        backward_weight_seconds=back * layer.backward_weight_seconds,
+        split_seconds=back * layer.split_seconds,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -9,14 +10,19 @@ from msgspec.structs import replace
 from torch import nn
 
 from penstock.allocator import keep_freed_pages
-from penstock.calibration.fit import Calibrated, calibrate, num_ranks, uncalibrated
-from penstock.calibration.runs import NUM_RUNS, Runner
+from penstock.calibration.calibrating import Calibrated, calibrate, num_ranks, uncalibrated
+from penstock.calibration.runs import Runner
 from penstock.graph import LayerGraph
 from penstock.optimizer_factory import OptimizerFactory
 from penstock.profiler import WARM_UP, Loss, Progress, Sample, measure_alone
 from penstock.spine import spine_of
-from penstock.values import expect, whole
+from penstock.values import expect, number, whole
 
+_SHARES = 40
+"""Steps of a progress bar while pipelines run: how many rounds there will be, nobody knows."""
+
+_PATIENCE_PER_SECOND_ALONE = 6.0
+_PATIENCE_SECONDS = (2.0, 60.0)
 _MOST_REPEATS, _MOST_THREADS = 100_000, 4096
 
 
@@ -31,6 +37,7 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
     sizes: Sequence[int] = (),
     num_threads: int = 1,
     ranks: int | None = None,
+    patience_seconds: float | None = None,
     progress: Progress | None = None,
 ) -> LayerGraph:
     """Measure every layer of ``model`` on one microbatch, on the device that it is on.
@@ -48,9 +55,10 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
     that kept nothing.
 
     Ranks that share a machine are slower than layers that have it for themselves. On a CPU, a
-    pipeline trains a copy of the model for a few steps in each of three ways, to see by how much
-    (``contention``); that takes as long as some dozens of steps of 8 microbatches, and memory for
-    the copy's weights in versions. The model's parameters, gradients and buffers, modes, torch's
+    pipeline trains a copy of the model for a few steps in each of three ways, in turns with the
+    layers alone, to see by how much (``contention``); rounds go on until that is steady, and those
+    in which other programs had the cores do not count. That takes memory for the copy's weights in
+    versions. The model's parameters, gradients and buffers, modes, torch's
     random state and threads are afterwards as before. Whatever else forwards do (attributes, hooks,
     also of the copy), they do many times.
 
@@ -69,11 +77,14 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
         ranks: of the pipelines that are run for ``contention``. By default as many as there are
             cores, at most 8 and one per layer; with 0 or 1, none is run. None is run either on an
             accelerator, or by one of several processes of a job.
-        progress: called with (done, total) rounds.
+        patience_seconds: how long ``contention`` may be measured; two rounds are in any case. By
+            default six times as long as the layers alone took, at least 2 s and at most 60 s. It
+            ends as soon as the figures are steady.
+        progress: called with (done, total), first rounds, then shares of the patience.
 
     Returns:
-        The profile: seconds per microbatch, bytes per microbatch. If no pipeline could be run, a
-        warning of the first layer says why.
+        The profile: seconds per microbatch, bytes per microbatch. Its ``warnings`` say if the
+        machine was busy, if figures are not steady, and why no pipeline could be run.
 
     Raises:
         ModelError: the model cannot be cut, or a layer fails on its input.
@@ -81,6 +92,8 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
             makes no optimizer of the parameters that it is given.
     """
     _check(repeats, num_threads, ranks, sizes, progress)
+    if patience_seconds is not None:
+        number("patience_seconds", patience_seconds, positive=True)
     sample = Sample(inputs, targets, loss)
     sizes = [whole("sizes: a number of rows", size, 1) for size in sizes]
     others = [sample.of(size) for size in sorted({*sizes} - {sample.num_rows})]
@@ -89,9 +102,10 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
     keep_freed_pages()
     count = num_ranks(model, sample, num_threads, ranks)
     rounds = (WARM_UP + repeats) * (1 + len(others))
+    total = rounds + (_SHARES if count else 0)
     told = progress or _untold
-    total = rounds + (NUM_RUNS if count else 0)
     runner = _runner(model, sample, optimizer) if count else None
+    begun = time.perf_counter()
     graph = measure_alone(
         model,
         sample,
@@ -103,12 +117,25 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
     )
     if runner is None:
         return graph
+    patience = patience_seconds or _patience_seconds(time.perf_counter() - begun)
     if isinstance(runner, Runner):
-        found = calibrate(runner, graph, count, lambda runs: told(rounds + runs, total))
+        calibrated = calibrate(
+            runner,
+            graph,
+            count,
+            patience,
+            lambda share: told(min(rounds + int(share * _SHARES), total), total),
+        )
     else:
-        found = uncalibrated(runner)
+        calibrated = uncalibrated(graph, runner)
     told(total, total)
-    return _with(graph, found)
+    return _with(calibrated)
+
+
+def _patience_seconds(alone_seconds: float) -> float:
+    """What is spent on pipelines unless somebody says otherwise."""
+    least, most = _PATIENCE_SECONDS
+    return min(max(_PATIENCE_PER_SECOND_ALONE * alone_seconds, least), most)
 
 
 def _runner(
@@ -126,14 +153,14 @@ def _untold(done: int, total: int) -> None:
     pass
 
 
-def _with(graph: LayerGraph, found: Calibrated) -> LayerGraph:
-    first, *rest = graph.layers
+def _with(calibrated: Calibrated) -> LayerGraph:
+    graph, contention, warnings = calibrated
     return replace(
         graph,
-        layers=(replace(first, warnings=(*first.warnings, *found.warnings)), *rest),
-        contention=found.contention,
+        contention=contention,
+        warnings=warnings,
         other_sizes=tuple(
-            replace(other, contention=found.contention) for other in graph.other_sizes
+            replace(other, contention=contention, warnings=warnings) for other in graph.other_sizes
         ),
     )
 

@@ -1,4 +1,4 @@
-"""Short real runs of a model's copy, in every mode in which ranks work."""
+"""Short real runs of a model's copy: alone, and in every mode in which ranks work."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import copy
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -21,58 +20,33 @@ from penstock.optimizer_factory import OptimizerFactory
 from penstock.pipeline import Pipeline
 from penstock.planner import Plan
 from penstock.planner.table import format_bytes
-from penstock.profiler import Sample
+from penstock.profiler import Alone, Sample, measure_uncut
 from penstock.schedule import Kind
 from penstock.timeline import Timeline
 
 FAMILIES: dict[Mode, str] = {"whole": "1f1b", "split": "zb-h1", "stream": "pipedream"}
 """The schedule that stands for each mode."""
 
-NUM_ROUNDS = 2
-NUM_RUNS = len(FAMILIES) * NUM_ROUNDS
-
 _WARM_UP = 1  # it makes the optimizer's state
 # Weights, gradients and optimizer state, of which a stream keeps several versions.
 _COPIES = 8
-_LEAST_STEPS, _MOST_STEPS = 3, 40
-_ENOUGH_SECONDS, _TOO_MANY_SECONDS = 0.2, 3.0
+# Of a stream, two gaps are left between those in which it fills and drains.
+_LEAST_STEPS, _LEAST_STREAMED, _MOST_STEPS = 3, 5, 40
+_ENOUGH_SECONDS = 0.1
 
 
-@dataclass
-class Run:
+class Ran(NamedTuple):
     """What a plan took.
 
     Attributes:
-        plan: that was run.
-        rounds: seconds of its minibatches, round by round.
-        updates: of its stages.
+        step_seconds: a minibatch, the median of some.
+        update_seconds: one update of every stage, one after another.
+        cpu_seconds: processor time of a minibatch, of all threads of this process.
     """
 
-    plan: Plan
-    rounds: list[list[float]] = field(default_factory=list)
-    updates: dict[int, list[float]] = field(default_factory=dict)
-
-    @property
-    def step_seconds(self) -> float:
-        """Of a minibatch."""
-        return statistics.median(seconds for steps in self.rounds for seconds in steps)
-
-    @property
-    def disagreement(self) -> float:
-        """By what share of the fastest round's usual step the slowest round's is slower."""
-        usual = [statistics.median(steps) for steps in self.rounds]
-        return max(usual) / min(usual) - 1
-
-    @property
-    def update_seconds(self) -> float:
-        """Of an update of every stage, one after another."""
-        return sum(map(statistics.median, self.updates.values()))
-
-    def note(self, timeline: Timeline) -> None:
-        """Gather updates."""
-        for span in timeline.spans:
-            if span.op.kind is Kind.UPDATE:
-                self.updates.setdefault(span.op.stage, []).append(span.end - span.start)
+    step_seconds: float
+    update_seconds: float
+    cpu_seconds: float
 
 
 class Runner:
@@ -100,13 +74,17 @@ class Runner:
         """Whether weights are updated."""
         return self._optimizer is not None
 
-    def run(self, run: Run) -> None:
-        """Some steps more of a plan.
+    def alone(self, num_threads: int) -> Alone:
+        """The same microbatch through all layers, in this thread, while no rank works."""
+        return measure_uncut(self._model, self._sample, num_threads)
+
+    def run(self, plan: Plan) -> Ran:
+        """Train for a few minibatches.
 
         Raises:
-            PenstockError: it cannot be run.
+            PenstockError: the plan cannot be run.
         """
-        plan, sample = run.plan, self._sample
+        sample = self._sample
         inputs = Microbatches([sample.inputs] * plan.num_microbatches)
         # Without a loss anything with rows will do.
         target = sample.inputs if sample.loss is None else sample.targets
@@ -119,10 +97,8 @@ class Runner:
             # What a copy learns from one microbatch is nobody's concern.
             stop_at_nan=False,
         ) as pipeline:
-            if plan.versions.asynchronous:
-                _stream(pipeline, run, inputs, targets)
-            else:
-                _steps(pipeline, run, inputs, targets)
+            way = _stream if plan.versions.asynchronous else _steps
+            return way(pipeline, inputs, targets)
 
 
 def _check_memory(model: nn.Module) -> None:
@@ -143,39 +119,59 @@ def _size_of(output: Any, _: Any) -> Tensor:
     return sum(sizes[1:], start=sizes[0])
 
 
-def _steps(pipeline: Pipeline, run: Run, inputs: Microbatches, targets: Microbatches) -> None:
-    steps: list[float] = []
-    for is_warm in _laps(at_least=2):
-        start = time.perf_counter()
+def _steps(pipeline: Pipeline, inputs: Microbatches, targets: Microbatches) -> Ran:
+    steps, cpus, updates = [], [], Updates()
+    for is_warm in _laps(_LEAST_STEPS):
+        start, cpu = time.perf_counter(), time.process_time()
         pipeline.step(inputs, targets)
         if is_warm:
             steps.append(time.perf_counter() - start)
-            run.note(pipeline.timeline)
-    run.rounds.append(steps)
+            cpus.append(time.process_time() - cpu)
+            updates.note(pipeline.timeline)
+    return Ran(statistics.median(steps), updates.seconds, statistics.median(cpus))
 
 
-def _stream(pipeline: Pipeline, run: Run, inputs: Microbatches, targets: Microbatches) -> None:
-    ends = []
-    for _ in pipeline.steps((inputs, targets) for _ in _laps(at_least=4)):
+def _stream(pipeline: Pipeline, inputs: Microbatches, targets: Microbatches) -> Ran:
+    ends, cpus, updates = list[float](), list[float](), Updates()
+    for _ in pipeline.steps((inputs, targets) for _ in _laps(_LEAST_STREAMED)):
         ends.append(time.perf_counter())
+        cpus.append(time.process_time())
     # Without those in which the pipeline fills and drains.
-    run.rounds.append([stop - start for start, stop in pairwise(ends)][_WARM_UP:-1])
-    run.note(pipeline.timeline)
+    gaps, cpu_gaps = (
+        [stop - start for start, stop in pairwise(stamps)][_WARM_UP:-1] for stamps in (ends, cpus)
+    )
+    updates.note(pipeline.timeline)
+    return Ran(statistics.median(gaps), updates.seconds, statistics.median(cpu_gaps))
+
+
+class Updates:
+    """Seconds of the optimizer steps that timelines tell of."""
+
+    def __init__(self) -> None:
+        self._of_stage: dict[int, list[float]] = {}
+
+    def note(self, timeline: Timeline) -> None:
+        """Remember those of a timeline."""
+        for span in timeline.spans:
+            if span.op.kind is Kind.UPDATE:
+                self._of_stage.setdefault(span.op.stage, []).append(span.end - span.start)
+
+    @property
+    def seconds(self) -> float:
+        """The usual one of every stage, one after another."""
+        return sum(map(statistics.median, self._of_stage.values()))
 
 
 def _laps(at_least: int) -> Iterator[bool]:
     """Until it has been enough: whether the warm-up is over.
 
     Args:
-        at_least: so many, however long they take.
+        at_least: so many, however long they take, the warm-up included.
     """
     start = time.perf_counter()
     for number in range(_WARM_UP + _MOST_STEPS):
-        is_warm = number >= _WARM_UP
         if number == _WARM_UP:
             start = time.perf_counter()
-        taken = time.perf_counter() - start
-        enough = number >= _WARM_UP + _LEAST_STEPS and taken > _ENOUGH_SECONDS
-        if enough or (number >= at_least and taken > _TOO_MANY_SECONDS):
+        if number >= at_least and time.perf_counter() - start > _ENOUGH_SECONDS:
             return
-        yield is_warm
+        yield number >= _WARM_UP

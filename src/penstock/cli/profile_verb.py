@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.cli import options, show, sources
-from penstock.graph import Contention, Layer, LayerGraph
+from penstock.graph import Layer, LayerGraph
 
 if TYPE_CHECKING:
     from penstock.trial import Workload
@@ -44,6 +44,11 @@ def _parse_sizes(_: click.Context, __: click.Parameter, text: str | None) -> tup
     help="Of the pipelines that are run to see what sharing a machine costs; 0 for none. Default: "
     "as many as there are cores, at most 8.",
 )  # fmt: skip
+@click.option(
+    "--patience", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
+    help="How long to go on measuring what sharing a machine costs, until it is steady. Default: "
+    "six times as long as the layers alone took, 2 to 60 s.",
+)  # fmt: skip
 @options.output_option("Where to write the profile (.json).")
 @options.json_option
 def profile(
@@ -52,6 +57,7 @@ def profile(
     repeats: int,
     sizes: tuple[int, ...],
     ranks: int | None,
+    patience: float | None,
     output: str | None,
     as_json: bool,
 ) -> None:
@@ -59,7 +65,12 @@ def profile(
     loaded = sources.load_workload(workload)
     with show.profiling() as progress:
         graph = loaded.profile(
-            microbatches, repeats=repeats, sizes=sizes, ranks=ranks, progress=progress
+            microbatches,
+            repeats=repeats,
+            sizes=sizes,
+            ranks=ranks,
+            patience_seconds=patience,
+            progress=progress,
         )
     if output is not None:
         graph.save(output)
@@ -74,15 +85,9 @@ def profiled(workload: Workload, microbatches: int) -> LayerGraph:
     """The profile of a workload, with a bar meanwhile."""
     with show.profiling() as progress:
         graph = workload.profile(microbatches, progress=progress)
-    for warning in graph.layers[0].warnings:
-        if _is_of_all(warning):
-            show.say(f"! {warning}")
+    for warning in graph.warnings:
+        show.say(f"! {warning}")
     return graph
-
-
-def _is_of_all(warning: str) -> bool:
-    """Whether a layer's warning is not about that layer alone."""
-    return warning.startswith("contention")
 
 
 def print_graph(graph: LayerGraph) -> None:
@@ -90,9 +95,10 @@ def print_graph(graph: LayerGraph) -> None:
     rows = [_row(layer) for layer in graph.layers]
     show.print_table(_COLUMNS, [*rows, _sums(graph.layers)])
     click.echo(f"\n{_LEGEND}")
+    for warning in graph.warnings:
+        click.echo(f"! {warning}")
     for warning, layers in _warnings(graph.layers).items():
-        where = "" if _is_of_all(warning) else f": {', '.join(layers)}"
-        click.echo(f"! {warning}{where}")
+        click.echo(f"! {warning}: {', '.join(layers)}")
     click.echo("\n".join(_conditions(graph)))
 
 
@@ -146,17 +152,6 @@ def _warnings(layers: Sequence[Layer]) -> dict[str, list[str]]:
     return found
 
 
-def _shared(contention: Contention) -> str:
-    if not contention.num_ranks:
-        return "what ranks that share a machine cost each other was not measured"
-    return (
-        f"on {contention.num_ranks} ranks that share a machine, passes take "
-        f"{contention.whole:.2f} times as long (backwards in halves {contention.split:.2f}, "
-        f"without a flush {contention.stream:.2f}), updates {contention.update:.2f} (without a "
-        f"flush {contention.stream_update:.2f})"
-    )
-
-
 def _conditions(graph: LayerGraph) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in graph.software.items())
     lines = [
@@ -164,7 +159,7 @@ def _conditions(graph: LayerGraph) -> list[str]:
         f"{graph.num_threads} thread{'' if graph.num_threads == 1 else 's'}; {versions}",
         f"an op takes {graph.op_seconds * 1e6:.0f} µs beside its layers, a message "
         f"{graph.hop_seconds * 1e6:.0f} µs",
-        _shared(graph.contention),
+        str(graph.contention),
     ]
     for other in graph.other_sizes:
         seconds = sum(layer.compute_seconds for layer in other.layers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.graph import Contention
 from penstock.planner.table import as_text, format_bytes, format_seconds
 from penstock.values import Value, shown
 
@@ -34,6 +35,32 @@ class Alternative(Value, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         self.check_fields(f"alternative {shown(self.label)}")
+
+
+def argued(
+    sheet: str,
+    rows: Sequence[Alternative],
+    reason: str,
+    contention: Contention,
+    warnings: Sequence[str],
+) -> str:
+    """A plan's sheet with why it was chosen and how sure that is, a paragraph each.
+
+    Args:
+        sheet: the plan as text.
+        rows: what was weighed.
+        reason: in a sentence.
+        contention: what was taken for true.
+        warnings: what makes it doubtful.
+    """
+    paragraphs = (
+        sheet,
+        comparison(rows) if rows else "",
+        reason,
+        f"measured: {contention}" if contention.num_ranks else "",
+        "\n".join(f"! {warning}" for warning in warnings),
+    )
+    return "\n\n".join(filter(None, paragraphs))
 
 
 def comparison(rows: Sequence[Alternative]) -> str:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace as with_fields
 
+from penstock.graph import Contention
 from penstock.planner.alternative import Alternative
 from penstock.planner.plan import Plan
 from penstock.planner.setting import Rooms, Setting
@@ -336,7 +337,12 @@ class Candidate:
         """Whether it keeps all limits."""
         return self.excess.num_bytes <= 0
 
-    def to_plan(self, reason: str = "", alternatives: tuple[Alternative, ...] = ()) -> Plan:
+    def to_plan(
+        self,
+        reason: str = "",
+        alternatives: tuple[Alternative, ...] = (),
+        warnings: tuple[str, ...] = (),
+    ) -> Plan:
         """The file that people read and the runtime runs."""
         task, setting = self.task, self.setting
         options = dict(setting.options)
@@ -356,6 +362,8 @@ class Candidate:
             cost_model=task.communication.name,
             reason=reason,
             alternatives=alternatives,
+            contention=task.graph.contention if task.topology.shared_memories else Contention(),
+            warnings=warnings,
         )
 
 

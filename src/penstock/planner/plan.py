@@ -14,7 +14,8 @@ from msgspec.structs import force_setattr, replace
 from penstock.cluster import Device
 from penstock.cost import Costs
 from penstock.errors import InputError, ModelError
-from penstock.planner.alternative import Alternative, comparison
+from penstock.graph import Contention
+from penstock.planner.alternative import Alternative, argued
 from penstock.planner.stage_plan import (
     Recompute,
     StagePlan,
@@ -64,6 +65,8 @@ class Plan(Value, frozen=True, kw_only=True):
         cost_model: by which communication was counted.
         reason: one sentence on why this plan was chosen.
         alternatives: what else could have been done, and what it would have cost.
+        contention: what ranks that share a machine were taken to cost each other.
+        warnings: what makes the choice doubtful, in words.
         version: of this file format.
 
     Raises:
@@ -84,6 +87,8 @@ class Plan(Value, frozen=True, kw_only=True):
     cost_model: str = "ring"
     reason: str = ""
     alternatives: tuple[Alternative, ...] = ()
+    contention: Contention = Contention()
+    warnings: tuple[str, ...] = ()
     version: int = 1
 
     def __post_init__(self) -> None:
@@ -361,8 +366,7 @@ class Plan(Value, frozen=True, kw_only=True):
             rank_bytes=self.rank_bytes,
             flushes=not self.versions.asynchronous,
         )
-        others = f"\n\n{comparison(self.alternatives)}" if self.alternatives else ""
-        return f"{sheet}{others}\n\n{self.reason}" if self.reason else sheet + others
+        return argued(sheet, self.alternatives, self.reason, self.contention, self.warnings)
 
     def check_runnable(self) -> None:
         """Raise ``InputError`` if the runtime cannot perform it."""

@@ -17,6 +17,7 @@ from penstock.errors import InputError, PlanError
 from penstock.graph import LayerGraph
 from penstock.partition import cost_model as find_cost_model
 from penstock.planner.candidate import Candidate
+from penstock.planner.doubts import doubts_about
 from penstock.planner.offers import PLAIN, REPLICATED, Wish
 from penstock.planner.plan import Plan
 from penstock.planner.race import Race
@@ -25,7 +26,7 @@ from penstock.planner.setting import RecomputeRule
 from penstock.planner.shortfall import shortfall
 from penstock.planner.task import Task
 from penstock.planner.tensor_groups import in_groups, widths
-from penstock.planner.why import alternatives_of, reason_for, rivals
+from penstock.planner.why import alternatives_of, possible, reason_for, rivals
 from penstock.schedule import families
 from penstock.schedule.families.replicated import read_replicas
 from penstock.values import MOST_BYTES, expect, flag, is_whole, one_of, shown, whole
@@ -195,7 +196,8 @@ def _explained(
     reason = reason_for(chosen, contenders, found, wish)
     if num_skipped:
         reason += f" ({num_skipped} candidates that promised less were not simulated)"
-    return chosen.to_plan(reason, alternatives_of(chosen, found, wish))
+    doubts = doubts_about(chosen, possible([*contenders, *found.values()], chosen, wish))
+    return chosen.to_plan(reason, alternatives_of(chosen, found, wish), tuple(doubts))
 
 
 def _with_tensor_ranks(tasks: Sequence[Task], tensor_ranks: int | Literal["any"]) -> Iterator[Task]:

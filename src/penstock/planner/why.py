@@ -106,6 +106,29 @@ def _essence(one: Candidate) -> tuple[object, ...]:
     return one.task.num_tensor_ranks, one.task.graph, one.setting, one.cuts, one.recomputes
 
 
+def possible(contenders: Sequence[Candidate], chosen: Candidate, wish: Wish) -> list[Candidate]:
+    """Those of another kind than ``chosen`` that a wish allows and that fit where it does.
+
+    Rivals for the table may have been made for another request, so they are looked at again.
+    """
+    return [
+        one
+        for one in contenders
+        if str(one) != str(chosen) and _is_wanted(one, wish) and one.limited_like(chosen).fits
+    ]
+
+
+def _is_wanted(one: Candidate, wish: Wish) -> bool:
+    setting = one.setting
+    return (
+        _is_allowed(one, wish)
+        and wish.allows(setting.num_stages)
+        and wish.schedule in (None, setting.schedule.name)
+        and (wish.any_replicas or wish.replicas == setting.replicas)
+        and (not wish.cuts or wish.cuts == one.cuts)
+    )
+
+
 def reason_for(
     chosen: Candidate, contenders: Sequence[Candidate], found: dict[str, Candidate], wish: Wish
 ) -> str:

@@ -4,7 +4,8 @@ The whole room is ``measure_alone`` (``measuring``). ``chain`` makes functions o
 runs them by a ``clock`` with the graph cut between them, ``rounds`` lets all kinds of pass take
 turns and makes medians of them; ``overheads`` is what comes on top of layers, ``workspace`` and
 ``penstock.footprint`` count memory, ``flags`` says what is odd, ``bench`` does all that with one
-``sample``, and ``conditions`` leaves everything as it was.
+``sample``, ``uncut`` times the whole model for comparisons, and ``conditions`` leaves everything as
+it was.
 """
 
 from penstock.profiler.bench import Progress
@@ -14,13 +15,16 @@ from penstock.profiler.measuring import measure_alone
 from penstock.profiler.overheads import measure_hand_over
 from penstock.profiler.rounds import WARM_UP
 from penstock.profiler.sample import Sample
+from penstock.profiler.uncut import Alone, measure_uncut
 
 __all__ = [
     "WARM_UP",
+    "Alone",
     "Loss",
     "Progress",
     "Sample",
     "device_of",
     "measure_alone",
     "measure_hand_over",
+    "measure_uncut",
 ]

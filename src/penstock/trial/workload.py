@@ -70,13 +70,14 @@ class Workload:
         repeats: int = 7,
         sizes: Sequence[int] = (),
         ranks: int | None = None,
+        patience_seconds: float | None = None,
         progress: Progress | None = None,
     ) -> LayerGraph:
         """Profile the model on the first microbatch of the first minibatch.
 
         Args:
             num_microbatches: into which the minibatch is cut.
-            repeats, ranks, progress: as ``penstock.profile`` takes them.
+            repeats, ranks, patience_seconds, progress: as ``penstock.profile`` takes them.
             sizes: other microbatch sizes to measure, of at most the rows of the minibatch.
 
         Raises:
@@ -108,6 +109,7 @@ class Workload:
             repeats=repeats,
             sizes=[*sizes, asked],
             ranks=ranks,
+            patience_seconds=patience_seconds,
             progress=progress,
         )
         others = [graph.at(size) for size in graph.sizes if size != asked]

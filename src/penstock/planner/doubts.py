@@ -1,0 +1,65 @@
+"""Whether a plan would still be chosen if what ranks cost each other is a little off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace as replaced
+
+from msgspec.structs import replace
+
+from penstock.planner.candidate import Candidate
+from penstock.planner.race import SAME
+from penstock.planner.table import format_seconds
+
+_SPREADS = 2
+"""How many standard errors the truth may well be away."""
+
+_MOST_RIVALS = 6
+_MOST_OPS = 100_000
+"""That are simulated for this."""
+
+
+def doubts_about(chosen: Candidate, rivals: Sequence[Candidate]) -> Iterator[str]:
+    """What people should know before they trust the choice, with figures and a remedy.
+
+    Args:
+        chosen: the plan.
+        rivals: which fit and might have been chosen.
+    """
+    contention = chosen.task.graph.contention
+    if not contention.num_ranks or not chosen.task.topology.shared_memories:
+        return
+    yield from chosen.task.graph.warnings
+    nearest = _nearest(rivals)
+    for num_spreads, end in ((-_SPREADS, "less"), (_SPREADS, "more")):
+        own = _if_off_by(num_spreads, chosen)
+        others = [_if_off_by(num_spreads, one) for one in nearest]
+        best = min(others, key=lambda one: one.seconds, default=own)
+        if best.seconds < own.seconds * (1 - SAME):
+            mode = (own if own.setting.num_ranks > 1 else best).setting.mode
+            yield (
+                f"the choice hangs on contention, {contention.of_passes(mode):.2f} ± "
+                f"{contention.spread_of(mode):.1%} where ranks work as here: if it is {end}, "
+                f"{own.task.graph.contention.of_passes(mode):.2f}, {best} would take "
+                f"{format_seconds(best.seconds)} and this plan {format_seconds(own.seconds)}; "
+                "profile again on a quiet machine, or for longer (patience_seconds=…, --patience)"
+            )
+
+
+def _nearest(rivals: Iterable[Candidate]) -> list[Candidate]:
+    """The fastest few of different kinds, as far as they are quickly simulated."""
+    kinds: dict[str, Candidate] = {}
+    for rival in sorted(rivals, key=lambda one: one.seconds):
+        kinds.setdefault(str(rival), rival)
+    found, ops = [], 0
+    for rival in list(kinds.values())[:_MOST_RIVALS]:
+        ops += 2 * rival.num_ops
+        if ops <= _MOST_OPS:
+            found.append(rival)
+    return found
+
+
+def _if_off_by(num_spreads: float, one: Candidate) -> Candidate:
+    graph = one.task.graph
+    shifted = replace(graph, contention=graph.contention.shifted(num_spreads))
+    return replaced(one, task=replaced(one.task, graph=shifted))
