@@ -163,9 +163,9 @@ class Candidate:
         rooms = Rooms(task, setting)
         held = [0] * setting.num_ranks
         for index, bounds in enumerate(pairwise(self.cuts)):
-            needed = rooms.num_bytes(index, self.recomputes[index])[rooms.bounds(*bounds)]
+            needed = rooms.held_bytes(index, self.recomputes[index], *bounds)
             for rank in setting.ranks_of[index]:
-                held[rank] = int(needed)
+                held[rank] = needed
         return tuple(held)
 
     @property

@@ -12,7 +12,7 @@ from operator import itemgetter
 
 from penstock.errors import InputError, PlanError
 from penstock.planner.candidate import Candidate
-from penstock.planner.cuts import candidates, with_cuts, with_layers_moved
+from penstock.planner.cuts import candidates, refined, with_cuts, with_layers_moved
 from penstock.planner.offers import Offer, Wish, neighbours, offers
 from penstock.planner.task import Task
 
@@ -20,6 +20,9 @@ SAME = 0.01
 """Relative: no prediction tells plans this close apart, so the one that needs less memory wins."""
 
 _MOST_MOVES = 20
+_CLOSE = 0.1
+"""Relative: what coarse cuts may cost."""
+_MOST_REFINED = 4
 
 Built = tuple[int, list[Candidate]] | InputError | PlanError
 """(stages, candidates) of an offer, or why there are none."""
@@ -60,7 +63,16 @@ class Race:
                 heappush(waiting, (candidate.least_seconds, next(numbers), candidate))
         while waiting:
             self._enter(heappop(waiting)[-1])
+        if not wish.cuts:
+            self._refine()
         self._climb(wish)
+
+    def _refine(self) -> None:
+        """Cut what came close once more, between all layers near its cuts."""
+        close = (one for one in self.contenders if one.seconds <= self.least * (1 + _CLOSE))
+        for coarse in sorted(close, key=lambda one: one.seconds)[:_MOST_REFINED]:
+            for candidate in refined(coarse):
+                self._enter(candidate)
 
     def _climb(self, wish: Wish) -> None:
         """Move layers and replicas of the winner from stage to stage as long as that helps."""
@@ -68,7 +80,7 @@ class Race:
             best, least = self.winner, self.least
             if best is None:
                 return
-            moved = [] if wish.cuts else with_layers_moved(best)
+            moved = [] if wish.cuts else [*refined(best), *with_layers_moved(best)]
             if not wish.replicas:
                 for offer in neighbours(best.setting):
                     moved += self.built(best.task, offer, wish)
@@ -155,7 +167,9 @@ def fastest(tasks: Sequence[Task], wish: Wish, budget: int = 250_000) -> Candida
 def closest(tasks: Sequence[Task], wish: Wish) -> Candidate | None:
     """The candidate that misses its limits by the fewest bytes; ``None`` if nothing can be built.
 
-    Each one found tightens the slack for the next, so that what remains is the least excess.
+    Each one found tightens the slack for the next, so that what remains is the least excess. Where
+    the search does not cut between all layers, it then looks at those near the cuts, and may find
+    what fits.
     """
     least, nearest = inf, None
     for _, task, offer in _by_promise(tasks, wish):
@@ -169,4 +183,15 @@ def closest(tasks: Sequence[Task], wish: Wish) -> Candidate | None:
                     over = candidate.excess.num_bytes
                     if over < least:
                         least, nearest, found = over, candidate, True
+    return nearest if nearest is None or wish.cuts else _closer(nearest)
+
+
+def _closer(nearest: Candidate) -> Candidate:
+    """With cuts between other layers near by, as long as these miss the limits by less."""
+    for _ in range(_MOST_MOVES):
+        slack = nearest.excess.num_bytes - 1
+        finer = refined(nearest, slack)
+        if nearest.fits or not finer:
+            break
+        nearest = min(finer, key=lambda one: one.excess.num_bytes)
     return nearest

@@ -210,15 +210,17 @@ class Rooms:
             return rule
         if rule == "never" or limit == inf:
             return "none"
-        bounds = self.bounds(start, stop)
-        sizes = {how: self.num_bytes(stage, how)[bounds] for how in _RECOMPUTES}
+        sizes = {how: self.held_bytes(stage, how, start, stop) for how in _RECOMPUTES}
         if sizes["none"] <= limit:
             return "none"
         return min(("layers", "stage"), key=sizes.__getitem__)
 
-    def bounds(self, start: int, stop: int) -> tuple[int, int]:
-        """Where a stage with layers ``[start, stop)`` is in the tables."""
-        return self._task.place_of[start], self._task.place_of[stop]
+    def held_bytes(self, stage: int, how: Recompute, start: int, stop: int) -> int:
+        """What a rank of a stage needs if the stage has layers ``[start, stop)``, wherever these
+        begin and end: also between the places of the tables."""
+        copies, loads = self._copies[stage], self._loads(stage, how)
+        numbers, inputs = self._task.numbers(start, stop), self._task.input_bytes[start]
+        return int(_needed(numbers, inputs, copies, loads, how))
 
     def lightest(self, stage: int) -> tuple[Table, ...]:
         """``num_bytes`` of every way that is allowed, in the order of ``ways``."""
@@ -245,15 +247,31 @@ class Rooms:
     def _num_bytes(self, copies: int, loads: tuple[Load, ...], how: Recompute) -> Table:
         import numpy as np
 
-        tables, inputs = self._task.tables, np.array(self._task.input_bytes, dtype=float)
-        whole = tables["again_input_bytes" if how == "layers" else "activation_bytes"]
-        inputs = inputs[list(self._task.places)][:, None]
-        halves = tables["weight_kept_bytes"]
-        in_flight = [
-            load.inputs * inputs + load.whole * whole + load.for_weight * halves for load in loads
-        ]
-        workspace = "again_workspace_bytes" if how == "layers" else "workspace_bytes"
-        state = sum(tables[name] for name in ("optimizer_bytes", "buffer_bytes", workspace))
-        weights = (copies + 1) * tables["parameter_bytes"]
-        total: Table = np.ceil(np.maximum.reduce(in_flight)) + weights + state
-        return total
+        inputs = np.array(self._task.input_bytes, dtype=float)[list(self._task.places)][:, None]
+        return _needed(self._task.tables, inputs, copies, loads, how)
+
+
+def _needed(
+    numbers: Mapping[str, Any], inputs: Any, copies: int, loads: tuple[Load, ...], how: Recompute
+) -> Any:
+    """What a rank needs for one stage, as numbers, or for many at once, as tables.
+
+    Args:
+        numbers: sums over the stage's layers, by their names (``Task.numbers``, ``Task.tables``).
+        inputs: bytes of the stage's input.
+        copies: of the weights.
+        loads: the worst moments of the rank.
+        how: what runs again.
+    """
+    import numpy as np
+
+    again = how == "layers"
+    whole = numbers["again_input_bytes" if again else "activation_bytes"]
+    halves = numbers["weight_kept_bytes"]
+    in_flight = [
+        load.inputs * inputs + load.whole * whole + load.for_weight * halves for load in loads
+    ]
+    workspace = "again_workspace_bytes" if again else "workspace_bytes"
+    state = sum(numbers[name] for name in ("optimizer_bytes", "buffer_bytes", workspace))
+    weights = (copies + 1) * numbers["parameter_bytes"]
+    return np.ceil(np.maximum.reduce(in_flight)) + weights + state
