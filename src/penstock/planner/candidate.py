@@ -11,6 +11,7 @@ from typing import NamedTuple
 from msgspec.structs import replace as with_fields
 
 from penstock.planner.alternative import Alternative
+from penstock.planner.orders import search_order, written
 from penstock.planner.plan import Plan
 from penstock.planner.setting import Rooms, Setting
 from penstock.planner.stage_plan import Recompute, StagePlan, bytes_of_ranks, costs_of
@@ -18,6 +19,7 @@ from penstock.planner.steady import few_minibatches, steady_seconds
 from penstock.planner.table import count_of, format_bytes
 from penstock.planner.task import Task
 from penstock.schedule import Schedule
+from penstock.schedule.families import SEARCHED
 from penstock.schedule.lower import add_recompute, add_update
 from penstock.simulator import simulate
 from penstock.timeline import Timeline
@@ -336,6 +338,28 @@ class Candidate:
         """Whether it keeps all limits."""
         return self.excess.num_bytes <= 0
 
+    def with_final_order(self) -> Candidate:
+        """With the order that its family finds for these stages, in the memory of their devices;
+        with the one that holds its place, where the simulator says that this is better.
+
+        Raises:
+            InputError: the family finds none.
+        """
+        setting = self.setting
+        found = search_order(
+            setting.schedule.name,
+            self.stages,
+            self.task.num_microbatches,
+            setting.options,
+            [self.task.limits[device] for device in setting.devices],
+        )
+        settings = (
+            replace(setting, schedule=one, is_final=True) for one in (found, setting.schedule)
+        )
+        ordered, held = (replace(self, setting=one) for one in settings)
+        # Links that are busy, updates and memory that a host shares are the simulator's to judge.
+        return ordered if ordered.fits and ordered.seconds <= self.seconds else held
+
     def to_plan(self, reason: str = "", alternatives: tuple[Alternative, ...] = ()) -> Plan:
         """The file that people read and the runtime runs."""
         task, setting = self.task, self.setting
@@ -347,6 +371,7 @@ class Candidate:
             schedule=setting.schedule.name,
             num_microbatches=task.num_microbatches,
             options=options,
+            order=written(setting.schedule) if setting.schedule.name in SEARCHED else (),
             stages=self.stages,
             versions=setting.versions,
             num_threads=task.graph.num_threads,

@@ -21,8 +21,10 @@ SAME = 0.01
 
 _MOST_MOVES = 20
 _CLOSE = 0.1
-"""Relative: what coarse cuts may cost."""
+"""Relative: what coarse cuts, or an order found for other costs, may cost."""
 _MOST_REFINED = 4
+_MOST_SEARCHED = 4
+"""Candidates whose order is searched; each search takes a second or two."""
 
 Built = tuple[int, list[Candidate]] | InputError | PlanError
 """(stages, candidates) of an offer, or why there are none."""
@@ -39,6 +41,7 @@ class Race:
         num_stages: of the settings that could be built.
         budget: ops to simulate; when they are spent, what is left is only counted.
         num_skipped: candidates that were not simulated because of that.
+        failure: why the last order that was searched in vain was not found.
     """
 
     budget: int = 250_000
@@ -47,6 +50,7 @@ class Race:
     contenders: list[Candidate] = field(default_factory=list)
     refusals: dict[int, InputError | PlanError] = field(default_factory=dict)
     num_stages: set[int] = field(default_factory=set)
+    failure: InputError | None = None
 
     def run(self, tasks: Sequence[Task], wish: Wish) -> None:
         """Let everything compete that a wish allows for one of some tasks. Bounds come before
@@ -66,11 +70,34 @@ class Race:
         if not wish.cuts:
             self._refine()
         self._climb(wish)
+        if not all(one.setting.is_final for one in self.contenders):
+            self._settle_orders()
+            self._climb(wish)
+
+    def _settle_orders(self) -> None:
+        """Search orders under the costs of the stages for what came close, and for what wins until
+        its order is one of these."""
+        for candidate in self._close()[:_MOST_SEARCHED]:
+            self._settle(candidate)
+        while self.winner is not None and not self.winner.setting.is_final:
+            self._settle(self.winner)
+
+    def _settle(self, candidate: Candidate) -> None:
+        self.contenders = [one for one in self.contenders if one is not candidate]
+        try:
+            self.contenders.append(candidate.with_final_order())
+        except InputError as error:
+            self.failure = error
+        self.least = min((one.seconds for one in self.contenders), default=inf)
+
+    def _close(self) -> list[Candidate]:
+        """The contenders that a better look may still make the winner, the best first."""
+        close = (one for one in self.contenders if one.seconds <= self.least * (1 + _CLOSE))
+        return sorted(close, key=lambda one: one.seconds)
 
     def _refine(self) -> None:
         """Cut what came close once more, between all layers near its cuts."""
-        close = (one for one in self.contenders if one.seconds <= self.least * (1 + _CLOSE))
-        for coarse in sorted(close, key=lambda one: one.seconds)[:_MOST_REFINED]:
+        for coarse in self._close()[:_MOST_REFINED]:
             for candidate in refined(coarse):
                 self._enter(candidate)
 

@@ -216,10 +216,12 @@ def _solve(tasks: Sequence[Task], wish: Wish) -> Plan:
     chosen = race.winner
     if chosen is None:
         _check_built(race, tasks[0], wish)
+        if race.failure is not None:
+            raise race.failure
         nearest = closest(tasks, wish)
         if nearest is None or not nearest.fits:
             raise PlanError(shortfall(nearest, tasks, wish))
-        chosen = nearest
+        chosen = nearest if nearest.setting.is_final else nearest.with_final_order()
     return _explained(chosen, race.contenders, tasks, wish, race.num_skipped)
 
 

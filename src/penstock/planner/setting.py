@@ -9,6 +9,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.graph import Mode
+from penstock.planner.orders import stand_in
 from penstock.planner.stage_plan import Recompute
 from penstock.planner.task import Task
 from penstock.schedule import Kind, Schedule, families
@@ -32,11 +33,14 @@ def build_schedule(
     replicas: tuple[int, ...],
     options: Mapping[str, Any],
 ) -> Schedule:
-    """A family's schedule, where stages may have replicas.
+    """A family's schedule, where stages may have replicas; of a family that searches, one that
+    holds its place until stages and with them costs are known.
 
     Raises:
         InputError: the family refuses.
     """
+    if family in families.SEARCHED:
+        return stand_in(family, num_ranks, num_microbatches, options)
     given = {"replicas": replicas} if replicas else {}
     return families.build(
         family, num_ranks=num_ranks, num_microbatches=num_microbatches, **options, **given
@@ -54,6 +58,8 @@ class Setting:
         replicas: of each stage; empty for one of each.
         options: of the schedule's family.
         recompute: what may run twice.
+        is_final: whether the schedule is the one that runs, and none that holds the place of an
+            order still to be searched.
     """
 
     schedule: Schedule
@@ -62,6 +68,7 @@ class Setting:
     replicas: tuple[int, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     recompute: RecomputeRule = "where-needed"
+    is_final: bool = True
 
     @property
     def num_ranks(self) -> int:
@@ -248,7 +255,8 @@ class Rooms:
         import numpy as np
 
         inputs = np.array(self._task.input_bytes, dtype=float)[list(self._task.places)][:, None]
-        return _needed(self._task.tables, inputs, copies, loads, how)
+        table: Table = _needed(self._task.tables, inputs, copies, loads, how)
+        return table
 
 
 def _needed(

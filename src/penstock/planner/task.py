@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from penstock.cluster import Cluster, Device, Link, Topology
 from penstock.graph import Layer, LayerGraph, Mode
 from penstock.partition.cost_models import CostModel, cost_model
+from penstock.schedule import Schedule
 
 if TYPE_CHECKING:
     import numpy as np
@@ -109,6 +110,11 @@ class Task:
     @cached_property
     def known_offers(self) -> dict[object, Any]:
         """What was made of offers so far."""
+        return {}
+
+    @cached_property
+    def known_orders(self) -> dict[object, Schedule]:
+        """Orders that were searched without costs, by what they depend on."""
         return {}
 
     @cached_property
