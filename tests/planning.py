@@ -61,7 +61,7 @@ def graphs(draw, most=7):
 
 
 @st.composite
-def clusters(draw, most=4, shared=memories):
+def clusters(draw, most=4, shared=memories, memories=memories):
     devices = tuple(
         Device(
             name=f"d{index}",

@@ -12,6 +12,7 @@ from msgspec.structs import replace as with_fields
 
 from penstock.graph import Contention
 from penstock.planner.alternative import Alternative
+from penstock.planner.orders import search_order, written
 from penstock.planner.plan import Plan
 from penstock.planner.setting import Rooms, Setting
 from penstock.planner.stage_plan import Recompute, StagePlan, bytes_of_ranks, costs_of
@@ -19,6 +20,7 @@ from penstock.planner.steady import few_minibatches, steady_seconds
 from penstock.planner.table import count_of, format_bytes
 from penstock.planner.task import Task
 from penstock.schedule import Schedule
+from penstock.schedule.families import SEARCHED
 from penstock.schedule.lower import add_recompute, add_update
 from penstock.simulator import simulate
 from penstock.timeline import Timeline
@@ -164,9 +166,9 @@ class Candidate:
         rooms = Rooms(task, setting)
         held = [0] * setting.num_ranks
         for index, bounds in enumerate(pairwise(self.cuts)):
-            needed = rooms.num_bytes(index, self.recomputes[index])[rooms.bounds(*bounds)]
+            needed = rooms.held_bytes(index, self.recomputes[index], *bounds)
             for rank in setting.ranks_of[index]:
-                held[rank] = int(needed)
+                held[rank] = needed
         return tuple(held)
 
     @property
@@ -337,6 +339,28 @@ class Candidate:
         """Whether it keeps all limits."""
         return self.excess.num_bytes <= 0
 
+    def with_final_order(self) -> Candidate:
+        """With the order that its family finds for these stages, in the memory of their devices;
+        with the one that holds its place, where the simulator says that this is better.
+
+        Raises:
+            InputError: the family finds none.
+        """
+        setting = self.setting
+        found = search_order(
+            setting.schedule.name,
+            self.stages,
+            self.task.num_microbatches,
+            setting.options,
+            [self.task.limits[device] for device in setting.devices],
+        )
+        settings = (
+            replace(setting, schedule=one, is_final=True) for one in (found, setting.schedule)
+        )
+        ordered, held = (replace(self, setting=one) for one in settings)
+        # Links that are busy, updates and memory that a host shares are the simulator's to judge.
+        return ordered if ordered.fits and ordered.seconds <= self.seconds else held
+
     def to_plan(
         self,
         reason: str = "",
@@ -353,6 +377,7 @@ class Candidate:
             schedule=setting.schedule.name,
             num_microbatches=task.num_microbatches,
             options=options,
+            order=written(setting.schedule) if setting.schedule.name in SEARCHED else (),
             stages=self.stages,
             versions=setting.versions,
             num_threads=task.graph.num_threads,

@@ -63,14 +63,24 @@ def candidates(task: Task, setting: Setting, slack: float = 0.0) -> list[Candida
     return []
 
 
-def with_layers_moved(one: Candidate) -> list[Candidate]:
+def refined(coarse: Candidate, slack: float = 0.0) -> list[Candidate]:
+    """The best cuts for the same setting among all layers near a candidate's cuts, where the search
+    that found these could not look between all layers; nothing for other candidates.
+
+    Args:
+        coarse: a candidate.
+        slack: as for ``candidates``.
+    """
+    if not coarse.task.is_coarse:
+        return []
+    near = replace(coarse.task, near=coarse.cuts)
+    return [replace(one, task=coarse.task) for one in candidates(near, coarse.setting, slack)]
+
+
+def with_layers_moved(candidate: Candidate) -> list[Candidate]:
     """The same with one layer on the other side of a cut, as far as that fits."""
-    found = []
-    for cuts in _moves(one.cuts):
-        moved = with_cuts(one.task, one.setting, cuts)
-        if moved.fits and set(cuts) <= set(one.task.places):
-            found.append(moved)
-    return found
+    moved = (with_cuts(candidate.task, candidate.setting, cuts) for cuts in _moves(candidate.cuts))
+    return [one for one in moved if one.fits]
 
 
 def _moves(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

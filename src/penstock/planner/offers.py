@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, permutations, product
+from math import ceil
 from typing import Any, Literal
 
 from penstock.errors import InputError, PlanError
@@ -14,7 +15,7 @@ from penstock.partition import best_partition
 from penstock.partition.dapple import dapple_candidates
 from penstock.planner.setting import RecomputeRule, Setting, build_schedule
 from penstock.planner.task import Task
-from penstock.schedule import families
+from penstock.schedule import Schedule, families
 from penstock.schedule.rounds import filling
 from penstock.versions import USUAL, DoubleBuffer, Flush, Policy, Stash, check_policy
 
@@ -119,9 +120,15 @@ class Offer:
         fills = 1 if flushes else filling(self.replicas or (1,) * num_ranks)
         count = max(task.num_microbatches, fills)
         options = dict(self.options)
-        schedule = build_schedule(self.family, num_ranks, count, self.replicas, options)
+        schedule = self._schedule(task, count)
         setting = Setting(
-            schedule, self.devices, self.versions, self.replicas, options, self.recompute
+            schedule,
+            self.devices,
+            self.versions,
+            self.replicas,
+            options,
+            self.recompute,
+            is_final=self.family not in families.SEARCHED,
         )
         counts = self.replicas or (1,) * setting.num_stages
         check_policy(self.versions, self.family, counts, task.num_microbatches)
@@ -136,6 +143,17 @@ class Offer:
                 f"there are only {task.num_layers} layers"
             )
         return setting
+
+    def _schedule(self, task: Task, num_microbatches: int) -> Schedule:
+        num_ranks = len(self.devices)
+        given = self.family, num_ranks, num_microbatches, self.replicas
+        if self.family not in families.SEARCHED:
+            return build_schedule(*given, dict(self.options))
+        # Found slowly, and the same on all devices.
+        key = (*given, self.options)
+        if key not in task.known_orders:
+            task.known_orders[key] = build_schedule(*given, dict(self.options))
+        return task.known_orders[key]
 
 
 def offers(task: Task, wish: Wish) -> list[Offer]:
@@ -197,12 +215,28 @@ def _numbers(most: int) -> list[int]:
 def _variants(
     family: str, num_ranks: int, num_layers: int
 ) -> Iterator[tuple[tuple[str, Any], ...]]:
-    """The options worth trying: the family's own, and other numbers of stages per rank."""
+    """The options worth trying: the family's own, and other numbers of stages per rank; of a family
+    that searches, limits on what is in flight."""
+    if family in families.SEARCHED:
+        yield from _searches(family, num_ranks, num_layers)
+        return
     yield ()
     if "stages_per_rank" in inspect.signature(families.family(family)).parameters:
         for count in _STAGES_PER_RANK[1:]:
             if num_ranks > 1 and count * num_ranks <= num_layers:
                 yield (("stages_per_rank", count),)
+
+
+def _searches(
+    family: str, num_ranks: int, num_layers: int
+) -> Iterator[tuple[tuple[str, Any], ...]]:
+    """As much in flight as 1F1B, as fills all bubbles where costs are alike, half as much, and one
+    microbatch; the searching family also on a V."""
+    limits = dict.fromkeys((num_ranks, 2 * num_ranks - 1, ceil(num_ranks / 2), 1))
+    for limit in limits:
+        yield (("activation_limit", limit),)
+        if family == "zb-auto" and 1 < num_ranks <= num_layers // 2 and limit <= num_ranks:
+            yield (("activation_limit", limit), ("placement", "v"))
 
 
 def _orders(task: Task, num_ranks: int) -> list[tuple[int, ...]]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import partial
-from math import ceil
+from math import ceil, inf
 from typing import Any, get_args
 
 from msgspec import field
@@ -16,6 +15,14 @@ from penstock.cost import Costs
 from penstock.errors import InputError, ModelError
 from penstock.graph import Contention
 from penstock.planner.alternative import Alternative, argued
+from penstock.planner.consistency import check_devices, check_kinds, check_layers
+from penstock.planner.orders import (
+    check_order_options,
+    read_order,
+    search_order,
+    with_microbatches,
+    written,
+)
 from penstock.planner.stage_plan import (
     Recompute,
     StagePlan,
@@ -53,6 +60,9 @@ class Plan(Value, frozen=True, kw_only=True):
         model: fingerprint of the model it was made for (``LayerGraph.fingerprint``).
         schedule: name of a schedule family.
         options: the family's options.
+        order: of a family that searches (``zb-auto``, ``optimal``), the order that it found under
+            the costs of the stages, a line of ops per rank. Where it is left out, it is searched
+            now, in the memory of ``devices``. Empty for all other families.
         versions: which weights passes read (``penstock.versions``). A schedule that never flushes
             has a policy of its own, which stands for ``Flush()`` there.
         num_microbatches: per minibatch, at least 1.
@@ -79,6 +89,7 @@ class Plan(Value, frozen=True, kw_only=True):
     num_microbatches: int
     stages: tuple[StagePlan, ...]
     options: dict[str, Any] = field(default_factory=dict)
+    order: tuple[str, ...] = ()
     versions: Policy = field(default_factory=Flush)
     num_threads: int = 1
     microbatch_size: int = 0
@@ -98,12 +109,13 @@ class Plan(Value, frozen=True, kw_only=True):
                 f"the plan has version {self.version}; this Penstock reads version 1, so plan again"
             )
         self._check_numbers()
-        self._check_layers()
+        check_layers(self.stages, any_rank=bool(self._given_replicas))
+        self._settle_order()
         if self.schedule in USUAL and not self.versions.asynchronous:
             force_setattr(self, "versions", USUAL[self.schedule])
         self._check_placement(self.placement)
         self._check_replicas()
-        self._check_devices()
+        check_devices(self.devices, self.num_ranks, self.num_tensor_ranks, self.stages)
         check_policy(self.versions, self.schedule, self.replicas, self.num_microbatches)
         # Follows from the policy, whoever wrote the file.
         stages = (
@@ -122,27 +134,24 @@ class Plan(Value, frozen=True, kw_only=True):
                 f"options: {given[0]} is none, it follows from the rest of the plan; leave it out"
             )
 
-    def _check_layers(self) -> None:
-        if not self.stages:
-            raise InputError("the plan has no stages; give it at least one")
-        for index, stage in enumerate(self.stages):
-            if not stage.layers:
-                raise InputError(f"stage {index} has no layers; give it one or drop the stage")
-            if not self._given_replicas and stage.rank >= len(self.stages):
-                count = len(self.stages)
-                raise InputError(
-                    f"stage {index} is on rank {stage.rank}, but {count_of(count, 'stage')} "
-                    f"without replicas are on at most {count_of(count, 'rank')}"
+    def _settle_order(self) -> None:
+        """Search the order where it is needed and not there."""
+        if self.schedule in families.SEARCHED:
+            check_order_options(self.schedule, self.options)
+            if not self.order:
+                found = search_order(
+                    self.schedule,
+                    self.stages,
+                    self.num_microbatches,
+                    self.options,
+                    self._limits,
                 )
-            unknown = [name for name in stage.splits if name not in stage.layers]
-            if unknown:
-                raise InputError(
-                    f"stage {index}: splits has {unknown[0]!r}, which is no layer of this stage"
-                )
-        counts = Counter(name for stage in self.stages for name in stage.layers)
-        repeated = sorted(name for name, count in counts.items() if count > 1)
-        if repeated:
-            raise InputError(f"layers {', '.join(repeated)} stand in more than one place")
+                force_setattr(self, "order", written(found))
+        elif self.order:
+            searched = " or ".join(sorted(families.SEARCHED))
+            raise InputError(
+                f"order: {self.schedule} makes its own; leave order out, or take {searched}"
+            )
 
     def _check_replicas(self) -> None:
         # Without a flush, a minibatch may end between two replicas.
@@ -168,25 +177,12 @@ class Plan(Value, frozen=True, kw_only=True):
                     f"{', '.join(map(str, ranks))}"
                 )
 
-    def _check_devices(self) -> None:
-        needed = self.num_ranks * self.num_tensor_ranks
-        if self.devices and len(self.devices) != needed:
-            raise InputError(
-                f"{needed} devices are needed, but {len(self.devices)} are named; name one for "
-                "each rank and tensor rank, or none"
-            )
-        names = Counter(device.name for device in self.devices)
-        twice = [name for name, count in names.items() if count > 1]
-        if twice:
-            raise InputError(
-                f"device {twice[0]!r} is given to more than one rank; name another one"
-            )
-        split = next((stage for stage in self.stages if stage.splits), None)
-        if split is not None and self.num_tensor_ranks == 1:
-            raise InputError(
-                f"layer {next(iter(split.splits))!r} is split, but num_tensor_ranks is 1; take the "
-                "splits out, or give each rank several devices"
-            )
+    @property
+    def _limits(self) -> list[float]:
+        """Bytes that each rank may use; no limits where nobody says, or too many do."""
+        leaders = self.devices[:: self.num_tensor_ranks]
+        limits = [device.memory_bytes or inf for device in leaders]
+        return limits if len(limits) == self.num_ranks else [inf] * self.num_ranks
 
     @property
     def num_ranks(self) -> int:
@@ -271,19 +267,25 @@ class Plan(Value, frozen=True, kw_only=True):
     def build_schedule(self, num_microbatches: int | None = None) -> Schedule:
         """The checked schedule, for this or another number of microbatches."""
         count = self.num_microbatches if num_microbatches is None else num_microbatches
-        build = partial(families.build, self.schedule, num_ranks=self.num_ranks, **self.options)
-        try:
-            schedule = build(num_microbatches=count)
-        except InputError:
-            if count >= self.num_microbatches or self.versions.asynchronous:
-                raise
-            # The family wants more; what is left of a longer schedule is one, too.
-            schedule = first_microbatches(build(num_microbatches=self.num_microbatches), count)
+        schedule = self._compute_only(count)
         again = [index for index, stage in enumerate(self.stages) if stage.recompute == "stage"]
         if again:
             schedule = add_recompute(schedule, again)
         check(schedule)
         return schedule
+
+    def _compute_only(self, count: int) -> Schedule:
+        if self.order:
+            own = read_order(self.order, self.schedule, self.num_ranks, self.num_microbatches)
+            return with_microbatches(own, count)
+        build = partial(families.build, self.schedule, num_ranks=self.num_ranks, **self.options)
+        try:
+            return build(num_microbatches=count)
+        except InputError:
+            if count >= self.num_microbatches or self.versions.asynchronous:
+                raise
+            # The family wants more; what is left of a longer schedule is one, too.
+            return first_microbatches(build(num_microbatches=self.num_microbatches), count)
 
     def recomputing(self, how: Recompute, stages: Collection[int] | None = None) -> Plan:
         """This plan with some stages keeping less and running forward twice.
@@ -375,14 +377,7 @@ class Plan(Value, frozen=True, kw_only=True):
                 f"the plan splits layers over {self.num_tensor_ranks} devices, which Penstock can "
                 "plan and draw but not run yet; plan with tensor_ranks=1"
             )
-        gpus = [device.name for device in self.devices if device.kind == "gpu"]
-        if gpus:
-            more = f" and {len(gpus) - 4} more" if len(gpus) > 4 else ""
-            raise InputError(
-                f"the plan is for GPUs ({', '.join(gpus[:4])}{more}), but Penstock trains on CPUs "
-                "today and would leave them idle; plan for cores, as in Cluster.local(2), or "
-                "perform it without compute: penstock rehearse"
-            )
+        check_kinds(self.devices)
 
     def check_model(self, names: Sequence[str], model_fingerprint: str) -> None:
         """Raise ``ModelError`` unless this plan was made for a model with these layers."""

@@ -12,7 +12,7 @@ from operator import itemgetter
 
 from penstock.errors import InputError, PlanError
 from penstock.planner.candidate import Candidate
-from penstock.planner.cuts import candidates, with_cuts, with_layers_moved
+from penstock.planner.cuts import candidates, refined, with_cuts, with_layers_moved
 from penstock.planner.offers import Offer, Wish, neighbours, offers
 from penstock.planner.task import Task
 
@@ -20,6 +20,11 @@ SAME = 0.01
 """Relative: no prediction tells plans this close apart, so the one that needs less memory wins."""
 
 _MOST_MOVES = 20
+_CLOSE = 0.1
+"""Relative: what coarse cuts, or an order found for other costs, may cost."""
+_MOST_REFINED = 4
+_MOST_SEARCHED = 4
+"""Candidates whose order is searched; each search takes a second or two."""
 
 Built = tuple[int, list[Candidate]] | InputError | PlanError
 """(stages, candidates) of an offer, or why there are none."""
@@ -36,6 +41,7 @@ class Race:
         num_stages: of the settings that could be built.
         budget: ops to simulate; when they are spent, what is left is only counted.
         num_skipped: candidates that were not simulated because of that.
+        failure: why the last order that was searched in vain was not found.
     """
 
     budget: int = 250_000
@@ -44,6 +50,7 @@ class Race:
     contenders: list[Candidate] = field(default_factory=list)
     refusals: dict[int, InputError | PlanError] = field(default_factory=dict)
     num_stages: set[int] = field(default_factory=set)
+    failure: InputError | None = None
 
     def run(self, tasks: Sequence[Task], wish: Wish) -> None:
         """Let everything compete that a wish allows for one of some tasks. Bounds come before
@@ -60,7 +67,39 @@ class Race:
                 heappush(waiting, (candidate.least_seconds, next(numbers), candidate))
         while waiting:
             self._enter(heappop(waiting)[-1])
+        if not wish.cuts:
+            self._refine()
         self._climb(wish)
+        if not all(one.setting.is_final for one in self.contenders):
+            self._settle_orders()
+            self._climb(wish)
+
+    def _settle_orders(self) -> None:
+        """Search orders under the costs of the stages for what came close, and for what wins until
+        its order is one of these."""
+        for candidate in self._close()[:_MOST_SEARCHED]:
+            self._settle(candidate)
+        while self.winner is not None and not self.winner.setting.is_final:
+            self._settle(self.winner)
+
+    def _settle(self, candidate: Candidate) -> None:
+        self.contenders = [one for one in self.contenders if one is not candidate]
+        try:
+            self.contenders.append(candidate.with_final_order())
+        except InputError as error:
+            self.failure = error
+        self.least = min((one.seconds for one in self.contenders), default=inf)
+
+    def _close(self) -> list[Candidate]:
+        """The contenders that a better look may still make the winner, the best first."""
+        close = (one for one in self.contenders if one.seconds <= self.least * (1 + _CLOSE))
+        return sorted(close, key=lambda one: one.seconds)
+
+    def _refine(self) -> None:
+        """Cut what came close once more, between all layers near its cuts."""
+        for coarse in self._close()[:_MOST_REFINED]:
+            for candidate in refined(coarse):
+                self._enter(candidate)
 
     def _climb(self, wish: Wish) -> None:
         """Move layers and replicas of the winner from stage to stage as long as that helps."""
@@ -68,7 +107,7 @@ class Race:
             best, least = self.winner, self.least
             if best is None:
                 return
-            moved = [] if wish.cuts else with_layers_moved(best)
+            moved = [] if wish.cuts else [*refined(best), *with_layers_moved(best)]
             if not wish.replicas:
                 for offer in neighbours(best.setting):
                     moved += self.built(best.task, offer, wish)
@@ -155,7 +194,9 @@ def fastest(tasks: Sequence[Task], wish: Wish, budget: int = 250_000) -> Candida
 def closest(tasks: Sequence[Task], wish: Wish) -> Candidate | None:
     """The candidate that misses its limits by the fewest bytes; ``None`` if nothing can be built.
 
-    Each one found tightens the slack for the next, so that what remains is the least excess.
+    Each one found tightens the slack for the next, so that what remains is the least excess. Where
+    the search does not cut between all layers, it then looks at those near the cuts, and may find
+    what fits.
     """
     least, nearest = inf, None
     for _, task, offer in _by_promise(tasks, wish):
@@ -169,4 +210,15 @@ def closest(tasks: Sequence[Task], wish: Wish) -> Candidate | None:
                     over = candidate.excess.num_bytes
                     if over < least:
                         least, nearest, found = over, candidate, True
+    return nearest if nearest is None or wish.cuts else _closer(nearest)
+
+
+def _closer(nearest: Candidate) -> Candidate:
+    """With cuts between other layers near by, as long as these miss the limits by less."""
+    for _ in range(_MOST_MOVES):
+        slack = nearest.excess.num_bytes - 1
+        finer = refined(nearest, slack)
+        if nearest.fits or not finer:
+            break
+        nearest = min(finer, key=lambda one: one.excess.num_bytes)
     return nearest

@@ -20,13 +20,13 @@ from penstock.planner.candidate import Candidate
 from penstock.planner.doubts import doubts_about
 from penstock.planner.offers import PLAIN, REPLICATED, Wish
 from penstock.planner.plan import Plan
-from penstock.planner.race import Race
+from penstock.planner.race import Race, closest
 from penstock.planner.reordering import in_other_orders, learned
 from penstock.planner.setting import RecomputeRule
 from penstock.planner.shortfall import shortfall
 from penstock.planner.task import Task
 from penstock.planner.tensor_groups import in_groups, widths
-from penstock.planner.why import alternatives_of, possible, reason_for, rivals
+from penstock.planner.why import alternatives_of, coarsely, possible, reason_for, rivals
 from penstock.schedule import families
 from penstock.schedule.families.replicated import read_replicas
 from penstock.values import MOST_BYTES, expect, flag, is_whole, one_of, shown, whole
@@ -131,7 +131,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         for size, count in _microbatches(graph, microbatches, minibatch)
     ]
     tasks = list(_with_tensor_ranks(single, tensor_ranks))
-    if order == "any":
+    if order == "any" and not given:
         tasks += [other for task in tasks for other in in_other_orders(task)]
     if versions is not None and versions.asynchronous and schedule is None:
         schedule = versions.family
@@ -194,6 +194,8 @@ def _explained(
 ) -> Plan:
     found = rivals(tasks, wish)
     reason = reason_for(chosen, contenders, found, wish)
+    if chosen.task.is_coarse and not wish.cuts:
+        reason += f" ({coarsely(chosen.task)})"
     if num_skipped:
         reason += f" ({num_skipped} candidates that promised less were not simulated)"
     doubts = doubts_about(chosen, possible([*contenders, *found.values()], chosen, wish))
@@ -221,7 +223,12 @@ def _solve(tasks: Sequence[Task], wish: Wish) -> Plan:
     chosen = race.winner
     if chosen is None:
         _check_built(race, tasks[0], wish)
-        raise PlanError(shortfall(tasks, wish))
+        if race.failure is not None:
+            raise race.failure
+        nearest = closest(tasks, wish)
+        if nearest is None or not nearest.fits:
+            raise PlanError(shortfall(nearest, tasks, wish))
+        chosen = nearest if nearest.setting.is_final else nearest.with_final_order()
     return _explained(chosen, race.contenders, tasks, wish, race.num_skipped)
 
 

@@ -9,6 +9,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.graph import Mode
+from penstock.planner.orders import stand_in
 from penstock.planner.stage_plan import Recompute
 from penstock.planner.task import Task
 from penstock.schedule import Kind, Schedule, families
@@ -32,11 +33,14 @@ def build_schedule(
     replicas: tuple[int, ...],
     options: Mapping[str, Any],
 ) -> Schedule:
-    """A family's schedule, where stages may have replicas.
+    """A family's schedule, where stages may have replicas; of a family that searches, one that
+    holds its place until stages and with them costs are known.
 
     Raises:
         InputError: the family refuses.
     """
+    if family in families.SEARCHED:
+        return stand_in(family, num_ranks, num_microbatches, options)
     given = {"replicas": replicas} if replicas else {}
     return families.build(
         family, num_ranks=num_ranks, num_microbatches=num_microbatches, **options, **given
@@ -54,6 +58,8 @@ class Setting:
         replicas: of each stage; empty for one of each.
         options: of the schedule's family.
         recompute: what may run twice.
+        is_final: whether the schedule is the one that runs, and none that holds the place of an
+            order still to be searched.
     """
 
     schedule: Schedule
@@ -62,6 +68,7 @@ class Setting:
     replicas: tuple[int, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     recompute: RecomputeRule = "where-needed"
+    is_final: bool = True
 
     @property
     def num_ranks(self) -> int:
@@ -210,15 +217,17 @@ class Rooms:
             return rule
         if rule == "never" or limit == inf:
             return "none"
-        bounds = self.bounds(start, stop)
-        sizes = {how: self.num_bytes(stage, how)[bounds] for how in _RECOMPUTES}
+        sizes = {how: self.held_bytes(stage, how, start, stop) for how in _RECOMPUTES}
         if sizes["none"] <= limit:
             return "none"
         return min(("layers", "stage"), key=sizes.__getitem__)
 
-    def bounds(self, start: int, stop: int) -> tuple[int, int]:
-        """Where a stage with layers ``[start, stop)`` is in the tables."""
-        return self._task.place_of[start], self._task.place_of[stop]
+    def held_bytes(self, stage: int, how: Recompute, start: int, stop: int) -> int:
+        """What a rank of a stage needs if the stage has layers ``[start, stop)``, wherever these
+        begin and end: also between the places of the tables."""
+        copies, loads = self._copies[stage], self._loads(stage, how)
+        numbers, inputs = self._task.numbers(start, stop), self._task.input_bytes[start]
+        return int(_needed(numbers, inputs, copies, loads, how))
 
     def lightest(self, stage: int) -> tuple[Table, ...]:
         """``num_bytes`` of every way that is allowed, in the order of ``ways``."""
@@ -245,15 +254,32 @@ class Rooms:
     def _num_bytes(self, copies: int, loads: tuple[Load, ...], how: Recompute) -> Table:
         import numpy as np
 
-        tables, inputs = self._task.tables, np.array(self._task.input_bytes, dtype=float)
-        whole = tables["again_input_bytes" if how == "layers" else "activation_bytes"]
-        inputs = inputs[list(self._task.places)][:, None]
-        halves = tables["weight_kept_bytes"]
-        in_flight = [
-            load.inputs * inputs + load.whole * whole + load.for_weight * halves for load in loads
-        ]
-        workspace = "again_workspace_bytes" if how == "layers" else "workspace_bytes"
-        state = sum(tables[name] for name in ("optimizer_bytes", "buffer_bytes", workspace))
-        weights = (copies + 1) * tables["parameter_bytes"]
-        total: Table = np.ceil(np.maximum.reduce(in_flight)) + weights + state
-        return total
+        inputs = np.array(self._task.input_bytes, dtype=float)[list(self._task.places)][:, None]
+        table: Table = _needed(self._task.tables, inputs, copies, loads, how)
+        return table
+
+
+def _needed(
+    numbers: Mapping[str, Any], inputs: Any, copies: int, loads: tuple[Load, ...], how: Recompute
+) -> Any:
+    """What a rank needs for one stage, as numbers, or for many at once, as tables.
+
+    Args:
+        numbers: sums over the stage's layers, by their names (``Task.numbers``, ``Task.tables``).
+        inputs: bytes of the stage's input.
+        copies: of the weights.
+        loads: the worst moments of the rank.
+        how: what runs again.
+    """
+    import numpy as np
+
+    again = how == "layers"
+    whole = numbers["again_input_bytes" if again else "activation_bytes"]
+    halves = numbers["weight_kept_bytes"]
+    in_flight = [
+        load.inputs * inputs + load.whole * whole + load.for_weight * halves for load in loads
+    ]
+    workspace = "again_workspace_bytes" if again else "workspace_bytes"
+    state = sum(numbers[name] for name in ("optimizer_bytes", "buffer_bytes", workspace))
+    weights = (copies + 1) * numbers["parameter_bytes"]
+    return np.ceil(np.maximum.reduce(in_flight)) + weights + state

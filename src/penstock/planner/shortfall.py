@@ -9,24 +9,27 @@ from msgspec.structs import replace
 
 from penstock.planner.candidate import Candidate
 from penstock.planner.offers import Wish
-from penstock.planner.race import closest, fastest
+from penstock.planner.race import fastest
 from penstock.planner.table import format_bytes
 from penstock.planner.task import Task
+from penstock.planner.why import coarsely
 
 _TIMES_AS_MANY = (2, 4)
 
 
-def shortfall(tasks: Sequence[Task], wish: Wish) -> str:
+def shortfall(nearest: Candidate | None, tasks: Sequence[Task], wish: Wish) -> str:
     """The message for a request that no memory limit allows.
 
     Args:
+        nearest: the candidate that misses its limits by the fewest bytes, if there is any.
         tasks: one per microbatch size.
         wish: what was asked for.
     """
-    nearest = closest(tasks, wish)
     if nearest is None:
         return "no plan fits in memory: nothing that was asked for can be built"
-    missed = f"no plan fits in memory; the closest, {nearest}, needs {nearest.excess}"
+    coarse = nearest.task.is_coarse and not wish.cuts
+    where = f" of those {coarsely(nearest.task)}" if coarse else ""
+    missed = f"no plan fits in memory; the closest{where}, {nearest}, needs {nearest.excess}"
     for change, one in _changes(tasks, wish):
         fits = f"{one} fits ({format_bytes(max(one.rank_bytes))} on a rank)"
         return f"{missed}: allow that much more, or {change}, and {fits}"

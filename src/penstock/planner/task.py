@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise, product
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from penstock.cluster import Cluster, Device, Link, Topology
 from penstock.graph import Layer, LayerGraph, Mode
 from penstock.partition.cost_models import CostModel, cost_model
+from penstock.schedule import Schedule
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,6 +75,7 @@ class Task:
         memory_bytes: what a device may use, on top of the cluster's own limits.
         communication: how gradients and outputs are counted.
         marks: numbers of layers with which stages must be able to begin.
+        near: cuts; where not every layer can be a place to cut, those around these are.
         groups: where each device stands for several that share layers: which, and how.
     """
 
@@ -83,6 +85,7 @@ class Task:
     memory_bytes: int | None = None
     communication: CostModel = field(default_factory=lambda: cost_model("ring", overlap=0.0))
     marks: tuple[int, ...] = ()
+    near: tuple[int, ...] = ()
     groups: TensorGroups | None = None
 
     @property
@@ -110,6 +113,11 @@ class Task:
         return {}
 
     @cached_property
+    def known_orders(self) -> dict[object, Schedule]:
+        """Orders that were searched without costs, by what they depend on."""
+        return {}
+
+    @cached_property
     def known_shapes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Replicas of each stage and devices of each rank that are worth trying, once found."""
         return []
@@ -117,6 +125,11 @@ class Task:
     @cached_property
     def known_bytes(self) -> dict[object, Table]:
         """What stages need, found so far."""
+        return {}
+
+    @cached_property
+    def known_numbers(self) -> dict[tuple[int, int], dict[str, float]]:
+        """``numbers`` of stages so far, by their first layer and the one behind their last."""
         return {}
 
     @cached_property
@@ -195,24 +208,66 @@ class Task:
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """Where stages may begin or end, the two ends of the model included: everywhere in a model
-        of up to ``_MOST_PLACES`` layers; in a longer one, in as many places of equal compute."""
-        count = self.num_layers
-        if count <= _MOST_PLACES:
+        """Where the exact search may cut, the two ends of the model included: everywhere in a model
+        of up to ``_MOST_PLACES`` layers; in a longer one around ``near``, or else in as many places
+        between which compute and memory are alike. Any other cut can be asked for and moved to."""
+        count, most = self.num_layers, self._most_places
+        if count <= most:
             return tuple(range(count + 1))
-        sums, costs = 0.0, self.compute_seconds
-        step = sum(costs) / _MOST_PLACES
-        found = {0, count, *self.marks}
-        for index, cost in enumerate(costs):
-            if int(sums / step) < int((sums + cost) / step):
-                found.add(index + 1)
-            sums += cost
-        return tuple(sorted(found))
+        chosen = self._places_near(most) if self.near else self._spread_places(most)
+        return tuple(sorted({0, count, *self.marks, *chosen}))
 
-    @cached_property
-    def place_of(self) -> dict[int, int]:
-        """The number of each place."""
-        return {layer: number for number, layer in enumerate(self.places)}
+    @property
+    def is_coarse(self) -> bool:
+        """Whether there are layers between which the exact search does not cut."""
+        return self.num_layers > self._most_places
+
+    @property
+    def _most_places(self) -> int:
+        # As many stages as devices must be possible, with some choice.
+        return max(_MOST_PLACES, 2 * len(self.cluster.devices))
+
+    def _places_near(self, most: int) -> Iterator[int]:
+        inner = self.near[1:-1]
+        reach = max(1, most // (2 * max(1, len(inner))))
+        for cut in inner:
+            yield from range(max(1, cut - reach), min(self.num_layers, cut + reach + 1))
+
+    def _spread_places(self, most: int) -> set[int]:
+        """Places between which there is equally much: of compute, and of bytes half as much.
+        Where that leaves some over, because a few layers have almost everything, the rest lie
+        evenly between the others."""
+        layers = self.graph.layers
+        held = [
+            layer.activation_bytes + layer.parameter_bytes + layer.optimizer_bytes
+            for layer in layers
+        ]
+        shares = zip(_shares(self.compute_seconds), _shares(held), strict=True)
+        sums = list(accumulate(2 * seconds + num_bytes for seconds, num_bytes in shares))
+        gap = max(sums[-1], 1e-9) / most
+        found = {
+            index + 1
+            for index, (before, now) in enumerate(pairwise((0.0, *sums)))
+            if int(before / gap) < int(now / gap) and index + 1 < len(layers)
+        }
+        rest = [index for index in range(1, len(layers)) if index not in found]
+        missing = most - len(found)
+        steps = range(1, 2 * missing, 2)
+        return found | {rest[step * len(rest) // (2 * missing)] for step in steps}
+
+    def numbers(self, start: int, stop: int) -> dict[str, float]:
+        """What ``tables`` has for one stage with layers ``[start, stop)``, wherever these begin and
+        end."""
+        bounds = start, stop
+        if bounds not in self.known_numbers:
+            self.known_numbers[bounds] = {
+                **{name: self.sum(name, start, stop) for name in self.sums},
+                "activation_bytes": self.activation_bytes(start, stop),
+                "again_input_bytes": self.again_input_bytes(start, stop),
+                "workspace_bytes": self.workspace_bytes(start, stop, again=False),
+                "again_workspace_bytes": self.workspace_bytes(start, stop, again=True),
+            }
+        return self.known_numbers[bounds]
 
     @cached_property
     def tables(self) -> dict[str, Table]:
@@ -324,6 +379,12 @@ class Task:
         # A link with a latency was measured as a whole; one without does not know what handing a
         # message to another worker costs, but the profile does.
         return (seconds if link.latency_seconds else seconds + self.graph.hop_seconds), busy
+
+
+def _shares(numbers: Sequence[float]) -> list[float]:
+    """Of their sum, which may be 0."""
+    total = sum(numbers) or 1.0
+    return [number / total for number in numbers]
 
 
 def _again_seconds(layer: Layer) -> float:

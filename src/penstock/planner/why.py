@@ -152,6 +152,12 @@ def reason_for(
     return f"{verdict}; {_comparison(chosen, min(fitting, key=lambda one: one.seconds))}"
 
 
+def coarsely(task: Task) -> str:
+    """How a model of very many layers was cut."""
+    places, layers = len(task.places) - 2, task.num_layers - 1
+    return f"cut at {places} of {layers} places, then at all near the best"
+
+
 def _is_allowed(one: Candidate, wish: Wish) -> bool:
     return wish.asynchronous != "no" or not one.setting.versions.asynchronous
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import gc
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,6 +87,20 @@ def family(name: str) -> Callable[..., Schedule]:
     return FAMILIES[name]
 
 
+def check_options(name: str, options: Collection[str]) -> None:
+    """Raise ``InputError`` if a family does not take one of these options.
+
+    Args:
+        name: of the family.
+        options: their names.
+    """
+    known = tuple(inspect.signature(family(name)).parameters)[2:]
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        takes = f"it takes {', '.join(known)}" if known else "it takes no options"
+        raise InputError(f"{name} has no option {', '.join(unknown)}; {takes}")
+
+
 def build(name: str, *, num_ranks: int, num_microbatches: int, **options: Any) -> Schedule:
     """Build the schedule called ``name``.
 
@@ -103,11 +117,7 @@ def build(name: str, *, num_ranks: int, num_microbatches: int, **options: Any) -
     at_least(name, "num_ranks", num_ranks, 1, LARGEST)
     at_least(name, "num_microbatches", num_microbatches, 1, LARGEST)
     _check_size(name, num_ranks, num_microbatches, options)
-    known = tuple(inspect.signature(function).parameters)[2:]
-    unknown = [option for option in options if option not in known]
-    if unknown:
-        takes = f"it takes {', '.join(known)}" if known else "it takes no options"
-        raise InputError(f"{name} has no option {', '.join(unknown)}; {takes}")
+    check_options(name, options)
     with _no_garbage_collection():
         return function(num_ranks, num_microbatches, **options)
 

@@ -68,12 +68,7 @@ def optimal(
     costs = UnitDurations() if costs is None else costs
     expect(costs, Durations, "optimal: costs", "give a penstock.Costs")
     check_objective("optimal", objective)
-    if num_ranks * num_microbatches > LARGEST:
-        raise InputError(
-            f"optimal: {num_ranks} ranks × {num_microbatches} microbatches are "
-            f"{num_ranks * num_microbatches}, but the exact search takes {LARGEST} at most; take "
-            "zb-auto, which searches without proof"
-        )
+    check_size(num_ranks, num_microbatches)
     time_limit_seconds = number("optimal: time_limit_seconds", time_limit_seconds, most=1e6)
     stages = placed("optimal", num_ranks, placement)
     if objective == "stage":
@@ -100,6 +95,16 @@ def optimal(
     schedule = Schedule.of(([problem.ops[n] for n in numbers] for numbers in order), "optimal")
     check(schedule)
     return schedule
+
+
+def check_size(num_ranks: int, num_microbatches: int) -> None:
+    """Raise ``InputError`` if there are more ops than the exact search takes."""
+    if num_ranks * num_microbatches > LARGEST:
+        raise InputError(
+            f"optimal: {num_ranks} ranks × {num_microbatches} microbatches are "
+            f"{num_ranks * num_microbatches}, but the exact search takes {LARGEST} at most; take "
+            "zb-auto, which searches without proof"
+        )
 
 
 def _check_stage_objective(stages: Placement, num_ranks: int) -> None:
