@@ -67,6 +67,10 @@ class MicrobatchGraph:
     ) -> InputGradients:
         """Go back once; what is not deferred accumulates in ``.grad`` of the parameters.
 
+        Args:
+            gradients: of the output's leaves.
+            skip_gradients: of the leaves of skips, by key; those of the last reader first.
+
         Raises:
             InputError: a gradient belongs to a skip that the stage did not stash.
         """
@@ -76,8 +80,10 @@ class MicrobatchGraph:
                 f"there are gradients of the skips {unknown}, but the forward gave "
                 f"{sorted(self.stashed)}"
             )
-        given = [(self.outputs, gradients)]
-        given += [(self.stashed[key], those) for key, those in skip_gradients.items()]
+        # One value may have left as several skips and as the output. autograd sums in this order,
+        # and without a cut it would sum from the last reader to the first, which is the next layer.
+        given = [(self.stashed[key], those) for key, those in skip_gradients.items()]
+        given.append((self.outputs, gradients))
         pairs = [
             (edge, gradient)
             for ends, seeds in given

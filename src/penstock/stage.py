@@ -216,7 +216,8 @@ class Stage:
         Args:
             microbatch: one that ``forward`` or ``recompute`` has run.
             gradients: of the output.
-            skip_gradients: of the skips that the forward produced, by key; none where missing.
+            skip_gradients: of the skips that the forward produced, by key; none where missing. If
+                several are of one value, they are summed in this order: the last reader's first.
 
         Raises:
             InputError: there is nothing to go back through.
