@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import tree
+from penstock.copying import copy_of
 from penstock.errors import ModelError
 from penstock.randomness import LayerStreams
 from penstock.replay import Formers, Run, in_turn, recomputed
@@ -87,7 +88,7 @@ def apart_from_buffers(value: Any, modules: Iterable[nn.Module]) -> Any:
 
     def apart(tensor: Tensor) -> Tensor:
         shares = tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in held
-        return tensor.clone() if shares else tensor
+        return copy_of(tensor) if shares else tensor
 
     return tree.replace(Tensor, apart, value) if held else value
 
@@ -167,7 +168,7 @@ class LayerRuns:
             value, drew_too = self._pass(start, run, value, skips)
             drew = drew or drew_too
         # What leaves the stage may be overwritten; what will run again must not.
-        own = tree.replace(Tensor, lambda one: one.clone() if id(one) in kept else one, value)
+        own = tree.replace(Tensor, lambda one: copy_of(one) if id(one) in kept else one, value)
         return own, drew
 
     def _pass(self, at: int, run: Run, value: Any, skips: dict[str, Skip]) -> tuple[Any, bool]:

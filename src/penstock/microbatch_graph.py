@@ -6,14 +6,14 @@ graph edge is kept, which is all that a backward needs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock import tree
@@ -51,6 +51,7 @@ class MicrobatchGraph:
         stashed: likewise, of the skips that went to later stages.
         drew: whether a layer drew random numbers.
         deferral: where weight gradients wait, if the backward is split.
+        parameters: whose gradients the backward may accumulate.
     """
 
     inputs: list[Any]
@@ -59,11 +60,16 @@ class MicrobatchGraph:
     stashed: dict[str, list[GradientEdge | None]]
     drew: bool
     deferral: Deferral | None
+    parameters: Sequence[Tensor] = ()
 
     def backward(
         self, gradients: Gradients, skip_gradients: Mapping[str, Gradients]
     ) -> InputGradients:
         """Go back once; what is not deferred accumulates in ``.grad`` of the parameters.
+
+        Args:
+            gradients: of the output's leaves.
+            skip_gradients: of the leaves of skips, by key; those of the last reader first.
 
         Raises:
             InputError: a gradient belongs to a skip that the stage did not stash.
@@ -74,14 +80,17 @@ class MicrobatchGraph:
                 f"there are gradients of the skips {unknown}, but the forward gave "
                 f"{sorted(self.stashed)}"
             )
-        given = [(self.outputs, gradients)]
-        given += [(self.stashed[key], those) for key, those in skip_gradients.items()]
+        # One value may have left as several skips and as the output. autograd sums in this order,
+        # and without a cut it would sum from the last reader to the first, which is the next layer.
+        given = [(self.stashed[key], those) for key, those in skip_gradients.items()]
+        given.append((self.outputs, gradients))
         pairs = [
             (edge, gradient)
             for ends, seeds in given
             for edge, gradient in zip(ends, seeds, strict=True)
             if edge is not None and gradient is not None
         ]
+        before = [parameter for parameter in self.parameters if parameter.grad is None]
         if pairs:
             starts, seeds = zip(*pairs, strict=True)
             refusing = NoDraws() if self.drew else nullcontext()
@@ -89,10 +98,12 @@ class MicrobatchGraph:
                 torch.autograd.backward(starts, seeds)
         if self.deferral is not None:
             self.deferral.settle()
-        return InputGradients(
+        result = InputGradients(
             _gradients(self.inputs),
             {key: _gradients(leaves) for key, leaves in self.recalled.items()},
         )
+        _keep_apart(before, tree.tensors([gradients, skip_gradients, *result]))
+        return result
 
 
 def cut(value: Any, wants_gradient: bool) -> tuple[list[Any], Any]:
@@ -103,10 +114,14 @@ def cut(value: Any, wants_gradient: bool) -> tuple[list[Any], Any]:
 
 
 def edges(value: Any) -> list[GradientEdge | None]:
-    """Where the graph of each leaf ends; ``None`` for what has no gradient."""
+    """Where the graph of each leaf ends; ``None`` for what has no gradient, which is everything
+    while gradients are off: views of parameters still say then that they require some."""
+    leaves = tree.flatten(value)[0]
+    if not torch.is_grad_enabled():
+        return [None] * len(leaves)
     return [
         get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
-        for leaf in tree.flatten(value)[0]
+        for leaf in leaves
     ]
 
 
@@ -149,5 +164,34 @@ def scalar(loss: Any, training: bool) -> Tensor:
     return loss.reshape(())
 
 
+def trained(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """The trained parameters that modules (each alone, not those inside) hold now: the model's, or
+    what stands in their place."""
+    return [
+        parameter
+        for module in modules
+        for parameter in module._parameters.values()
+        if parameter is not None and parameter.requires_grad
+    ]
+
+
 def _gradients(leaves: list[Any]) -> list[Tensor | None]:
     return [leaf.grad if isinstance(leaf, Tensor) else None for leaf in leaves]
+
+
+def _keep_apart(parameters: Iterable[Tensor], handed: Iterable[Tensor]) -> None:
+    """Give first gradients of parameters memory of their own.
+
+    autograd adopts a first gradient, even a view of what it also hands on as another one
+    (``v + self.p.view(-1)``), and adds those of later microbatches in place. A stage that still
+    needs what was handed on would read a sum.
+    """
+    addresses = {_address(tensor) for tensor in handed} - {None}
+    for parameter in parameters:
+        if parameter.grad is not None and _address(parameter.grad) in addresses:
+            parameter.grad = parameter.grad.clone()
+
+
+def _address(tensor: Tensor) -> int | None:
+    """Of its memory, if it has some that others may share."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock import tree
+from penstock.copying import copy_of
 from penstock.errors import InputError
 from penstock.values import expect, one_of
 
@@ -78,9 +79,9 @@ def _split(value: Any, num_parts: int, dimension: int) -> list[Any]:
 
 
 def _owned(pieces: tuple[Tensor, ...]) -> list[Tensor]:
-    # A clone made in inference mode could not be used for training.
+    # A copy made in inference mode could not be used for training.
     with torch.inference_mode(False):
-        return [piece.clone() for piece in pieces]
+        return [copy_of(piece) for piece in pieces]
 
 
 def sequence_length(value: Any, what: str) -> int:

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock import tree
+from penstock.copying import copy_of
 from penstock.errors import InputError
 
 _DEVICES = ("cpu", "cuda")
@@ -95,7 +96,7 @@ def saved_buffers(modules: Iterable[nn.Module]) -> list[SavedBuffer]:
 def _copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
     """One for each tensor, by its ``id``."""
     distinct = {id(one): one for one in tensors}
-    return {key: one.detach().clone() for key, one in distinct.items()}
+    return {key: copy_of(one.detach()) for key, one in distinct.items()}
 
 
 def put_back(buffers: Iterable[SavedBuffer]) -> None:
@@ -213,7 +214,7 @@ def recomputed(
 
         def first_or_again(*given: Any) -> tuple[tuple[Any, bool, dict[str, Any]], dict[int, int]]:
             # The layer may overwrite its input.
-            own = [one.clone() if isinstance(one, Tensor) else one for one in given]
+            own = [copy_of(one) if isinstance(one, Tensor) else one for one in given]
             versions = _versions(own)
             if pasts:
                 with repeating(pasts[0], formers):

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import tree
+from penstock.copying import copy_of
 from penstock.deferral import Deferral, undeferred_parameters
 from penstock.errors import InputError
 from penstock.layer_runs import LayerRuns, apart_from_buffers, explain_overwritten
@@ -40,6 +41,7 @@ from penstock.microbatch_graph import (
     edges,
     scalar,
     sent,
+    trained,
 )
 from penstock.randomness import LayerStreams
 from penstock.replay import Past, first_run_only, repeating
@@ -214,7 +216,8 @@ class Stage:
         Args:
             microbatch: one that ``forward`` or ``recompute`` has run.
             gradients: of the output.
-            skip_gradients: of the skips that the forward produced, by key; none where missing.
+            skip_gradients: of the skips that the forward produced, by key; none where missing. If
+                several are of one value, they are summed in this order: the last reader's first.
 
         Raises:
             InputError: there is nothing to go back through.
@@ -327,7 +330,7 @@ class Stage:
     def _forward_keeping_input(self, given: _Given) -> Produced:
         inputs, skips = tree.replace(Tensor, Tensor.detach, (given.inputs, dict(given.skips)))
         # The first layer may overwrite its input.
-        own_inputs, own_skips = tree.replace(Tensor, Tensor.clone, (inputs, skips))
+        own_inputs, own_skips = tree.replace(Tensor, copy_of, (inputs, skips))
         with first_run_only(self._modules, self._layer_runs.formers) as past:
             own = replace(given, inputs=own_inputs, skips=own_skips)
             produced, _ = self._run(own, Keep.EVERYTHING, again=True)
@@ -357,6 +360,7 @@ class Stage:
             stashed={key: edges(skip) for key, skip in left.items()},
             drew=drew,
             deferral=deferral,
+            parameters=trained(self._modules) if wants else (),
         )
         stashed = {key: self._leaving(skip) for key, skip in left.items()}
         return Produced(self._leaving(value), stashed), graph

@@ -82,13 +82,17 @@ class _Alias(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.leaf = tensor
         # A detached tensor shares the version counter, so autograd still notices an overwritten
         # value that another layer needs.
         return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0]
+        # Not left to autograd, which would copy it into the strides of the leaf: the layers before
+        # would then go backward through other kernels than in a model that is not cut.
+        ctx.leaf.grad = gradients[0]
 
 
 def tensors(value: Any) -> list[Tensor]:

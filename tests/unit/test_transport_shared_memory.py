@@ -412,3 +412,14 @@ def test_too_many_open_files_are_named_at_either_end(trio):
             trio[1].recv(FORWARD, 0, "rank 1")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_tensors_arrive_densely_and_share_no_memory(trio):
+    # docs/training.md says so under "Equal to the bit, and where not".
+    whole = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    trio[0].send(FORWARD, 0, (whole, whole[:, ::2], whole[:, :1].expand(2, 3, 4, 4)))
+    received = trio[1].recv(FORWARD, 0, "waiting")
+    assert all(tensor.is_contiguous() for tensor in received)
+    assert len({tensor.data_ptr() for tensor in received}) == 3
+    received[0].zero_()
+    assert torch.equal(received[1], whole[:, ::2])

@@ -69,7 +69,7 @@ def check_kinds(devices: Sequence[Device]) -> None:
     if gpus:
         more = f" and {len(gpus) - 4} more" if len(gpus) > 4 else ""
         raise InputError(
-            f"the plan is for GPUs ({', '.join(gpus[:4])}{more}), but Penstock trains on CPUs today "
-            "and would leave them idle; plan for cores, as in Cluster.local(2), or perform it "
-            "without compute: penstock rehearse"
+            f"the plan is for GPUs ({', '.join(gpus[:4])}{more}), but Penstock trains on CPUs "
+            "today and would leave them idle; plan for cores, as in Cluster.local(2), or perform "
+            "it without compute: penstock rehearse"
         )

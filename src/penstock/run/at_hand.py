@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock import tree
+from penstock.copying import copy_of
 from penstock.errors import InputError
 from penstock.run.minibatch import Harvest, Minibatch
 from penstock.run.recipe import Recipe
@@ -39,7 +40,7 @@ class AtHand:
         """What the first stage works on; a copy if the minibatch may have to begin anew, since the
         first layer may overwrite it."""
         value = self.minibatch.inputs[unit - self._first]
-        return tree.replace(Tensor, Tensor.clone, value) if copied else value
+        return tree.replace(Tensor, copy_of, value) if copied else value
 
     def criterion(self, unit: int) -> Criterion | None:
         """From the output of the last stage to the loss; ``None`` where outputs are wanted."""

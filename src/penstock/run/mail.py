@@ -87,8 +87,8 @@ class Mail:
             self._hand(route, op, skips[route.key], backward=False)
 
     def skip_gradients_for(self, op: Op) -> dict[str, Gradients]:
-        """Of what the stage stashed."""
-        routes = self._program.stashes[op.stage]
+        """Of what the stage stashed; what is recalled last in the model comes first."""
+        routes = reversed(self._program.stashes[op.stage])
         return {route.key: self._take(route, op, backward=True) for route in routes}
 
     def pass_skip_gradients(self, op: Op, gradients: Mapping[str, Gradients]) -> None:

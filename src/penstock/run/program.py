@@ -55,7 +55,8 @@ class Program:
         keeps_again: likewise what its recomputation keeps.
         edges: of every send and receive.
         waiting: of every receive, what to say if nothing comes.
-        stashes, recalls: the skip routes that begin and end at a stage.
+        stashes, recalls: the skip routes that begin and end at a stage, in the order in which the
+            model recalls them.
     """
 
     def __init__(self, segment: Segment, rank: int, skips: Sequence[SkipRoute] = ()) -> None:
