@@ -234,7 +234,8 @@ class Rooms:
 
     def num_bytes(self, stage: int, how: Recompute) -> Table:
         """What a rank of a stage needs, for all starts and stops."""
-        key = (self._copies[stage], self._loads(stage, how), how)
+        has_replicas = len(self._setting.ranks_of[stage]) > 1
+        key = (self._copies[stage], has_replicas, self._loads(stage, how), how)
         if key not in self._task.known_bytes:
             self._task.known_bytes[key] = self._num_bytes(*key)
         return self._task.known_bytes[key]
@@ -242,7 +243,9 @@ class Rooms:
     def _loads(self, stage: int, how: Recompute) -> tuple[Load, ...]:
         return (self._setting.loads_again if how == "stage" else self._setting.loads)[stage]
 
-    def _num_bytes(self, copies: int, loads: tuple[Load, ...], how: Recompute) -> Table:
+    def _num_bytes(
+        self, copies: int, has_replicas: bool, loads: tuple[Load, ...], how: Recompute
+    ) -> Table:
         import numpy as np
 
         tables, inputs = self._task.tables, np.array(self._task.input_bytes, dtype=float)
@@ -253,7 +256,9 @@ class Rooms:
             load.inputs * inputs + load.whole * whole + load.for_weight * halves for load in loads
         ]
         workspace = "again_workspace_bytes" if how == "layers" else "workspace_bytes"
-        state = sum(tables[name] for name in ("optimizer_bytes", "buffer_bytes", workspace))
+        summed = "parameter_bytes" if has_replicas else "tied_bytes"
+        names = ("optimizer_bytes", "buffer_bytes", workspace, summed)
+        state = sum(tables[name] for name in names)
         weights = (copies + 1) * tables["parameter_bytes"]
         total: Table = np.ceil(np.maximum.reduce(in_flight)) + weights + state
         return total

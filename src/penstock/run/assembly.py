@@ -136,7 +136,7 @@ def _in_processes(
     streams = LayerStreams(seed)
     layout = Layout(model, plan, layers, streams, one_process=False)
     worker = _worker(layout, rank, num_ranks, transport, recipe)
-    worker.updater.begin_equal()
+    worker.updater.sums.begin_equal()
     driver = ProcessDriver(
         worker,
         transport,

@@ -21,7 +21,8 @@ from penstock.errors import ModelError
 from penstock.planner import Plan
 from penstock.randomness import LayerStreams
 from penstock.run.program import SkipRoute
-from penstock.run.updater import Holding, SharedWeights
+from penstock.run.shared_weights import SharedWeights
+from penstock.run.updater import Holding
 from penstock.slices import check_sliceable
 from penstock.spine import NamedLayer
 from penstock.stage import Stage
