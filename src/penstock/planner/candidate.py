@@ -107,6 +107,7 @@ class Candidate:
             parameter_bytes=int(task.sum("parameter_bytes", start, stop)),
             optimizer_bytes=int(task.sum("optimizer_bytes", start, stop)),
             buffer_bytes=int(task.sum("buffer_bytes", start, stop)),
+            sum_bytes=self._sum_bytes(index, start, stop),
             workspace_bytes=task.workspace_bytes(
                 start, stop, again=self.recomputes[index] == "layers"
             ),
@@ -134,18 +135,29 @@ class Candidate:
         pace = task.pace(devices, setting.devices, setting.mode).passes
         hidden = model.overlap * min(whole, pace * backward)
         rate = task.graph.sum_bytes_per_second
-        added = (len(devices) - 1) * num_bytes / rate if rate else 0.0
+        # Each replica adds what all others have of its own share.
+        others = (len(devices) - 1) / len(devices)
+        added = others * num_bytes / rate if rate else 0.0
         return whole - hidden + added + self._tied_seconds(index, start, stop)
 
     def _tied_seconds(self, index: int, start: int, stop: int) -> float:
         task, setting = self.task, self.setting
         total = 0.0
-        for _, num_bytes, first, last in task.ties:
-            if start <= first < stop <= last or first < start <= last < stop:
-                other = setting.devices_of[self._stage_with(last if first >= start else first)]
-                link = task.link_between(setting.devices_of[index], other, num_bytes)
-                total += link.seconds(num_bytes)
+        for tie in task.ties:
+            if tie.is_parted(start, stop):
+                elsewhere = tie.last if start <= tie.first else tie.first
+                other = setting.devices_of[self._stage_with(elsewhere)]
+                # One half goes there to be summed, and comes back as a sum.
+                half = (tie.num_bytes + 1) // 2
+                link = task.link_between(setting.devices_of[index], other, half)
+                total += 2 * link.seconds(half)
         return total
+
+    def _sum_bytes(self, index: int, start: int, stop: int) -> int:
+        """Of the parameters whose gradients a rank of the stage sums with others."""
+        if len(self.setting.ranks_of[index]) > 1:
+            return int(self.task.sum("parameter_bytes", start, stop))
+        return sum(tie.num_bytes for tie in self.task.ties if tie.is_parted(start, stop))
 
     def _stage_with(self, layer: int) -> int:
         return next(stage for stage, stop in enumerate(self.cuts[1:]) if layer < stop)

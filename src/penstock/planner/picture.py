@@ -186,7 +186,7 @@ def _memory(stages: Sequence[StagePlan], num_bytes: int) -> tuple[int, ...]:
         sum(stage.parameter_bytes for stage in stages),
         sum(stage.optimizer_bytes for stage in stages),
         max(num_bytes - state, 0),
-        sum(stage.buffer_bytes + stage.workspace_bytes for stage in stages),
+        sum(stage.buffer_bytes + stage.workspace_bytes + stage.sum_bytes for stage in stages),
     )
 
 

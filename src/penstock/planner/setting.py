@@ -225,9 +225,8 @@ class Rooms:
     def held_bytes(self, stage: int, how: Recompute, start: int, stop: int) -> int:
         """What a rank of a stage needs if the stage has layers ``[start, stop)``, wherever these
         begin and end: also between the places of the tables."""
-        copies, loads = self._copies[stage], self._loads(stage, how)
         numbers, inputs = self._task.numbers(start, stop), self._task.input_bytes[start]
-        return int(_needed(numbers, inputs, copies, loads, how))
+        return int(_needed(numbers, inputs, *self._key(stage, how)))
 
     def lightest(self, stage: int) -> tuple[Table, ...]:
         """``num_bytes`` of every way that is allowed, in the order of ``ways``."""
@@ -243,24 +242,36 @@ class Rooms:
 
     def num_bytes(self, stage: int, how: Recompute) -> Table:
         """What a rank of a stage needs, for all starts and stops."""
-        key = (self._copies[stage], self._loads(stage, how), how)
+        key = self._key(stage, how)
         if key not in self._task.known_bytes:
             self._task.known_bytes[key] = self._num_bytes(*key)
         return self._task.known_bytes[key]
 
+    def _key(self, stage: int, how: Recompute) -> tuple[int, bool, tuple[Load, ...], Recompute]:
+        """All of a stage that decides, with its layers, what it needs."""
+        has_replicas = len(self._setting.ranks_of[stage]) > 1
+        return self._copies[stage], has_replicas, self._loads(stage, how), how
+
     def _loads(self, stage: int, how: Recompute) -> tuple[Load, ...]:
         return (self._setting.loads_again if how == "stage" else self._setting.loads)[stage]
 
-    def _num_bytes(self, copies: int, loads: tuple[Load, ...], how: Recompute) -> Table:
+    def _num_bytes(
+        self, copies: int, has_replicas: bool, loads: tuple[Load, ...], how: Recompute
+    ) -> Table:
         import numpy as np
 
         inputs = np.array(self._task.input_bytes, dtype=float)[list(self._task.places)][:, None]
-        table: Table = _needed(self._task.tables, inputs, copies, loads, how)
+        table: Table = _needed(self._task.tables, inputs, copies, has_replicas, loads, how)
         return table
 
 
 def _needed(
-    numbers: Mapping[str, Any], inputs: Any, copies: int, loads: tuple[Load, ...], how: Recompute
+    numbers: Mapping[str, Any],
+    inputs: Any,
+    copies: int,
+    has_replicas: bool,
+    loads: tuple[Load, ...],
+    how: Recompute,
 ) -> Any:
     """What a rank needs for one stage, as numbers, or for many at once, as tables.
 
@@ -268,6 +279,8 @@ def _needed(
         numbers: sums over the stage's layers, by their names (``Task.numbers``, ``Task.tables``).
         inputs: bytes of the stage's input.
         copies: of the weights.
+        has_replicas: whether all gradients are summed with those of other ranks, and not only those
+            of tied weights.
         loads: the worst moments of the rank.
         how: what runs again.
     """
@@ -280,6 +293,8 @@ def _needed(
         load.inputs * inputs + load.whole * whole + load.for_weight * halves for load in loads
     ]
     workspace = "again_workspace_bytes" if again else "workspace_bytes"
-    state = sum(numbers[name] for name in ("optimizer_bytes", "buffer_bytes", workspace))
+    summed = "parameter_bytes" if has_replicas else "tied_bytes"
+    names = ("optimizer_bytes", "buffer_bytes", workspace, summed)
+    state = sum(numbers[name] for name in names)
     weights = (copies + 1) * numbers["parameter_bytes"]
     return np.ceil(np.maximum.reduce(in_flight)) + weights + state

@@ -35,6 +35,8 @@ class StagePlan(Value, frozen=True, kw_only=True):
         parameter_bytes: weights; gradients take as much again.
         optimizer_bytes: optimizer state.
         buffer_bytes: state that is neither.
+        sum_bytes: what a rank keeps besides while gradients of weights with several holders are
+            summed: those that it gets and the sum, together as much as these weights.
         workspace_bytes: what the hungriest of its layers needs for itself while it runs.
         activation_bytes: kept from forward to backward, per microbatch in flight.
         weight_kept_bytes: kept between the two halves of a split backward.
@@ -68,6 +70,7 @@ class StagePlan(Value, frozen=True, kw_only=True):
     parameter_bytes: int = 0
     optimizer_bytes: int = 0
     buffer_bytes: int = 0
+    sum_bytes: int = 0
     workspace_bytes: int = 0
     activation_bytes: int = 0
     weight_kept_bytes: int = 0
@@ -103,9 +106,10 @@ class StagePlan(Value, frozen=True, kw_only=True):
     @property
     def state_bytes(self) -> int:
         """What it needs before the first microbatch comes: weights in all their versions, gradients
-        of one, optimizer state, buffers, and room to work."""
+        of one, optimizer state, buffers, room to work, and room to sum gradients."""
         weights = (self.weight_versions + 1) * self.parameter_bytes
-        return weights + self.optimizer_bytes + self.buffer_bytes + self.workspace_bytes
+        room = self.workspace_bytes + self.sum_bytes
+        return weights + self.optimizer_bytes + self.buffer_bytes + room
 
     @property
     def in_flight_bytes(self) -> int:

@@ -36,6 +36,27 @@ class Pace(NamedTuple):
     updates: float
 
 
+class Tie(NamedTuple):
+    """A parameter that several layers hold.
+
+    Attributes:
+        num_bytes: of the parameter.
+        first, last: of the layers that hold it.
+    """
+
+    name: str
+    num_bytes: int
+    first: int
+    last: int
+
+    def is_parted(self, starts: Any, stops: Any) -> Any:
+        """Whether stages of layers ``[start, stop)`` share it with another stage: for numbers, or
+        elementwise for arrays."""
+        has_first = (starts <= self.first) & (self.first < stops)
+        has_last = (starts <= self.last) & (self.last < stops)
+        return has_first ^ has_last
+
+
 @dataclass(frozen=True)
 class TensorGroups:
     """Who shares layers with whom, and how.
@@ -266,6 +287,7 @@ class Task:
                 "again_input_bytes": self.again_input_bytes(start, stop),
                 "workspace_bytes": self.workspace_bytes(start, stop, again=False),
                 "again_workspace_bytes": self.workspace_bytes(start, stop, again=True),
+                "tied_bytes": sum(tie.num_bytes for tie in self.ties if tie.is_parted(start, stop)),
             }
         return self.known_numbers[bounds]
 
@@ -296,7 +318,17 @@ class Task:
                     [0.0] * (start + 1) + self._workspaces(start, self.num_layers, again)
                 )
                 tables[name][row, row + 1 :] = most[places[row + 1 :]]
+        tables["tied_bytes"] = self._tied_bytes()
         return tables
+
+    def _tied_bytes(self) -> Table:
+        import numpy as np
+
+        starts, stops = np.array(self.places)[:, None], np.array(self.places)
+        table = np.zeros((len(self.places), len(self.places)))
+        for tie in self.ties:
+            table += tie.num_bytes * tie.is_parted(starts, stops)
+        return table
 
     def _workspaces(self, start: int, stop: int, again: bool) -> list[float]:
         """Of stages that begin with a layer, for each layer before ``stop`` that may be their
@@ -323,15 +355,15 @@ class Task:
         return int(self._workspaces(start, stop, again)[-1])
 
     @cached_property
-    def ties(self) -> tuple[tuple[str, int, int, int], ...]:
-        """(name, bytes, first layer, last layer) of parameters that several layers hold."""
+    def ties(self) -> tuple[Tie, ...]:
+        """Parameters that several layers hold."""
         holders: dict[str, list[int]] = {}
         sizes: dict[str, int] = {}
         for index, layer in enumerate(self.graph.layers):
             for name, num_bytes in layer.shared_parameters.items():
                 holders.setdefault(name, []).append(index)
                 sizes[name] = num_bytes
-        return tuple((name, sizes[name], own[0], own[-1]) for name, own in holders.items())
+        return tuple(Tie(name, sizes[name], own[0], own[-1]) for name, own in holders.items())
 
     def pace(self, devices: Collection[int], used: Collection[int], mode: Mode) -> Pace:
         """By what the profile's seconds are multiplied on the slowest of some devices.

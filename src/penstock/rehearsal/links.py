@@ -18,9 +18,8 @@ class PlannedLinks(Transport):
     Args:
         inner: carries them.
         alarm: wakes when a message may be used.
-        hop_seconds: planned, of the edges between stages.
+        hop_seconds: planned, of each edge; those that are not there take what they take.
         link_seconds: of these, how long a message keeps others between the same ranks waiting.
-        reduce_seconds: of all other edges, on which copies of a stage exchange gradients.
     """
 
     def __init__(
@@ -29,17 +28,15 @@ class PlannedLinks(Transport):
         alarm: Alarm,
         hop_seconds: Mapping[Edge, float],
         link_seconds: Mapping[Edge, float],
-        reduce_seconds: float,
     ) -> None:
         self._inner = inner
         self._alarm = alarm
         self._hop_seconds = hop_seconds
         self._link_seconds = link_seconds
-        self._reduce_seconds = reduce_seconds
         self._free: dict[tuple[int, int], float] = {}
 
     def send(self, edge: Edge, number: int, value: Any) -> None:
-        hop = self._hop_seconds.get(edge, self._reduce_seconds)
+        hop = self._hop_seconds.get(edge)
         if hop:
             # A tensor: as part of a message's description it would make each one a new kind.
             value = value, torch.tensor(self._leaves(edge) + hop, dtype=torch.float64)
@@ -54,7 +51,7 @@ class PlannedLinks(Transport):
 
     def recv(self, edge: Edge, number: int, waiting: str) -> Any:
         value = self._inner.recv(edge, number, waiting)
-        if self._hop_seconds.get(edge, self._reduce_seconds):
+        if self._hop_seconds.get(edge):
             value, usable = value
             self._alarm.until(usable.item())
         return value

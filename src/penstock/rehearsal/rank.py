@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
@@ -20,7 +20,8 @@ from penstock.rehearsal.waits import Alarm, LogicalWaits, RelativeWaits, Waits
 from penstock.run.minibatch import Minibatch
 from penstock.run.program import Program
 from penstock.run.recipe import Recipe
-from penstock.run.updater import Holding, SharedWeights, Updater
+from penstock.run.shared_weights import Purpose, SharedWeights
+from penstock.run.updater import Holding, Updater
 from penstock.run.worker import Worker
 from penstock.schedule import Kind, Op, Schedule
 from penstock.schedule.channels import other_end
@@ -129,7 +130,7 @@ def _worker(
         versions=job.versions,
         averages=False,  # gradients are never computed, and dividing them takes time
     )
-    links = _planned_links(job, schedule, rank, transport, alarm)
+    links = _planned_links(job, schedule, rank, transport, alarm, shared)
     updater = Updater(rank, schedule.num_ranks, holdings, links, recipe, shared)
     return Worker(rank, stages, links, recipe, updater)
 
@@ -142,20 +143,26 @@ def _weights(num_bytes: int) -> nn.Parameter:
 
 
 def _planned_links(
-    job: Job, schedule: Schedule, rank: int, transport: Transport, alarm: Alarm
+    job: Job,
+    schedule: Schedule,
+    rank: int,
+    transport: Transport,
+    alarm: Alarm,
+    shared: Sequence[SharedWeights],
 ) -> Transport:
     """The transport, slowed down where the plan's links are slower."""
     edges = Program(Segment.whole(schedule), rank).edges.items()
     hops = {edge: _hop(job, op) for op, edge in edges}
     busy = {edge: job.costs.occupies(min(op.stage, other_end(op).stage)) for op, edge in edges}
-    reduces = [
-        job.costs.delay(op, op)
-        for op in schedule.ranks[rank]
-        if op.kind is Kind.UPDATE and schedule.copies[op.stage] > 1
-    ]
-    if not any([*hops.values(), *reduces]):
+    for weights in shared:
+        # What is planned is all of the sum: its first messages take as long, its second no time.
+        update = Op(weights.tag, Kind.UPDATE, 0)
+        for other in weights.others(rank):
+            for edge in ((rank, other), (other, rank)):
+                hops[weights.edge(*edge, Purpose.PART)] = job.costs.delay(update, update)
+    if not any(hops.values()):
         return transport
-    return PlannedLinks(transport, alarm, hops, busy, max(reduces, default=0.0))
+    return PlannedLinks(transport, alarm, hops, busy)
 
 
 def _hop(job: Job, op: Op) -> float:

@@ -130,7 +130,7 @@ def _in_processes(
         worker = _worker(layout, meeting.rank, meeting.num_ranks, sealed, recipe)
         # The user's code has run: whoever fails in it says so here, before others wait for more.
         meeting.exchange(None, NoneType, "to start training")
-        worker.updater.begin_equal()
+        worker.updater.sums.begin_equal()
         driver = ProcessDriver(
             worker,
             transport,

@@ -22,8 +22,9 @@ from penstock.randomness import LayerStreams
 from penstock.run.holders import Holders
 from penstock.run.program import SkipRoute
 from penstock.run.shared_state import SharedState
+from penstock.run.shared_weights import SharedWeights
 from penstock.run.twins import Twins
-from penstock.run.updater import Holding, SharedWeights
+from penstock.run.updater import Holding
 from penstock.slices import check_sliceable
 from penstock.spine import NamedLayer
 from penstock.stage import Stage

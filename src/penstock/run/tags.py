@@ -12,7 +12,7 @@ STATE_TAG = REPORT_TAG + 3
 SKIP_TAGS = 1 << 21
 """The first of them: two per skip."""
 SHARED_TAGS = 1 << 22
-"""The first of them: one per group of shared weights."""
+"""The first of them: one per purpose of a message and group of shared weights."""
 
 FIRST_EXCHANGE = 1 << 60
 """Numbers of messages that belong to no microbatch: above those of all that do."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +22,11 @@ from penstock.errors import InputError
 from penstock.optimizer_factory import OptimizerFactory, Parameters, make_optimizer, make_scheduler
 from penstock.run.agreement import Share, Verdict, hear, tell
 from penstock.run.recipe import Recipe
-from penstock.run.tags import FIRST_EXCHANGE, SHARED_TAGS
+from penstock.run.shared_weights import SharedWeights
+from penstock.run.sums import Sums
+from penstock.run.tags import FIRST_EXCHANGE
 from penstock.run.undo import Undo
-from penstock.transport import Edge, Transport
+from penstock.transport import Transport
 from penstock.versions import Place
 
 
@@ -50,26 +51,6 @@ class Holding:
     rate: float = 1.0
 
 
-class SharedWeights(NamedTuple):
-    """Weights of which several ranks hold a copy: tied ones, or those of a stage with copies.
-
-    Attributes:
-        tag: tells their messages from others.
-        ranks: that hold a copy, ascending.
-        stages: of this rank, that use them.
-        parameters: this rank's copies.
-    """
-
-    tag: int
-    ranks: tuple[int, ...]
-    stages: frozenset[int]
-    parameters: tuple[nn.Parameter, ...]
-
-    def edge(self, source: int, target: int) -> Edge:
-        """The channel on which holders exchange them or their gradients."""
-        return Edge(source, target, SHARED_TAGS + self.tag)
-
-
 _NOTHING = Share({}, finite=True)
 
 
@@ -85,6 +66,7 @@ class Updater:
         shared: weights of which this rank holds one of several copies.
 
     Attributes:
+        sums: of the gradients of ``shared``.
         optimizers: by stage; a stage without parameters has none.
         num_updates: steps begun so far, over all stages.
         loss_scale: as of the last verdict.
@@ -122,13 +104,12 @@ class Updater:
         self._holdings = holdings
         self._transport = transport
         self._recipe = recipe
-        self._shared = shared
+        # One holder keeps gradients that are only gathered, or the next sum would count them twice.
+        everywhere = recipe.optimizer is not None
+        self.sums = Sums(rank, shared, transport, everywhere=everywhere)
         self._number = 0
         self._averages = False
         self._asynchronous = False
-        self._num_gathered = 0
-        self._to_hand_in: list[set[int]] = []
-        self._to_sum: set[int] = set()
         self._to_update: set[int] = set()
         self._verdict: Verdict | None = None
         self._pending: tuple[int, Share, dict[int, Undo]] | None = None
@@ -151,96 +132,15 @@ class Updater:
 
     def _begin_round(self, number: int) -> None:
         self._number = number
-        self._to_hand_in = [set(one.stages) for one in self._shared]
-        self._to_sum = set(range(len(self._shared)))
+        self.sums.begin(number, averages=self._averages)
         self._to_update = set(self._holdings)
-        self._num_gathered = 0
         self._verdict = None
         self._share = _NOTHING
         self._undo = {}
 
-    def begin_equal(self) -> None:
-        """Give shared weights the values that their first holder has. For processes: each has built
-        the model for itself, perhaps with other random numbers."""
-        for one in self._shared:
-            first = one.ranks[0]
-            if self._rank == first:
-                values = [parameter.detach() for parameter in one.parameters]
-                for other in one.ranks[1:]:
-                    edge = one.edge(first, other)
-                    self._transport.send(edge, FIRST_EXCHANGE, values)
-                continue
-            waiting = f"rank {self._rank}, waiting for the weights that it shares with rank {first}"
-            edge = one.edge(first, self._rank)
-            values = self._transport.recv(edge, FIRST_EXCHANGE, waiting)
-            with torch.no_grad():
-                for parameter, value in zip(one.parameters, values, strict=True):
-                    parameter.copy_(value)
-
-    def outgoing(self) -> set[Edge]:
-        """The edges on which others may wait for this rank's gradients."""
-        return {
-            one.edge(self._rank, other)
-            for one in self._shared
-            for other in one.ranks
-            if other != self._rank
-        }
-
-    def gathered(self) -> None:
-        """The gradients of one more microbatch are there."""
-        self._num_gathered += 1
-
-    def hand_in(self, stage: int) -> None:
-        """The gradients of a stage are complete here: send those that others wait for."""
-        for one, left in zip(self._shared, self._to_hand_in, strict=True):
-            if stage in left:
-                left.remove(stage)
-                if not left:
-                    self._send(one)
-
-    def _send(self, one: SharedWeights) -> None:
-        gradients = [parameter.grad for parameter in one.parameters]
-        for other in one.ranks:
-            if other != self._rank:
-                edge = one.edge(self._rank, other)
-                self._transport.send(edge, self._number, (self._num_gathered, gradients))
-
-    def _sum_shared(self, stage: int | None = None) -> None:
-        """Complete the gradients of shared weights, in the order of the ranks on every rank."""
-        for index in sorted(self._to_sum):
-            one = self._shared[index]
-            if stage is None or stage in one.stages:
-                self._to_sum.remove(index)
-                self._sum(one)
-
-    def _sum(self, one: SharedWeights) -> None:
-        columns = []
-        total = self._num_gathered
-        for rank in one.ranks:
-            if rank == self._rank:
-                columns.append([parameter.grad for parameter in one.parameters])
-                continue
-            waiting = (
-                f"rank {self._rank}, waiting before its update for rank {rank}'s gradients of "
-                "weights that both hold"
-            )
-            edge = one.edge(rank, self._rank)
-            count, gradients = self._transport.recv(edge, self._number, waiting)
-            total += count
-            columns.append(gradients)
-        for parameter, *gradients in zip(one.parameters, *columns, strict=True):
-            there = [gradient for gradient in gradients if gradient is not None]
-            if there:
-                # Never in place: under threads, the others read the same tensors.
-                parameter.grad = sum(there[1:], there[0].clone())
-                if self._averages and total > 1:
-                    parameter.grad /= total
-            if self._recipe.optimizer is None and self._rank != one.ranks[0]:
-                parameter.grad = None  # one holder keeps the sum, or the next would count it twice
-
     def agree(self) -> None:
         """Wait for all ranks' norms, and make the gradients what the verdict says."""
-        self._sum_shared()
+        self.sums.complete()
         self._unscale(self._holdings)
         share = Share.of(self._counted())
         tell(self._transport, self._rank, self._num_ranks, self._number, share)
@@ -280,7 +180,7 @@ class Updater:
         if self._recipe.post_validate:
             self._step_on_trust(stage)
             return
-        self._sum_shared(stage)
+        self.sums.complete(stage)
         optimizer = self.optimizers.get(stage)
         if optimizer is not None:
             self.num_updates += 1
@@ -311,7 +211,7 @@ class Updater:
 
     def _step_on_trust(self, stage: int) -> None:
         holding = self._holdings[stage]
-        self._sum_shared(stage)
+        self.sums.complete(stage)
         self._unscale([stage])
         share = Share.of(holding.counted)
         self._share = Share(self._share.norms | share.norms, self._share.finite and share.finite)

@@ -228,7 +228,7 @@ class Worker:
 
     def outgoing(self, segment: Segment) -> set[Edge]:
         """The edges on which others wait for this rank."""
-        return self.program(segment).outgoing() | self.updater.outgoing()
+        return self.program(segment).outgoing() | self.updater.sums.outgoing()
 
     def perform(self, op: Op) -> None:
         """Do what ``op`` says."""
@@ -329,7 +329,7 @@ class Worker:
 
     def _backward(self, op: Op) -> None:
         result = self.stages[op.stage].backward(self._unit(op), *self._incoming(op))
-        self.updater.gathered()
+        self.updater.sums.gathered()
         self._pass_on(op, result)
 
     def _backward_input(self, op: Op) -> None:
@@ -338,7 +338,7 @@ class Worker:
 
     def _backward_weight(self, op: Op) -> None:
         self.stages[op.stage].backward_weight(self._unit(op))
-        self.updater.gathered()
+        self.updater.sums.gathered()
 
     def _incoming(self, op: Op) -> tuple[Gradients, dict[str, Gradients]]:
         """The gradients of a stage's output and of the skips that it stashed."""
@@ -363,7 +363,7 @@ class Worker:
         """The stage has freed it with the op that this one follows."""
 
     def _reduce(self, op: Op) -> None:
-        self.updater.hand_in(op.stage)
+        self.updater.sums.hand_in(op.stage)
 
     def _agree(self, op: Op) -> None:
         """Before updates: wait for all ranks' norms. After them, in the next minibatch: see whether
