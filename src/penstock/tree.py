@@ -50,7 +50,12 @@ def classes(structure: Structure) -> set[type]:
     """The classes of the containers that a structure consists of."""
     containers: set[type] = set()
     value = unflatten([_PLACEHOLDER] * structure.num_leaves, structure)
-    pytree.tree_flatten(value, is_leaf=lambda inner: containers.add(type(inner)))
+
+    def seen(inner: Any) -> bool:
+        containers.add(type(inner))
+        return False
+
+    pytree.tree_flatten(value, is_leaf=seen)
     return containers - {type(_PLACEHOLDER)}
 
 

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import DeadlineError, PeerError, RunError
-from penstock.transport import Edge, ProcessGroupTransport, groups
+from penstock.transport import Edge, Noted, ProcessGroupTransport, groups
+from penstock.transport.base import NOTE_BYTES
 from tests.distributed.launch import torchrun
 
 DEADLINE_SECONDS = 2.0
@@ -44,15 +45,17 @@ def same(ours, theirs):
 
 
 def sizes_change(rank, transport):
-    """One edge, larger and smaller in turn, each answered on the way back with the next size."""
+    """One edge, larger and smaller in turn, each answered on the way back with the next size; with
+    a note on one of the ways."""
     found = []
     for k, size in enumerate(SIZES):
         there, back = value_of(k, size), value_of(k, SIZES[-k])
         if rank == 0:
-            transport.send(FORWARD, k, there)
+            transport.send(FORWARD, k, Noted(there, bytes([k + 1] * NOTE_BYTES)))
             found.append(same(transport.recv(BACKWARD, k, "rank 0"), back))
         else:
-            found.append(same(transport.recv(FORWARD, k, "rank 1"), there))
+            value, note = transport.recv(FORWARD, k, "rank 1")
+            found.append(same(value, there) and note == bytes([k + 1] * NOTE_BYTES))
             transport.send(BACKWARD, k, back)
     return found
 

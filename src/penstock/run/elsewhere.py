@@ -35,9 +35,11 @@ class Elsewhere:
 
     def watch(self, model: nn.Module) -> None:
         """Warn when the model's weights are read: by ``state_dict`` or by calling it."""
-        model.register_state_dict_pre_hook(self._before_state_dict)
-        model.register_forward_pre_hook(self._before_forward)
-        model.register_load_state_dict_post_hook(self._after_load)
+        # torch does not annotate all of these.
+        hooked: Any = model
+        hooked.register_state_dict_pre_hook(self._before_state_dict)
+        hooked.register_forward_pre_hook(self._before_forward)
+        hooked.register_load_state_dict_post_hook(self._after_load)
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         self._warn("state_dict() of the model", _ABOVE_STATE_DICT)

@@ -65,8 +65,9 @@ class Report(NamedTuple):
     @classmethod
     def unpacked(cls, packed: tuple[Any, ...]) -> Report:
         """Undo ``packed``."""
-        *results, peak, held = packed
-        return cls(*results, peak and Peak(*peak), held and Held(*held))
+        times, versions, losses, outputs, metrics, peak, held = packed
+        peak, held = peak and Peak(*peak), held and Held(*held)
+        return cls(times, versions, losses, outputs, metrics, peak, held)
 
 
 class Ticket(NamedTuple):
@@ -288,6 +289,7 @@ class ProcessDriver(Driver[Ticket]):
         return have_results if self._share_results else set()
 
     def _rows(self, ticket: Ticket, reports: list[Report]) -> list[Row]:
+        self._check_alike(ticket, reports)
         offsets = self._clock_offsets or [0.0] * self._num_ranks
         return [
             outcome.row(
@@ -299,6 +301,17 @@ class ProcessDriver(Driver[Ticket]):
             for ops, report, offset in zip(ticket.segment.ranks, reports, offsets, strict=True)
             if report.times is not None
         ]
+
+    def _check_alike(self, ticket: Ticket, reports: list[Report]) -> None:
+        """Ranks go through the same stream. Seals tell if not, except where a loader has raised,
+        which is told by itself: behind it that rank has drained, and others have not."""
+        for rank, (ops, report) in enumerate(zip(ticket.segment.ranks, reports, strict=True)):
+            if report.times is not None and len(report.times) != len(ops):
+                raise RunError(
+                    f"at step {ticket.minibatch.step}, ranks {self._worker.rank} and {rank} are at "
+                    "different ends of their loops; give every rank as many minibatches, of as "
+                    "many rows, and let all leave the loop at the same one"
+                )
 
     def _edges_to_all(self, tag: int) -> list[Edge]:
         rank = self._worker.rank

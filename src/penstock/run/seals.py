@@ -100,7 +100,7 @@ def _check_of(tensor: Tensor, check: int) -> int:
         return check
     sample = tensor[_places(tuple(tensor.shape))] if tensor.numel() > _MOST_SAMPLES else tensor
     flat = sample.resolve_conj().resolve_neg().contiguous().view(-1)
-    return crc32(flat.view(torch.uint8).cpu().numpy(), check)
+    return crc32(flat.view(torch.uint8).cpu().numpy().data, check)
 
 
 @lru_cache(maxsize=256)

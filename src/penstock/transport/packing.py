@@ -63,14 +63,14 @@ class Place(NamedTuple):
 
     Attributes:
         offset: bytes from the block's start.
-        count: of its numbers.
+        num_values: how many numbers it has.
         num_bytes: of all of them.
         shape, strides: in numbers; without strides, its dimensions lie in their order.
         dtype: of the tensor.
     """
 
     offset: int
-    count: int
+    num_values: int
     num_bytes: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -78,15 +78,15 @@ class Place(NamedTuple):
 
     def write_end(self, block: Tensor) -> Tensor | None:
         """The tensor in a block that is being written; ``None`` if it is empty."""
-        if not self.count:
+        if not self.num_values:
             return None
         return self._shaped(block[self.offset : self.offset + self.num_bytes].view(self.dtype))
 
     def read_end(self, block: Bytes) -> Tensor:
         """The tensor in a block that has come."""
-        if not self.count:
+        if not self.num_values:
             return torch.empty(self.shape, dtype=self.dtype)
-        flat = torch.frombuffer(block, dtype=self.dtype, count=self.count, offset=self.offset)
+        flat = torch.frombuffer(block, dtype=self.dtype, count=self.num_values, offset=self.offset)
         return self._shaped(flat)
 
     def _shaped(self, flat: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class _Node(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """A part of a description."""
 
 
-class Slot(_Node, tag="tensor"):
+class Slot(_Node, frozen=True, tag="tensor"):
     """Stands for a tensor.
 
     Attributes:
@@ -74,27 +74,27 @@ class Slot(_Node, tag="tensor"):
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-class Plain(_Node, tag="plain"):
+class Plain(_Node, frozen=True, tag="plain"):
     """A value that is no tensor."""
 
     value: bool | int | float | str | None
 
 
-class Text(_Node, tag="text"):
+class Text(_Node, frozen=True, tag="text"):
     """A value that has a text from which it can be made again."""
 
     kind: Literal["int", "bytes", "complex", "dtype", "device"]
     text: str
 
 
-class Series(_Node, tag="series"):
+class Series(_Node, frozen=True, tag="series"):
     """Values one after the other."""
 
     kind: Literal["tuple", "list", "torch.Size"]
     parts: tuple[Node, ...]
 
 
-class Table(_Node, tag="table"):
+class Table(_Node, frozen=True, tag="table"):
     """Values with keys, in their order."""
 
     kind: Literal["dict", "OrderedDict"]
@@ -102,7 +102,7 @@ class Table(_Node, tag="table"):
     parts: tuple[Node, ...]
 
 
-class Record(_Node, tag="record"):
+class Record(_Node, frozen=True, tag="record"):
     """An object of a class that the receiving program has named.
 
     Attributes:
