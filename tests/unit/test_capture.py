@@ -9,6 +9,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from torch import nn
 
 import penstock as pk
 from penstock.errors import InputError, ModelError
-from penstock.spine import spine_fingerprint, spine_of
+from penstock.spine import run_spine, spine_fingerprint, spine_of
 from penstock.tracing import capture
+from penstock.transport import Codec, Edge
+from penstock.transport.packing import Packer
 from tests.helpers import make_plan
 
 ROOT = Path(__file__).parents[2]
@@ -572,3 +575,29 @@ def test_a_transformer_that_looks_into_its_mask_says_what_to_give():
     told = partial(decode, tgt_is_causal=True)
     model = Lambda(told, decoder=nn.TransformerDecoder(layer, 1))
     assert capture(model, inputs, verify=False).spine()
+
+
+class Scores(NamedTuple):
+    scores: torch.Tensor
+    best: list
+
+
+class Scorer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, value):
+        scores = self.last(self.first(value).relu())
+        return Scores(scores, [scores.sum(-1)])
+
+
+def test_the_classes_of_what_it_returns_may_travel_between_processes():
+    *layers, last = capture(Scorer(), torch.randn(4, 4)).spine()
+    assert last.message_types == {Scores, list}
+    assert not any(layer.message_types for layer in layers)
+    value = run_spine([*layers, last], torch.randn(4, 4))
+    assert type(value) is Scores
+    packer = Packer(Codec(last.message_types))
+    described = packer.describe(Edge(0, 1, 0), value)[0]
+    assert packer.recognise(Edge(0, 1, 0), described.description).node == described.node

@@ -25,7 +25,7 @@ from penstock.run.worker import Void, Worker
 from penstock.spine import NamedLayer, spine_fingerprint
 from penstock.stage import Stage
 from penstock.transport import Codec, ThreadExchange, Transport, connect
-from penstock.values import flag, one_of, whole
+from penstock.values import expect, flag, one_of, whole
 
 Results = Literal["every rank", "none"]
 
@@ -43,6 +43,7 @@ class Running:
 
     def __post_init__(self) -> None:
         one_of("results", self.results, get_args(Results))
+        expect(self.message_types, Sequence, "message_types", "give a list of classes")
         whole("seed", self.seed, -(2**63), 2**64 - 1)
         flag("record", self.record)
         Codec(self.message_types)  # refuses in threads what processes would refuse

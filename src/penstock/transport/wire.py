@@ -164,7 +164,8 @@ class Codec:
 
     def __init__(self, classes: Iterable[type] = ()) -> None:
         own = (kind for kind in vars(torch.return_types).values() if isinstance(kind, type))
-        self._ways = {kind: _way(kind) for kind in (*own, *classes)}
+        named = (kind for kind in classes if kind not in _SERIES and kind not in _TABLES)
+        self._ways = {kind: _way(kind) for kind in (*own, *named)}
         self._names = {kind: f"{kind.__module__}.{kind.__qualname__}" for kind in self._ways}
         self._classes = {name: kind for kind, name in self._names.items()}
         self._encoder = msgspec.msgpack.Encoder()
