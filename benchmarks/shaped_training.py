@@ -3,10 +3,10 @@
     python -m benchmarks.shaped_training [--mbit 25 50 100] [--repeats 2] [--wait-ms 1]
 
 Trains one parameter-heavy MLP on four hosts (``benchmarks.shaped_network``) over gloo: with torch's
-DistributedDataParallel, and with Penstock as the planner says. What a step takes is predicted from
-two measurements that know nothing of the training: a profile of the layers on one process, and
-``penstock measure-cluster`` on the same network. Shown are medians over steps beside the
-predictions, and the ratio of the two ways to train.
+DistributedDataParallel, and with Penstock as two plans say: data parallelism, and the planner's own
+choice. What a step takes is predicted from two measurements that know nothing of the training: a
+profile of the layers on one process, and ``penstock measure-cluster`` on the same network. Shown
+are medians over steps beside the predictions, and the ratio of DDP to the planner's choice.
 
 The hosts share this machine's few cores, which real ones do not. So a layer computes its true
 values and gradients, and then waits until as much time has passed as an accelerator of a given
@@ -124,15 +124,41 @@ class Work(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds per step."""
+    """Seconds per step.
+
+    Attributes:
+        data_parallel: of DDP.
+        copies: of Penstock with the whole model on every host.
+        chosen: of Penstock with the planner's choice.
+    """
 
     data_parallel: float
-    pipeline: float
+    copies: float
+    chosen: float
 
     @property
     def ratio(self) -> float:
-        """How many times longer data parallelism takes."""
-        return self.data_parallel / self.pipeline
+        """How many times longer than the planner's choice DDP takes."""
+        return self.data_parallel / self.chosen
+
+
+class Plans(NamedTuple):
+    """What is predicted, and all but the first run.
+
+    Attributes:
+        data_parallel: a copy per host as DDP trains it, which sums while backwards still run.
+        copies: the same as Penstock trains it, which sums when they are done.
+        chosen: what the planner thinks best.
+    """
+
+    data_parallel: pk.Plan
+    copies: pk.Plan
+    chosen: pk.Plan
+
+    @property
+    def predicted(self) -> Times:
+        """What their steps should take."""
+        return Times(*(plan.step_seconds for plan in self))
 
 
 def sgd(parameters: object) -> torch.optim.Optimizer:
@@ -140,16 +166,32 @@ def sgd(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-3)
 
 
-def train(work: Work, plan: pk.Plan, options: argparse.Namespace) -> Times:
-    """One process's part in both trainings."""
+def train(work: Work, copies: pk.Plan, chosen: pk.Plan, options: argparse.Namespace) -> Times:
+    """One process's part in all trainings."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    times = Times(
+        chosen=train_planned(work, chosen, options.steps),
+        copies=train_planned(work, copies, options.copies_steps),
+        data_parallel=train_copies(work, options.copies_steps),
+    )
+    dist.destroy_process_group()
+    return times
+
+
+def train_planned(work: Work, plan: pk.Plan, steps: int) -> float:
+    """Seconds of a step with Penstock."""
     inputs, targets = work.batch()
     with pk.Pipeline(
         work.model(), plan, loss=mse_loss, optimizer=sgd, transport="process-group",
         deadline_seconds=120, results="none",
     ) as pipeline:  # fmt: skip
-        pipeline_seconds = timed(lambda: pipeline.step(inputs, targets), options.steps)
+        return timed(lambda: pipeline.step(inputs, targets), steps)
+
+
+def train_copies(work: Work, steps: int) -> float:
+    """Seconds of a step with DDP."""
+    inputs, targets = work.batch()
     rank, count = dist.get_rank(), dist.get_world_size()
     copy = DistributedDataParallel(work.model())
     optimizer = sgd(copy.parameters())
@@ -160,9 +202,7 @@ def train(work: Work, plan: pk.Plan, options: argparse.Namespace) -> Times:
         mse_loss(copy(own_inputs), own_targets).backward()
         optimizer.step()
 
-    data_parallel_seconds = timed(step, options.copies_steps)
-    dist.destroy_process_group()
-    return Times(data_parallel_seconds, pipeline_seconds)
+    return timed(step, steps)
 
 
 def timed(step: Callable[[], object], steps: int) -> float:
@@ -184,33 +224,41 @@ class Layers(NamedTuple):
     of_share: LayerGraph
 
 
-def plans(layers: Layers, cluster: Cluster, work: Work) -> tuple[pk.Plan, pk.Plan]:
-    """(data parallelism as DDP does it, the planner's own choice)."""
-    count, hidden = len(cluster.devices), work.hidden_share
-    copies = pk.plan(
-        layers.of_share, cluster, microbatches=count, replicas=(count,), schedule="1f1b",
-        overlap=hidden,
-    )  # fmt: skip
-    return copies, pk.plan(layers.of_microbatch, cluster, microbatches=work.microbatches)
+def plans(layers: Layers, cluster: Cluster, work: Work) -> Plans:
+    """What to train, and what DDP should take."""
+    count = len(cluster.devices)
+
+    def copies(hidden: float) -> pk.Plan:
+        return pk.plan(
+            layers.of_share, cluster, microbatches=count, replicas=(count,), schedule="1f1b",
+            overlap=hidden,
+        )  # fmt: skip
+
+    asked = {"microbatches": work.microbatches}
+    chosen = pk.plan(layers.of_microbatch, cluster, **asked)
+    if chosen.num_ranks < count:  # every host trains
+        chosen = pk.plan(layers.of_microbatch, cluster, stages=count, **asked)
+    return Plans(copies(work.hidden_share), copies(0.0), chosen)
 
 
 def on_network(
     layers: Layers, work: Work, mbit: float, options: argparse.Namespace
-) -> tuple[Cluster, pk.Plan, Times, Times]:
-    """(measured links, the chosen plan, measured, predicted) at one rate."""
+) -> tuple[Cluster, Plans, Times]:
+    """(measured links, plans, measured steps) at one rate."""
     with tempfile.TemporaryDirectory() as name, ShapedNetwork(options.hosts, mbit) as network:
         folder = Path(name)
         meter = [sys.executable, "-m", "penstock.cli", "measure-cluster"]
         expect_success(network.run([*meter, "-o", str(folder / "cluster.json")]))
         cluster = Cluster.load(folder / "cluster.json")
-        copies, chosen = plans(layers, cluster, work)
-        chosen.save(folder / "plan.json")
+        made = plans(layers, cluster, work)
+        made.copies.save(folder / "copies.json")
+        made.chosen.save(folder / "chosen.json")
         (folder / "work.json").write_text(json.dumps(work))
         job = [sys.executable, "-m", "benchmarks.shaped_training", "--steps", str(options.steps)]
         job += ["--copies-steps", str(options.copies_steps), "--job", name]
         expect_success(network.run(job))
         measured = Times(*json.loads((folder / "times.json").read_text()))
-    return cluster, chosen, measured, Times(copies.step_seconds, chosen.step_seconds)
+    return cluster, made, measured
 
 
 def expect_success(code: int) -> None:
@@ -219,17 +267,20 @@ def expect_success(code: int) -> None:
         sys.exit(f"a command on the shaped network ended with exit code {code}")
 
 
-def show(mbit: float, cluster: Cluster, plan: pk.Plan, measured: Times, predicted: Times) -> None:
+def show(mbit: float, cluster: Cluster, made: Plans, measured: Times) -> None:
     """One rate's results."""
+    predicted = made.predicted
     found = cluster.link.bytes_per_second * 8e-6
     title = f"{mbit:g} Mbit/s (measured {found:.1f}, {cluster.link.latency_seconds * 1e6:.0f} µs)"
-    chosen = f"{plan.schedule}, {len(plan.stages)} stages"
+    replicas = "-".join(map(str, made.chosen.replicas))
+    chosen = f"planner's choice: {made.chosen.schedule}, stages {replicas}"
     table = Table("", "measured", "predicted", "difference", title=title, title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
     for label, real, thought, unit in (
-        ("data parallelism", measured.data_parallel, predicted.data_parallel, " s"),
-        (chosen, measured.pipeline, predicted.pipeline, " s"),
+        ("data parallelism (DDP)", measured.data_parallel, predicted.data_parallel, " s"),
+        ("data parallelism (Penstock)", measured.copies, predicted.copies, " s"),
+        (chosen, measured.chosen, predicted.chosen, " s"),
         ("ratio", measured.ratio, predicted.ratio, ""),
     ):
         table.add_row(
@@ -259,7 +310,10 @@ def main() -> int:
     options = arguments()
     if options.job is not None:
         work = Work(*json.loads((options.job / "work.json").read_text()))
-        times = train(work, pk.Plan.load(options.job / "plan.json"), options)
+        copies, chosen = (
+            pk.Plan.load(options.job / f"{name}.json") for name in ("copies", "chosen")
+        )
+        times = train(work, copies, chosen, options)
         if os.environ["RANK"] == "0":
             (options.job / "times.json").write_text(json.dumps(times))
         return 0

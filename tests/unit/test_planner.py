@@ -207,10 +207,10 @@ def test_ranks_that_share_memory():
     cluster = Cluster(devices=devices(2).devices, memory_bytes=60 * KIB)
     never = plan(chain(), cluster, microbatches=8, recompute="never")
     assert (never.schedule, layers_of(never), sum(never.rank_bytes)) == ("1f1b", [1, 3], 54 * KIB)
-    assert "84 KiB on all ranks together, which share memory, 24 KiB over" in never.reason
+    assert "92 KiB on all ranks together, which share memory, 32 KiB over" in never.reason
     found = plan(chain(), cluster, microbatches=8)
     # Each of two copies runs forward twice and so keeps little.
-    assert (found.replicas, found.rank_bytes) == ((2,), (22 * KIB, 22 * KIB))
+    assert (found.replicas, found.rank_bytes) == ((2,), (26 * KIB, 26 * KIB))
     assert found.step_seconds < never.step_seconds
     tight = replace(cluster, memory_bytes=10 * KIB)
     with pytest.raises(PlanError, match=r"KiB on all ranks together.* KiB over the 10 KiB"):
@@ -325,3 +325,26 @@ def test_a_plan_knows_its_model():
         PLAN.check_model(names[::-1], PLAN.model)
     with pytest.raises(ModelError, match="other parameter shapes"):
         PLAN.check_model(names, "0" * 16)
+
+
+def test_replicas_have_room_for_a_sum_and_each_adds_its_own_share():
+    rate, count = 1e6, 4
+    graph = replace(chain(parameter_bytes=100 * KIB), sum_bytes_per_second=rate)
+    given = {"microbatches": 8, "replicas": (count,), "schedule": "1f1b"}
+    (stage,) = plan(graph, devices(count), **given).stages
+    assert stage.sum_bytes == stage.parameter_bytes == 400 * KIB
+    assert stage.state_bytes == 3 * 400 * KIB
+    assert stage.reduce_seconds == pytest.approx((count - 1) / count * 400 * KIB / rate)
+
+
+def test_weights_tied_across_stages_are_summed_in_halves():
+    first, *between, last = chain().layers
+    shared = {"shared_parameters": {"embedding": KIB}}
+    layers = (replace(first, **shared), *between, replace(last, **shared))
+    link = Link(latency_seconds=1e-3, bytes_per_second=1e6)
+    cluster = replace(devices(3), link=link)
+    found = plan(LayerGraph(layers=layers), cluster, microbatches=8, schedule="1f1b", stages=3)
+    assert [stage.sum_bytes for stage in found.stages] == [KIB, 0, KIB]
+    assert [stage.reduce_seconds for stage in found.stages] == pytest.approx(
+        [2e-3 + KIB / 1e6, 0, 2e-3 + KIB / 1e6]
+    )
