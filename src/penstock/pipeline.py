@@ -57,7 +57,8 @@ class Pipeline:
         optimizer: makes an optimizer of the parameters it is given, once per stage; they are a list
             with a method ``named()``, for parameter groups. Without one, ``step`` only accumulates
             gradients in ``.grad``.
-        lr_scheduler: makes a learning-rate scheduler of an optimizer; stepped after every update.
+        lr_scheduler: makes a learning-rate scheduler of an optimizer; stepped after every update,
+            so none that wants a metric at each step, as ``ReduceLROnPlateau``.
         clip_norm: the most that the norm of the whole model's gradients may be, as
             ``torch.nn.utils.clip_grad_norm_`` on one device. Not without a flush, where gradients
             of different stages are never those of the same update.

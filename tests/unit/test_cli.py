@@ -274,9 +274,9 @@ def test_of_several_sources_the_wrong_one_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("zb-auto:objective=speed", "objective is 'speed'; use makespan or stage"),
+        ("zb-auto:objective=speed", "objective is 'speed'; take makespan or stage"),
         ("zb-auto:sizes=3", "sizes can be given from Python only"),
-        ("zb-auto:activation_limit=nan", "activation_limit is nan, but must be a number"),
+        ("zb-auto:activation_limit=nan", "activation_limit is nan, but must be ≥ 0"),
         ("zb-auto:activation_limit=0.5", "holds 1 there; allow at least that"),
         ("chimera:waves=2", "chimera has no option waves"),
     ],

@@ -376,7 +376,7 @@ def test_evaluating_needs_no_loss_and_stepping_does():
         ({"deadline_seconds": 0}, "deadline_seconds is 0, but must be > 0"),
         ({"deadline_seconds": -1.0}, "must be > 0"),
         ({"deadline_seconds": float("nan")}, "must be > 0"),
-        ({"deadline_seconds": float("inf")}, "not infinite"),
+        ({"deadline_seconds": float("inf")}, "> 0 and finite"),
         ({"startup_seconds": 0}, "startup_seconds is 0, but must be > 0"),
         ({"transport": "carrier pigeon"}, "'carrier pigeon'; use auto or threads or shared-memory"),
         ({"reduction": "max"}, "reduction is 'max'; use mean or sum"),
