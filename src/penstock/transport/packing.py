@@ -32,6 +32,8 @@ from penstock.transport.wire import Codec, Garbled
 PREFIX = struct.Struct(f"<qq{NOTE_BYTES}sq")
 _ALIGNMENT = 64
 _LONGEST_TEXT_BYTES = 2048
+_SIGNED = frozenset({tuple, list, dict})
+_IN_SIGNATURES = frozenset({type(None), bool, int, str})
 _NO_NOTE = bytes(NOTE_BYTES)
 
 Bytes = npt.NDArray[np.uint8]
@@ -148,7 +150,7 @@ class Packer:
             RunError: it holds something that cannot be sent.
         """
         tensors: list[Tensor] = []
-        signature = wire.signature(value, tensors)
+        signature = _signature(value, tensors)
         last = self._sent.get(edge)
         if signature is None or last is None or last.signature != signature:
             try:
@@ -193,6 +195,42 @@ class Packer:
         except Exception as error:  # whatever the constructor of a user's class raises
             refuse(edge, error)
         return Noted(value, note) if note else value
+
+
+def _signature(value: Any, tensors: list[Tensor], depth: int = 0) -> Any:
+    """Something cheap that is equal only for values of equal description, or ``None``.
+
+    What is equal and yet not the same (``1`` and ``True``, ``0.0`` and ``-0.0``) must not look
+    alike, so only a few types are dealt with.
+
+    ``tensors`` takes its tensors in order; ``depth`` is how deep in a value this is.
+    """
+    kind = type(value)
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _tensor_signature(value)
+    if kind in _IN_SIGNATURES:
+        return kind, value
+    keys = _signed_keys(value) if kind is dict else ()
+    if kind not in _SIGNED or keys is None or depth > wire.DEEPEST:
+        return None
+    parts = value.values() if kind is dict else value
+    inner = [_signature(part, tensors, depth + 1) for part in parts]
+    return None if None in inner else (kind, keys, inner)
+
+
+def _tensor_signature(tensor: Tensor) -> Any:
+    try:
+        return tensor.shape, tensor.dtype, tensor.stride()
+    except RuntimeError:
+        return None  # sparse tensors have no strides
+
+
+def _signed_keys(value: dict[Any, Any]) -> Any:
+    kinds = {type(key) for key in value}
+    if kinds <= {str}:
+        return tuple(value)
+    return tuple((type(key), key) for key in value) if kinds <= _IN_SIGNATURES else None
 
 
 def refuse(edge: Edge, why: object) -> NoReturn:

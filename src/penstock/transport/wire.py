@@ -27,7 +27,9 @@ from torch import Tensor
 from penstock import tree
 from penstock.errors import InputError
 
-_DEEPEST = 64
+DEEPEST = 64
+"""How deep values may be nested."""
+
 _LARGEST = 2**62
 _MACHINE_INTEGERS = range(-(2**63), 2**63)
 
@@ -139,8 +141,6 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "device": torch.device,
 }
 _PLAIN = frozenset({type(None), bool, float, str})
-_SIGNED = frozenset({tuple, list, dict})
-_IN_SIGNATURES = frozenset({type(None), bool, int, str})
 
 
 class _Way(NamedTuple):
@@ -199,8 +199,8 @@ class Codec:
 
     def _check(self, node: Node, slots: list[Slot], depth: int) -> None:
         """Raise unless a value can be made of a node; and collect its slots."""
-        if depth > _DEEPEST:
-            raise Garbled(f"values are nested more than {_DEEPEST} deep")
+        if depth > DEEPEST:
+            raise Garbled(f"values are nested more than {DEEPEST} deep")
         if isinstance(node, Slot):
             _check_slot(node)
             slots.append(node)
@@ -236,8 +236,8 @@ class Codec:
         return self._ways[self._classes[node.name]].together(context, parts)
 
     def _apart(self, value: Any, tensors: list[Tensor], depth: int) -> Node:
-        if depth > _DEEPEST:
-            raise Unsendable(f"it is nested more than {_DEEPEST} deep, or holds itself")
+        if depth > DEEPEST:
+            raise Unsendable(f"it is nested more than {DEEPEST} deep, or holds itself")
         kind = type(value)
         if isinstance(value, Tensor):
             slot = slot_of(value)
@@ -259,45 +259,6 @@ class Codec:
 
 
 _NO_TENSOR = torch.empty(0)
-
-
-def signature(value: Any, tensors: list[Tensor], depth: int = 0) -> Any:
-    """Something cheap that is equal only for values of equal description, or ``None``.
-
-    What is equal and yet not the same (``1`` and ``True``, ``0.0`` and ``-0.0``) must not look
-    alike, so only a few types are dealt with.
-
-    Args:
-        value: any.
-        tensors: takes its tensors in order.
-        depth: how deep in a value this is.
-    """
-    kind = type(value)
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return _tensor_signature(value)
-    if kind in _IN_SIGNATURES:
-        return kind, value
-    keys = _signed_keys(value) if kind is dict else ()
-    if kind not in _SIGNED or keys is None or depth > _DEEPEST:
-        return None
-    parts = value.values() if kind is dict else value
-    inner = [signature(part, tensors, depth + 1) for part in parts]
-    return None if None in inner else (kind, keys, inner)
-
-
-def _tensor_signature(tensor: Tensor) -> Any:
-    try:
-        return tensor.shape, tensor.dtype, tensor.stride()
-    except RuntimeError:
-        return None  # sparse tensors have no strides
-
-
-def _signed_keys(value: dict[Any, Any]) -> Any:
-    kinds = {type(key) for key in value}
-    if kinds <= {str}:
-        return tuple(value)
-    return tuple((type(key), key) for key in value) if kinds <= _IN_SIGNATURES else None
 
 
 def slot_of(tensor: Tensor) -> Slot:
