@@ -25,7 +25,7 @@ from penstock.schedule.memory import peak_activations
 from penstock.spine import spine_fingerprint, spine_of
 from tests.helpers import make_batch, make_mlp
 from tests.one_device import assert_same
-from tests.planning import devices
+from tests.planning import chain, devices
 
 COSTS = {
     "a slow first stage": ([5, 3, 3, 3], [4, 3, 3, 2], [3, 2, 3, 1], 0.2),
@@ -125,6 +125,14 @@ def test_the_planner_searches_for_the_cuts_that_it_chose(schedule):
         blind = for_equal_costs(found.options["activation_limit"])
         assert found.step_seconds < 0.999 * makespan(blind, found.costs)
     assert found.step_seconds < 0.98 * fixed.step_seconds
+    assert Plan.from_json(found.to_json()) == found
+
+
+def test_two_stages_per_rank_are_searched_on_a_v():
+    found = pk.plan(chain(4), devices(2), schedule="zb-auto", stages=4, microbatches=3)
+    assert [stage.rank for stage in found.stages] == [0, 1, 1, 0]
+    assert found.options["placement"] == "v"
+    assert replace(found, order=()).num_ranks == 2
     assert Plan.from_json(found.to_json()) == found
 
 
