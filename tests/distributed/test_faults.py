@@ -23,7 +23,7 @@ CAUSES = {
     r"rank \d, step \d: ValueError: boom",
     "at length": r"op \dF\d: ValueError: boom!!!",
     "without words": r"rank \d, step \d: RuntimeError: no words",
-    "stalls": r"nothing came from rank {victim} within|nothing was heard of rank {victim}",
+    "stalls": r"rank {victim} did not answer within|nothing was heard of rank {victim}",
     "kills": r"rank {victim} is gone \(its process ended or was killed\)",
 }
 MISUSED = {

@@ -17,7 +17,7 @@ from tests.distributed.launch import ENVIRONMENT, ROOT, torchrun
 JOBS = Path(__file__).parent / "jobs"
 GONE = f"rank {VICTIM} is gone (its process ended or was killed)"
 BOOM = f"cancelled because rank {VICTIM} failed: boom"
-LATE = f"nothing came from rank {VICTIM} within {DEADLINE_SECONDS:g} s"
+LATE = f"rank {VICTIM} did not answer within {DEADLINE_SECONDS:g} s"
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_it_is_the_same_every_time():
         ({"sizes": Sizes([1.0]), "activation_limit": 2}, "1 numbers, but the schedule has 2"),
         ({"costs": Costs([1, 2, 3])}, "forward has 3 numbers"),
         ({"effort": -1}, "effort is -1"),
-        ({"effort": float("inf")}, "effort is inf, but must be a number"),
+        ({"effort": float("inf")}, "effort is inf, but must be ≥ 0 and finite"),
         ({"effort": "1"}, "effort is '1', but must be a number"),
         ({"activation_limit": float("nan")}, "activation_limit is nan"),
         ({"activation_limit": [2, None]}, "activation_limit is None"),

@@ -177,7 +177,7 @@ def test_a_layer_without_shapes_is_named(use):
         ({"repeats": None}, "repeats is None, but must be a whole number ≥ 1"),
         ({"num_threads": "2"}, "num_threads is '2', but must be a whole number ≥ 1"),
         ({"sizes": 4}, "sizes is of type int; give a list"),
-        ({"sizes": ["4"]}, "sizes: a number of rows is '4'"),
+        ({"sizes": ["4"]}, "sizes: '4' rows cannot be taken"),
         ({"progress": True}, "progress is of type bool"),
     ],
 )

@@ -199,7 +199,7 @@ def test_loss_and_targets_come_together():
         ({"repeats": 0}, "must be ≥ 1"),
         ({"num_threads": 0}, "must be ≥ 1"),
         ({"repeats": -1}, "must be ≥ 1"),
-        ({"ranks": -1}, "ranks is -1, but must be a whole number ≥ 0"),
+        ({"ranks": -1}, "ranks is -1, but must be ≥ 0"),
         ({"ranks": 0.5}, "ranks is 0.5"),
         ({"sizes": [4, 9]}, "9 rows cannot be taken from a sample of 8"),
         ({"sizes": [0]}, "0 rows cannot be taken"),

@@ -64,7 +64,7 @@ def test_a_missed_deadline_names_who_waited_for_whom_and_what_to_do(exchange):
     start = time.monotonic()
     with pytest.raises(
         DeadlineError,
-        match=r"rank 1, waiting at 1RECV_F0: nothing came from rank 0 within 0\.1 s; .*raise",
+        match=r"rank 1, waiting at 1RECV_F0: rank 0 did not answer within 0\.1 s; .*raise",
     ):
         exchange.transports[1].recv(FORWARD, 0, "rank 1, waiting at 1RECV_F0")
     assert 0.09 < time.monotonic() - start < 10

@@ -95,8 +95,9 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
     if patience_seconds is not None:
         number("patience_seconds", patience_seconds, positive=True)
     sample = Sample(inputs, targets, loss)
-    sizes = [whole("sizes: a number of rows", size, 1) for size in sizes]
-    others = [sample.of(size) for size in sorted({*sizes} - {sample.num_rows})]
+    given = [sample.of(size) for size in sizes]
+    by_size = {other.num_rows: other for other in given if other.num_rows != sample.num_rows}
+    others = [by_size[size] for size in sorted(by_size)]
     model = _in_layers(model, inputs)
     spine_of(model)  # before anything is asked of its parameters
     keep_freed_pages()

@@ -136,7 +136,7 @@ def overdue(waiting: str, rank: int, patience: Patience) -> str:
         patience: how long it had.
     """
     return (
-        f"{waiting}: nothing came from rank {rank} within {patience.seconds:g} s; if its work "
-        f"takes longer, raise {patience.argument}; if it was given fewer minibatches or "
-        "microbatches, give every rank the same"
+        f"{waiting}: rank {rank} did not answer within {patience.seconds:g} s; if its work takes "
+        f"longer, raise {patience.argument}; if it was given fewer minibatches or microbatches, "
+        "give every rank the same"
     )
