@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
+from hypothesis import strategies as st
 from torch import nn
 
 from penstock import versions
@@ -14,6 +15,11 @@ from penstock.schedule import families
 from penstock.spine import spine_fingerprint, spine_of
 
 MLP_LAYERS = 6
+
+
+def amounts(most):
+    """Numbers from 0 to ``most`` that people can mean: none is tiny and yet not 0."""
+    return st.floats(0, most).map(lambda number: number if number >= 1e-9 else 0.0)
 
 
 def runnable_families() -> list[str]:

@@ -11,6 +11,7 @@ from penstock.analysis import find_parting, idle_of, measured_costs
 from penstock.errors import InputError
 from penstock.schedule.lower import add_recompute, add_update, lower
 from penstock.timeline import BUSY
+from tests.helpers import amounts
 
 FIXED = [name for name in schedules.names() if name not in schedules.SEARCHED]
 seconds = st.floats(0.1, 10)
@@ -56,7 +57,7 @@ def close(value, timeline):
 
 
 @fewer
-@given(runs(hop=st.floats(0, 5)), st.data())
+@given(runs(hop=amounts(5)), st.data())
 def test_the_parts_of_the_idle_time_add_up_to_it(run, data):
     for timeline in (simulate(*run), jittered(*run, data.draw)):
         for idle, busy in zip(idle_of(timeline), timeline.busy, strict=True):
@@ -109,7 +110,7 @@ def test_what_one_slow_op_adds_to_the_step_is_waiting_on_the_other_ranks(run, da
 
 
 @fewer
-@given(runs(hop=st.floats(0, 5)))
+@given(runs(hop=amounts(5)))
 def test_measured_costs_give_the_same_timeline_again(run):
     schedule, costs = run
     timeline = simulate(schedule, costs)
@@ -120,14 +121,14 @@ def test_measured_costs_give_the_same_timeline_again(run):
 
 
 @fewer
-@given(runs(hop=st.floats(0, 5)))
+@given(runs(hop=amounts(5)))
 def test_a_step_as_predicted_parts_nowhere(run):
     timeline = simulate(*run)
     assert find_parting(timeline, Timeline(timeline.rows, source="measured")) is None
 
 
 @fewer
-@given(runs(hop=st.floats(0, 5)), st.sampled_from([0.2, 5.0]), st.data())
+@given(runs(hop=amounts(5)), st.sampled_from([0.2, 5.0]), st.data())
 def test_the_one_op_that_took_another_time_is_found(run, factor, data):
     schedule, costs = run
     predicted = simulate(schedule, costs)

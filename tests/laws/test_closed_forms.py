@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from penstock import Costs, schedules, simulate
 from penstock.errors import InputError
+from tests.helpers import amounts
 
 ranks = st.integers(1, 8)
 microbatches = st.integers(1, 32)
@@ -51,7 +52,7 @@ def test_1f1b_holds_as_many_microbatches_as_stages_follow(p, m, costs):
     assert run("1f1b", p, m, costs).peak_activations == expected
 
 
-@given(p=st.integers(2, 8), rounds=st.integers(1, 4), costs=costs, c=st.floats(0, 5))
+@given(p=st.integers(2, 8), rounds=st.integers(1, 4), costs=costs, c=amounts(5))
 def test_what_hops_cost_1f1b(p, rounds, costs, c):
     # Fits the 1F1B column of Tables 5 and 6 of arXiv 2401.10241; stated for p | m.
     m = p * rounds
@@ -61,7 +62,7 @@ def test_what_hops_cost_1f1b(p, rounds, costs, c):
 
 
 @flushed
-@given(p=ranks, m=microbatches, costs=costs, c=st.floats(0, 5))
+@given(p=ranks, m=microbatches, costs=costs, c=amounts(5))
 def test_hops_delay_by_at_least_one_way_there_and_back(name, p, m, costs, c):
     hopping = Costs(costs.forward, costs.backward_input, costs.backward_weight, hop=c)
     least = (m + p - 1) * beat(costs) + 2 * (p - 1) * c

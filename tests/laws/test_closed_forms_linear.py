@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from penstock import Costs, Kind, check, schedules, simulate
 from penstock.errors import InputError
 from penstock.schedule.lower import add_communication, add_update
+from tests.helpers import amounts
 
 ranks = st.integers(1, 8)
 microbatches = st.integers(1, 32)
 several = st.integers(1, 4)
 seconds = st.floats(0.01, 10)
-share = st.floats(0, 1)
+share = amounts(1)
 all_costs = st.tuples(seconds, seconds, seconds)
 # W ≤ F: what is put off fits where a forward would have been. Beyond that, others wait for it.
 short_weights = st.tuples(seconds, seconds, share).map(lambda fis: (*fis[:2], fis[0] * fis[2]))

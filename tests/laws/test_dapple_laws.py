@@ -24,6 +24,7 @@ from penstock.partition.dapple import (
 )
 from penstock.partition.dapple.rules import devices_of, servers, take
 from penstock.schedule.lower import add_update
+from tests.helpers import amounts
 
 ROUNDING = 1 + 1e-9
 seconds = st.floats(0.01, 10)
@@ -54,15 +55,15 @@ def pipelines(draw, most=6):
     def column(strategy, length=count):
         return draw(st.lists(strategy, min_size=length, max_size=length))
 
-    hops = column(st.floats(0, 5), count - 1)
-    return column(seconds), column(seconds), column(st.floats(0, 40)), hops
+    hops = column(amounts(5), count - 1)
+    return column(seconds), column(seconds), column(amounts(40)), hops
 
 
 @settings(max_examples=150)
 @given(pipeline=pipelines(), num_microbatches=st.integers(1, 12), data=st.data())
 def test_no_simulated_step_is_shorter_than_the_bound(pipeline, num_microbatches, data):
     forward, backward, reduce, hops = pipeline
-    links = [hop * data.draw(st.floats(0, 1)) for hop in hops]
+    links = [hop * data.draw(amounts(1)) for hop in hops]
     bound = lower_bound(forward, backward, reduce, num_microbatches, hops=hops, links=links)
     measured = step(forward, backward, reduce, 2 * num_microbatches, hops=hops, links=links)
     assert bound <= measured * ROUNDING
@@ -73,7 +74,7 @@ def test_no_simulated_step_is_shorter_than_the_bound(pipeline, num_microbatches,
 def test_nor_with_any_replicas(pipeline, data):
     forward, backward, reduce, hops = pipeline
     replicas = tuple(data.draw(st.integers(1, 4)) for _ in forward)
-    links = [hop * data.draw(st.floats(0, 1)) for hop in hops]
+    links = [hop * data.draw(amounts(1)) for hop in hops]
     num_microbatches = data.draw(st.integers(max(replicas), 12))
     # A stage with one replica has nothing to sum.
     reduce = [one if count > 1 else 0.0 for one, count in zip(reduce, replicas, strict=True)]

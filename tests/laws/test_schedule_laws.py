@@ -19,6 +19,7 @@ from penstock.schedule.lower import (
     compute_only,
     lower,
 )
+from tests.helpers import amounts
 
 ranks = st.integers(1, 8)
 microbatches = st.integers(1, 32)
@@ -87,7 +88,7 @@ def test_what_is_printed_reads_back(name, p, m):
 
 
 @every_family
-@given(p=ranks, m=microbatches, f=seconds, i=seconds, w=seconds, hop=st.floats(0, 3))
+@given(p=ranks, m=microbatches, f=seconds, i=seconds, w=seconds, hop=amounts(3))
 def test_explicit_communication_does_not_change_the_times(name, p, m, f, i, w, hop):
     schedule = build(name, p, m)
     costs = Costs(f, i, w, hop)

@@ -13,6 +13,7 @@ from penstock.schedule.lower import lower
 from penstock.schedule.memory import peak_activations, peaks
 from penstock.schedule.placement import loop, snake
 from penstock.schedule.search import Problem, whole_ranks
+from tests.helpers import amounts
 
 FIXED = [name for name in schedules.names() if name not in schedules.SEARCHED]
 PLACEMENTS = {"straight": lambda p: tuple(range(p)), "v": lambda p: snake(p, 2)}
@@ -27,7 +28,7 @@ def value(schedule, costs, objective):
 def costs_for(draw, num_stages):
     """Random costs of every stage and link."""
     per_stage = st.lists(seconds, min_size=num_stages, max_size=num_stages)
-    hops = st.lists(st.floats(0, 1), min_size=num_stages - 1, max_size=num_stages - 1)
+    hops = st.lists(amounts(1), min_size=num_stages - 1, max_size=num_stages - 1)
     return Costs(draw(per_stage), draw(per_stage), draw(per_stage), draw(hops))
 
 
@@ -71,7 +72,7 @@ def test_an_order_is_complete_runs_in_any_channel_and_keeps_to_its_limits(p, m, 
     placement = data.draw(st.sampled_from([loop(p, laps), snake(p, laps)]))
     costs = data.draw(costs_for(len(placement)))
     bytes_per_stage = [data.draw(st.floats(0.5, 2)) for _ in placement]
-    share = data.draw(st.floats(0, 1))
+    share = data.draw(amounts(1))
     sizes = Sizes(bytes_per_stage, [share * one for one in bytes_per_stage])
     least = [
         sum(held for held, own in zip(bytes_per_stage, placement, strict=True) if own == rank)

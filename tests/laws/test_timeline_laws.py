@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from penstock import Costs, Timeline, schedules, simulate
 from penstock.schedule.lower import add_communication, add_update
+from tests.helpers import amounts
 
-seconds = st.floats(0, 10)
+seconds = amounts(10)
 
 
 @given(

@@ -36,6 +36,7 @@ from penstock.schedule.lower import (
 from penstock.schedule.op import COMMUNICATION
 from penstock.schedule.rounds import Rounds
 from penstock.timeline import BUSY
+from tests.helpers import amounts
 
 TWO_MS = Costs(0.002, 0.002, 0.002, update=0.001)
 
@@ -473,7 +474,7 @@ def test_a_plan_that_never_flushes_is_a_stream_with_its_policy_and_minibatches()
         rehearse(plan, minibatch=4)
 
 
-@given(st.integers(1, 4), st.integers(2, 5), st.floats(0.1, 9), st.floats(0, 9), st.floats(0, 2))
+@given(st.integers(1, 4), st.integers(2, 5), st.floats(0.1, 9), amounts(9), amounts(2))
 def test_in_the_steady_state_a_microbatch_takes_one_ranks_work(
     num_ranks, minibatch, forward, backward, update
 ):
