@@ -69,7 +69,7 @@ def test_waves_hold_no_more_than_1f1b(p, more, waves, costs):
     [
         ("hanayo", {}, "num_microbatches is 3, but 4 ranks need ≥ 4"),
         ("hanayo", {"num_waves": 0}, "num_waves is 0, but must be ≥ 1"),
-        ("seq1f1b", {"num_slices": 10**9}, "num_slices is 1000000000, but may be 10,000 at most"),
+        ("seq1f1b", {"num_slices": 10**9}, "1000000000 parts are more than 100,000,000"),
         ("seq1f1b", {"num_slices": 1.5}, "num_slices is 1.5, but must be a whole number"),
     ],
 )

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from penstock.cluster import Link
 from penstock.graph import Layer, LayerGraph
 from penstock.partition.tensor import layout_search, split_layers
+from tests.helpers import amounts
 
 KINDS = ("Linear", "ReLU", "LayerNorm", "BatchNorm2d", "Embedding", "Conv2d", "Add")
 # How a layer can be done, written down a second time: (layout it reads, layout it gives, how the
@@ -210,7 +211,7 @@ def test_all_devices_together_hold_the_model(graph, t, link, m):
 @given(graph=graphs(most=8, branching=True), t=ranks, m=minibatches, data=st.data())
 def test_a_better_link_is_never_slower(graph, t, m, data):
     speeds = sorted(data.draw(st.lists(st.floats(0.1, 1e4), min_size=2, max_size=2)))
-    waits = sorted(data.draw(st.lists(st.floats(0, 10), min_size=2, max_size=2)))
+    waits = sorted(data.draw(st.lists(amounts(10), min_size=2, max_size=2)))
     worse = Link(latency_seconds=waits[1], bytes_per_second=speeds[0])
     better = Link(latency_seconds=waits[0], bytes_per_second=speeds[1])
     slow, fast, free = (
