@@ -104,9 +104,7 @@ def test_captured_layers_that_recompute_by_blocks_keep_what_is_predicted(granula
     model = pk.capture(resnet.build("small"), images, granularity=granularity)
     criterion = torch.nn.functional.cross_entropy
     graph = pk.profile(model, images, loss=criterion, targets=labels, repeats=1, ranks=0)
-    # Where the best cut is depends on the noise of the profile, and what is kept on the cut.
-    cuts = [len(graph.layers) // 2]
-    whole = pk.plan(graph, pk.Cluster.local(2), microbatches=4, schedule="1f1b", cuts=cuts)
+    whole = pk.plan(graph, pk.Cluster.local(2), microbatches=4, schedule="1f1b", stages=2)
     plan = whole.recomputing(how)
     with pk.Pipeline(
         model,
@@ -120,7 +118,8 @@ def test_captured_layers_that_recompute_by_blocks_keep_what_is_predicted(granula
             pipeline.step(images.repeat(4, 1, 1, 1), labels.repeat(4))
         counted = [peak.activation_bytes for peak in pipeline.peaks]
     predicted = plan.simulate().peak_bytes(plan.sizes)
-    # Where layers run again, the last rank also keeps what the loss needs.
+    # Where layers run again, the last rank also keeps what the loss needs; how much that is beside
+    # the rest depends on the cut, and so on the noise of the profile.
     assert counted[0] == pytest.approx(predicted[0], rel=0.02)
     assert counted[1] == pytest.approx(predicted[1], rel=0.1 if how == "layers" else 0.02)
     kept = whole.simulate().peak_bytes(whole.sizes)
