@@ -27,6 +27,7 @@ from penstock.run.elsewhere import Elsewhere
 from penstock.run.feed import Feed
 from penstock.run.joining import TransportName, joined
 from penstock.run.outcome import Outcome, timeline
+from penstock.run.outside import Outside
 from penstock.run.recipe import (
     BatchNormStatistics,
     Loss,
@@ -148,6 +149,8 @@ class Pipeline:
             layers = spine_of(model)
             plan.check_runnable()
             plan.check_model([layer.name for layer in layers], spine_fingerprint(layers))
+            self._outside = Outside(model, layers)
+            self._outside.check()
             loss_scale = None if grad_scaler is None else LossScale.of(grad_scaler)
             self._recipe = Recipe(
                 loss=loss,
@@ -336,6 +339,7 @@ class Pipeline:
             )
         updaters = [worker.updater for worker in self._parts.workers]
         try:
+            self._outside.check()
             self._parts.layout.follow()
             if self._grad_scaler is not None:  # its state may have been loaded meanwhile
                 for updater in updaters:

@@ -253,3 +253,28 @@ def test_a_plan_for_gpus_is_refused_and_says_what_trains_today():
         pk.errors.InputError, match=r"is for GPUs \(gpu0, gpu1\), but Penstock trains on CPUs today"
     ):
         pk.Pipeline(model, replace(plan, devices=gpus))
+
+
+def test_hooks_on_what_no_stage_runs_are_refused_whenever_they_are_registered():
+    model = make_mlp()
+    plan = make_plan(model, 2, 4)
+    message = r"the model \(Sequential\) has the hook .*, which would never be called"
+    handle = model.register_forward_hook(lambda *_: None)
+    with pytest.raises(pk.errors.ModelError, match=message):
+        pk.Pipeline(model, plan)
+    handle.remove()
+    with pk.Pipeline(model, plan, loss=F.cross_entropy) as pipeline:
+        pipeline.step(*make_batch(8))
+        handle = model.register_forward_pre_hook(lambda *_: None)
+        with pytest.raises(pk.errors.ModelError, match=message):
+            pipeline.step(*make_batch(8))
+        handle.remove()
+        pipeline.step(*make_batch(8))
+
+
+def test_a_layer_that_is_replaced_is_not_left_untrained():
+    model = make_mlp()
+    with pk.Pipeline(model, make_plan(model, 2, 4), loss=F.cross_entropy) as pipeline:
+        model[3] = nn.Linear(32, 32)
+        with pytest.raises(pk.errors.ModelError, match="has got other layers since the Pipeline"):
+            pipeline.step(*make_batch(8))
