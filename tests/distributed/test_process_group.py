@@ -78,6 +78,7 @@ def test_processes_that_do_not_fit_the_plan_are_told():
     for report in job.reports.values():
         assert "the plan has 3 ranks, but the job has 2 processes" in report["too many ranks"]
         assert "rank 1 has built another model than rank 0" in report["different models"]
+        assert "clip_norm is 1.0 on rank 0, but 2.0 on rank 1" in report["different settings"]
         assert report["different plans"] == "4"  # rank 0's counts
 
 

@@ -48,6 +48,11 @@ class Running:
         flag("record", self.record)
         Codec(self.message_types)  # refuses in threads what processes would refuse
 
+    @property
+    def settings(self) -> dict[str, str]:
+        """What must be alike on all ranks, as text by the arguments' names."""
+        return {name: repr(getattr(self, name)) for name in ("transport", "record", "results")}
+
 
 @dataclass(frozen=True)
 class Assembly:
@@ -112,7 +117,8 @@ def _in_processes(
     running: Running,
     meeting: Rendezvous,
 ) -> Assembly:
-    plan, seed = agree(meeting, plan, spine_fingerprint(layers), running.seed)
+    settings = {**recipe.settings, **running.settings}
+    plan, seed = agree(meeting, plan, spine_fingerprint(layers), running.seed, settings)
     if plan.num_ranks != meeting.num_ranks:
         raise InputError(
             f"the plan has {plan.num_ranks} ranks, but the job has {meeting.num_ranks} processes; "

@@ -112,6 +112,27 @@ class Recipe:
     versions: Policy = field(default_factory=Flush)
     averages: bool = True
 
+    @property
+    def settings(self) -> dict[str, str]:
+        """What must be alike on all ranks, as text by the arguments' names. Of functions it is
+        whether there is one: they may be made on every rank for itself."""
+        plain = (
+            "clip_norm", "clip_stage_norm", "post_validate", "stop_at_nan", "batch_norm",
+            "count_memory", "versions",
+        )  # fmt: skip
+        given = {
+            "loss": self.loss,
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.lr_scheduler,
+            "grad_scaler": self.loss_scale,
+        }
+        return {
+            **{name: repr(getattr(self, name)) for name in plain},
+            **{name: "None" if value is None else "given" for name, value in given.items()},
+            "metrics": repr(sorted(self.metrics)),
+            "reduction": "mean" if self.averages else "sum",
+        }
+
     def __post_init__(self) -> None:
         for name, example in _EXAMPLES.items():
             function = getattr(self, name)

@@ -7,14 +7,15 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.optim import SGD
 
 import penstock as pk
 from tests.helpers import make_mlp, make_plan
 
 
-def message(model, plan) -> str:
+def message(model, plan, **options) -> str:
     try:
-        pk.Pipeline(model, plan, deadline_seconds=10)
+        pk.Pipeline(model, plan, deadline_seconds=60, **options)
     except pk.errors.InputError as error:
         return str(error)
     return "no error"
@@ -27,6 +28,9 @@ def main() -> None:
     report = {
         "too many ranks": message(model, make_plan(model, 3, 4)),
         "different models": message(other := make_mlp()[: 5 + rank], make_plan(other, 2, 4)),
+        "different settings": message(
+            model, make_plan(model, 2, 4), optimizer=SGD, clip_norm=1.0 + rank
+        ),
         "different plans": str(
             pk.Pipeline(model, make_plan(model, 2, 4 + rank)).plan.num_microbatches
         ),
