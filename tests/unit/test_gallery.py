@@ -181,9 +181,8 @@ REFUSED = {
         "has hooks": [{"change": _hooked}],
         "is a OwnParameter": [{"change": _of_its_own}],
     },
-    "batch norm's running statistics in a stage with replicas": {
-        "statistics of its own": [{"change": _tracking, "replicas": "2-1"}]
-    },
+    "batch norm's running statistics, and other buffers that a forward writes, in a stage with "
+    "replicas": {"statistics of its own": [{"change": _tracking, "replicas": "2-1"}]},
     "`torch.autocast` with `Latest`, `PipeMare`, `Predict`": {
         "autocast makes copies": [
             {"autocast": True, "policy": policy()}

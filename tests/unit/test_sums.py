@@ -19,6 +19,7 @@ from penstock.run.shared_weights import SharedWeights
 from penstock.run.sums import Sums
 from penstock.run.tags import SHARED_TAGS
 from penstock.transport import ThreadExchange
+from penstock.transport.base import Patience
 from penstock.transport.threads import ThreadTransport
 from tests.alive import Alive
 from tests.unit.test_transport_shared_memory import connected
@@ -291,7 +292,7 @@ def test_a_sum_keeps_what_the_plan_says(num_ranks):
     copies = holders(num_ranks, [(p.shape, p.dtype) for p in model.parameters()])
     fill(copies, 0)
     exchange = ThreadExchange(num_ranks, DEADLINE_SECONDS)
-    transports = [Copying(exchange, rank) for rank in range(num_ranks)]
+    transports = [Copying(exchange, rank, Patience(DEADLINE_SECONDS)) for rank in range(num_ranks)]
     sums = sums_of(copies, transports)
 
     def work(rank):

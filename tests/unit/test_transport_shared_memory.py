@@ -414,12 +414,13 @@ def test_too_many_open_files_are_named_at_either_end(trio):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_tensors_arrive_densely_and_share_no_memory(trio):
+def test_dense_tensors_keep_their_strides_others_arrive_densely_and_none_share_memory(trio):
     # docs/training.md says so under "Equal to the bit, and where not".
     whole = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
     trio[0].send(FORWARD, 0, (whole, whole[:, ::2], whole[:, :1].expand(2, 3, 4, 4)))
     received = trio[1].recv(FORWARD, 0, "waiting")
-    assert all(tensor.is_contiguous() for tensor in received)
+    assert received[0].stride() == whole.stride()
+    assert all(tensor.is_contiguous() for tensor in received[1:])
     assert len({tensor.data_ptr() for tensor in received}) == 3
     received[0].zero_()
     assert torch.equal(received[1], whole[:, ::2])
