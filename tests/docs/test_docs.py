@@ -46,7 +46,7 @@ def test_the_skips_in_the_docs_cross_stages():
 def test_the_arguments_that_the_page_on_training_names_are_some():
     words = re.findall(r"`(\w+)=", (ROOT / "docs/training.md").read_text())
     arguments = inspect.signature(pk.Pipeline).parameters
-    assert set(words) - {"update", "share", "transport", "whole"} <= set(arguments)
+    assert set(words) - {"update", "share", "timeout", "transport", "whole"} <= set(arguments)
 
 
 def test_a_schedule_takes_one_file_and_one_line(monkeypatch):
