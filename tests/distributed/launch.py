@@ -29,7 +29,7 @@ def torchrun(
     num_ranks: int,
     *arguments: str,
     reports=True,
-    limit_seconds=170,
+    limit_seconds=380,
 ) -> Finished:
     """Start ``script`` on ``num_ranks`` processes and wait for it.
 
