@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from penstock.rehearsal.waits import Alarm
 from penstock.transport import Edge, Transport
+from penstock.transport.base import OnTop
 
 
-class PlannedLinks(Transport):
+class PlannedLinks(OnTop):
     """Hands messages over by another transport, and keeps each back until it would have come.
 
     Args:
@@ -29,7 +30,7 @@ class PlannedLinks(Transport):
         hop_seconds: Mapping[Edge, float],
         link_seconds: Mapping[Edge, float],
     ) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._alarm = alarm
         self._hop_seconds = hop_seconds
         self._link_seconds = link_seconds
@@ -55,15 +56,3 @@ class PlannedLinks(Transport):
             value, usable = value
             self._alarm.until(usable.item())
         return value
-
-    def fail(self, reason: str, edges: Iterable[Edge]) -> None:
-        self._inner.fail(reason, edges)
-
-    def flush(self) -> None:
-        self._inner.flush()
-
-    def discard(self, before: int) -> None:
-        self._inner.discard(before)
-
-    def close(self, reason: str) -> None:
-        self._inner.close(reason)

@@ -11,7 +11,6 @@ seal: before it computes with it, so that no weight changes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
 from enum import IntEnum
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from penstock.errors import RunError
 from penstock.microbatches import Microbatches
 from penstock.run.tags import REPORT_TAG, SHARED_TAGS
 from penstock.transport import Edge, Noted, Transport
-from penstock.transport.base import Patience
+from penstock.transport.base import OnTop
 
 _FIELDS = struct.Struct("<iiqdQQ")
 _MOST_SAMPLES = 1024
@@ -175,7 +174,7 @@ def _different_data(what: str, mine: int, theirs: int) -> str:
     )
 
 
-class SealedTransport(Transport):
+class SealedTransport(OnTop):
     """Seals what one rank sends, and compares the seals of what it gets.
 
     Args:
@@ -188,18 +187,10 @@ class SealedTransport(Transport):
     """
 
     def __init__(self, inner: Transport, rank: int) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._rank = rank
         self.seal = b""
         self.synchronous = True
-
-    @property
-    def patience(self) -> Patience:
-        return self._inner.patience
-
-    @patience.setter
-    def patience(self, patience: Patience) -> None:
-        self._inner.patience = patience
 
     def send(self, edge: Edge, number: int, value: Any) -> None:
         sealed = self.seal and self._has_seal(edge)
@@ -218,15 +209,3 @@ class SealedTransport(Transport):
         be those of an earlier one."""
         forward = edge.tag < REPORT_TAG and edge.tag % 2 == 0
         return forward or (edge.tag >= SHARED_TAGS and self.synchronous)
-
-    def fail(self, reason: str, edges: Iterable[Edge]) -> None:
-        self._inner.fail(reason, edges)
-
-    def flush(self) -> None:
-        self._inner.flush()
-
-    def discard(self, before: int) -> None:
-        self._inner.discard(before)
-
-    def close(self, reason: str) -> None:
-        self._inner.close(reason)

@@ -127,6 +127,37 @@ class Transport(ABC):
         """
 
 
+class OnTop(Transport):
+    """A transport on top of another, which does all that it does not do itself.
+
+    Args:
+        inner: the other one.
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+
+    @property
+    def patience(self) -> Patience:
+        return self._inner.patience
+
+    @patience.setter
+    def patience(self, patience: Patience) -> None:
+        self._inner.patience = patience
+
+    def fail(self, reason: str, edges: Iterable[Edge]) -> None:
+        self._inner.fail(reason, edges)
+
+    def flush(self) -> None:
+        self._inner.flush()
+
+    def discard(self, before: int) -> None:
+        self._inner.discard(before)
+
+    def close(self, reason: str) -> None:
+        self._inner.close(reason)
+
+
 def overdue(waiting: str, rank: int, patience: Patience) -> str:
     """What to say of a rank that did not answer in time: it is slow, or it has nothing to say.
 
