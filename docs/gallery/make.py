@@ -18,12 +18,12 @@ import policies
 from pages import HERE, bibtex, filled, linked, options, paragraphs, percent, table
 
 from penstock.cli.sources import Source, load
-from penstock.cost import Costs
 from penstock.drawing import draw, draw_scatter, draw_stacked
 from penstock.errors import InputError
 from penstock.schedule import Schedule, families
 from penstock.schedule.about import About, about
-from penstock.simulator import simulate
+from penstock.timing.costs import Costs
+from penstock.timing.simulator import simulate
 from penstock.versions import USUAL
 
 DOCS = HERE.parent
@@ -125,7 +125,7 @@ def _runs(name: str, schedule: Schedule | None) -> str:
         )
     runs = "Penstock's runtime performs it, with the results of one device"
     if schedule.num_slices > 1:
-        return f"{runs}, where layers say how they work on a slice (see `penstock.slices`)."
+        return f"{runs}, where layers say how they work on a slice (see `penstock.stage.slices`)."
     return f"{runs}."
 
 

@@ -20,17 +20,17 @@ from pages import bibtex, filled, linked, options, paragraphs, percent, table
 
 from penstock.cli.sources import load
 from penstock.cluster import Cluster
-from penstock.cost import Costs
 from penstock.drawing import draw, draw_stacked
 from penstock.graph import Layer, LayerGraph
 from penstock.planner import plan
-from penstock.planner.explanation import Explanation, explain, stability_bound
+from penstock.plans.explanation import Explanation, explain, stability_bound
 from penstock.schedule import Schedule, families
 from penstock.schedule.about import About, Option
 from penstock.schedule.lower import add_updates
 from penstock.schedule.rounds import Rounds
-from penstock.simulator import simulate
-from penstock.timeline import Timeline
+from penstock.timing.costs import Costs
+from penstock.timing.simulator import simulate
+from penstock.timing.timeline import Timeline
 from penstock.versions import POLICIES, Latest, PipeMare, Policy, Predict, Stash, trace
 
 NUM_STAGES, NUM_MICROBATCHES, MINIBATCH = 4, 12, 4

@@ -11,24 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 from penstock import errors, versions
 from penstock.cluster import Cluster, Device, Link
-from penstock.cost import Costs
 from penstock.drawing import draw
 from penstock.graph import Layer, LayerGraph
-from penstock.planner import Plan, plan
+from penstock.planner import plan
+from penstock.plans import Plan
 from penstock.schedule import Kind, Op, Schedule
 from penstock.schedule import families as schedules
 from penstock.schedule.check import check
 from penstock.schedule.memory import Sizes
-from penstock.simulator import simulate
-from penstock.timeline import Span, Timeline
+from penstock.timing.costs import Costs
+from penstock.timing.simulator import simulate
+from penstock.timing.timeline import Span, Timeline
 
 if TYPE_CHECKING:
     from penstock import optimizers
-    from penstock.calibration import profile
-    from penstock.microbatches import Microbatches
+    from penstock.model.microbatches import Microbatches
+    from penstock.model.spine import run_spine
     from penstock.pipeline import Pipeline
+    from penstock.profiler import profile
     from penstock.rehearsal import rehearse
-    from penstock.spine import run_spine
     from penstock.tracing import Captured, capture
 
 __version__ = "0.1.0"
@@ -66,11 +67,11 @@ __all__ = [
 _NEEDS_TORCH = {
     "Captured": "penstock.tracing",
     "capture": "penstock.tracing",
-    "Microbatches": "penstock.microbatches",
+    "Microbatches": "penstock.model.microbatches",
     "Pipeline": "penstock.pipeline",
-    "profile": "penstock.calibration",
+    "profile": "penstock.profiler",
     "rehearse": "penstock.rehearsal",
-    "run_spine": "penstock.spine",
+    "run_spine": "penstock.model.spine",
 }
 
 

@@ -12,33 +12,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock import microbatches
-from penstock.allocator import keep_freed_pages
+from penstock.device.allocator import keep_freed_pages
 from penstock.errors import InputError, RunError
-from penstock.microbatches import Microbatches, Weight, Weighting
-from penstock.optimizer_factory import OptimizerFactory, SchedulerFactory
-from penstock.planner import Plan
-from penstock.randomness import Audit
+from penstock.model import microbatches
+from penstock.model.microbatches import Microbatches, Weight, Weighting
+from penstock.model.optimizer_factory import OptimizerFactory, SchedulerFactory
+from penstock.model.randomness import Audit
+from penstock.model.spine import evaluation_mode, spine_fingerprint, spine_of
+from penstock.plans import Plan
 from penstock.run.assembly import Results, Running, assemble
 from penstock.run.counting import Peak
 from penstock.run.cutter import Cutter
-from penstock.run.driver import Deadlines, told
+from penstock.run.drive.driver import Deadlines, told
+from penstock.run.drive.joining import TransportName, joined
 from penstock.run.elsewhere import Elsewhere
 from penstock.run.feed import Feed
-from penstock.run.joining import TransportName, joined
 from penstock.run.outcome import Outcome, timeline
 from penstock.run.outside import Outside
-from penstock.run.recipe import (
-    BatchNormStatistics,
-    Loss,
-    LossScale,
-    Metric,
-    Recipe,
-)
-from penstock.spine import evaluation_mode, spine_fingerprint, spine_of
-from penstock.store import Held
-from penstock.timeline import Timeline
+from penstock.run.recipe import BatchNormStatistics, Loss, LossScale, Metric, Recipe
+from penstock.timing.timeline import Timeline
 from penstock.values import MOST_AMOUNT, expect, flag, number
+from penstock.weights.store import Held
 
 _MOST_REMEMBERED = 256
 
@@ -52,7 +46,7 @@ class Pipeline:
     plan and the seed of rank 0 count, so every process may profile and plan for itself.
 
     Args:
-        model: an ``nn.Sequential``, or a module with a ``spine`` (see ``penstock.spine``).
+        model: an ``nn.Sequential``, or a module with a ``spine`` (see ``penstock.model.spine``).
         plan: made for this model; its layers are checked against it.
         loss: from (output, targets) of one microbatch to a scalar tensor. Needed by ``step``.
         optimizer: makes an optimizer of the parameters it is given, once per stage; they are a list

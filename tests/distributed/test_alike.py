@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from tests.distributed.jobs.alike import CASES
-from tests.distributed.launch import torchrun
+from tests.kit.launch import torchrun
 
 JOB = Path(__file__).parent / "jobs" / "alike.py"
 LATER = {"in a loop", "in a stream", "in a stream of rounds", "in a stream with replicas"}

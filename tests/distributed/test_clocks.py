@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.run.clocks import NUM_EXCHANGES
+from penstock.run.drive.clocks import NUM_EXCHANGES
 from tests.distributed.jobs.clocks import AHEAD
-from tests.distributed.launch import torchrun
+from tests.kit.launch import torchrun
 
 JOB = Path(__file__).parent / "jobs" / "clocks.py"
 

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 
-from tests.distributed.launch import ROOT, torchrun
+from tests.kit.launch import ROOT, torchrun
 
 SCRIPT = ROOT / "examples" / "train_lm.py"
 SMALL = ("--steps", "10", "--microbatches", "4", "--width", "40", "--blocks", "3")

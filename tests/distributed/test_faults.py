@@ -13,7 +13,7 @@ from tests.distributed.jobs.faults import (
     STALL_SECONDS,
     faults_of,
 )
-from tests.distributed.launch import torchrun
+from tests.kit.launch import torchrun
 
 JOB = Path(__file__).parent / "jobs" / "faults.py"
 NUM_RANKS = 3

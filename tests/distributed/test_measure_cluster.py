@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import shaped_network
-from benchmarks.shaped_network import ShapedNetwork
+from benchmarks.network import shaped_network
+from benchmarks.network.shaped_network import ShapedNetwork
 from penstock import Cluster
 from penstock.cluster import Topology
 from tests.distributed.jobs.measuring import LONG_SECONDS
-from tests.distributed.launch import ROOT, torchrun
+from tests.kit.launch import ROOT, torchrun
 
 JOB = Path(__file__).parent / "jobs" / "measuring.py"
 MODULE = ("-m", "penstock.cli", "measure-cluster")

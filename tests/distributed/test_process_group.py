@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.jobs.failure import LONG_SECONDS
-from tests.distributed.launch import torchrun
+from tests.kit.launch import torchrun
 
 JOBS = Path(__file__).parent / "jobs"
 

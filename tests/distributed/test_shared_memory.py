@@ -12,7 +12,7 @@ import pytest
 
 from tests.distributed.jobs.shared_memory_ends import DEADLINE_SECONDS, LONG_SECONDS, VICTIM
 from tests.distributed.jobs.shared_memory_mixed import DEADLINE_SECONDS as MIXED_SECONDS
-from tests.distributed.launch import ENVIRONMENT, ROOT, torchrun
+from tests.kit.launch import ENVIRONMENT, ROOT, torchrun
 
 JOBS = Path(__file__).parent / "jobs"
 GONE = f"rank {VICTIM} is gone (its process ended or was killed)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.distributed.launch import torchrun
+from tests.kit.launch import torchrun
 
 JOB = Path(__file__).parent / "jobs" / "slices.py"
 

@@ -17,7 +17,7 @@ from torch import nn
 import penstock as pk
 from penstock.schedule import families
 from tests.docs.pages import ROOT, blocks_of
-from tests.helpers import make_plan
+from tests.kit.helpers import make_plan
 
 
 def python_block(page: str, number=0) -> str:

@@ -9,7 +9,7 @@ from torch import nn
 
 import penstock as pk
 from tests.docs.pages import ROOT, blocks_of, run_page
-from tests.helpers import make_plan
+from tests.kit.helpers import make_plan
 
 ELSEWHERE = {
     "docs/add-a-schedule.md": "docs/test_docs.py",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.zero_bubble_table import SETTINGS, least_rate, rate, searched, sizes
+from benchmarks.planning.zero_bubble_table import SETTINGS, least_rate, rate, searched, sizes
 
 EFFORT = {("1.5B", 24): 10, ("14.6B", 64): 3}
 """How long zb-auto has to look for ZB-2p; elsewhere the default is enough."""

@@ -7,11 +7,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from penstock import Costs, Kind, Span, Timeline, schedules, simulate
-from penstock.analysis import find_parting, idle_of, measured_costs
 from penstock.errors import InputError
 from penstock.schedule.lower import add_recompute, add_update, lower
-from penstock.timeline import BUSY
-from tests.helpers import amounts
+from penstock.timing import find_parting, idle_of, measured_costs
+from penstock.timing.timeline import BUSY
+from tests.kit.helpers import amounts
 
 FIXED = [name for name in schedules.names() if name not in schedules.SEARCHED]
 seconds = st.floats(0.1, 10)

@@ -21,7 +21,7 @@ from penstock.planner.offers import Offer, Wish
 from penstock.planner.offers import offers as every_offer
 from penstock.planner.task import Task
 from penstock.versions import USUAL, Flush
-from tests.planning import all_cuts, chain, clusters, devices, graphs, held_bytes
+from tests.kit.planning import all_cuts, chain, clusters, devices, graphs, held_bytes
 
 FAMILIES = [name for name in schedules.names() if name not in {"zb-auto", "optimal", "chimera"}]
 WITH_REPLICAS = ("1f1b", "gpipe", *USUAL)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock import Costs, schedules, simulate
 from penstock.errors import InputError
-from tests.helpers import amounts
+from tests.kit.helpers import amounts
 
 ranks = st.integers(1, 8)
 microbatches = st.integers(1, 32)

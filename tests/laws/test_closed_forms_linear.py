@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from penstock import Costs, Kind, check, schedules, simulate
 from penstock.errors import InputError
 from penstock.schedule.lower import add_communication, add_update
-from tests.helpers import amounts
+from tests.kit.helpers import amounts
 
 ranks = st.integers(1, 8)
 microbatches = st.integers(1, 32)

@@ -24,7 +24,7 @@ from penstock.partition.dapple import (
 )
 from penstock.partition.dapple.rules import devices_of, servers, take
 from penstock.schedule.lower import add_update
-from tests.helpers import amounts
+from tests.kit.helpers import amounts
 
 ROUNDING = 1 + 1e-9
 seconds = st.floats(0.01, 10)

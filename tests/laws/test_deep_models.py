@@ -15,7 +15,7 @@ from penstock import LayerGraph, plan
 from penstock.errors import InputError, PlanError
 from penstock.planner import task as tasks
 from penstock.planner.task import Task
-from tests.planning import chain, clusters, devices, graphs, layers
+from tests.kit.planning import chain, clusters, devices, graphs, layers
 
 FEW = 6
 """Places to cut in these tests, so that few layers are many."""

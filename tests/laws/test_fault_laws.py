@@ -20,9 +20,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import penstock as pk
 from penstock.errors import DeadlineError, InputError, RunError, StageError
-from penstock.run import threads
-from penstock.run.single_device import SingleDevice
-from tests.helpers import (
+from penstock.run.drive import threads
+from penstock.trial.reference.single_device import SingleDevice
+from tests.kit.helpers import (
     MLP_LAYERS,
     make_batch,
     make_mlp,

@@ -17,7 +17,7 @@ from penstock.errors import InputError, PlanError
 from penstock.planner.candidate import Candidate
 from penstock.planner.offers import Offer
 from penstock.planner.task import Task
-from tests.planning import all_cuts, clusters, devices, graphs, held_bytes
+from tests.kit.planning import all_cuts, clusters, devices, graphs, held_bytes
 
 SINGLE = ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2")
 WAYS = ("none", "stage", "layers")

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import Cluster, Device, plan, schedules
-from penstock.planner import Plan
-from tests.helpers import runnable_families
-from tests.planning import attempt, clusters, graphs
+from penstock.plans import Plan
+from tests.kit.helpers import runnable_families
+from tests.kit.planning import attempt, clusters, graphs
 
 OFFERED_UNASKED = [
     name

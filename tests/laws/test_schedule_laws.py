@@ -19,7 +19,7 @@ from penstock.schedule.lower import (
     compute_only,
     lower,
 )
-from tests.helpers import amounts
+from tests.kit.helpers import amounts
 
 ranks = st.integers(1, 8)
 microbatches = st.integers(1, 32)

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.search_and_scale import gaps_to_the_optimum, length
+from benchmarks.planning.search_and_scale import gaps_to_the_optimum, length
 from penstock import Costs, Sizes, check, schedules, simulate
 from penstock.errors import InputError
 from penstock.schedule.lower import lower
 from penstock.schedule.memory import peak_activations, peaks
 from penstock.schedule.placement import loop, snake
 from penstock.schedule.search import Problem, whole_ranks
-from tests.helpers import amounts
+from tests.kit.helpers import amounts
 
 FIXED = [name for name in schedules.names() if name not in schedules.SEARCHED]
 PLACEMENTS = {"straight": lambda p: tuple(range(p)), "v": lambda p: snake(p, 2)}

@@ -16,16 +16,16 @@ from msgspec.structs import replace
 import penstock as pk
 from penstock.cluster import Device
 from penstock.errors import FileError, InputError
-from penstock.planner import Plan, StagePlan
-from penstock.planner.orders import with_microbatches
-from penstock.run.single_device import SingleDevice
+from penstock.model.spine import spine_fingerprint, spine_of
+from penstock.plans import Plan, StagePlan
+from penstock.plans.orders import with_microbatches
 from penstock.schedule import families
 from penstock.schedule.lower import add_update
 from penstock.schedule.memory import peak_activations
-from penstock.spine import spine_fingerprint, spine_of
-from tests.helpers import make_batch, make_mlp
-from tests.one_device import assert_same
-from tests.planning import chain, devices
+from penstock.trial.reference.single_device import SingleDevice
+from tests.kit.helpers import make_batch, make_mlp
+from tests.kit.one_device import assert_same
+from tests.kit.planning import chain, devices
 
 COSTS = {
     "a slow first stage": ([5, 3, 3, 3], [4, 3, 3, 2], [3, 2, 3, 1], 0.2),

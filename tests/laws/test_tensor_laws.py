@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.cluster import Link
 from penstock.graph import Layer, LayerGraph
 from penstock.partition.tensor import layout_search, split_layers
-from tests.helpers import amounts
+from tests.kit.helpers import amounts
 
 KINDS = ("Linear", "ReLU", "LayerNorm", "BatchNorm2d", "Embedding", "Conv2d", "Add")
 # How a layer can be done, written down a second time: (layout it reads, layout it gives, how the

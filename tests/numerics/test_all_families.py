@@ -12,10 +12,10 @@ import torch.nn.functional as F
 
 import penstock as pk
 from penstock.demo import gpt
-from penstock.run.single_device import SingleDevice
-from tests.helpers import make_plan, same_order_families
-from tests.one_device import assert_same, same
-from tests.tiny_models import conv_batch, gpt_batch, make_conv_net, make_gpt
+from penstock.trial.reference.single_device import SingleDevice
+from tests.kit.helpers import make_plan, same_order_families
+from tests.kit.one_device import assert_same, same
+from tests.kit.tiny_models import conv_batch, gpt_batch, make_conv_net, make_gpt
 
 NUM_STEPS = 20
 

@@ -10,8 +10,8 @@ from torch import nn
 
 import penstock as pk
 from penstock import versions
-from penstock.run.delayed_replay import DelayedReplay
-from tests.streams import batches, cuts_of, layered_model, plan_for
+from penstock.trial.reference.delayed_replay import DelayedReplay
+from tests.kit.streams import batches, cuts_of, layered_model, plan_for
 
 POLICIES = {
     "flush": versions.Flush(),

@@ -8,9 +8,9 @@ from torch import nn
 import penstock as pk
 from penstock import versions
 from penstock.errors import InputError, StageError
-from penstock.run.delayed_replay import DelayedReplay
+from penstock.trial.reference.delayed_replay import DelayedReplay
+from tests.kit.streams import batches, cuts_of, layered_model, plan_for
 from tests.numerics.test_asynchronous import OPTIMIZERS, POLICIES
-from tests.streams import batches, cuts_of, layered_model, plan_for
 
 
 class Switch(nn.Module):

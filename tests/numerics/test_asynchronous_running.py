@@ -9,8 +9,9 @@ from torch import nn
 import penstock as pk
 from penstock import versions
 from penstock.errors import InputError, ModelError, StageError
-from penstock.run.delayed_replay import DelayedReplay
-from penstock.run.single_device import SingleDevice
+from penstock.trial.reference.delayed_replay import DelayedReplay
+from penstock.trial.reference.single_device import SingleDevice
+from tests.kit.streams import batches, cuts_of, layered_model, plan_for
 from tests.numerics.test_asynchronous import (
     OPTIMIZERS,
     POLICIES,
@@ -18,7 +19,6 @@ from tests.numerics.test_asynchronous import (
     assert_equal,
     train_both,
 )
-from tests.streams import batches, cuts_of, layered_model, plan_for
 
 STEADY = ("stash", "latest", "vertical sync", "2bw", "stash per minibatch", "pipeoptim")
 

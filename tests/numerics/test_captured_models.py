@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as pk
-from penstock import tree
 from penstock.errors import ModelError
-from penstock.run.single_device import SingleDevice
+from penstock.model import tree
 from penstock.tracing import capture
-from tests.helpers import make_plan
-from tests.one_device import OneDevice, assert_same
+from penstock.trial.reference.single_device import SingleDevice
+from tests.kit.helpers import make_plan
+from tests.kit.one_device import OneDevice, assert_same
 
 ROWS = 7
 

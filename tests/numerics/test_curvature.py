@@ -10,8 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.errors import InputError, ModelError
 from penstock.trial import Workload, largest_curvature, stage_curvatures
-from tests.helpers import make_batch, make_plan
-from tests.tiny_models import Once
+from tests.kit.helpers import make_batch, make_plan
+from tests.kit.tiny_models import Once
 
 
 class Bowl(nn.Module):

@@ -11,8 +11,8 @@ from torch import nn
 
 import penstock as pk
 from penstock.errors import InputError, ModelError, StageError
-from tests.helpers import make_batch, make_mlp, make_plan
-from tests.one_device import OneDevice, assert_same
+from tests.kit.helpers import make_batch, make_mlp, make_plan
+from tests.kit.one_device import OneDevice, assert_same
 
 
 def nesterov(parameters):

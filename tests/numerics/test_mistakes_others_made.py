@@ -13,11 +13,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import penstock as pk
 from penstock.errors import InputError, ModelError, ScheduleError
-from penstock.run.single_device import SingleDevice
 from penstock.schedule import Schedule, families
 from penstock.schedule.check import check
-from tests.helpers import make_batch, make_mlp, make_plan, runnable_cases, runnable_families
-from tests.one_device import OneDevice, assert_same, assert_same_gradients, same
+from penstock.trial.reference.single_device import SingleDevice
+from tests.kit.helpers import make_batch, make_mlp, make_plan, runnable_cases, runnable_families
+from tests.kit.one_device import OneDevice, assert_same, assert_same_gradients, same
 
 
 def sgd(parameters):

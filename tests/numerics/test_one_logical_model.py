@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 import penstock as pk
 from penstock.errors import InputError
-from penstock.run.updater import Updater
-from tests.helpers import make_batch, make_mlp, make_plan, same_order_families
-from tests.one_device import OneDevice, assert_same, assert_same_gradients, same
+from penstock.run.rank.updater import Updater
+from tests.kit.helpers import make_batch, make_mlp, make_plan, same_order_families
+from tests.kit.one_device import OneDevice, assert_same, assert_same_gradients, same
 
 SHAPES = ["1f1b", "zb-h1", "interleaved-1f1b", "zb-v"]
 """Straight, split, interleaved and V: what differs for whatever crosses stages."""

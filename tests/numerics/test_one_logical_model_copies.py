@@ -16,9 +16,9 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 import penstock as pk
 from penstock.demo import gpt
 from penstock.errors import ModelError, StageError
-from tests.helpers import make_batch, make_mlp, make_plan
+from tests.kit.helpers import make_batch, make_mlp, make_plan
+from tests.kit.one_device import OneDevice, assert_same, assert_same_gradients, same
 from tests.numerics.test_one_logical_model_shared import TiedGPT, token_batch
-from tests.one_device import OneDevice, assert_same, assert_same_gradients, same
 
 TOLERANCE = 1e-12
 """Where sums have another order, in float64."""

@@ -15,8 +15,14 @@ from torch import nn
 
 import penstock as pk
 from penstock.errors import InputError, StageError
-from tests.helpers import make_batch, make_mlp, make_plan, runnable_families, same_order_families
-from tests.one_device import OneDevice, assert_same, assert_same_gradients, same
+from tests.kit.helpers import (
+    make_batch,
+    make_mlp,
+    make_plan,
+    runnable_families,
+    same_order_families,
+)
+from tests.kit.one_device import OneDevice, assert_same, assert_same_gradients, same
 
 SHAPES = ["1f1b", "zb-h1", "interleaved-1f1b", "zb-v", "chimera"]
 BATCHES = [make_batch(13, torch.float64, seed=step) for step in range(6)]

@@ -11,10 +11,10 @@ from torch import nn
 
 import penstock as pk
 from penstock.demo import gpt
-from penstock.run.single_device import SingleDevice
-from penstock.spine import run_spine
-from tests.helpers import make_batch, make_mlp, make_plan
-from tests.one_device import OneDevice, assert_same, assert_same_gradients, same
+from penstock.model.spine import run_spine
+from penstock.trial.reference.single_device import SingleDevice
+from tests.kit.helpers import make_batch, make_mlp, make_plan
+from tests.kit.one_device import OneDevice, assert_same, assert_same_gradients, same
 
 TOLERANCE = 1e-12
 """Where sums have another order, in float64."""

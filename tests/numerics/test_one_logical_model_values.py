@@ -12,9 +12,15 @@ from torch import nn
 
 import penstock as pk
 from penstock.errors import InputError
-from penstock.run.single_device import SingleDevice
-from tests.helpers import make_batch, make_mlp, make_plan, runnable_families, same_order_families
-from tests.one_device import OneDevice, assert_same, assert_same_gradients, same
+from penstock.trial.reference.single_device import SingleDevice
+from tests.kit.helpers import (
+    make_batch,
+    make_mlp,
+    make_plan,
+    runnable_families,
+    same_order_families,
+)
+from tests.kit.one_device import OneDevice, assert_same, assert_same_gradients, same
 
 TOLERANCE = 1e-12
 SHAPES = ["1f1b", "zb-h1", "interleaved-1f1b", "zb-v"]

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from penstock.spine import run_spine
-from tests.helpers import make_plan
-from tests.one_device import OneDevice, assert_same
+from penstock.model.spine import run_spine
+from tests.kit.helpers import make_plan
+from tests.kit.one_device import OneDevice, assert_same
 
 KEYS = ("a", "b", "c")
 

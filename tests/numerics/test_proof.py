@@ -12,18 +12,13 @@ from msgspec.structs import replace
 
 from penstock import versions
 from penstock.errors import InputError, ModelError
-from penstock.run.delayed_replay import DelayedReplay
-from penstock.run.single_device import SingleDevice
-from penstock.trial import (
-    Workload,
-    proof,
-    prove,
-    steps_needed,
-)
-from tests.helpers import make_batch, make_mlp, make_plan
+from penstock.trial import Workload, proof, prove, steps_needed
+from penstock.trial.reference.delayed_replay import DelayedReplay
+from penstock.trial.reference.single_device import SingleDevice
+from tests.kit.helpers import make_batch, make_mlp, make_plan
+from tests.kit.small_workload import workload
+from tests.kit.streams import plan_for
 from tests.numerics.test_one_logical_model_shared import TiedGPT, token_batch
-from tests.small_workload import workload
-from tests.streams import plan_for
 
 STREAMS = {
     "latest": versions.Latest(),

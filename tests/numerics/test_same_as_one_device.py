@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import penstock as pk
-from penstock.run.single_device import SingleDevice
-from tests.helpers import make_batch, make_mlp, make_plan, runnable_cases
-from tests.one_device import assert_same, same
+from penstock.trial.reference.single_device import SingleDevice
+from tests.kit.helpers import make_batch, make_mlp, make_plan, runnable_cases
+from tests.kit.one_device import assert_same, same
 
 ALL_CASES = runnable_cases([1, 2, 3, 4], range(1, 10))
 

@@ -17,13 +17,13 @@ from torch import nn
 import penstock as pk
 from penstock.demo import GPT, loss
 from penstock.errors import InputError, ModelError, StageError
+from penstock.model.spine import run_spine
 from penstock.schedule import Kind, Op, Schedule, families
 from penstock.schedule.families.seq1f1b import seq1f1b
 from penstock.schedule.lower import split_backward
-from penstock.spine import run_spine
-from tests.helpers import make_plan
+from tests.kit.helpers import make_plan
+from tests.kit.one_device import OneDevice, assert_same, assert_same_gradients
 from tests.numerics.test_one_logical_model_shared import TiedGPT, token_batch
-from tests.one_device import OneDevice, assert_same, assert_same_gradients
 
 VOCABULARY, CONTEXT = 13, 11
 

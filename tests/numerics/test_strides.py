@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from penstock.randomness import LayerStreams
-from penstock.spine import run_spine, spine_of
-from penstock.stage import Keep, Stage
-from tests.helpers import Lambda, make_plan
-from tests.one_device import OneDevice, assert_same
+from penstock.model.randomness import LayerStreams
+from penstock.model.spine import run_spine, spine_of
+from penstock.stage.stage import Keep, Stage
+from tests.kit.helpers import Lambda, make_plan
+from tests.kit.one_device import OneDevice, assert_same
 
 
 def sgd(parameters):

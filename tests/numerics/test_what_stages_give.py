@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from tests.helpers import make_plan
-from tests.one_device import OneDevice, assert_same
+from tests.kit.helpers import make_plan
+from tests.kit.one_device import OneDevice, assert_same
 
 OUTPUTS = {
     "a view of a parameter": lambda layer, value: (value, layer.weight.expand(len(value), 4)),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from tests.helpers import runnable_cases
+from tests.kit.helpers import runnable_cases
 from tests.oracles import nets
 
 MOST_LAYERS = 9

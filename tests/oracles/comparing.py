@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 import penstock as pk
+from penstock.model.spine import spine_fingerprint, spine_of
 from penstock.schedule import families
-from penstock.spine import spine_fingerprint, spine_of
-from tests.helpers import make_plan
+from tests.kit.helpers import make_plan
 from tests.oracles import nets, plain_replay
 from tests.oracles.plain_loop import PlainLoop
 from tests.oracles.plain_replay import PlainReplay

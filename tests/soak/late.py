@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 import penstock as pk
-from tests.helpers import make_plan
+from tests.kit.helpers import make_plan
 
 
 def late_plan(model, num_ranks, num_microbatches=4) -> pk.Plan:

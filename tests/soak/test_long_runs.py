@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 
-from tests.distributed.launch import torchrun
+from tests.kit.launch import torchrun
 
 JOB = Path(__file__).parent / "jobs" / "long_run.py"
 MOST_GROWTH_BYTES = 16 * 2**20

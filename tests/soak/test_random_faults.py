@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import torchrun
+from tests.kit.launch import torchrun
 from tests.soak.jobs.one_fault import DEADLINE_SECONDS, STARTUP_SECONDS, fault_of
 
 JOB = Path(__file__).parent / "jobs" / "one_fault.py"

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LinearLR
 from penstock.errors import InputError
 from penstock.optimizers import delay_corrected, nadamw
 from penstock.versions import rate_factor
-from tests.optimizing import Delayed, assert_same, train, weights
+from tests.kit.optimizing import Delayed, assert_same, train, weights
 
 # nadamw
 

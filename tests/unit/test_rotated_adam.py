@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock.errors import InputError
 from penstock.optimizers import RotatedAdam, delay_corrected
-from tests.optimizing import Delayed, assert_same, noise, train, weights
+from tests.kit.optimizing import Delayed, assert_same, noise, train, weights
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

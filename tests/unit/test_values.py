@@ -5,7 +5,7 @@ import pytest
 
 from penstock import Cluster, Device, Layer, LayerGraph, Link, plan
 from penstock.errors import FileError
-from penstock.planner import Plan
+from penstock.plans import Plan
 from penstock.values import write_atomically
 
 GRAPH = LayerGraph(

@@ -21,7 +21,7 @@ from penstock.errors import DeadlineError, InputError, RunError
 from penstock.values import write_atomically
 
 if TYPE_CHECKING:
-    from penstock.link_meter import Measurement
+    from penstock.transport.link_meter import Measurement
 
 _HOW = (
     "start it under torchrun, for example `torchrun --nproc-per-node 4 --no-python penstock "
@@ -102,7 +102,7 @@ def measure_cluster(
     if ranks not in (None, int(os.environ["WORLD_SIZE"])):
         raise InputError("under torchrun, --nproc-per-node says how many ranks; leave --ranks out")
     with _process_group(backend, deadline) as rank:
-        from penstock.link_meter import measure_cluster as measure
+        from penstock.transport.link_meter import measure_cluster as measure
 
         counting = show.counting("measuring links") if rank == 0 else nullcontext(None)
         with counting as progress:

@@ -10,15 +10,15 @@ import click
 
 from penstock.cli import options, show, sources
 from penstock.errors import ModelError
-from penstock.planner import Plan
-from penstock.planner.explanation import (
+from penstock.plans import Plan
+from penstock.plans.explanation import (
     ExplainedStage,
     Explanation,
     Stability,
     check_stability,
     explain,
 )
-from penstock.planner.table import format_bytes
+from penstock.plans.table import format_bytes
 
 _WIDTH = 100
 _EPILOG = (

@@ -12,8 +12,8 @@ from penstock.cli.profile_verb import WORKLOAD_HELP, print_graph, profile, profi
 from penstock.cluster import Cluster
 from penstock.drawing import draw as draw_timeline
 from penstock.drawing import read_report, write_report
-from penstock.planner import Plan
 from penstock.planner import plan as find_plan
+from penstock.plans import Plan
 from penstock.values import write_atomically
 from penstock.versions import Policy
 

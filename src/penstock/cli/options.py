@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import click
 
 from penstock.cli import sources
-from penstock.cluster.units import to_bytes
-from penstock.cost import Costs
 from penstock.errors import FileError, InputError
+from penstock.timing.costs import Costs
+from penstock.units import to_bytes
 from penstock.values import Value
 from penstock.versions import POLICIES, Policy
 

@@ -10,14 +10,14 @@ import click
 
 from penstock.cli import options, show
 from penstock.cluster import Cluster
+from penstock.cluster.subset import only
 from penstock.errors import InputError
 from penstock.graph import LayerGraph
+from penstock.interop.pipedream_profiles import read_pipedream_graph
 from penstock.partition import COST_MODELS
-from penstock.pipedream_profiles import read_pipedream_graph
 from penstock.planner import plan as find_plan
 from penstock.planner import what_if as plan_what_if
 from penstock.planner.setting import RecomputeRule
-from penstock.planner.subset import only
 from penstock.schedule.families.replicated import read_replicas
 from penstock.values import shown
 

@@ -8,11 +8,10 @@ from typing import get_args
 import click
 
 from penstock.cli import options, show, sources
-from penstock.cost import Costs
 from penstock.drawing import Fact, Report, TimelineRecord, draw_stacked
 from penstock.drawing.units import seconds
 from penstock.errors import InputError
-from penstock.planner import Plan
+from penstock.plans import Plan
 from penstock.rehearsal import Comparison, Rehearsal
 from penstock.rehearsal import rehearse as perform
 from penstock.rehearsal.conduct import MOST_RANKS
@@ -20,7 +19,8 @@ from penstock.rehearsal.costs import scaled
 from penstock.rehearsal.job import Updates
 from penstock.rehearsal.performance import TransportName
 from penstock.schedule import Kind, Schedule
-from penstock.simulator import simulate
+from penstock.timing.costs import Costs
+from penstock.timing.simulator import simulate
 from penstock.versions import USUAL
 
 _SOURCE_HELP = (

@@ -7,14 +7,14 @@ from pathlib import Path
 import click
 
 from penstock.cli import options, show, sources
-from penstock.cost import Costs
 from penstock.drawing import draw as draw_timeline
 from penstock.drawing import draw_plan, draw_scatter, draw_stacked
 from penstock.errors import InputError
-from penstock.planner.picture import picture_of
+from penstock.plans.picture import picture_of
 from penstock.schedule import Schedule, families
 from penstock.schedule.about import about
 from penstock.schedule.check import check as check_schedule
+from penstock.timing.costs import Costs
 
 _SOURCE_HELP = (
     "SOURCE is a schedule's name, a .csv of ops, or a .json plan, timeline or run. Options of a "

@@ -19,9 +19,9 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from penstock.drawing.text import columns_of_shortest, stacked_text
+from penstock.drawing.timeline.text import columns_of_shortest, stacked_text
 from penstock.drawing.units import Titled
-from penstock.planner.table import format_bytes
+from penstock.plans.table import format_bytes
 from penstock.schedule.about import About
 from penstock.values import encode
 

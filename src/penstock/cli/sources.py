@@ -23,28 +23,20 @@ from typing import (
 
 import msgspec
 
-from penstock.cost import Costs
 from penstock.drawing import Report
 from penstock.errors import FileError, InputError, ModelError
-from penstock.interchange import from_torch_csv
-from penstock.planner import Plan
+from penstock.interop.torch_schedules import from_torch_csv
+from penstock.plans import Plan
 from penstock.schedule import Schedule, families
 from penstock.schedule.check import check
 from penstock.schedule.lower import add_update, add_updates
 from penstock.schedule.memory import Sizes
 from penstock.schedule.op import Kind
-from penstock.simulator import simulate
-from penstock.timeline import BUSY, NO_VERSION, Timeline
+from penstock.timing.costs import Costs
+from penstock.timing.simulator import simulate
+from penstock.timing.timeline import BUSY, NO_VERSION, Timeline
 from penstock.values import read_text, refused_as
-from penstock.versions import (
-    POLICIES,
-    USUAL,
-    Flush,
-    Policy,
-    check_policy,
-    rounds_of,
-    versions_read,
-)
+from penstock.versions import POLICIES, USUAL, Flush, Policy, check_policy, rounds_of, versions_read
 
 if TYPE_CHECKING:
     from penstock.trial import Workload

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from penstock.cli import options, show, sources
-from penstock.planner import Plan
+from penstock.plans import Plan
 
 _EPILOG = (
     "PLAN is a .json file, as `penstock plan -o` writes it. WORKLOAD is module:function, where the "

@@ -13,8 +13,8 @@ import msgspec
 
 from penstock.cluster.checks import MOST_DEVICES
 from penstock.cluster.parts import Device, Group, Kind, Link, SpareMachine, Wire
-from penstock.cluster.units import is_time, to_bytes, to_bytes_per_second, to_seconds
 from penstock.errors import InputError
+from penstock.units import is_time, to_bytes, to_bytes_per_second, to_seconds
 from penstock.values import whole
 
 _MOST_DEPTH = 100

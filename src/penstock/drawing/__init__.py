@@ -2,11 +2,11 @@
 ``draw_plan`` for a plan with its timeline, ``draw_stacked`` for several timelines on one axis,
 ``draw_scatter`` for memory against bubble, ``write_report`` for a whole training run."""
 
-from penstock.drawing.draw import draw, draw_plan, draw_scatter, draw_stacked
-from penstock.drawing.plan_picture import PlanPicture
-from penstock.drawing.report import read_report, write_report
-from penstock.drawing.run_report import Fact, Report, Series, StageRow, TimelineRecord
-from penstock.drawing.svg import stacked
+from penstock.drawing.formats import draw, draw_plan, draw_scatter, draw_stacked
+from penstock.drawing.plan.picture import PlanPicture
+from penstock.drawing.report.run_report import Fact, Report, Series, StageRow, TimelineRecord
+from penstock.drawing.report.writing import read_report, write_report
+from penstock.drawing.timeline.svg import stacked
 
 __all__ = [
     "Fact",

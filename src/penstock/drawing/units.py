@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.timeline import BUSY, Timeline
+from penstock.timing.timeline import BUSY, Timeline
 
 UnitName = Literal["seconds", "abstract"]
 

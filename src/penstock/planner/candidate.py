@@ -11,19 +11,19 @@ from typing import NamedTuple
 from msgspec.structs import replace as with_fields
 
 from penstock.graph import Contention
-from penstock.planner.alternative import Alternative
-from penstock.planner.orders import search_order, written
-from penstock.planner.plan import Plan
 from penstock.planner.setting import Rooms, Setting
-from penstock.planner.stage_plan import Recompute, StagePlan, bytes_of_ranks, costs_of
-from penstock.planner.steady import few_minibatches, steady_seconds
-from penstock.planner.table import count_of, format_bytes
 from penstock.planner.task import Task
+from penstock.plans.alternative import Alternative
+from penstock.plans.orders import search_order, written
+from penstock.plans.plan import Plan
+from penstock.plans.stage_plan import Recompute, StagePlan, bytes_of_ranks, costs_of
+from penstock.plans.steady import few_minibatches, steady_seconds
+from penstock.plans.table import count_of, format_bytes
 from penstock.schedule import Schedule
 from penstock.schedule.families import SEARCHED
 from penstock.schedule.lower import add_recompute, add_update
-from penstock.simulator import simulate
-from penstock.timeline import Timeline
+from penstock.timing.simulator import simulate
+from penstock.timing.timeline import Timeline
 
 
 class Excess(NamedTuple):

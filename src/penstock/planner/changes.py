@@ -12,13 +12,13 @@ from msgspec.structs import replace
 
 from penstock.cluster import Cluster, Device, Link
 from penstock.cluster.checks import MOST_DEVICES
-from penstock.cluster.units import to_bytes, to_bytes_per_second, to_seconds
+from penstock.cluster.subset import only
 from penstock.errors import InputError, PlanError
 from penstock.graph import LayerGraph
-from penstock.planner.plan import Plan
 from penstock.planner.search import plan
-from penstock.planner.subset import only
-from penstock.planner.table import as_text, count_of, format_bytes, format_seconds
+from penstock.plans.plan import Plan
+from penstock.plans.table import as_text, count_of, format_bytes, format_seconds
+from penstock.units import to_bytes, to_bytes_per_second, to_seconds
 from penstock.values import MOST_AMOUNT, expect, whole
 
 _CHANGE = re.compile(r"\s*(?P<quantity>[a-z]+)\s*(?P<how>[*/=])\s*(?P<value>[^\s,]+)\s*")

@@ -13,8 +13,8 @@ from penstock.errors import PlanError
 from penstock.partition.chain import balance, lightest
 from penstock.planner.candidate import Candidate
 from penstock.planner.setting import RecomputeRule, Rooms, Setting
-from penstock.planner.stage_plan import Recompute
 from penstock.planner.task import Task
+from penstock.plans.stage_plan import Recompute
 
 _MOST_MOVES = 60
 _SQUEEZES: dict[RecomputeRule, tuple[Recompute, ...]] = {

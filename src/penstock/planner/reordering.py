@@ -15,7 +15,7 @@ from penstock.planner.offers import PLAIN, Offer, Wish
 from penstock.planner.task import Task
 from penstock.schedule import families
 from penstock.schedule.lower import add_update
-from penstock.simulator import simulate
+from penstock.timing.simulator import simulate
 
 _USUAL_BYTES = 2**20
 

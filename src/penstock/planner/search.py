@@ -19,7 +19,6 @@ from penstock.partition import cost_model as find_cost_model
 from penstock.planner.candidate import Candidate
 from penstock.planner.doubts import doubts_about
 from penstock.planner.offers import PLAIN, REPLICATED, Wish
-from penstock.planner.plan import Plan
 from penstock.planner.race import Race, closest
 from penstock.planner.reordering import in_other_orders, learned
 from penstock.planner.setting import RecomputeRule
@@ -27,6 +26,7 @@ from penstock.planner.shortfall import shortfall
 from penstock.planner.task import Task
 from penstock.planner.tensor_groups import in_groups, widths
 from penstock.planner.why import alternatives_of, coarsely, possible, reason_for, rivals
+from penstock.plans.plan import Plan
 from penstock.schedule import families
 from penstock.schedule.families.replicated import read_replicas
 from penstock.values import MOST_BYTES, expect, flag, is_whole, one_of, shown, whole

@@ -9,9 +9,9 @@ from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.graph import Mode
-from penstock.planner.orders import stand_in
-from penstock.planner.stage_plan import Recompute
 from penstock.planner.task import Task
+from penstock.plans.orders import stand_in
+from penstock.plans.stage_plan import Recompute
 from penstock.schedule import Kind, Schedule, families
 from penstock.schedule.lower import add_recompute
 from penstock.schedule.memory import Load, loads, peak_activations

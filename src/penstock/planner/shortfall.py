@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from penstock.planner.candidate import Candidate
 from penstock.planner.offers import Wish
 from penstock.planner.race import fastest
-from penstock.planner.table import format_bytes
 from penstock.planner.task import Task
 from penstock.planner.why import coarsely
+from penstock.plans.table import format_bytes
 
 _TIMES_AS_MANY = (2, 4)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from penstock.partition.chain import Table
     from penstock.partition.tensor import TensorSplit
-    from penstock.planner.stage_plan import Split
+    from penstock.plans.stage_plan import Split
 
     Vector = npt.NDArray[np.float64]
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 from msgspec.structs import replace as with_fields
 
 from penstock.cluster import Cluster, Device
+from penstock.cluster.subset import only
 from penstock.errors import PlanError
 from penstock.partition.tensor import split_layers
-from penstock.planner.subset import only
 from penstock.planner.task import Task, TensorGroups
 
 _USUAL_BYTES = 2**20

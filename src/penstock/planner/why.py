@@ -7,12 +7,12 @@ from dataclasses import replace as replaced
 
 from msgspec.structs import replace
 
-from penstock.planner.alternative import Alternative
 from penstock.planner.candidate import Candidate
 from penstock.planner.offers import PLAIN, Wish
 from penstock.planner.race import SAME, fastest
-from penstock.planner.table import count_of, format_bytes, format_seconds, format_speed_up
 from penstock.planner.task import Task
+from penstock.plans.alternative import Alternative
+from penstock.plans.table import count_of, format_bytes, format_seconds, format_speed_up
 
 _MATTERS = 0.1
 """A share of the step that is worth a word."""

@@ -1,30 +1,10 @@
-"""Measure the layers of a model, in place, while nothing else works.
+"""Profile a model: its layers alone, then how much longer ranks of one machine take for them.
 
-The whole room is ``measure_alone`` (``measuring``). ``chain`` makes functions of layers, ``passes``
-runs them by a ``clock`` with the graph cut between them, ``rounds`` lets all kinds of pass take
-turns and makes medians of them; ``overheads`` is what comes on top of layers, ``workspace`` and
-``penstock.footprint`` count memory, ``flags`` says what is odd, ``bench`` does all that with one
-``sample``, ``uncut`` times the whole model for comparisons, and ``conditions`` leaves everything as
-it was.
+``profiling`` has ``profile``. It lets ``alone`` measure every layer while nothing else works, and
+``together`` measure real pipelines of a copy of the model. How much longer these take than the
+planner foresees is the profile's ``contention``.
 """
 
-from penstock.profiler.bench import Progress
-from penstock.profiler.chain import Loss
-from penstock.profiler.conditions import device_of
-from penstock.profiler.measuring import measure_alone
-from penstock.profiler.overheads import measure_hand_over
-from penstock.profiler.rounds import WARM_UP
-from penstock.profiler.sample import Sample
-from penstock.profiler.uncut import Alone, measure_uncut
+from penstock.profiler.profiling import profile
 
-__all__ = [
-    "WARM_UP",
-    "Alone",
-    "Loss",
-    "Progress",
-    "Sample",
-    "device_of",
-    "measure_alone",
-    "measure_hand_over",
-    "measure_uncut",
-]
+__all__ = ["profile"]

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any, get_args
 
-from penstock.cost import Costs
 from penstock.errors import InputError
-from penstock.planner import Plan
+from penstock.plans import Plan
 from penstock.rehearsal.costs import costs_of_slices, default_costs, scaled
 from penstock.rehearsal.job import Job, Updates, WaitsName, flattened
 from penstock.rehearsal.performance import TransportName, perform
@@ -18,7 +17,8 @@ from penstock.schedule import Kind, Schedule
 from penstock.schedule.check import check
 from penstock.schedule.lower import add_agreement, add_communication, add_update
 from penstock.schedule.op import COMPUTE
-from penstock.simulator import simulate
+from penstock.timing.costs import Costs
+from penstock.timing.simulator import simulate
 from penstock.values import expect, is_number, is_whole, one_of
 from penstock.versions import Flush
 

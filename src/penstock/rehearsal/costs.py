@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import fields, replace
 
-from penstock.cost import Costs
 from penstock.schedule import Schedule
+from penstock.timing.costs import Costs
 
 OP_SECONDS = 10e-3
 """What F, I and W of all of a rank's layers take where nobody says."""

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.randomness import LayerStreams
+from penstock.model.randomness import LayerStreams
+from penstock.model.spine import NamedLayer
 from penstock.rehearsal.waits import Waits
 from penstock.schedule import Kind, Op
-from penstock.spine import NamedLayer
-from penstock.stage import Criterion, Gradients, InputGradients, Keep, Produced, Stage
+from penstock.stage.stage import Criterion, Gradients, InputGradients, Keep, Produced, Stage
 
 _NO_SKIPS: Mapping[str, Any] = MappingProxyType({})
 

@@ -6,8 +6,8 @@ from typing import Literal
 
 from msgspec import field
 
-from penstock.cost import Costs
 from penstock.schedule import Op, Schedule
+from penstock.timing.costs import Costs
 from penstock.values import Value
 from penstock.versions import Flush, Policy
 

@@ -12,21 +12,21 @@ import torch
 from torch import nn
 
 from penstock.errors import PeerError, RunError
-from penstock.optimizer_factory import Parameters
+from penstock.model.optimizer_factory import Parameters
+from penstock.reduce.reducer import Purpose, SharedWeights
 from penstock.rehearsal.emulated_stage import EmulatedOptimizer, EmulatedStage
 from penstock.rehearsal.job import Job
 from penstock.rehearsal.links import PlannedLinks
 from penstock.rehearsal.waits import Alarm, LogicalWaits, RelativeWaits, Waits
 from penstock.run.minibatch import Minibatch
-from penstock.run.program import Program
+from penstock.run.rank.program import Program
+from penstock.run.rank.updater import Holding, Updater
+from penstock.run.rank.worker import Worker
 from penstock.run.recipe import Recipe
-from penstock.run.shared_weights import Purpose, SharedWeights
-from penstock.run.updater import Holding, Updater
-from penstock.run.worker import Worker
 from penstock.schedule import Kind, Op, Schedule
 from penstock.schedule.channels import other_end
 from penstock.schedule.segment import Segment
-from penstock.simulator import simulate
+from penstock.timing.simulator import simulate
 from penstock.transport import Transport
 
 

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.cost import Costs
 from penstock.rehearsal.costs import with_hop
 from penstock.rehearsal.reports import StepTimes
 from penstock.rehearsal.stream import Steady
 from penstock.schedule import Kind, Schedule
-from penstock.simulator import simulate
-from penstock.timeline import BUSY, Span, Timeline
+from penstock.timing.costs import Costs
+from penstock.timing.simulator import simulate
+from penstock.timing.timeline import BUSY, Span, Timeline
 
 _HELD_UP_SECONDS = 1e-3
 

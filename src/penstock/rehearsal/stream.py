@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from math import ceil, lcm
 from typing import NamedTuple
 
-from penstock.cost import Costs
 from penstock.errors import InputError
-from penstock.planner import Plan
+from penstock.plans import Plan
 from penstock.schedule import Schedule
 from penstock.schedule.lower import add_updates
 from penstock.schedule.op import COMPUTE, RELEASING
 from penstock.schedule.rounds import Rounds
-from penstock.timeline import Timeline
+from penstock.timing.costs import Costs
+from penstock.timing.timeline import Timeline
 from penstock.values import is_whole
 from penstock.versions import USUAL, Policy, check_policy, rounds_of
 

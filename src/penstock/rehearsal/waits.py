@@ -7,8 +7,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
-from penstock.cost import Costs
 from penstock.schedule import Op
+from penstock.timing.costs import Costs
 
 _SHORT_SLEEP_SECONDS = 1e-3
 _NUM_TRIALS = 31

@@ -10,21 +10,21 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from penstock.errors import InputError
-from penstock.planner import Plan
-from penstock.randomness import LayerStreams
-from penstock.rendezvous import Rendezvous
-from penstock.run.driver import Deadlines, Driver, told
-from penstock.run.joining import TransportName
+from penstock.model.randomness import LayerStreams
+from penstock.model.spine import NamedLayer, spine_fingerprint
+from penstock.plans import Plan
+from penstock.run.drive.driver import Deadlines, Driver, told
+from penstock.run.drive.joining import TransportName
+from penstock.run.drive.processes import ProcessDriver, agree
+from penstock.run.drive.threads import ThreadDriver
 from penstock.run.layout import Layout
-from penstock.run.processes import ProcessDriver, agree
+from penstock.run.rank.updater import Updater
+from penstock.run.rank.worker import Void, Worker
 from penstock.run.recipe import Recipe
 from penstock.run.seals import SealedTransport
-from penstock.run.threads import ThreadDriver
-from penstock.run.updater import Updater
-from penstock.run.worker import Void, Worker
-from penstock.spine import NamedLayer, spine_fingerprint
-from penstock.stage import Stage
+from penstock.stage.stage import Stage
 from penstock.transport import Codec, ThreadExchange, Transport, connect
+from penstock.transport.rendezvous import Rendezvous
 from penstock.values import expect, flag, one_of, whole
 
 Results = Literal["every rank", "none"]

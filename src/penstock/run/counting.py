@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from penstock.activation_meter import ActivationMeter, Kept
-from penstock.stage import Stage
+from penstock.device.activation_meter import ActivationMeter, Kept
+from penstock.stage.stage import Stage
 
 
 class Peak(NamedTuple):

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock import microbatches, tree
 from penstock.errors import InputError
-from penstock.microbatches import Microbatches, Weighting
+from penstock.model import microbatches, tree
+from penstock.model.microbatches import Microbatches, Weighting
 from penstock.run.minibatch import Minibatch
 from penstock.run.seals import digest
 

@@ -14,8 +14,8 @@ from math import ceil
 from typing import Any
 
 from penstock.errors import InputError, RunError
-from penstock.planner import Plan
-from penstock.run.driver import Driver
+from penstock.plans import Plan
+from penstock.run.drive.driver import Driver
 from penstock.run.layout import Layout
 from penstock.run.lowering import asynchronous, forwards, synchronous
 from penstock.run.minibatch import Minibatch

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from penstock.model.spine import NamedLayer
 from penstock.run.shared_state import SharedTensor
-from penstock.spine import NamedLayer
 
 Users = frozenset[tuple[int, int]]
 """(rank, stage) of each."""

@@ -17,18 +17,18 @@ import torch
 from torch import nn
 
 from penstock.errors import ModelError
-from penstock.planner import Plan
-from penstock.randomness import LayerStreams
+from penstock.model.randomness import LayerStreams
+from penstock.model.spine import NamedLayer
+from penstock.plans import Plan
+from penstock.reduce.reducer import SharedWeights
 from penstock.run.holders import Holders
-from penstock.run.program import SkipRoute
+from penstock.run.rank.program import SkipRoute
+from penstock.run.rank.updater import Holding
 from penstock.run.shared_state import SharedState
-from penstock.run.shared_weights import SharedWeights
 from penstock.run.twins import Twins
-from penstock.run.updater import Holding
-from penstock.slices import check_sliceable
-from penstock.spine import NamedLayer
-from penstock.stage import Stage
-from penstock.store import WeightStore
+from penstock.stage.slices import check_sliceable
+from penstock.stage.stage import Stage
+from penstock.weights.store import WeightStore
 
 
 class _Weight(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.planner import Plan
+from penstock.plans import Plan
 from penstock.run.layout import Layout
 from penstock.run.recipe import Recipe
 from penstock.schedule import Schedule

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from penstock.run.counting import Peak
-from penstock.run.journal import Record
+from penstock.run.rank.journal import Record
 from penstock.run.seals import Call, Seal
-from penstock.store import Held
+from penstock.weights.store import Held
 
 
 def _autocast_here() -> dict[str, torch.dtype]:

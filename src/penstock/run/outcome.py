@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from penstock.run.counting import Peak
-from penstock.run.journal import Record
-from penstock.store import Held
-from penstock.timeline import Row, Timeline
+from penstock.run.rank.journal import Record
+from penstock.timing.timeline import Row, Timeline
+from penstock.weights.store import Held
 
 
 class Part(Protocol):

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from penstock.errors import ModelError
+from penstock.model.spine import NamedLayer
 from penstock.run.elsewhere import Elsewhere
-from penstock.spine import NamedLayer
 
 _CALLED_WITH_FORWARD = (
     "_forward_pre_hooks",

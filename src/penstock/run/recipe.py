@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import InputError
-from penstock.optimizer_factory import OptimizerFactory, SchedulerFactory
+from penstock.model.optimizer_factory import OptimizerFactory, SchedulerFactory
 from penstock.values import expect, flag, number, one_of, shown
 from penstock.versions import Flush, Policy, Updates
 

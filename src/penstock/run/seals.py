@@ -19,12 +19,12 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from penstock import tree
 from penstock.errors import RunError
-from penstock.microbatches import Microbatches
-from penstock.run.tags import REPORT_TAG, SHARED_TAGS
+from penstock.model import tree
+from penstock.model.microbatches import Microbatches
 from penstock.transport import Edge, Noted, Transport
 from penstock.transport.base import OnTop
+from penstock.transport.tags import REPORT_TAG, SHARED_TAGS
 
 _FIELDS = struct.Struct("<iiqdQQ")
 _MOST_SAMPLES = 1024

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
-from penstock.spine import NamedLayer
+from penstock.model.spine import NamedLayer
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training", "_is_full_backward_hook"}
 _HOOKS = tuple(

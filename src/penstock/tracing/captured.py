@@ -11,9 +11,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from penstock import microbatches, tree
 from penstock.errors import InputError, ModelError
-from penstock.spine import run_spine
+from penstock.model import microbatches, tree
+from penstock.model.spine import run_spine
 from penstock.tracing.flow import Flow, must_follow
 from penstock.tracing.graphs import Dynamic, Given, Traced, spread, trace
 from penstock.tracing.layers import (
@@ -25,13 +25,7 @@ from penstock.tracing.layers import (
     program_of,
 )
 from penstock.tracing.proof import check_equal
-from penstock.tracing.segments import (
-    Granularity,
-    Segment,
-    blocks_of,
-    localise_sizes,
-    segments_of,
-)
+from penstock.tracing.segments import Granularity, Segment, blocks_of, localise_sizes, segments_of
 from penstock.tracing.units import number_units
 from penstock.values import one_of
 

@@ -10,8 +10,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, fx, nn
 
-from penstock import tree
 from penstock.errors import InputError
+from penstock.model import tree
 from penstock.tracing.flow import Flow
 from penstock.tracing.graphs import Traced, spread
 

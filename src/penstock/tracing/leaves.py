@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock import tree
+from penstock.model import tree
 
 _PLAIN = (
     Tensor, int, float, complex, bool, str, type(None), torch.SymInt, torch.SymFloat, torch.SymBool,

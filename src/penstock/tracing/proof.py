@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock import microbatches, tree
 from penstock.errors import ModelError
-from penstock.replay import put_back, saved_buffers
+from penstock.model import microbatches, tree
+from penstock.model.replay import put_back, saved_buffers
 from penstock.tracing.graphs import Given
 
 _MEND = (

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.replay import Run
+from penstock.model.replay import Run
 from penstock.tracing.layers import CapturedLayer
 from penstock.tracing.segments import called
 

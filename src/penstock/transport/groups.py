@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from penstock.rendezvous import translated, within
+from penstock.transport.rendezvous import translated, within
 
 
 class User(Protocol):

@@ -12,11 +12,11 @@ import msgspec
 import torch.distributed as dist
 
 from penstock.errors import RunError
-from penstock.rendezvous import Rendezvous
 from penstock.transport import groups, segment
 from penstock.transport.base import Edge, Patience, Transport
 from penstock.transport.meeting import Doorway, Invitation, this_host
 from penstock.transport.process_group import ProcessGroupTransport
+from penstock.transport.rendezvous import Rendezvous
 from penstock.transport.shared_memory import SharedMemoryTransport
 from penstock.transport.wire import Codec
 

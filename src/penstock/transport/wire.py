@@ -24,8 +24,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from penstock import tree
 from penstock.errors import InputError
+from penstock.model import tree
 
 DEEPEST = 64
 """How deep values may be nested."""

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.pipeline import Pipeline
-from penstock.planner import Plan
-from penstock.run.single_device import SingleDevice
-from penstock.timeline import Timeline
+from penstock.plans import Plan
+from penstock.timing.timeline import Timeline
+from penstock.trial.reference.single_device import SingleDevice
 from penstock.trial.workload import Batch, Workload
 
 

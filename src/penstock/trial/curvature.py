@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.errors import InputError, ModelError
-from penstock.planner import Plan
-from penstock.spine import NamedLayer, spine_fingerprint, spine_of
+from penstock.model.spine import NamedLayer, spine_fingerprint, spine_of
+from penstock.plans import Plan
 from penstock.trial.workload import Batch, Workload
 
 Progress = Callable[[int, int], None]

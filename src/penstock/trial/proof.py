@@ -18,19 +18,19 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from penstock import microbatches, tree
 from penstock.errors import InputError
-from penstock.optimizer_factory import Parameters
+from penstock.model import microbatches, tree
+from penstock.model.optimizer_factory import Parameters
+from penstock.model.spine import spine_fingerprint, spine_of
 from penstock.pipeline import Pipeline
-from penstock.planner import Plan
-from penstock.planner.explanation import steady_minibatch
-from penstock.run.delayed_replay import DelayedReplay
-from penstock.run.joining import several_processes
-from penstock.run.single_device import SingleDevice
-from penstock.spine import spine_fingerprint, spine_of
-from penstock.timeline import Timeline
+from penstock.plans import Plan
+from penstock.plans.explanation import steady_minibatch
+from penstock.run.drive.joining import several_processes
+from penstock.timing.timeline import Timeline
 from penstock.trial.contestants import intra_op_threads
 from penstock.trial.curvature import layers_of_stages
+from penstock.trial.reference.delayed_replay import DelayedReplay
+from penstock.trial.reference.single_device import SingleDevice
 from penstock.trial.verdict import Difference, Proof, ProofRow
 from penstock.trial.workload import Batch, Workload
 from penstock.versions import PipeMare, Predict

@@ -10,11 +10,11 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from penstock import microbatches, tree
-from penstock.calibration import profile
 from penstock.errors import InputError
 from penstock.graph import LayerGraph
-from penstock.profiler import Progress
+from penstock.model import microbatches, tree
+from penstock.profiler import profile
+from penstock.profiler.alone import Progress
 
 Batch = tuple[Any, Any]
 

@@ -25,13 +25,7 @@ forward of microbatch k, and k at its backward, where each microbatch is an upda
 from __future__ import annotations
 
 from penstock.versions.book import Trace, VersionBook, trace, versions_read
-from penstock.versions.fit import (
-    check_policy,
-    least_minibatch,
-    place_of,
-    rounds_of,
-    weight_copies,
-)
+from penstock.versions.fit import check_policy, least_minibatch, place_of, rounds_of, weight_copies
 from penstock.versions.policies import (
     POLICIES,
     USUAL,

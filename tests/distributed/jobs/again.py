@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from tests.helpers import make_plan
+from tests.kit.helpers import make_plan
 
 
 def main() -> None:

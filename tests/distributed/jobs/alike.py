@@ -21,8 +21,8 @@ from torch import nn
 
 import penstock as pk
 from penstock.errors import PenstockError
+from tests.kit.streams import batches, layered_model, plan_for
 from tests.numerics.test_asynchronous import POLICIES
-from tests.streams import batches, layered_model, plan_for
 
 DEADLINE_SECONDS = 60
 ROWS = (8, 8, 8)

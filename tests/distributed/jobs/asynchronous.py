@@ -13,10 +13,10 @@ from torch import nn
 
 import penstock as pk
 from penstock.errors import RunError
-from penstock.run.delayed_replay import DelayedReplay
-from penstock.run.single_device import SingleDevice
+from penstock.trial.reference.delayed_replay import DelayedReplay
+from penstock.trial.reference.single_device import SingleDevice
+from tests.kit.streams import batches, cuts_of, layered_model, plan_for
 from tests.numerics.test_asynchronous import OPTIMIZERS, POLICIES, SIZES
-from tests.streams import batches, cuts_of, layered_model, plan_for
 
 REPLICAS = {3: ("2-1", "1-2"), 4: ("2-1-1", "3-1", "2-2")}
 # Sums in another order: of drifts and predictions, and of replicas.

@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import penstock as pk
-from penstock.run.single_device import SingleDevice
-from tests.helpers import make_batch, make_mlp, make_plan, runnable_cases
-from tests.one_device import same
+from penstock.trial.reference.single_device import SingleDevice
+from tests.kit.helpers import make_batch, make_mlp, make_plan, runnable_cases
+from tests.kit.one_device import same
 
 
 def adamw(parameters):

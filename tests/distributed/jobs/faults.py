@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import penstock as pk
 from penstock.errors import PenstockError
 from penstock.schedule import families
-from tests.helpers import make_batch, make_mlp, make_plan
+from tests.kit.helpers import make_batch, make_mlp, make_plan
 
 DEADLINE_SECONDS = 6.0
 LONG_SECONDS = 120.0

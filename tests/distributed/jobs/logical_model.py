@@ -18,16 +18,16 @@ import torch.nn.functional as F
 import penstock as pk
 from penstock.demo import gpt
 from penstock.errors import ModelError, RunError
-from penstock.run.single_device import SingleDevice
-from tests.helpers import make_batch, make_mlp, make_plan, same_order_families
+from penstock.trial.reference.single_device import SingleDevice
+from tests.kit.helpers import make_batch, make_mlp, make_plan, same_order_families
+from tests.kit.one_device import OneDevice, same
+from tests.kit.tiny_models import conv_batch, gpt_batch, make_conv_net, make_gpt
 from tests.numerics.test_one_logical_model_shared import (
     TiedGPT,
     UNet,
     picture_batch,
     token_batch,
 )
-from tests.one_device import OneDevice, same
-from tests.tiny_models import conv_batch, gpt_batch, make_conv_net, make_gpt
 
 Found = Iterator[str]
 SKIP_CASES = [("1f1b", "layers"), ("zb-v", "stage"), ("interleaved-1f1b", "none")]

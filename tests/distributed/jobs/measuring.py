@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import PenstockError
-from penstock.link_meter import measure_cluster
+from penstock.transport.link_meter import measure_cluster
 
 DEADLINE_SECONDS = 6.0
 LONG_SECONDS = 120.0

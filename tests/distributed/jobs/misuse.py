@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.optim import SGD
 
 import penstock as pk
-from tests.helpers import make_mlp, make_plan
+from tests.kit.helpers import make_mlp, make_plan
 
 
 def message(model, plan, **options) -> str:

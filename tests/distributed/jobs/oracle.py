@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import penstock as pk
-from tests.helpers import make_batch, make_mlp, make_plan
+from tests.kit.helpers import make_batch, make_mlp, make_plan
 
 PEERS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 

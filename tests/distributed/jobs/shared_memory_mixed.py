@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import PeerError, RunError
-from penstock.rendezvous import Rendezvous
 from penstock.transport import Edge, connect
+from penstock.transport.rendezvous import Rendezvous
 
 DEADLINE_SECONDS = 60.0
 NUM_ROUNDS = 6

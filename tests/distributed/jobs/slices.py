@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import penstock as pk
 from penstock.demo import loss
+from tests.kit.one_device import OneDevice
 from tests.numerics.test_slices import adamw, build_gpt, plan_of, tokens
-from tests.one_device import OneDevice
 
 
 def differences() -> list[str]:

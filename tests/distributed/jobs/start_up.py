@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import penstock as pk
-from tests.helpers import make_batch, make_mlp, make_plan
+from tests.kit.helpers import make_batch, make_mlp, make_plan
 
 SOON_SECONDS = 6.0
 """A deadline that has to pass."""

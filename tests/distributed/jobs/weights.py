@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 import penstock as pk
 from penstock.errors import PenstockError
-from penstock.run.single_device import SingleDevice
-from tests.helpers import make_batch, make_mlp, make_plan
+from penstock.trial.reference.single_device import SingleDevice
+from tests.kit.helpers import make_batch, make_mlp, make_plan
 
 
 class Pair(NamedTuple):

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 import penstock as pk
-from tests.helpers import make_batch, make_mlp, make_plan
+from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.soak.late import late_plan
 
 NUM_LOOKS = 20

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 import penstock as pk
-from tests.helpers import make_batch, make_mlp, make_plan
+from tests.kit.helpers import make_batch, make_mlp, make_plan
 
 DEADLINE_SECONDS = 8.0
 STARTUP_SECONDS = 45.0

@@ -1,0 +1,100 @@
+"""What recording every op costs: the interpreter's loop beside the same loop without a clock.
+
+    python benchmarks/contest/recording.py [--op-ms 0.2]
+
+Both perform the same matrix products, in turns, one thread; medians over rounds. The first line is
+the cost of a record where the op itself does nothing; then the share that it is of short ops,
+measured directly; then what it takes to make a timeline of the records, once per step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from penstock.run import outcome
+from penstock.run.rank.interpreter import perform_all
+from penstock.run.rank.journal import Journal, Record
+from penstock.schedule import Kind, Op
+
+NUM_OPS = 20
+"""In a row; few, so that other work on the machine meets both alike."""
+
+
+class Nothing:
+    """Ops that take no time."""
+
+    def perform(self, op: Op) -> None:
+        """Do nothing."""
+
+
+class Products:
+    """Ops that multiply two matrices, as often as fills the wanted time."""
+
+    def __init__(self, op_seconds: float) -> None:
+        self._matrix, self._result = torch.ones(96, 96), torch.empty(96, 96)
+        self._times = 1
+        one = min(seconds_of(lambda: self.perform(Op(0, Kind.FORWARD, 0))) for _ in range(2000))
+        self._times = max(1, round(op_seconds / one))
+
+    def perform(self, op: Op) -> None:
+        """Multiply."""
+        for _ in range(self._times):
+            torch.mm(self._matrix, self._matrix, out=self._result)
+
+
+def unrecorded(ops: Sequence[Op], performer: Nothing | Products) -> None:
+    """The interpreter's loop without a clock."""
+    for op in ops:
+        try:
+            performer.perform(op)
+        except Exception as error:
+            raise RuntimeError(str(op)) from error
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """How long ``work`` takes once."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def in_turns(performer: Nothing | Products, rounds: int) -> tuple[float, float, float]:
+    """Median seconds per op without and with records, and the median of their differences."""
+    ops = [Op(0, Kind.FORWARD, k) for k in range(NUM_OPS)]
+    without, recorded = [], []
+    for number in range(rounds):
+        pair = [
+            (without, lambda: unrecorded(ops, performer)),
+            (recorded, lambda: perform_all(ops, performer, Journal())),
+        ]
+        # Whoever comes second finds warmer caches: take turns in that too.
+        for times, work in pair if number % 2 else reversed(pair):
+            times.append(seconds_of(work) / NUM_OPS)
+    differences = [b - a for a, b in zip(without, recorded, strict=True)]
+    return tuple(map(statistics.median, (without, recorded, differences)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--op-ms", type=float, default=0.2, help="length of an op")
+    op_seconds = parser.parse_args().op_ms / 1e3
+    torch.set_num_threads(1)
+    _, _, record = in_turns(Nothing(), 5000)
+    print(f"a record: {record * 1e9:.0f} ns, {record / op_seconds:.2%} of {op_seconds * 1e3:g} ms")
+    without, recorded, difference = in_turns(Products(op_seconds), 1000)
+    print(
+        f"ops without records {without * 1e6:.2f} µs, with {recorded * 1e6:.2f} µs; "
+        f"difference, median of pairs: {difference / without:+.2%}"
+    )
+    records = [[Record(Op(0, Kind.FORWARD, k), k, k + 1.0) for k in range(1000)]]
+    making = min(seconds_of(lambda: outcome.timeline(records, "")) for _ in range(50)) / 1000
+    print(f"a timeline of them: {making * 1e9:.0f} ns per op, {making / op_seconds:.2%}")
+
+
+if __name__ == "__main__":
+    main()

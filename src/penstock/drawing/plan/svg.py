@@ -1,0 +1,373 @@
+"""A plan as a figure: a row per device, a block per stage, and what goes between them.
+
+Blocks are as long as the device works on a microbatch, so that the longest row is what the whole
+pipeline waits for. Ranks that hold the same stage stand in one card; devices that share every layer
+of it have one block across their rows. Beside each row stands its memory with its limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from penstock.drawing.markup import (
+    coordinate,
+    document,
+    escaped,
+    lines,
+    resource,
+    shortened,
+    tag,
+    text_width,
+    write,
+)
+from penstock.drawing.plan.picture import (
+    MEMORY_PARTS,
+    Block,
+    DeviceRow,
+    Flow,
+    Heading,
+    PlanPicture,
+    RankGroup,
+    RankRow,
+)
+from penstock.drawing.plan.sheet import (
+    choices_table,
+    legend_lines,
+    shortened_layers,
+    without_beginning,
+    wrapped,
+)
+from penstock.drawing.timeline.boxes import LETTERS, WORDS, ink, paint, patterns
+from penstock.drawing.units import Unit, bytes_, seconds, tick_label, ticks, unit_of_seconds
+from penstock.schedule.op import Kind
+
+NARROWEST, WIDEST = 1040.0, 1600.0
+"""The least and the most pixels that a figure is wide by itself."""
+
+_MARGIN, _PADDING = 16.0, 10.0
+_ROW, _BAR, _HEADING, _GAP = 24.0, 18.0, 20.0, 10.0
+_FLOW = 20.0
+_WIDEST_NAME, _MEMORY_SHARE, _AFTER_BLOCKS = 170.0, 0.15, 52.0
+_LANE = 14.0
+_TICK_DISTANCE = 80.0
+
+_OVER_FILL = "url(#penstock-over)"
+_OVER = (
+    '<pattern id="penstock-over" width="6" height="6" patternUnits="userSpaceOnUse">'
+    '<path class="stripes" d="M-1 7L7 -1M-1 1L1 -1M5 7L7 5"/></pattern>'
+)
+"""What stands over the part of a bar that does not fit, known without its colour."""
+
+_Place = tuple[float, float, float, float]
+"""x, y, width and height in pixels."""
+
+
+@dataclass
+class _Frame:
+    """Where everything goes, in pixels, and what has been drawn."""
+
+    picture: PlanPicture
+    width: float
+    left: float
+    right: float
+    memory_left: float
+    card_right: float
+    unit: Unit
+    parts: list[str] = field(default_factory=list)
+    cards: list[tuple[float, float]] = field(default_factory=list)
+    beat_path: str = ""
+
+    @property
+    def scale(self) -> float:
+        beat = self.picture.beat
+        return (self.right - self.left) / beat if beat else 0.0
+
+    @property
+    def memory_scale(self) -> float:
+        return self.memory_bar / self.picture.memory_extent
+
+    @property
+    def memory_bar(self) -> float:
+        return _MEMORY_SHARE * self.width
+
+
+def plan_svg(
+    picture: PlanPicture, width: float = NARROWEST, head: bool = True, choices: bool = True
+) -> str:
+    """Draw a plan as a standalone SVG document.
+
+    Args:
+        picture: what it shows.
+        width: in pixels.
+        head: whether title, facts and reason stand above it.
+        choices: whether the other choices stand below it.
+    """
+    frame = _frame(picture, width)
+    top = _head(frame, _MARGIN) if head else _MARGIN
+    top = _columns(frame, top)
+    for index, group in enumerate(picture.groups):
+        top = _card(frame, index, group, top)
+    _far_flows(frame)
+    top = _axis(frame, top)
+    for drawn in legend_lines(_entries(picture), _MARGIN, top, width):
+        frame.parts.append(drawn.markup)
+        top = drawn.bottom
+    if choices and picture.choices:
+        drawn = choices_table(picture.choices, _MARGIN, top + 12, width - 2 * _MARGIN)
+        frame.parts.append(drawn.markup)
+        top = drawn.bottom
+    words = f"{picture.title}: {'; '.join(picture.facts)}"
+    style = tag("style", f"\n{resource('plan.css')}\n")
+    definitions = lines([style, tag("defs", patterns(picture.kinds) + _OVER)])
+    size = round(width), round(top + _MARGIN)
+    return document("timeline plan", size, words, "timeline.css", frame.parts, definitions)
+
+
+def _frame(picture: PlanPicture, width: float) -> _Frame:
+    names = max((text_width(device.name, 12) for device in picture.devices), default=0.0)
+    left = _MARGIN + _PADDING + min(names, _WIDEST_NAME) + 10
+    lanes = len(picture.far_flows)
+    card_right = width - _MARGIN - (lanes * _LANE + 6 if lanes else 0)
+    words = max((text_width(device.memory_words, 11.5) for device in picture.devices), default=0.0)
+    memory_left = card_right - _PADDING - words - 8 - _MEMORY_SHARE * width
+    right = memory_left - _AFTER_BLOCKS
+    unit = unit_of_seconds(picture.beat)
+    return _Frame(picture, width, left, right, memory_left, card_right, unit)
+
+
+def _head(frame: _Frame, top: float) -> float:
+    picture, room = frame.picture, frame.width - 2 * _MARGIN
+    frame.parts.append(write(_MARGIN, top + 14, shortened(picture.title, 15, room), "title"))
+    top += 22
+    for line in wrapped(" · ".join(picture.facts), 12, room):
+        frame.parts.append(write(_MARGIN, top + 12, line, "muted"))
+        top += 17
+    for line in wrapped(picture.reason, 12, room):
+        frame.parts.append(write(_MARGIN, top + 12, line))
+        top += 17
+    return top + 8
+
+
+def _columns(frame: _Frame, top: float) -> float:
+    """The names of the columns."""
+    any_memory = any(device.memory_bytes for device in frame.picture.devices)
+    told = "each rank's time per microbatch" if frame.picture.beat else "no times are known"
+    frame.parts += [
+        write(frame.left, top + 12, told, "muted small"),
+        write(frame.memory_left, top + 12, "memory" if any_memory else "", "muted small"),
+    ]
+    return top + 18
+
+
+def _card(frame: _Frame, index: int, group: RankGroup, top: float) -> float:
+    """A group of ranks, and below it what goes to the next one; returns where that ends."""
+    at = len(frame.parts)
+    height = top + 6
+    for heading in group.headings:
+        height = _heading(frame, heading, height)
+    for rank in group.ranks:
+        height = _rank(frame, rank, height)
+    height += 4
+    place = (_MARGIN, top, frame.card_right - _MARGIN, height - top)
+    frame.parts.insert(at, _rectangle(place, class_="card", rx=6))
+    frame.cards.append((top, height))
+    if index + 1 < len(frame.picture.groups):
+        return _flows(frame, frame.picture.neighbours(index), index, height)
+    return height + _GAP
+
+
+def _heading(frame: _Frame, heading: Heading, top: float) -> float:
+    """Stage and layers, and its remarks at the end of the line or, for want of room, below."""
+    left, right = _MARGIN + _PADDING, frame.card_right - _PADDING
+    name, told = f"stage {heading.stage}", " · ".join(heading.remarks)
+    start = left + text_width(name, 12) + 10
+    room = right - start - text_width(told, 11) - 16
+    own_line = room < text_width(heading.layer_words, 12)
+    layers = shortened_layers(heading.layers, 12, right - start if own_line else room)
+    title = tag("title", escaped(", ".join(heading.layers)))
+    frame.parts += [
+        tag("g", title + write(left, top + 12, name, "strong") + write(start, top + 12, layers)),
+    ]
+    if not told:
+        return top + _HEADING
+    if not own_line:
+        frame.parts.append(write(right, top + 12, told, "muted small", text_anchor="end"))
+        return top + _HEADING
+    for line in wrapped(told, 11, right - start):
+        top += 16
+        frame.parts.append(write(start, top + 11, line, "muted small"))
+    return top + _HEADING
+
+
+def _rank(frame: _Frame, rank: RankRow, top: float) -> float:
+    """The rows of a rank's devices."""
+    bottom = top + _ROW * len(rank.devices)
+    lane = (frame.left, top + 3, frame.right - frame.left, bottom - top - 6)
+    frame.parts.append(_rectangle(lane, class_="lane", rx=2))
+    x = frame.left
+    for block in rank.blocks:
+        x = _block(frame, block, len(rank.blocks), (x, top + 2, bottom - top - 4))
+    if frame.picture.beat:
+        share = f"{rank.seconds / frame.picture.beat:.0%}"
+        # The line of the beat would strike it through.
+        x = x if x + 8 + text_width(share, 11) < frame.right else frame.right
+        frame.parts.append(write(x + 6, (top + bottom) / 2 + 4, share, "muted small"))
+        frame.beat_path += f"M{coordinate(frame.right)} {coordinate(top)}V{coordinate(bottom)}"
+    for device in rank.devices:
+        name = without_beginning(device.name, 12, _WIDEST_NAME)
+        frame.parts.append(write(_MARGIN + _PADDING, top + _ROW / 2 + 4, name))
+        _memory(frame, device, top)
+        top += _ROW
+    return bottom
+
+
+def _block(frame: _Frame, block: Block, count: int, place: tuple[float, float, float]) -> float:
+    """A stage's share of a row, from ``place`` (x, top, height); returns where it ends."""
+    x, top, height = place
+    if not frame.picture.beat:
+        width = (frame.right - frame.left) / count
+        box = _rectangle((x + 1, top, width - 2, height), class_="unknown", rx=3)
+        middle = top + height / 2 + 4
+        words = write(x + width / 2, middle, f"stage {block.stage}", "known")
+        frame.parts.append(tag("g", box + words, class_="block"))
+        return x + width
+    for kind, length in block.parts:
+        width = length * frame.scale
+        frame.parts.append(_part(block, kind, length, (x, top, width, height)))
+        x += width
+    return x
+
+
+def _part(block: Block, kind: Kind, length: float, place: _Place) -> str:
+    x, top, width, height = place
+    gap = 0.5 if width > 4 else 0.0
+    told = f"stage {block.stage}, {WORDS[kind]}: {seconds(length)} per microbatch"
+    inner = (x + gap, top, max(width - 2 * gap, 0.8), height)
+    corner = 2.0 if width > 8 else 0.0
+    parts = [tag("title", told), _rectangle(inner, rx=corner, **paint(kind, block.shade))]
+    labels = (f"{block.stage}{LETTERS[kind]}", LETTERS[kind])
+    label = next((one for one in labels if text_width(one, 11) + 4 <= width), None)
+    if label:
+        y = top + height / 2 + 4
+        class_ = ink(kind, block.shade)
+        parts.append(write(x + width / 2, y, label, class_, style="font-size:11px"))
+    return tag("g", "".join(parts), class_="block")
+
+
+def _rectangle(place: _Place, content: str = "", rx: float = 0.0, **paints: str) -> str:
+    x, y, width, height = place
+    return tag("rect", content, x=x, y=y, width=width, height=height, rx=rx, **paints)
+
+
+def _memory(frame: _Frame, device: DeviceRow, top: float) -> None:
+    """What a device needs, part by part, and how much it has."""
+    x, y, scale = frame.memory_left, top + (_ROW - _BAR) / 2 + 2, frame.memory_scale
+    height = _BAR - 4
+    parts = [_rectangle((x, y, frame.memory_bar, height), class_="lane", rx=2)]
+    for index, (name, amount) in enumerate(zip(MEMORY_PARTS, device.memory, strict=True)):
+        width = amount * scale
+        if width:
+            title = tag("title", f"{name} {bytes_(amount)}")
+            parts.append(_rectangle((x, y, width, height), title, class_=f"m{index}"))
+        x += width
+    limit = frame.memory_left + device.limit_bytes * scale
+    if device.over_bytes:
+        beyond = (limit, y - 2, x - limit, height + 4)
+        parts += [_rectangle(beyond, fill=_OVER_FILL), _rectangle(beyond, class_="over")]
+    if device.limit_bytes and limit <= frame.memory_left + frame.memory_bar + 1:
+        path = f"M{coordinate(limit)} {coordinate(y - 4)}v{coordinate(height + 8)}"
+        parts.append(tag("path", class_="limit", d=path))
+    style = "small wrong" if device.over_bytes else "muted small"
+    left = frame.memory_left + frame.memory_bar + 8
+    frame.parts += [*parts, write(left, top + _ROW / 2 + 4, device.memory_words, style)]
+
+
+def _flows(frame: _Frame, flows: Sequence[Flow], above: int, top: float) -> float:
+    """Arrows between a card and the next one, in as many lines as they need."""
+    if not flows:
+        return top + _GAP
+    x, y = frame.left, top + 3
+    for flow in flows:
+        needed = 16 + text_width(flow.words, 11) + 20
+        if x > frame.left and x + needed > frame.card_right:
+            x, y = frame.left, y + _FLOW
+        down = flow.source == above
+        start, way = (y, 14) if down else (y + 14, -14)
+        path = f"M{coordinate(x + 5)} {coordinate(start)}v{way}m-4 {-way // 3}l4 {way // 3}"
+        path += f"l4 {-way // 3}"
+        frame.parts += [
+            tag("path", class_="flow", d=path),
+            write(x + 16, y + 11, flow.words, "muted small"),
+        ]
+        x += needed
+    return y + _FLOW
+
+
+def _far_flows(frame: _Frame) -> None:
+    """Lines beside the cards, from one card to another; their numbers are in the legend's line."""
+    for index, flow in enumerate(frame.picture.far_flows):
+        x = frame.card_right + _LANE * (index + 1) - 2
+        start, end = (sum(frame.cards[at]) / 2 for at in (flow.source, flow.target))
+        path = f"M{coordinate(frame.card_right)} {coordinate(start)}H{coordinate(x)}"
+        path += f"V{coordinate(end)}H{coordinate(frame.card_right + 2)}m5 -4l-5 4l5 4"
+        line = tag("path", tag("title", flow.words), class_="flow", d=path)
+        frame.parts.append(line)
+
+
+def _axis(frame: _Frame, top: float) -> float:
+    """Times below the cards, the beat across them, and the flows between cards far apart."""
+    told = "; ".join(flow.words for flow in frame.picture.far_flows)
+    for line in wrapped(f"at the side: {told}" if told else "", 11, frame.card_right - frame.left):
+        x = frame.card_right
+        frame.parts.append(write(x, top + 8, line, "muted small", text_anchor="end"))
+        top += 16
+    beat = frame.picture.beat
+    if not beat:
+        return top
+    factor = frame.unit.factor
+    path = f"{frame.beat_path}M{coordinate(frame.right)} {coordinate(top - 6)}v11"
+    frame.parts.append(tag("path", class_="beat", d=path))
+    axis = f"M{coordinate(frame.left)} {coordinate(top)}H{coordinate(frame.right)}"
+    for value in ticks(0.0, beat * factor, int((frame.right - frame.left) / _TICK_DISTANCE)):
+        x = frame.left + value / factor * frame.scale
+        axis += f"M{coordinate(x)} {coordinate(top)}v5"
+        if x < frame.right - 46 or value == 0:
+            label = tick_label(value)
+            frame.parts.append(write(x, top + 18, label, "muted small", text_anchor="middle"))
+    frame.parts.append(tag("path", class_="axis", d=axis, fill="none"))
+    words = f"beat {frame.unit.show(beat)}"
+    frame.parts.append(write(frame.right, top + 18, words, "small", text_anchor="middle"))
+    return top + 32
+
+
+def _entries(picture: PlanPicture) -> Iterator[Iterator[tuple[str, str]]]:
+    """The lines of the legend, each of (swatch, words)."""
+    yield _work_entries(picture)
+    yield _memory_entries(picture)
+
+
+def _work_entries(picture: PlanPicture) -> Iterator[tuple[str, str]]:
+    present = {kind for kind, _ in picture.kinds}
+    for kind, letter in LETTERS.items():
+        if kind in present:
+            told = f"{letter} {WORDS[kind]}"
+            told += ", its share" if kind is Kind.UPDATE else ""
+            yield tag("rect", y=1, width=20, height=13, rx=2, **paint(kind, 0)), told
+    if picture.beat:
+        yield tag("path", class_="beat", d="M10 0V15"), "beat: the slowest rank's time"
+    if any(flow.num_bytes for flow in picture.flows):
+        path = "M10 1v13m-4 -4l4 4l4 -4"
+        yield tag("path", class_="flow", d=path), "bytes per microbatch; gradients come back"
+
+
+def _memory_entries(picture: PlanPicture) -> Iterator[tuple[str, str]]:
+    for index, name in enumerate(MEMORY_PARTS):
+        if any(device.memory[index] for device in picture.devices):
+            yield tag("rect", class_=f"m{index}", y=1, width=20, height=13), name
+    if any(device.limit_bytes for device in picture.devices):
+        yield tag("path", class_="limit", d="M10 -1V16"), "what the device has"
+    if any(device.over_bytes for device in picture.devices):
+        swatch = (1.0, 1.0, 18.0, 13.0)
+        mark = _rectangle(swatch, fill=_OVER_FILL) + _rectangle(swatch, class_="over")
+        yield mark, "does not fit"

@@ -1,0 +1,184 @@
+"""The page of a report: headline numbers, one step predicted and measured, loss, plan, memory.
+
+It answers in the order in which people ask: did it work and was it faster, where did the time go,
+is the loss the same, what was run, what did it take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.drawing.chart import line_chart
+from penstock.drawing.markup import escaped, lines, tag
+from penstock.drawing.report import idle_section
+from penstock.drawing.report.run_report import Fact, Report, Series, StageRow
+from penstock.drawing.report.words import departure
+from penstock.drawing.timeline.html import document, scroll, viewer
+from penstock.drawing.timeline.svg import PAGE_WIDTHS, stacked
+from penstock.drawing.units import UnitName, bytes_, seconds
+from penstock.errors import InputError, ScheduleError
+from penstock.timing import find_parting
+from penstock.timing.timeline import Timeline
+
+TIMELINES_UNIT: UnitName = "seconds"
+"""A report is of a run, so that its times are seconds, also the predicted ones."""
+
+_MOST_LAYERS = 3
+
+
+def report_page(report: Report) -> str:
+    """Draw a report as a self-contained HTML page."""
+    pair = lines([_losses(report.losses), _memory(report.stages)])
+    parts = [
+        _head(report),
+        _facts(report.facts),
+        _timelines(report.timelines()),
+        _idle(report.timelines()),
+        f'<div class="pair">\n{pair}\n</div>' if pair else "",
+        _plan(report),
+        "<footer>Drawn by Penstock. Everything on this page is in run.json beside it.</footer>",
+    ]
+    return document(report.title, lines(parts))
+
+
+def _head(report: Report) -> str:
+    subtitle = tag("p", escaped(report.subtitle), class_="subtitle") if report.subtitle else ""
+    return f"<header>{tag('h1', escaped(report.title) or ' ')}{subtitle}</header>"
+
+
+def _section(title: str, hint: str, body: str) -> str:
+    head = tag("h2", escaped(title)) + (tag("p", escaped(hint), class_="hint") if hint else "")
+    return f'<section class="card">\n{head}\n{body}\n</section>'
+
+
+def _facts(facts: Sequence[Fact]) -> str:
+    if not facts:
+        return ""
+    return f'<dl class="facts">\n{lines(map(_fact, facts))}\n</dl>'
+
+
+def _fact(fact: Fact) -> str:
+    note = f'<dd class="note">{escaped(fact.note)}</dd>' if fact.note else ""
+    value = f'<dd class="value">{escaped(fact.value)}</dd>'
+    return f'<div class="card"><dt>{escaped(fact.label)}</dt>{value}{note}</div>'
+
+
+def _timelines(timelines: dict[str, Timeline]) -> str:
+    if not timelines:
+        return ""
+    names = " and ".join(timelines).lower()
+    picture = stacked(timelines, unit=TIMELINES_UNIT, width_range=PAGE_WIDTHS)
+    hint = "Both share one time axis. " if len(timelines) > 1 else ""
+    return _section(
+        f"One step, {names}",
+        f"{hint}A row per rank; what is empty is idle.{_departure(timelines)}",
+        viewer(picture, f"Timeline, {names}"),
+    )
+
+
+def _departure(timelines: dict[str, Timeline]) -> str:
+    """Where the measured step parts from the predicted one, if both show the same schedule."""
+    if len(timelines) < 2:
+        return ""
+    try:
+        predicted, measured = timelines.values()
+        return f" {departure(find_parting(predicted, measured))}"
+    except InputError:
+        return ""
+
+
+def _idle(timelines: dict[str, Timeline]) -> str:
+    try:
+        table = idle_section.idle_table(timelines)
+    except (InputError, ScheduleError):
+        # Parts of a step, or of two different jobs: nobody can say what their ops waited for.
+        return ""
+    return _section("Where the idle time comes from", idle_section.HINT, table) if table else ""
+
+
+def _losses(series: Sequence[Series]) -> str:
+    if not series:
+        return ""
+    chart = line_chart([(one.name, one.points) for one in series], "step", "loss")
+    return _section("Loss", "", scroll(chart, "Loss curves"))
+
+
+def _plan(report: Report) -> str:
+    printed = f'<div class="scroll" tabindex="0"><pre>{escaped(report.plan_text)}</pre></div>'
+    if not report.stages:
+        return _section("Plan", "", printed) if report.plan_text else ""
+    table = _table(report.stages)
+    if report.plan_text:
+        table += f"\n<details><summary>The plan as printed</summary>{printed}</details>"
+    return _section("Plan", "Times are per microbatch; memory is at its peak.", table)
+
+
+_COLUMNS = (
+    "rank",
+    "forward",
+    "backward",
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "in flight",
+    "total",
+)
+
+
+def _table(stages: Sequence[StageRow]) -> str:
+    names = "".join(f'<th scope="col">{name}</th>' for name in _COLUMNS)
+    head = f'<tr><th scope="col">stage</th><th scope="col" class="words">layers</th>{names}</tr>'
+    rows = lines(_table_row(index, stage) for index, stage in enumerate(stages))
+    return (
+        '<div class="scroll" tabindex="0" role="region" aria-label="Plan">\n'
+        f"<table>\n<thead>{head}</thead>\n<tbody>\n{rows}\n</tbody>\n</table>\n</div>"
+    )
+
+
+def _table_row(index: int, stage: StageRow) -> str:
+    cells = [
+        str(stage.rank),
+        seconds(stage.forward_seconds),
+        seconds(stage.backward_seconds),
+        *(bytes_(amount) for _, amount in stage.memory),
+        f"{stage.peak_activations:.3g}",
+        bytes_(stage.memory_bytes),
+    ]
+    numbers = "".join(tag("td", escaped(cell)) for cell in cells)
+    return f'<tr><th scope="row">{index}</th>{_layers(stage.layers)}{numbers}</tr>'
+
+
+def _layers(names: Sequence[str]) -> str:
+    """The first and last layer and how many; all of them on hover."""
+    shown = ", ".join(names)
+    if len(names) > _MOST_LAYERS:
+        shown = f"{names[0]} … {names[-1]} ({len(names)} layers)"
+    return tag("td", escaped(shown) or " ", class_="words", title=", ".join(names))
+
+
+def _memory(stages: Sequence[StageRow]) -> str:
+    most = max((stage.memory_bytes for stage in stages), default=0)
+    if not most:
+        return ""
+    rows = lines(_memory_row(index, stage, most) for index, stage in enumerate(stages))
+    return _section(
+        "Memory per stage",
+        "At the peak, predicted from the profile. All bars have one scale.",
+        f'<ul class="memory">\n{rows}\n</ul>',
+    )
+
+
+def _memory_row(index: int, stage: StageRow, most: int) -> str:
+    segments, numbers = "", ""
+    for style, (name, amount) in enumerate(stage.memory):
+        words = f"{name} {bytes_(amount)}"
+        numbers += f'<span><i class="key m{style}"></i>{words}</span>'
+        if amount:
+            share = f"{100 * amount / most:.3g}"
+            segments += f'<i class="m{style}" style="width:{share}%" title="{words}"></i>'
+    total = f"<b>{bytes_(stage.memory_bytes)}</b>"
+    return (
+        f'<li><div class="head"><span>stage {index}, rank {stage.rank}</span>{total}</div>'
+        f'<div class="stack">{segments}</div><div class="parts">{numbers}</div></li>'
+    )

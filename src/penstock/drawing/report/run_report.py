@@ -1,0 +1,147 @@
+"""``Report``: what a person wants to know after a training run, as one value that is a file.
+
+Whether it trained the same as one device, how long a step took and what was predicted, where the
+time and the memory went.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+from penstock.errors import InputError
+from penstock.timing.timeline import Source, Timeline
+from penstock.values import Value
+
+
+class Fact(Value, frozen=True, kw_only=True):
+    """One headline number.
+
+    Attributes:
+        label: what it is, for example ``"step time, measured"``.
+        value: the number with its unit, as it is to be read.
+        note: what it is compared with, or how it came about.
+    """
+
+    label: str
+    value: str
+    note: str = ""
+
+
+class StageRow(Value, frozen=True, kw_only=True):
+    """One stage of the plan that was run.
+
+    Attributes:
+        layers: qualified names in the model's order.
+        rank: the rank that runs the stage.
+        forward_seconds: one microbatch.
+        backward_seconds: one microbatch, both gradients.
+        parameter_bytes: weights.
+        gradient_bytes: their gradients.
+        optimizer_bytes: optimizer state.
+        activation_bytes: kept from forward to backward, per microbatch in flight.
+        peak_activations: microbatches in flight at the worst moment.
+    """
+
+    layers: tuple[str, ...]
+    rank: int
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    activation_bytes: int = 0
+    peak_activations: float = 0.0
+
+    @property
+    def memory(self) -> tuple[tuple[str, int], ...]:
+        """What the stage's memory is spent on, in bytes."""
+        return (
+            ("weights", self.parameter_bytes),
+            ("gradients", self.gradient_bytes),
+            ("optimizer", self.optimizer_bytes),
+            ("activations", round(self.peak_activations * self.activation_bytes)),
+        )
+
+    @property
+    def memory_bytes(self) -> int:
+        """All of it."""
+        return sum(amount for _, amount in self.memory)
+
+
+class Series(Value, frozen=True, kw_only=True):
+    """A named curve, for example the training loss.
+
+    Attributes:
+        name: for the legend.
+        points: (step, loss); a loss that is not a finite number is kept as ``None``, because JSON
+            has no way to write it.
+    """
+
+    name: str
+    points: tuple[tuple[int, float | None], ...]
+
+
+class TimelineRecord(Value, frozen=True, kw_only=True, omit_defaults=True):
+    """A timeline inside a report's file; the same keys as a timeline's own file.
+
+    Raises:
+        FileError: the spans contradict each other.
+    """
+
+    name: str
+    source: Source
+    num_ranks: int
+    spans: tuple[tuple[str, int, float, float], ...]
+    versions: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        self.timeline()
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> Self:
+        """Record a timeline."""
+        return cls.from_json(timeline.to_json())
+
+    def timeline(self) -> Timeline:
+        """The timeline that was recorded."""
+        return Timeline.from_json(self.to_json(), where="timeline")
+
+
+class Report(Value, frozen=True, kw_only=True):
+    """What one training run gave.
+
+    Attributes:
+        title: of the page.
+        subtitle: machine, date, command: what tells this run from others.
+        facts: headline numbers, the most important first.
+        plan_text: the plan as it was printed.
+        stages: the plan's stages in execution order; empty if only the text is known.
+        predicted: the step as the simulator saw it.
+        measured: the step as it was recorded.
+        losses: curves over steps, for example training, held-out and one device.
+        version: of this file format.
+
+    Raises:
+        InputError: the version is another.
+    """
+
+    title: str
+    subtitle: str = ""
+    facts: tuple[Fact, ...] = ()
+    plan_text: str = ""
+    stages: tuple[StageRow, ...] = ()
+    predicted: TimelineRecord | None = None
+    measured: TimelineRecord | None = None
+    losses: tuple[Series, ...] = ()
+    version: int = 1
+
+    def __post_init__(self) -> None:
+        if self.version != 1:
+            raise InputError(
+                f"the report has version {self.version}; this Penstock reads version 1"
+            )
+
+    def timelines(self) -> dict[str, Timeline]:
+        """What there is of the predicted and the measured timeline, by title."""
+        records = {"Predicted": self.predicted, "Measured": self.measured}
+        return {title: record.timeline() for title, record in records.items() if record}

@@ -1,0 +1,1 @@
+"""A timeline as text, SVG, HTML or a Chrome trace."""

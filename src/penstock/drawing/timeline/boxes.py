@@ -1,0 +1,227 @@
+"""One op as a box: its fill, its hatching, its label if that fits, its tooltip."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.drawing.markup import lines, tag, text_width, write
+from penstock.drawing.timeline.labels import Names
+from penstock.drawing.timeline.version_marks import (
+    BAND,
+    READING,
+    Place,
+    band,
+    in_words,
+    update_tick,
+)
+from penstock.drawing.units import Unit, seconds
+from penstock.schedule.op import COMPUTE, Kind
+from penstock.timing.timeline import BUSY, Span, Timeline
+
+LETTERS: Mapping[Kind, str] = {
+    Kind.FORWARD: "F",
+    Kind.RECOMPUTE: "R",
+    Kind.BACKWARD: "B",
+    Kind.BACKWARD_INPUT: "I",
+    Kind.BACKWARD_WEIGHT: "W",
+    Kind.UPDATE: "U",
+}
+"""The letter of each kind, and its class in the style sheet."""
+
+WORDS: Mapping[Kind, str] = {
+    Kind.FORWARD: "forward",
+    Kind.RECOMPUTE: "recomputed forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "input gradient",
+    Kind.BACKWARD_WEIGHT: "weight gradient",
+    Kind.UPDATE: "update",
+}
+
+PALEST = 3
+"""The last of the shades s0, s1, … that tell a rank's stages apart."""
+
+_DOT = "a1 1 0 1 0 2 0a1 1 0 1 0 -2 0"
+_MARKS: Mapping[Kind, str] = {
+    Kind.RECOMPUTE: tag("path", class_="bars", d="M0 1.5H7M0 5H7"),
+    Kind.BACKWARD_INPUT: tag("path", class_="hatch", d="M-1 8L8 -1M-1 1L1 -1M6 8L8 6"),
+    Kind.BACKWARD_WEIGHT: tag("path", class_="dots", d=f"M1 2.5{_DOT}M4.5 6{_DOT}"),
+}
+"""What is repeated over the boxes of a kind, so that it is known without its colour."""
+
+_PADDING = 4.0
+_NARROWEST_BOX, _NARROW = 0.8, 8.0
+
+
+@dataclass(frozen=True)
+class LabelStyle:
+    """How the ops of one kind are labelled: ``F0b`` or, where that is too wide, ``0b``."""
+
+    size: float
+    full: bool = True
+
+    def text(self, name: str) -> str:
+        """What is written for the label ``name``."""
+        return name if self.full or len(name) == 1 else name[1:]
+
+    def fits(self, name: str, width: float) -> bool:
+        """Whether it stays inside a box of this width."""
+        return text_width(self.text(name), self.size) + _PADDING <= width
+
+
+_STYLES = (
+    LabelStyle(12),
+    LabelStyle(11),
+    LabelStyle(10),
+    LabelStyle(11, full=False),
+    LabelStyle(10, full=False),
+    LabelStyle(9, full=False),
+    LabelStyle(8, full=False),
+)
+
+
+def widest_label(timeline: Timeline) -> float:
+    """The width of a box in which every label of the compute ops fits comfortably."""
+    names = Names(timeline)
+    labels = {names.label(s.op, s.rank) for s in timeline.spans if s.op.kind in COMPUTE}
+    return max((text_width(label, 11) for label in labels), default=0.0) + _PADDING
+
+
+def label_styles(timeline: Timeline, names: Names, scale: float) -> dict[Kind, LabelStyle]:
+    """For each kind, the largest style in which nearly all of its labels fit: one style per kind
+    looks calmer than one per box. A kind is missing where none fits."""
+    styles = {}
+    for kind in BUSY:
+        spans = [span for span in timeline.spans if span.op.kind is kind]
+        labels = {names.label(span.op, span.rank) for span in spans}
+        lengths = sorted(span.end - span.start for span in spans)
+        if not lengths:
+            continue
+        width = lengths[len(lengths) // 10] * scale
+        ordered = sorted(labels, key=len)
+        # From microbatch 100 on, the labels of the first hundred are better than none.
+        choices = [(ordered[-1], style) for style in _STYLES]
+        choices.append((ordered[len(ordered) // 2], _STYLES[-1]))
+        fitting = (style for label, style in choices if style.fits(label, width))
+        style = next(fitting, None)
+        if style is not None:
+            styles[kind] = style
+    return styles
+
+
+def shade(names: Names, span: Span) -> int:
+    """Which of the shades s0, s1, … a span's stage has: 0 for the first of its rank."""
+    return round(names.shade(span.op, span.rank) * PALEST)
+
+
+def paint(kind: Kind, shade: int) -> dict[str, str]:
+    """The attribute that fills a box."""
+    letter = LETTERS[kind]
+    if kind in _MARKS:
+        return {"fill": f"url(#penstock-{letter}{shade})"}
+    return {"class_": f"{letter} s{shade}"}
+
+
+def hatches(timelines: Sequence[Timeline]) -> str:
+    """Definitions of the patterns that the boxes of these timelines refer to."""
+    used = {
+        (span.op.kind, shade(names, span))
+        for timeline, names in ((timeline, Names(timeline)) for timeline in timelines)
+        for span in timeline.spans
+        if span.op.kind in _MARKS
+    }
+    return patterns(used)
+
+
+def patterns(used: Iterable[tuple[Kind, int]]) -> str:
+    """Definitions of the patterns of these kinds and shades; some need none."""
+    return lines(_hatch(kind, level) for kind, level in sorted(used) if kind in _MARKS)
+
+
+def _hatch(kind: Kind, level: int) -> str:
+    letter = LETTERS[kind]
+    fill = tag("rect", class_=f"{letter} s{level}", width=7, height=7)
+    identity = f"penstock-{letter}{level}"
+    return tag(
+        "pattern",
+        fill + _MARKS[kind],
+        id=identity,
+        width=7,
+        height=7,
+        patternUnits="userSpaceOnUse",
+    )
+
+
+def box(
+    names: Names,
+    span: Span,
+    place: Place,
+    style: LabelStyle | None,
+    unit: Unit,
+    versions: bool = False,
+) -> str:
+    """The element of one busy span at ``place``; with ``versions``, the one that it read stands at
+    its foot."""
+    kind, level = span.op.kind, shade(names, span)
+    words = tooltip(span, unit) + (in_words(span) if versions else "")
+    parts = [tag("title", words)]
+    x, y, width, height = place
+    if versions and kind is Kind.UPDATE and width < _NARROWEST_BOX:
+        parts.append(update_tick(place, f"{LETTERS[kind]} s{level}"))
+    else:
+        parts.append(_rectangle(place, paint(kind, level)))
+    name = names.label(span.op, span.rank)
+    if style is not None and style.fits(name, width):
+        label_height = height - BAND if versions and kind in READING else height
+        middle = y + label_height / 2 + style.size * 0.36
+        size = f"font-size:{style.size:g}px"
+        class_ = ink(kind, level)
+        parts.append(write(x + width / 2, middle, style.text(name), class_, style=size))
+    if versions and kind in READING and span.version is not None:
+        gap = _gap(width)
+        parts.append(band(span.version, (x + gap, y + 1, width - 2 * gap, height - 2)))
+    return tag(
+        "g",
+        "".join(parts),
+        class_="span",
+        data_op=str(span.op),
+        data_rank=span.rank,
+        data_start=f"{span.start:.9g}",
+        data_end=f"{span.end:.9g}",
+    )
+
+
+def _gap(width: float) -> float:
+    """A hair of background between neighbours, unless it would eat the box."""
+    return 0.5 if width > 4 else 0.0
+
+
+def _rectangle(place: Place, fill: dict[str, str]) -> str:
+    x, y, width, height = place
+    gap = _gap(width)
+    wide = max(width - 2 * gap, _NARROWEST_BOX)
+    corner = 2 if width > 8 else 0
+    if width <= _NARROW and "class_" in fill:
+        fill = {"class_": f"{fill['class_']} narrow"}
+    return tag("rect", x=x + gap, y=y + 1, width=wide, height=height - 2, rx=corner, **fill)
+
+
+def ink(kind: Kind, level: int) -> str:
+    """The class of text that stands on a box."""
+    letter = LETTERS[kind]
+    if kind in _MARKS:
+        return f"on-{letter} s{level}"
+    return "on-dark" if kind is Kind.UPDATE or (kind is Kind.BACKWARD and level == 0) else ""
+
+
+def tooltip(span: Span, unit: Unit) -> str:
+    """What a span is, in words."""
+    op = span.op
+    what = f"{WORDS[op.kind]}, stage {op.stage}"
+    if op.kind is not Kind.UPDATE:
+        what += f", microbatch {op.microbatch}"
+        what += f", slice {op.slice}" if op.slice else ""
+    times = f"{unit.show(span.start)} → {unit.show(span.end)}"
+    length = span.end - span.start
+    took = seconds(length) if unit.suffix else unit.show(length)
+    return f"{op}: {what}, rank {span.rank}; {times} ({took})"

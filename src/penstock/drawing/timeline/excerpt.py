@@ -1,0 +1,146 @@
+"""What is drawn of a timeline that is too long to be drawn: how it begins and how it ends.
+
+No browser shows a million boxes, and nobody could read them. Between filling and draining, the
+steady state repeats itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+
+from penstock.drawing.units import Titled, unit_for
+from penstock.schedule.memory import Curve
+from penstock.timing.timeline import Row, Timeline
+
+MOST_OPS = 50_000
+"""More than these are not drawn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Excerpt(Timeline):
+    """Some consecutive ops of a timeline, whose numbers are those of the whole.
+
+    Attributes:
+        whole: the timeline.
+        shift: how much later than in ``rows`` it was in the whole.
+    """
+
+    whole: Timeline
+    shift: float = 0.0
+
+    @cached_property
+    def num_slices(self) -> int:
+        """Of the whole."""
+        return self.whole.num_slices
+
+    @cached_property
+    def bubble(self) -> float:
+        """Of the whole."""
+        return self.whole.bubble
+
+    @cached_property
+    def stage_bubble(self) -> float:
+        """Of the whole."""
+        return self.whole.stage_bubble
+
+    @cached_property
+    def peak_activations(self) -> tuple[float, ...]:
+        """Of the whole."""
+        return self.whole.peak_activations
+
+    @cached_property
+    def in_flight(self) -> tuple[Curve, ...]:
+        """Of the whole, from the first start to the last end that are shown."""
+        first = _first(self.rows)
+        last = first + self.makespan
+        return tuple(_between(curve, first, last, self.shift) for curve in self.whole.in_flight)
+
+
+def whole_of(timeline: Timeline) -> Timeline:
+    """What a timeline is an excerpt of; itself, if it is none."""
+    return timeline.whole if isinstance(timeline, Excerpt) else timeline
+
+
+def excerpts(
+    timelines: Iterable[Titled], ops_per_rank: int, *, from_zero: bool = False
+) -> list[Titled]:
+    """Timelines, and in the place of each that is too long, its beginning and its end.
+
+    Args:
+        timelines: each with its title.
+        ops_per_rank: how many ops either has, on average over the ranks.
+        from_zero: let the time of each begin at 0.
+    """
+    return [
+        part
+        for title, timeline in timelines
+        for part in _parts(title, timeline, ops_per_rank, from_zero)
+    ]
+
+
+def _parts(title: str, timeline: Timeline, ops_per_rank: int, from_zero: bool) -> Iterator[Titled]:
+    num_ops = sum(len(row.ops) for row in timeline.rows)
+    if num_ops <= MOST_OPS:
+        yield title, timeline
+        return
+    most = min(ops_per_rank * timeline.num_ranks, MOST_OPS // 4)
+    begins = _nth((row.starts for row in timeline.rows), most)
+    ends = -_nth((_backwards(row.starts) for row in timeline.rows), most)
+    first = _cut(timeline, float("-inf"), begins, from_zero)
+    last = _cut(timeline, ends, float("inf"), from_zero)
+    left_out = num_ops - sum(len(row.ops) for row in (*first.rows, *last.rows))
+    since = unit_for([last]).show(last.shift + _first(last.rows))
+    yield f"{title}: its beginning ({left_out:,} of {num_ops:,} ops are left out)", first
+    yield f"{title}: its end, from {since} on", last
+
+
+def _nth(times: Iterable[Iterable[float]], place: int) -> float:
+    """Of ascending times, the one at a place among all."""
+    return next(islice(heapq.merge(*times), place, None))
+
+
+def _backwards(times: Sequence[float]) -> Iterator[float]:
+    return (-time for time in reversed(times))
+
+
+def _cut(timeline: Timeline, after: float, before: float, from_zero: bool) -> Excerpt:
+    """What starts between two times."""
+    rows = [_part_of(row, after, before) for row in timeline.rows]
+    shift = _first(rows) if from_zero else 0.0
+    if shift:
+        rows = [
+            row._replace(starts=_earlier(row.starts, shift), ends=_earlier(row.ends, shift))
+            for row in rows
+        ]
+    return Excerpt(tuple(rows), timeline.name, timeline.source, whole=timeline, shift=shift)
+
+
+def _part_of(row: Row, after: float, before: float) -> Row:
+    start, stop = bisect_right(row.starts, after), bisect_left(row.starts, before)
+    versions = None if row.versions is None else row.versions[start:stop] or None
+    return Row(row.ops[start:stop], row.starts[start:stop], row.ends[start:stop], versions)
+
+
+def _earlier(times: Iterable[float], shift: float) -> array[float]:
+    return array("d", [time - shift for time in times])
+
+
+def _first(rows: Iterable[Row]) -> float:
+    return min((row.starts[0] for row in rows if row.ops), default=0.0)
+
+
+def _between(curve: Curve, first: float, last: float, shift: float) -> Curve:
+    """A curve from one time to another, which it begins with what is held there."""
+    before, shown = 0.0, []
+    for time, held in curve:
+        if time - shift <= first:
+            before = held
+        elif time - shift <= last:
+            shown.append((time - shift, held))
+    return ((first, before), *shown)

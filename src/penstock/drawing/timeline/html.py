@@ -1,0 +1,111 @@
+"""A timeline as a page of its own: one file, no network, readable without JavaScript.
+
+The script only adds to the picture: zoom, panning, the facts of the op under the pointer, and the
+way of its microbatch through all ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from penstock.drawing.markup import escaped, lines, resource, tag
+from penstock.drawing.timeline.svg import PAGE_WIDTHS, stacked
+from penstock.drawing.units import Titled
+from penstock.timing.timeline import Timeline
+
+_WIDE, _SHRINKS_TO, _GROWS_TO = 1200, 0.8, 1.35
+"""Pictures up to this width may be scaled to the page, within what stays pleasant to read."""
+
+_HINT = "Point at an op for its facts and to trace its microbatch."
+
+# The page asks for nothing, and with this no browser would fetch anything for it either.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+
+def page(timeline: Timeline, versions: bool = False) -> str:
+    """Draw a timeline as a self-contained HTML page.
+
+    Args:
+        timeline: predicted or measured.
+        versions: whether to show which version of the weights each op read.
+    """
+    name = timeline.name or "schedule"
+    title = f"{name}, {timeline.source}"
+    return _page([(title, timeline)], name, title, versions)
+
+
+def stacked_page(timelines: Sequence[Titled]) -> str:
+    """Draw several timelines on one time axis as a self-contained HTML page."""
+    names = " · ".join(title for title, _ in timelines) or "no timeline"
+    return _page(timelines, names, names)
+
+
+def _page(timelines: Sequence[Titled], heading: str, title: str, versions: bool = False) -> str:
+    picture = stacked(timelines, width_range=PAGE_WIDTHS, versions=versions)
+    card = tag("section", viewer(picture, title, wheel="plain"), class_="card")
+    return document(title, lines([tag("h1", escaped(heading)), card]))
+
+
+def document(title: str, body: str) -> str:
+    """A whole HTML page around ``body``, which is markup already."""
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{escaped(title)}</title>
+<style>
+{resource("page.css")}
+</style>
+</head>
+<body>
+<main>
+{body}
+</main>
+<script>
+{resource("page.js")}
+</script>
+</body>
+</html>"""
+
+
+def viewer(picture: str, name: str, wheel: str = "") -> str:
+    """A picture in a box with zoom and hover details.
+
+    Args:
+        picture: an SVG document.
+        name: for readers who do not see it.
+        wheel: ``"plain"`` if the wheel zooms; otherwise it scrolls the page, and zooms with Ctrl.
+    """
+    buttons = (("out", "−", "Zoom out"), ("in", "+", "Zoom in"), ("fit", "Fit", "Fit to the box"))
+    drawn = [
+        tag("button", words, type="button", data_zoom=action, aria_label=help_, title=help_)
+        for action, words, help_ in (*buttons, ("natural", "100%", "Natural size"))
+    ]
+    readout = tag("span", _HINT, class_="readout", role="status")
+    bar = f'<div class="bar" hidden>{"".join(drawn)}{readout}</div>'
+    return tag("div", f"\n{bar}\n{scroll(picture, name)}\n", class_="viewer", data_wheel=wheel)
+
+
+def scroll(picture: str, name: str) -> str:
+    """A picture that keeps its natural size and scrolls inside its box where that is too wide."""
+    match = re.search(r'width="(\d+)"', picture)
+    width = int(match[1]) if match else 0
+    least = width if width > _WIDE else round(width * _SHRINKS_TO)
+    return tag(
+        "div",
+        f"\n{inline(picture)}\n",
+        class_="scroll",
+        tabindex="0",
+        role="region",
+        aria_label=name,
+        style=f"--least:{least}px;--most:{round(width * _GROWS_TO)}px",
+    )
+
+
+def inline(picture: str) -> str:
+    """An SVG document as part of an HTML page, which needs no name space."""
+    return picture.replace(' xmlns="http://www.w3.org/2000/svg"', "", 1)

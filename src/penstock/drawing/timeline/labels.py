@@ -1,0 +1,84 @@
+"""What is written on a span, the same in every kind of picture."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from penstock.drawing.timeline.excerpt import whole_of
+from penstock.schedule.op import COMPUTE, Kind, Op
+from penstock.timing.timeline import Timeline
+
+_SHORT = {Kind.UPDATE: "U"}
+
+
+class Names:
+    """What the ops of one timeline are called, and what tells a rank's stages apart.
+
+    Where stages have copies, microbatches that start on different ranks take different ways, and
+    a rank's two stages may belong to two ways. Ways then differ in shade; the microbatch says
+    which stage it is.
+
+    Attributes:
+        starts: the ranks on which microbatches start, ascending.
+        most_stages: the most stages of one rank that one microbatch visits.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        timeline = whole_of(timeline)
+        self._sliced = timeline.num_slices > 1
+        self._way: dict[int, int] = {
+            op.microbatch: rank
+            for rank, row in enumerate(timeline.rows)
+            for op in row.ops
+            if op.stage == 0 and op.kind is Kind.FORWARD
+        }
+        self.starts = tuple(sorted(set(self._way.values())))
+        computed = [
+            sorted({self._place(op) for op in row.ops if op.kind in COMPUTE})
+            for row in timeline.rows
+        ]
+        self._shades = [{place: at for at, place in enumerate(places)} for places in computed]
+        self._letters = [_positions(places) for places in computed]
+        self.most_stages = max(
+            (1 + at for letters in self._letters for at in letters.values()), default=1
+        )
+        self._several = [any(letters.values()) for letters in self._letters]
+
+    def _place(self, op: Op) -> tuple[int, int]:
+        return self._way.get(op.microbatch, -1), op.stage
+
+    def label(self, op: Op, rank: int) -> str:
+        """Kind and microbatch, as in ``F0``; behind it the slice, as in ``F0.1``, and where a
+        microbatch visits several stages of the rank, the stage's letter, as in ``F0b``."""
+        if op.kind is Kind.UPDATE:
+            return _SHORT[op.kind]
+        # Beside F0.1, a plain F0 would look like the whole microbatch.
+        slice_ = f".{op.slice}" if self._sliced else ""
+        letter = ""
+        if self._several[rank]:
+            letter = chr(ord("a") + self._letters[rank].get(self._place(op), 0) % 26)
+        return f"{op.kind.value}{op.microbatch}{slice_}{letter}"
+
+    def shade(self, op: Op, rank: int) -> float:
+        """Where the op's stage stands among those of its rank, from 0 (first) to 1 (last)."""
+        shades = self._shades[rank]
+        return shades.get(self._place(op), 0) / max(len(shades) - 1, 1)
+
+
+def _positions(places: list[tuple[int, int]]) -> dict[tuple[int, int], int]:
+    """Of each (way, stage), how many stages of the same way stand before it."""
+    seen: dict[int, int] = defaultdict(int)
+    found = {}
+    for way, stage in places:
+        found[way, stage] = seen[way]
+        seen[way] += 1
+    return found
+
+
+def headline(timeline: Timeline, title: str = "") -> str:
+    """One line of facts: name (or the title instead), source, makespan and both bubbles."""
+    name = title or timeline.name or "schedule"
+    return (
+        f"{name}, {timeline.source}: makespan {whole_of(timeline).makespan:.4g}, "
+        f"bubble {timeline.bubble:.1%}, stage bubble {timeline.stage_bubble:.1%}"
+    )

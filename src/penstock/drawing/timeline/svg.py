@@ -1,0 +1,293 @@
+"""A timeline as a figure: a row per rank, a box per op, nothing where the rank is idle.
+
+Kinds differ in colour (safe for colour-blind readers) and also in lightness and hatching, so that
+a black-and-white print can be read: F light, B dark, I with stripes, W with dots, U darkest. Where
+a rank holds several stages, later ones are paler. Under each row a thin area shows how many
+microbatches the rank holds in flight. Several timelines stand below each other on one time axis,
+so that a longer step is a longer picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from penstock.drawing.markup import document, lines, shortened, tag, text_width, write
+from penstock.drawing.timeline import version_marks
+from penstock.drawing.timeline.boxes import LabelStyle, box, hatches, label_styles, widest_label
+from penstock.drawing.timeline.excerpt import excerpts, whole_of
+from penstock.drawing.timeline.labels import Names
+from penstock.drawing.timeline.legend import legend
+from penstock.drawing.units import Titled, Unit, UnitName, longest, tick_label, ticks, unit_for
+from penstock.schedule.op import COMPUTE, WAITING, Kind
+from penstock.timing.timeline import BUSY, Span, Timeline
+
+FIGURE_WIDTHS, PAGE_WIDTHS = (800.0, 2400.0), (1000.0, 6000.0)
+"""The least and the most pixels that a picture is wide: one for paper, one that can be scrolled."""
+
+_MARGIN = 16.0
+_HEAD_HEIGHT = 50.0
+_AXIS_HEIGHT = 46.0
+_TICK_DISTANCE = 80.0
+_OPS_PER_RANK = 200
+"""Of a timeline that is too long to be drawn, at its beginning and at its end."""
+
+
+def svg(
+    timeline: Timeline,
+    width: float | None = None,
+    unit: UnitName | None = None,
+    versions: bool = False,
+) -> str:
+    """Draw one timeline as a standalone SVG document.
+
+    Args:
+        timeline: predicted or measured.
+        width: of the picture in pixels; by default, as wide as the labels need, up to 2400.
+        unit: of the times; by default guessed, see ``stacked``.
+        versions: whether to show which version of the weights each op read.
+    """
+    title = f"{timeline.name or 'schedule'}, {timeline.source}"
+    return stacked([(title, timeline)], width, unit, versions=versions)
+
+
+def stacked(
+    timelines: Mapping[str, Timeline] | Sequence[Titled],
+    width: float | None = None,
+    unit: UnitName | None = None,
+    width_range: tuple[float, float] = FIGURE_WIDTHS,
+    versions: bool = False,
+) -> str:
+    """Draw several timelines, one below the other, on one time axis; of one with more than 50,000
+    ops, only its beginning and its end.
+
+    Args:
+        timelines: each with its title.
+        width: of the picture in pixels; by default, as wide as the labels need.
+        unit: ``"seconds"`` or ``"abstract"``; by default seconds if any timeline was measured or
+            has only ops shorter than half a second.
+        width_range: the least and the most that ``width`` is by default.
+        versions: whether to show which version of the weights each op read.
+    """
+    items = timelines.items() if isinstance(timelines, Mapping) else timelines
+    panels = excerpts(items, _OPS_PER_RANK)
+    frame = _frame([timeline for _, timeline in panels], width or width_range, unit, versions)
+    parts, top = [], _MARGIN
+    for title, timeline in panels:
+        parts.append(_panel(frame, title, timeline, top))
+        top += _HEAD_HEIGHT + frame.row * timeline.num_ranks + 10
+    parts.append(_axis(frame, top))
+    top += _AXIS_HEIGHT
+    shown = [timeline for _, timeline in panels]
+    drawn, height = legend(shown, _MARGIN, top, frame.width, versions)
+    parts.append(drawn)
+    return _document(frame, top + height + _MARGIN, parts, panels)
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """Where everything goes, in pixels; shared by all panels."""
+
+    width: float
+    left: float
+    right: float
+    extent: float
+    unit: Unit
+    bar: float
+    area: float
+    most_held: float
+    versions: bool
+
+    @property
+    def row(self) -> float:
+        return self.bar + self.area + 10
+
+    @property
+    def scale(self) -> float:
+        return (self.right - self.left) / self.extent if self.extent else 0.0
+
+    def x(self, time: float) -> float:
+        return self.left + time * self.scale
+
+
+def _frame(
+    timelines: Sequence[Timeline],
+    width: float | tuple[float, float],
+    unit: UnitName | None,
+    versions: bool,
+) -> _Frame:
+    ranks = max((timeline.num_ranks for timeline in timelines), default=1)
+    left = _MARGIN + text_width(f"rank {max(ranks - 1, 0)}", 12) + 10
+    peaks = [peak for timeline in timelines for peak in timeline.peak_activations]
+    after = 8 + max((text_width(_peak(peak), 11) for peak in peaks), default=0.0) + _MARGIN
+    extent = longest(timelines)
+    if isinstance(width, tuple):
+        wanted = extent * max(map(_pixels_per_time, timelines), default=0.0) + left + after
+        width = min(max(wanted, width[0]), width[1])
+    width = round(max(width, left + after + 100))
+    bar, area = (26.0, 13.0) if ranks <= 8 else (20.0, 10.0)
+    if versions:
+        bar += version_marks.BAND
+    held = max(peaks, default=0.0)
+    unit_of_times = unit_for(timelines, unit)
+    right = width - after
+    return _Frame(width, left, right, extent, unit_of_times, bar, area, held, versions)
+
+
+def _pixels_per_time(timeline: Timeline) -> float:
+    """The scale at which ops of the usual length can carry their label."""
+    lengths = sorted(s.end - s.start for s in timeline.spans if s.op.kind in COMPUTE)
+    usual = lengths[len(lengths) // 10] if lengths else 0.0
+    return widest_label(timeline) / usual if usual else 0.0
+
+
+def _peak(held: float) -> str:
+    return f"peak {held:.3g}"
+
+
+def _document(frame: _Frame, height: float, parts: list[str], panels: list[Titled]) -> str:
+    named = "; ".join(f"{title}: {_facts(timeline, frame.unit)}" for title, timeline in panels)
+    used = hatches([timeline for _, timeline in panels])
+    definitions = tag("defs", used) if used else ""
+    if frame.versions:
+        definitions = lines([version_marks.style(), definitions])
+    size = frame.width, round(height)
+    return document("timeline", size, named or "no timeline", "timeline.css", parts, definitions)
+
+
+def _facts(timeline: Timeline, unit: Unit) -> str:
+    if not timeline.spans:
+        return "no op ran"
+    return (
+        f"makespan {unit.show(whole_of(timeline).makespan)} · bubble {timeline.bubble:.1%} · "
+        f"stage bubble {timeline.stage_bubble:.1%}"
+    )
+
+
+def _panel(frame: _Frame, title: str, timeline: Timeline, top: float) -> str:
+    """One timeline: its headline and its rows."""
+    rows = top + _HEAD_HEIGHT
+    room = frame.width - 2 * _MARGIN
+    names = Names(timeline)
+    styles = label_styles(timeline, names, frame.scale)
+    parts = [
+        _tracks(frame, timeline, rows),
+        _grid(frame, rows, rows + frame.row * timeline.num_ranks - 4),
+    ]
+    for rank in range(timeline.num_ranks):
+        parts.append(_row(frame, timeline, names, rank, rows + rank * frame.row, styles))
+    parts += [
+        write(_MARGIN, top + 14, shortened(title, 15, room), "title"),
+        write(_MARGIN, top + 33, shortened(_facts(timeline, frame.unit), 12, room), "muted"),
+        _names(frame, timeline, rows),
+    ]
+    return tag("g", f"\n{lines(parts)}\n", class_="panel")
+
+
+def _names(frame: _Frame, timeline: Timeline, top: float) -> str:
+    """The names of the ranks, on their own ground: a page keeps them in view while it scrolls."""
+    height = frame.row * timeline.num_ranks
+    names = [tag("rect", class_="paper", y=top - 2, width=frame.left - 5, height=height)]
+    for rank in range(timeline.num_ranks):
+        names.append(write(_MARGIN, top + rank * frame.row + frame.bar / 2 + 4, f"rank {rank}"))
+    return tag("g", f"\n{lines(names)}\n", class_="stay")
+
+
+def _tracks(frame: _Frame, timeline: Timeline, top: float) -> str:
+    """The empty rows: as long as this timeline, so that idle time is what stays empty."""
+    width = timeline.makespan * frame.scale if frame.extent else frame.right - frame.left
+    return lines(
+        tag(
+            "rect",
+            class_="track",
+            x=frame.left,
+            y=top + rank * frame.row,
+            width=width,
+            height=frame.bar,
+        )
+        for rank in range(timeline.num_ranks)
+    )
+
+
+def _ticks(frame: _Frame) -> list[tuple[float, str]]:
+    """(x, label) of each tick."""
+    at_most = int((frame.right - frame.left) / _TICK_DISTANCE)
+    values = ticks(0.0, frame.extent * frame.unit.factor, at_most)
+    return [(frame.x(value / frame.unit.factor), tick_label(value)) for value in values]
+
+
+def _grid(frame: _Frame, top: float, bottom: float) -> str:
+    path = "".join(f"M{x:.2f} {top:g}V{bottom:g}" for x, _ in _ticks(frame))
+    return tag("path", class_="grid", d=path)
+
+
+def _axis(frame: _Frame, top: float) -> str:
+    marks = _ticks(frame)
+    path = f"M{frame.left:.2f} {top:g}H{frame.right:.2f}"
+    path += "".join(f"M{x:.2f} {top:g}v5" for x, _ in marks)
+    name = f"time ({frame.unit.suffix})" if frame.unit.suffix else "time (units of the costs)"
+    return lines(
+        [
+            tag("path", class_="axis", d=path, fill="none"),
+            *(write(x, top + 18, label, "muted small", text_anchor="middle") for x, label in marks),
+            write(frame.left, top + 36, name, "muted small"),
+        ]
+    )
+
+
+def _row(
+    frame: _Frame,
+    timeline: Timeline,
+    names: Names,
+    rank: int,
+    top: float,
+    styles: Mapping[Kind, LabelStyle],
+) -> str:
+    zero, parts = _zero(timeline), []
+    spans: Sequence[Span] = timeline.by_rank[rank]
+    if frame.versions:
+        # On top of their neighbours, which would cover half of what is so narrow.
+        spans = sorted(spans, key=lambda span: span.op.kind is Kind.UPDATE)
+    for span in spans:
+        x, width = frame.x(span.start - zero), (span.end - span.start) * frame.scale
+        if span.op.kind in BUSY:
+            style = styles.get(span.op.kind)
+            place = (x, top, width, frame.bar)
+            parts.append(box(names, span, place, style, frame.unit, frame.versions))
+        elif span.op.kind in WAITING and width > 1:
+            path = f"M{x:.2f} {top + frame.bar / 2:g}h{width:.2f}"
+            parts.append(tag("path", class_="wait", d=path))
+    parts.append(_held(frame, timeline, rank, top + frame.bar + 3))
+    return tag("g", f"\n{lines(parts)}\n", class_="row")
+
+
+def _held(frame: _Frame, timeline: Timeline, rank: int, top: float) -> str:
+    """The in-flight curve of a rank: steps as high as the microbatches it holds."""
+    peak = timeline.peak_activations[rank]
+    if not peak:
+        return ""
+    base, unit_height = top + frame.area, frame.area / frame.most_held
+    path = f"M{frame.x(0):.2f} {base:g}"
+    for x, held in _steps(frame, timeline, rank):
+        path += f"H{x:.2f}V{base - held * unit_height:.2f}"
+    path += f"H{frame.x(timeline.makespan):.2f}V{base:g}Z"
+    note = write(frame.right + 8, base, _peak(peak), "muted small")
+    return lines([tag("path", class_="held", d=path), note])
+
+
+def _steps(frame: _Frame, timeline: Timeline, rank: int) -> list[tuple[float, float]]:
+    """(x, held from there on). Where a backward ends as the next forward starts, the two changes
+    lie in one pixel, and only what is held after both is kept."""
+    zero, steps = _zero(timeline), [(frame.left, 0.0)]
+    for time, held in timeline.in_flight[rank]:
+        x = frame.x(max(time - zero, 0.0))
+        if x - steps[-1][0] < 1:
+            steps[-1] = (steps[-1][0], held)
+        elif held != steps[-1][1]:
+            steps.append((x, held))
+    return [here for before, here in pairwise([(0.0, -1.0), *steps]) if before[1] != here[1]]
+
+
+def _zero(timeline: Timeline) -> float:
+    return min((span.start for span in timeline.spans), default=0.0)

@@ -1,0 +1,1 @@
+"""What other libraries write and read: torch's schedules, PipeDream's profiles."""

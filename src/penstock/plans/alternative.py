@@ -1,0 +1,85 @@
+"""``Alternative``: a plan that was weighed, as a row of the table that tells why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.graph import Contention
+from penstock.plans.table import as_text, format_bytes, format_seconds
+from penstock.values import Value, shown
+
+
+class Alternative(Value, frozen=True, kw_only=True):
+    """A plan that was weighed.
+
+    Attributes:
+        label: what it is the best of, for example ``"data parallel"``.
+        description: schedule, stages, replicas.
+        step_seconds: of a minibatch; without a flush, in the steady state.
+        bubble: idle rank-time over all rank-time of a step.
+        memory_bytes: of the rank that needs most.
+        moved_bytes: over all links, per minibatch.
+        delay: updates between the version of the weights that a gradient is computed with and the
+            one that it is applied to, of the stage that waits longest; 0 in a synchronous plan.
+        remark: for example why it was not chosen.
+    """
+
+    label: str
+    description: str
+    step_seconds: float
+    bubble: float = 0.0
+    memory_bytes: int = 0
+    moved_bytes: int = 0
+    delay: float = 0.0
+    remark: str = ""
+
+    def __post_init__(self) -> None:
+        self.check_fields(f"alternative {shown(self.label)}")
+
+
+def argued(
+    sheet: str,
+    rows: Sequence[Alternative],
+    reason: str,
+    contention: Contention,
+    warnings: Sequence[str],
+) -> str:
+    """A plan's sheet with why it was chosen and how sure that is, a paragraph each.
+
+    Args:
+        sheet: the plan as text.
+        rows: what was weighed.
+        reason: in a sentence.
+        contention: what was taken for true.
+        warnings: what makes it doubtful.
+    """
+    paragraphs = (
+        sheet,
+        comparison(rows) if rows else "",
+        reason,
+        f"measured: {contention}" if contention.num_ranks else "",
+        "\n".join(f"! {warning}" for warning in warnings),
+    )
+    return "\n\n".join(filter(None, paragraphs))
+
+
+def comparison(rows: Sequence[Alternative]) -> str:
+    """Plans side by side, as text without colour codes."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, collapse_padding=True)
+    for name in ("", "plan", "step", "bubble", "memory", "moved", "delay", ""):
+        table.add_column(name, justify="left" if name in ("", "plan") else "right")
+    for one in rows:
+        table.add_row(
+            one.label,
+            one.description,
+            format_seconds(one.step_seconds),
+            f"{one.bubble:.0%}",
+            format_bytes(one.memory_bytes),
+            format_bytes(one.moved_bytes),
+            f"{one.delay:g}",
+            one.remark,
+        )
+    return as_text(table)

@@ -1,0 +1,166 @@
+"""``StagePlan``: one stage of a plan, and the sums that only need stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+from typing import Literal
+
+from msgspec import field
+
+from penstock.errors import InputError
+from penstock.schedule import Schedule
+from penstock.schedule.memory import Sizes, peaks
+from penstock.timing.costs import Costs
+from penstock.values import Value
+
+Recompute = Literal["none", "stage", "layers"]
+Split = Literal["data", "column", "row", "any", "whole"]
+
+
+class StagePlan(Value, frozen=True, kw_only=True):
+    """One stage: which layers, on which rank, and what they are predicted to cost.
+
+    Attributes:
+        layers: qualified names, consecutive in the model's order, at least one.
+        rank: the rank that runs the stage; the first of them where it has replicas.
+        forward_seconds: one microbatch; likewise the other times.
+        split_seconds: what a backward in two halves takes longer than a whole one.
+        recompute_seconds: a forward that runs again; as long as the first by default.
+        update_seconds: once per minibatch.
+        reduce_seconds: until the sum of its replicas' gradients is there, once per update.
+        hop_seconds: from this stage's output until the next stage can use it.
+        link_seconds: of the hop, how long it keeps the link busy.
+        transfer_bytes: what goes to the next stage for a microbatch, and as gradients comes back.
+        parameter_bytes: weights; gradients take as much again.
+        optimizer_bytes: optimizer state.
+        buffer_bytes: state that is neither.
+        sum_bytes: what a rank keeps besides while gradients of weights with several holders are
+            summed: those that it gets and the sum, together as much as these weights.
+        workspace_bytes: what the hungriest of its layers needs for itself while it runs.
+        activation_bytes: kept from forward to backward, per microbatch in flight.
+        weight_kept_bytes: kept between the two halves of a split backward.
+        input_bytes: of the stage's input: all that is kept where the whole stage runs again.
+        layer_input_bytes: of the inputs of all its layers, or of what runs again together: what is
+            kept where layers run again.
+        peak_activations: microbatches in flight at the worst moment.
+        weight_versions: copies of the weights that are alive at once, and buffers as large that
+            corrections for delay need; 1 in a synchronous pipeline.
+        recompute: what runs again before its backward, so that less is kept: ``"stage"`` all of it
+            at once, ``"layers"`` layer by layer; ``"none"`` by default.
+        splits: how the tensor ranks of the stage share each layer, by its name: ``"data"`` (each
+            takes its part of the rows), ``"column"`` (of the outputs), ``"row"`` (of the inputs) or
+            ``"any"`` (whatever its neighbours do), or repeat it, each all of it (``"whole"``);
+            empty where the plan has one tensor rank. Times are then those of the group, bytes those
+            of each of its devices.
+    """
+
+    layers: tuple[str, ...]
+    rank: int
+    forward_seconds: float = 0.0
+    backward_input_seconds: float = 0.0
+    backward_weight_seconds: float = 0.0
+    split_seconds: float = 0.0
+    recompute_seconds: float | None = None
+    update_seconds: float = 0.0
+    reduce_seconds: float = 0.0
+    hop_seconds: float = 0.0
+    link_seconds: float = 0.0
+    transfer_bytes: int = 0
+    parameter_bytes: int = 0
+    optimizer_bytes: int = 0
+    buffer_bytes: int = 0
+    sum_bytes: int = 0
+    workspace_bytes: int = 0
+    activation_bytes: int = 0
+    weight_kept_bytes: int = 0
+    input_bytes: int = 0
+    layer_input_bytes: int = 0
+    peak_activations: float = 0.0
+    weight_versions: int = 1
+    recompute: Recompute = "none"
+    splits: dict[str, Split] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.check_fields()
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, int | float) and value < 0:
+                raise InputError(f"{name} is {value}, but must be ≥ 0")
+
+    @property
+    def compute_seconds(self) -> float:
+        """Forward and full backward of one microbatch."""
+        return self.forward_seconds + self.backward_input_seconds + self.backward_weight_seconds
+
+    @property
+    def kept_bytes(self) -> int:
+        """What a microbatch keeps from its forward, or its recompute, until its backward."""
+        return self.layer_input_bytes if self.recompute == "layers" else self.activation_bytes
+
+    @property
+    def again_seconds(self) -> float:
+        """Its forward a second time."""
+        return self.forward_seconds if self.recompute_seconds is None else self.recompute_seconds
+
+    @property
+    def state_bytes(self) -> int:
+        """What it needs before the first microbatch comes: weights in all their versions, gradients
+        of one, optimizer state, buffers, room to work, and room to sum gradients."""
+        weights = (self.weight_versions + 1) * self.parameter_bytes
+        room = self.workspace_bytes + self.sum_bytes
+        return weights + self.optimizer_bytes + self.buffer_bytes + room
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """What microbatches in flight keep at the worst moment."""
+        if self.recompute == "stage" and self.peak_activations:
+            # All but the one that runs again keep their input only.
+            return round(self.peak_activations * self.input_bytes) + self.activation_bytes
+        return round(self.peak_activations * self.kept_bytes)
+
+    @property
+    def memory_bytes(self) -> int:
+        """``state_bytes`` and ``in_flight_bytes``."""
+        return self.state_bytes + self.in_flight_bytes
+
+
+def costs_of(stages: Sequence[StagePlan]) -> Costs:
+    """What the simulator needs to know of ``stages``."""
+    again = [one.again_seconds if one.recompute == "layers" else 0.0 for one in stages]
+    inputs = [one.backward_input_seconds + more for one, more in zip(stages, again, strict=True)]
+    whole = [first + one.backward_weight_seconds for one, first in zip(stages, inputs, strict=True)]
+    return Costs(
+        forward=[one.forward_seconds for one in stages],
+        backward_input=inputs,
+        backward_weight=[one.backward_weight_seconds + one.split_seconds for one in stages],
+        backward=whole if any(one.split_seconds for one in stages) else None,
+        recompute=[one.again_seconds for one in stages],
+        update=[one.update_seconds for one in stages],
+        reduce=[one.reduce_seconds for one in stages],
+        hop=[one.hop_seconds for one in stages],
+        link=[one.link_seconds for one in stages],
+    )
+
+
+def sizes_of(stages: Sequence[StagePlan]) -> Sizes:
+    """What one microbatch keeps at each stage, in bytes."""
+    return Sizes(
+        activation=[stage.kept_bytes for stage in stages],
+        kept_for_weight=[stage.weight_kept_bytes for stage in stages],
+        stage_input=[stage.input_bytes for stage in stages],
+    )
+
+
+def bytes_of_ranks(stages: Sequence[StagePlan], schedule: Schedule) -> tuple[int, ...]:
+    """Predicted memory of each rank: the state of its stages, and what the order of its ops keeps.
+
+    Args:
+        stages: of the plan.
+        schedule: with the recomputes that the stages want.
+    """
+    in_flight = peaks(schedule.ranks, sizes_of(stages), schedule.num_slices)
+    return tuple(
+        sum(stages[stage].state_bytes for stage in own) + ceil(held)
+        for own, held in zip(schedule.stages_of, in_flight, strict=True)
+    )

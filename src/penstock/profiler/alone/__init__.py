@@ -1,0 +1,30 @@
+"""Measure the layers of a model, in place, while nothing else works.
+
+The whole room is ``measure_alone`` (``measuring``). ``chain`` makes functions of layers, ``passes``
+runs them by a ``clock`` with the graph cut between them, ``rounds`` lets all kinds of pass take
+turns and makes medians of them; ``overheads`` is what comes on top of layers, ``workspace`` and
+``footprint`` count memory, ``flags`` says what is odd, ``bench`` does all that with one
+``sample``, ``uncut`` times the whole model for comparisons, and ``conditions`` leaves everything as
+it was.
+"""
+
+from penstock.profiler.alone.bench import Progress
+from penstock.profiler.alone.chain import Loss
+from penstock.profiler.alone.conditions import device_of
+from penstock.profiler.alone.measuring import measure_alone
+from penstock.profiler.alone.overheads import measure_hand_over
+from penstock.profiler.alone.rounds import WARM_UP
+from penstock.profiler.alone.sample import Sample
+from penstock.profiler.alone.uncut import Alone, measure_uncut
+
+__all__ = [
+    "WARM_UP",
+    "Alone",
+    "Loss",
+    "Progress",
+    "Sample",
+    "device_of",
+    "measure_alone",
+    "measure_hand_over",
+    "measure_uncut",
+]

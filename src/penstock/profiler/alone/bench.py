@@ -1,0 +1,113 @@
+"""All measurements of a model's layers with one sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock.model.spine import NamedLayer
+from penstock.profiler.alone.chain import HandedOn, Run, handed_on, runs_of
+from penstock.profiler.alone.clock import clock_of
+from penstock.profiler.alone.flags import flags_of
+from penstock.profiler.alone.footprint import Footprint, measure_footprints
+from penstock.profiler.alone.rounds import (
+    WARM_UP,
+    LayerTimes,
+    measure_overheads,
+    measure_rounds,
+    times_of,
+)
+from penstock.profiler.alone.sample import Sample
+from penstock.profiler.alone.workspace import gauge_of, measure_workspaces
+from penstock.stage.deferral import undeferred_parameters
+
+Progress = Callable[[int, int], None]
+"""Called with (done, total)."""
+
+
+class Measured(NamedTuple):
+    """What one layer takes for one microbatch: times, what it keeps, what it hands on, what it
+    needs for itself, and what is odd about that."""
+
+    times: LayerTimes
+    footprint: Footprint
+    handed_on: HandedOn
+    workspace: int
+    flags: tuple[str, ...]
+
+
+class Bench:
+    """Measures the layers with any number of samples.
+
+    Args:
+        layers: of the model.
+        device: that they are on.
+        repeats: rounds that count.
+        num_samples: how many there will be.
+        progress: told after each round.
+
+    Attributes:
+        clock: of the device.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[NamedLayer],
+        device: torch.device,
+        repeats: int,
+        num_samples: int,
+        progress: Progress | None,
+    ) -> None:
+        self.clock = clock_of(device)
+        self._layers = layers
+        self._gauge = gauge_of(device)
+        self._repeats = repeats
+        self._overheads = measure_overheads(self.clock, device)
+        self._total = (WARM_UP + repeats) * num_samples
+        self._done = 0
+        self._progress = progress
+        modules = [one for layer in layers for one in layer.module.modules()]
+        self._undeferred = undeferred_parameters(modules)
+        self._trains = [
+            any(parameter.requires_grad for parameter in layer.module.parameters())
+            for layer in layers
+        ]
+
+    def measure(self, sample: Sample) -> list[Measured]:
+        """Every layer."""
+        runs = runs_of(self._layers, sample.loss, sample.targets)
+        passed: dict[int, HandedOn] = {}
+        watched = [partial(self._watched, passed, sample, *pair) for pair in enumerate(runs)]
+        modules = [layer.module for layer in self._layers]
+        footprints = measure_footprints(modules, watched, sample.inputs)
+        workspaces = [0] * len(runs)
+        if self._gauge is not None:
+            workspaces = measure_workspaces(runs, sample.inputs, self._gauge)
+        rounds = measure_rounds(
+            runs, sample.inputs, self.clock, self._repeats, self._undeferred, self._tell
+        )
+        times = times_of(rounds, self._overheads, self._trains, self.clock.tick_seconds)
+        handed = [passed[index] for index in range(len(runs))]
+        flags = self._flags(times)
+        columns = zip(times, footprints, handed, workspaces, flags, strict=True)
+        return [Measured(*row) for row in columns]
+
+    def _watched(
+        self, passed: dict[int, HandedOn], sample: Sample, index: int, run: Run, value: Any
+    ) -> Any:
+        output = run(value)
+        is_loss = sample.loss is not None and index == len(self._layers) - 1
+        passed[index] = handed_on(self._layers, index, output, is_loss)
+        return output
+
+    def _flags(self, times: Sequence[LayerTimes]) -> Iterable[tuple[str, ...]]:
+        for one, trains in zip(times, self._trains, strict=True):
+            yield tuple(flags_of(one, trains, self._overheads))
+
+    def _tell(self) -> None:
+        self._done += 1
+        if self._progress is not None:
+            self._progress(self._done, self._total)

@@ -1,0 +1,71 @@
+"""Where and with what it is measured, and how everything is left as it was."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import InputError
+from penstock.model import tree
+from penstock.model.replay import put_back, saved_buffers
+
+
+def device_of(model: nn.Module, inputs: Any) -> torch.device:
+    """The device that everything is on.
+
+    Raises:
+        InputError: the model and its inputs are on several.
+    """
+    tensors = chain(model.parameters(), model.buffers(), tree.tensors(inputs))
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise InputError(
+            f"the model and its inputs are on several devices ({names}); move both to one of them"
+        )
+    return devices.pop()
+
+
+def name_of(device: torch.device) -> str:
+    """A device's name, for people."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU" if device.type == "cpu" else str(device)
+
+
+def software(device: torch.device) -> dict[str, str]:
+    """Versions of what it is measured with."""
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    if device.type == "cuda":
+        found["cuda"] = str(torch.version.cuda)
+    return {**found, "penstock": version("penstock")}
+
+
+@contextmanager
+def undisturbed(model: nn.Module, num_threads: int, device: torch.device) -> Iterator[None]:
+    """Restore gradients, buffers, random state and threads afterwards."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = saved_buffers(model.modules())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        with (
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        put_back(buffers)

@@ -1,0 +1,151 @@
+"""``measure_alone``: from layers and a sample to a ``LayerGraph``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from msgspec.structs import replace
+from torch import nn
+
+from penstock.graph import Layer, LayerGraph
+from penstock.model.optimizer_factory import OptimizerFactory
+from penstock.model.spine import NamedLayer, spine_of
+from penstock.profiler.alone.bench import Bench, Measured, Progress
+from penstock.profiler.alone.chain import num_bytes
+from penstock.profiler.alone.conditions import device_of, name_of, software, undisturbed
+from penstock.profiler.alone.overheads import (
+    Update,
+    measure_hand_over,
+    measure_op,
+    measure_sum,
+    measure_updates,
+)
+from penstock.profiler.alone.sample import Sample
+from penstock.tracing.units import units_of
+
+
+def measure_alone(
+    model: nn.Module,
+    sample: Sample,
+    others: Sequence[Sample],
+    *,
+    optimizer: OptimizerFactory | None,
+    repeats: int,
+    num_threads: int,
+    progress: Progress | None,
+) -> LayerGraph:
+    """Measure every layer while nothing else works; see ``penstock.profile``.
+
+    Args:
+        model: with a spine.
+        sample: one microbatch.
+        others: of other sizes; they become ``other_sizes``.
+        optimizer, repeats, num_threads: as ``penstock.profile`` takes them.
+        progress: called with (done, total) rounds.
+
+    Raises:
+        ModelError: the model cannot be cut, or a layer fails on its input.
+        InputError: a model and inputs on several devices.
+    """
+    layers = spine_of(model)
+    device = device_of(model, sample.inputs)
+    with undisturbed(model, num_threads, device):
+        bench = Bench(layers, device, repeats, 1 + len(others), progress)
+        measured = bench.measure(sample)
+        updates = measure_updates(layers, optimizer, bench.clock)
+        graph = LayerGraph(
+            layers=tuple(_layers(model, layers, measured, updates)),
+            microbatch_size=sample.num_rows,
+            input_bytes=num_bytes(sample.inputs),
+            hop_seconds=measure_hand_over(),
+            op_seconds=measure_op(bench.clock, device),
+            sum_bytes_per_second=measure_sum(bench.clock, device),
+            num_threads=num_threads,
+            device=name_of(device),
+            dtype=", ".join(sorted({str(one.dtype)[6:] for one in model.parameters()})),
+            software=software(device),
+        )
+        sized = tuple(_with_sample(graph, bench, other) for other in others)
+    return replace(graph, other_sizes=sized)
+
+
+def _layers(
+    model: nn.Module,
+    layers: Sequence[NamedLayer],
+    measured: Sequence[Measured],
+    updates: Sequence[Update],
+) -> Iterator[Layer]:
+    shared = _shared(model, layers)
+    before = ""
+    units = _units(layers)
+    for layer, found, update in zip(layers, measured, updates, strict=True):
+        module = layer.module
+        reads: tuple[str, ...] | None = getattr(module, "reads", None)
+        own = {id(parameter) for parameter in module.parameters()}
+        blank = Layer(
+            name=layer.name,
+            kind=getattr(module, "kind", type(module).__name__),
+            forward_seconds=0.0,
+            backward_input_seconds=0.0,
+            backward_weight_seconds=0.0,
+            update_seconds=update.seconds,
+            parameter_bytes=num_bytes(list(module.parameters())),
+            buffer_bytes=num_bytes(list(module.buffers())),
+            optimizer_bytes=update.state_bytes,
+            inputs=None if reads is None else tuple(name for name in reads if name == before),
+            after=tuple(name for name in reads or () if name != before),
+            unit=units[layer.name],
+            shared_parameters={name: one.nbytes for name, one in shared.items() if id(one) in own},
+            signature=layer.signature,
+        )
+        before = layer.name
+        yield _with_costs(blank, found)
+
+
+def _units(layers: Sequence[NamedLayer]) -> dict[str, str]:
+    """The first of the layers with which each runs again; nothing if it does so alone."""
+    found: dict[str, str] = {}
+    for start, stop in units_of([layer.module for layer in layers]):
+        name = layers[start].name if stop - start > 1 else ""
+        found |= {layer.name: name for layer in layers[start:stop]}
+    return found
+
+
+def _with_costs(blank: Layer, found: Measured) -> Layer:
+    times, footprint = found.times, found.footprint
+    return replace(
+        blank,
+        forward_seconds=times.forward,
+        backward_input_seconds=times.backward_input,
+        backward_weight_seconds=times.backward - times.backward_input,
+        split_forward_seconds=times.split_forward,
+        split_seconds=times.split,
+        recompute_seconds=times.recompute,
+        activation_bytes=footprint.activation,
+        held_input_bytes=footprint.held_input,
+        weight_kept_bytes=footprint.weight_kept,
+        workspace_bytes=found.workspace,
+        output_bytes=found.handed_on.output,
+        skip_bytes=found.handed_on.skips,
+        spread=times.spread,
+        warnings=found.flags,
+    )
+
+
+def _with_sample(graph: LayerGraph, bench: Bench, sample: Sample) -> LayerGraph:
+    """The same model with another sample."""
+    measured = bench.measure(sample)
+    pairs = zip(graph.layers, measured, strict=True)
+    return replace(
+        graph,
+        layers=tuple(_with_costs(known, found) for known, found in pairs),
+        microbatch_size=sample.num_rows,
+        input_bytes=num_bytes(sample.inputs),
+    )
+
+
+def _shared(model: nn.Module, layers: Sequence[NamedLayer]) -> dict[str, nn.Parameter]:
+    """Parameters that several layers hold, by their name in the model."""
+    holders = Counter(id(one) for layer in layers for one in {*layer.module.parameters()})
+    return {name: one for name, one in model.named_parameters() if holders[id(one)] > 1}

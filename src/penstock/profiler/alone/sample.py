@@ -1,0 +1,54 @@
+"""One microbatch to measure with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from penstock.errors import InputError
+from penstock.model import microbatches, tree
+from penstock.profiler.alone.chain import Loss
+from penstock.values import is_whole
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Inputs, and what the loss wants beside the output.
+
+    Raises:
+        InputError: a loss without targets or targets without a loss, or inputs without rows.
+    """
+
+    inputs: Any
+    targets: Any
+    loss: Loss | None
+
+    def __post_init__(self) -> None:
+        if (self.loss is None) != (self.targets is None):
+            raise InputError("give loss and targets together, or neither")
+        microbatches.num_rows(self.inputs, "inputs")
+
+    @cached_property
+    def num_rows(self) -> int:
+        """The microbatch's size."""
+        return microbatches.num_rows(self.inputs, "inputs")
+
+    def of(self, size: int) -> Sample:
+        """The first ``size`` rows.
+
+        Raises:
+            InputError: there are not so many.
+        """
+        if not is_whole(size) or not 1 <= size <= self.num_rows:
+            raise InputError(
+                f"sizes: {size!r} rows cannot be taken from a sample of {self.num_rows}; give a "
+                "larger sample, or smaller sizes"
+            )
+        taken = [
+            tree.replace(Tensor, lambda one: one[:size], value)
+            for value in (self.inputs, self.targets)
+        ]
+        return replace(self, inputs=taken[0], targets=taken[1])

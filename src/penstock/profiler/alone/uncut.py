@@ -1,0 +1,66 @@
+"""The whole model alone, again and again: what a pipeline that ran beside it is compared with."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import NamedTuple
+
+from torch import nn
+
+from penstock.model.spine import spine_of
+from penstock.profiler.alone.chain import in_one, runs_of
+from penstock.profiler.alone.clock import clock_of
+from penstock.profiler.alone.conditions import device_of, undisturbed
+from penstock.profiler.alone.passes import Passes, WholePass
+from penstock.profiler.alone.sample import Sample
+
+_WARM_UP = 1  # something else has had the caches
+_LEAST_PASSES, _MOST_PASSES = 2, 20
+_ENOUGH_SECONDS = 0.1
+
+
+class Alone(NamedTuple):
+    """One microbatch through all layers.
+
+    Attributes:
+        forward_seconds: a forward.
+        backward_seconds: a full backward.
+        cpu_seconds: processor time of both, of all threads of this process.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    cpu_seconds: float
+
+
+def measure_uncut(model: nn.Module, sample: Sample, num_threads: int) -> Alone:
+    """Medians over some passes, behind a warm-up; nothing is left on the model.
+
+    Args:
+        model: with a spine.
+        sample: one microbatch.
+        num_threads: intra-op threads.
+
+    Raises:
+        ModelError: a layer fails on its input.
+    """
+    layers, device = spine_of(model), device_of(model, sample.inputs)
+    with undisturbed(model, num_threads, device):
+        run = in_one(runs_of(layers, sample.loss, sample.targets))
+        passes = Passes([run], sample.inputs, clock_of(device), frozenset())
+        measured: list[tuple[WholePass, float]] = []
+        start = time.perf_counter()
+        for number in range(_WARM_UP + _MOST_PASSES):
+            cpu = time.process_time()
+            whole = passes.whole()
+            if number >= _WARM_UP:
+                measured.append((whole, time.process_time() - cpu))
+            enough = time.perf_counter() - start > _ENOUGH_SECONDS
+            if len(measured) >= _LEAST_PASSES and enough:
+                break
+    return Alone(
+        statistics.median(sum(whole.forward) for whole, _ in measured),
+        statistics.median(sum(whole.backward) for whole, _ in measured),
+        statistics.median(cpu for _, cpu in measured),
+    )

@@ -1,0 +1,83 @@
+"""Weights with several holders, and what any way of summing their gradients must keep to."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import IntEnum
+from typing import NamedTuple
+
+from torch import nn
+
+from penstock.transport import Edge
+from penstock.transport.tags import SHARED_TAGS
+
+
+class Purpose(IntEnum):
+    """What a message between holders of the same weights is for; each has channels of its own."""
+
+    PART = 0
+    """One holder's gradients, for another to sum."""
+    SUM = 1
+    """A sum that is done; before the first step, the weights to begin with."""
+
+
+class SharedWeights(NamedTuple):
+    """Weights of which several ranks hold a copy: tied ones, or those of a stage with copies.
+
+    Attributes:
+        tag: tells their messages from those of other shared weights.
+        ranks: that hold a copy, ascending.
+        stages: of this rank, that use them.
+        parameters: this rank's copies, in an order that is the same on all holders.
+    """
+
+    tag: int
+    ranks: tuple[int, ...]
+    stages: frozenset[int]
+    parameters: tuple[nn.Parameter, ...]
+
+    def edge(self, source: int, target: int, purpose: Purpose) -> Edge:
+        """The channel on which one holder tells another something."""
+        return Edge(source, target, SHARED_TAGS + len(Purpose) * self.tag + purpose)
+
+    def others(self, rank: int) -> tuple[int, ...]:
+        """The other holders, beginning with the one behind ``rank``: where all send in this order,
+        none gets everybody's message at once."""
+        place = self.ranks.index(rank)
+        return self.ranks[place + 1 :] + self.ranks[:place]
+
+
+class Reducer(ABC):
+    """One rank's part in summing the gradients of one group of shared weights, round after round.
+
+    In each round all three methods are called, in the order in which they stand here. A rank calls
+    ``advance`` for every group whose gradients it has handed in before it calls ``finish`` for any,
+    and all ranks call it for groups in the same order. So ranks cannot wait for each other in a
+    circle, whatever the order of their stages, as long as the three keep to what they say.
+    """
+
+    @abstractmethod
+    def hand_in(self, number: int, num_gathered: int) -> None:
+        """This rank's gradients are complete. Waits for no other rank.
+
+        Args:
+            number: of this round's messages.
+            num_gathered: microbatches whose gradients these are.
+        """
+
+    @abstractmethod
+    def advance(self, *, averages: bool) -> None:
+        """Do what others need to finish. May wait until they have handed in, or advance, too.
+
+        Args:
+            averages: whether sums are divided by the number of microbatches of all holders.
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Make every ``.grad`` the sum over all holders that have one: with the same bits on all of
+        them, those of adding in the order of the ranks. May wait until others advance."""
+
+    @abstractmethod
+    def outgoing(self) -> set[Edge]:
+        """The channels on which others may wait for this rank."""

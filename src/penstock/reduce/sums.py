@@ -1,0 +1,97 @@
+"""The sums that a rank takes part in: which are due, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.reduce.owners import OwnerReducer, begin_equal
+from penstock.reduce.reducer import Reducer, SharedWeights
+from penstock.transport import Edge, Transport
+
+
+class Sums:
+    """Completes the gradients of weights that one rank shares with others.
+
+    A round begins with ``begin`` and sums every group of shared weights once.
+
+    Args:
+        rank: which.
+        shared: the weights of which this rank holds one of several copies.
+        transport: of this rank.
+        everywhere: whether all holders keep the sum; otherwise the first of them does, and the
+            others have no gradient.
+    """
+
+    def __init__(
+        self, rank: int, shared: Sequence[SharedWeights], transport: Transport, *, everywhere: bool
+    ) -> None:
+        self._rank = rank
+        self._shared = shared
+        self._transport = transport
+        self._everywhere = everywhere
+        self._reducers: list[Reducer] = [OwnerReducer(rank, one, transport) for one in shared]
+        self._number = 0
+        self._averages = False
+        self._num_gathered = 0
+        self._to_hand_in: list[set[int]] = []
+        self._to_advance: list[int] = []
+        self._to_finish: set[int] = set()
+
+    def begin(self, number: int, *, averages: bool) -> None:
+        """Begin a round.
+
+        Args:
+            number: of its messages.
+            averages: whether sums are divided by the number of microbatches of all holders.
+        """
+        self._number = number
+        self._averages = averages
+        self._num_gathered = 0
+        self._to_hand_in = [set(one.stages) for one in self._shared]
+        self._to_advance = []
+        self._to_finish = set(range(len(self._shared)))
+
+    def begin_equal(self) -> None:
+        """Give shared weights the values that their first holder has."""
+        for one in self._shared:
+            begin_equal(self._rank, one, self._transport)
+
+    def gathered(self) -> None:
+        """The gradients of one more microbatch are there."""
+        self._num_gathered += 1
+
+    def hand_in(self, stage: int) -> None:
+        """The gradients of a stage are complete here: let others sum those that they wait for."""
+        for index, left in enumerate(self._to_hand_in):
+            if stage in left:
+                left.remove(stage)
+                if not left:
+                    self._reducers[index].hand_in(self._number, self._num_gathered)
+                    self._to_advance.append(index)
+
+    def complete(self, stage: int | None = None) -> None:
+        """Make the gradients of shared weights the sums over their holders.
+
+        Args:
+            stage: whose; by default those of all stages.
+        """
+        due = [
+            index
+            for index in sorted(self._to_finish)
+            if stage is None or stage in self._shared[index].stages
+        ]
+        if not due:
+            return
+        for index in sorted(self._to_advance):
+            self._reducers[index].advance(averages=self._averages)
+        self._to_advance.clear()
+        for index in due:
+            self._to_finish.remove(index)
+            self._reducers[index].finish()
+            if not self._everywhere and self._rank != self._shared[index].ranks[0]:
+                for parameter in self._shared[index].parameters:
+                    parameter.grad = None
+
+    def outgoing(self) -> set[Edge]:
+        """The channels on which others may wait for this rank's gradients or sums."""
+        return {edge for reducer in self._reducers for edge in reducer.outgoing()}

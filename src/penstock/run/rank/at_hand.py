@@ -1,0 +1,115 @@
+"""The minibatch that a worker has at hand: what its ops take from it and leave behind."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import InputError
+from penstock.model import tree
+from penstock.model.copying import copy_of
+from penstock.run.minibatch import Harvest, Minibatch
+from penstock.run.recipe import Recipe
+from penstock.stage.stage import Criterion
+from penstock.values import shown
+
+
+class AtHand:
+    """One minibatch, its units by their numbers in the stream.
+
+    Args:
+        minibatch: which.
+        recipe: how to train.
+        number: tells this run of the worker from others.
+
+    Attributes:
+        minibatch: which.
+        harvest: what comes out of it.
+    """
+
+    def __init__(self, minibatch: Minibatch, recipe: Recipe, number: int = 0) -> None:
+        self.minibatch = minibatch
+        self.harvest = Harvest(number=number)
+        self._recipe = recipe
+        self._first = minibatch.first * minibatch.num_slices
+
+    def input(self, unit: int, *, copied: bool) -> Any:
+        """What the first stage works on; a copy if the minibatch may have to begin anew, since the
+        first layer may overwrite it."""
+        value = self.minibatch.inputs[unit - self._first]
+        return tree.replace(Tensor, copy_of, value) if copied else value
+
+    def criterion(self, unit: int) -> Criterion | None:
+        """From the output of the last stage to the loss; ``None`` where outputs are wanted."""
+        loss, metrics = self._recipe.loss, self._recipe.metrics
+        if not self.minibatch.targets or loss is None:
+            return None
+        own = unit - self._first
+        targets = self.minibatch.targets[own]
+
+        def criterion(outputs: Any) -> Tensor:
+            if metrics:
+                with torch.no_grad():
+                    for name, metric in metrics.items():
+                        measured = _number(name, metric(outputs, targets))
+                        self.harvest.metrics.setdefault(name, {})[own] = measured
+            return loss(outputs, targets)
+
+        return criterion
+
+    def keep(self, unit: int, produced: Any) -> None:
+        """The loss of the last stage, or its output.
+
+        Raises:
+            ArithmeticError: the loss is not finite, and is to stop the run.
+        """
+        own = unit - self._first
+        if not self.minibatch.targets:
+            self.harvest.outputs[own] = produced
+            return
+        # The mean of no terms is NaN, and counts for nothing.
+        if self._recipe.stop_at_nan and self.minibatch.weights[own] and not produced.is_cuda:
+            value = produced.item()
+            if not math.isfinite(value):
+                raise ArithmeticError(
+                    f"the loss is {value}; no weight has been updated with it. Lower the learning "
+                    "rate, clip gradients, or look at this minibatch"
+                )
+        self.harvest.losses[own] = produced
+
+    def seed(self, unit: int, scale: float | None) -> Tensor | None:
+        """The gradient of the minibatch's loss with respect to that of a unit, or ``None`` if it
+        counts for nothing.
+
+        Args:
+            unit: a microbatch or a slice.
+            scale: what small gradients are multiplied by so that they survive.
+        """
+        own = unit - self._first
+        weight = self.minibatch.weights[own]
+        if weight and not self.minibatch.synchronous and self._recipe.updates == "microbatch":
+            weight = 1.0  # it is a minibatch of its own
+        weight *= self.minibatch.share
+        if not weight:
+            return None
+        seed = torch.full_like(self.harvest.losses[own], weight)
+        if scale is not None:
+            seed *= scale
+        return seed
+
+
+def _number(name: str, measured: Any) -> Tensor:
+    """What a metric gave, as a tensor of its own."""
+    remedy = "it must return one number, as a float or a tensor with one element"
+    try:
+        number = torch.as_tensor(measured).detach()
+    except Exception as error:  # there are many things that are no number
+        raise InputError(f"the metric {name!r} gave {shown(measured)}; {remedy}") from error
+    if number.numel() != 1:
+        raise InputError(
+            f"the metric {name!r} gave a tensor of shape {tuple(number.shape)}; {remedy}"
+        )
+    return number.clone()

@@ -1,0 +1,112 @@
+"""Who looks on while a worker computes: the counter of memory, and minibatch statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+
+from torch import nn
+
+from penstock.device.activation_meter import saving
+from penstock.run.counting import Counter, Peak
+from penstock.run.minibatch import Minibatch
+from penstock.run.recipe import Recipe
+from penstock.schedule import Kind, Op
+from penstock.schedule.op import COMPUTE
+from penstock.stage.batch_norm import MinibatchStatistics
+from penstock.stage.stage import Stage
+from penstock.weights.store import Instead
+
+_WATCHED = COMPUTE | {Kind.RECOMPUTE}
+_FORWARDS = frozenset({Kind.FORWARD, Kind.RECOMPUTE})
+
+
+class Observers:
+    """Of one worker.
+
+    Args:
+        stages: of its rank.
+        recipe: which of them it asks for.
+
+    Raises:
+        InputError: a module has statistics that cannot be gathered over a minibatch.
+    """
+
+    def __init__(self, stages: Mapping[int, Stage], recipe: Recipe) -> None:
+        self._modules = [layer.module for stage in stages.values() for layer in stage.layers]
+        self._gathers = recipe.batch_norm == "minibatch"
+        if self._gathers:
+            MinibatchStatistics(self._modules).close()  # refuses now what it would refuse later
+        self._statistics: MinibatchStatistics | None = None
+        self._counter = Counter(stages) if recipe.count_memory else None
+
+    @property
+    def modules(self) -> Iterable[nn.Module]:
+        """All that the rank's layers consist of."""
+        return (module for layer in self._modules for module in layer.modules())
+
+    @property
+    def counts_memory(self) -> bool:
+        """Whether there will be a peak."""
+        return self._counter is not None
+
+    def attend(self, minibatch: Minibatch) -> None:
+        """A minibatch begins. Hooks of statistics must not get into copies of the model that are
+        made between steps, so they come and go."""
+        gathers = self._gathers and minibatch.targets
+        self._statistics = MinibatchStatistics(self._modules) if gathers else None
+
+    def leave(self) -> None:
+        """It has ended, well or not."""
+        if self._statistics is not None:
+            self._statistics.close()
+            self._statistics = None
+
+    def begin(self) -> None:
+        """Nothing is in flight."""
+        if self._counter is not None:
+            self._counter.begin()
+
+    def watch(
+        self, op: Op, unit: int, perform: Callable[[Op], None], instead: Instead | None
+    ) -> None:
+        """Perform an op under all eyes that are interested.
+
+        Args:
+            op: which.
+            unit: that it works on.
+            perform: does it.
+            instead: what autograd is to save in the place of weights, if anything.
+        """
+        if op.kind not in _WATCHED or (
+            self._statistics is None and self._counter is None and instead is None
+        ):
+            perform(op)
+            return
+        with ExitStack() as stack:
+            if self._statistics is not None and op.kind is not Kind.FORWARD:
+                # What runs forward again counts no second time.
+                stack.enter_context(self._statistics.paused())
+            if self._counter is not None and op.kind in _FORWARDS:
+                stack.enter_context(self._counter.watching(op.stage, unit, instead))
+            elif instead is not None:
+                stack.enter_context(saving(instead))
+            perform(op)
+        if self._counter is not None:
+            self._counter.after(op.stage, unit)
+
+    def commit(self) -> None:
+        """The minibatch is complete: its statistics count."""
+        if self._statistics is not None:
+            self._statistics.commit()
+
+    def peak(self, num_slices: int) -> Peak | None:
+        """The most that was held since nothing was in flight."""
+        return None if self._counter is None else self._counter.peak(num_slices)
+
+    def forget(self) -> None:
+        """Nothing is in flight any more."""
+        if self._statistics is not None:
+            self._statistics.forget()
+        if self._counter is not None:
+            self._counter.forget()

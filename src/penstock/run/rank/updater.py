@@ -1,0 +1,279 @@
+"""From gradients to weights, on one rank: sums of shared weights, unscaling, clipping, steps.
+
+Three synchronous ways to update, all with the result of one device:
+
+- Nothing global is asked for: each stage steps as soon as its gradients are complete.
+- Ranks agree first: all tell their norms, wait for the others', clip or skip, then step.
+- Post-validated: each stage steps at once, and its rank tells the norms; the verdict is read when
+  the next minibatch is under way; where it was wrong to step, the step is undone and made again.
+
+In an asynchronous pipeline, each stage steps at the end of each of its rounds, on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import InputError
+from penstock.model.optimizer_factory import (
+    OptimizerFactory,
+    Parameters,
+    make_optimizer,
+    make_scheduler,
+)
+from penstock.reduce.agreement import Share, Verdict, hear, tell
+from penstock.reduce.reducer import SharedWeights
+from penstock.reduce.sums import Sums
+from penstock.run.rank.undo import Undo
+from penstock.run.recipe import Recipe
+from penstock.transport import Transport
+from penstock.transport.tags import FIRST_EXCHANGE
+from penstock.versions import Place
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one stage of a rank trains.
+
+    Attributes:
+        named: its parameters by their name in the model; a parameter that several stages of the
+            rank use is in the first of them only.
+        counted: those whose norm this rank tells, by their place in the model: of every weight,
+            one of its holders does.
+        place: of the stage in the pipeline.
+        delay: how many updates old its gradients are when they are applied.
+        rate: what its learning rates are multiplied by.
+    """
+
+    named: Mapping[str, nn.Parameter]
+    counted: Mapping[int, nn.Parameter]
+    place: Place = field(default_factory=lambda: Place(0, 1, 0))
+    delay: float = 0.0
+    rate: float = 1.0
+
+
+_NOTHING = Share({}, finite=True)
+
+
+class Updater:
+    """Applies the gradients of one rank's stages.
+
+    Args:
+        rank: which.
+        num_ranks: how many take part in an agreement.
+        holdings: of this rank, by stage.
+        transport: of this rank.
+        recipe: how to train.
+        shared: weights of which this rank holds one of several copies.
+
+    Attributes:
+        sums: of the gradients of ``shared``.
+        optimizers: by stage; a stage without parameters has none.
+        num_updates: steps begun so far, over all stages.
+        loss_scale: as of the last verdict.
+        norm: of all gradients at the last verdict, before clipping; ``None`` without one.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        holdings: Mapping[int, Holding],
+        transport: Transport,
+        recipe: Recipe,
+        shared: Sequence[SharedWeights] = (),
+    ) -> None:
+        self.num_updates = 0
+        self.loss_scale = recipe.loss_scale
+        self.norm: Tensor | None = None
+        # Where gradients of replicas are averaged, there are so many times fewer updates.
+        rates = {stage: one.rate if recipe.averages else 1.0 for stage, one in holdings.items()}
+        self.optimizers = {
+            stage: optimizer
+            for stage, holding in holdings.items()
+            if recipe.optimizer is not None and holding.named
+            if (optimizer := _optimizer(recipe.optimizer, stage, holding, rates[stage])) is not None
+        }
+        make = recipe.lr_scheduler
+        self._schedulers = [
+            make_scheduler(make, optimizer, f"stage {stage}")
+            for stage, optimizer in self.optimizers.items()
+            if make is not None
+        ]
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._holdings = holdings
+        self._transport = transport
+        self._recipe = recipe
+        # One holder keeps gradients that are only gathered, or the next sum would count them twice.
+        everywhere = recipe.optimizer is not None
+        self.sums = Sums(rank, shared, transport, everywhere=everywhere)
+        self._number = 0
+        self._averages = False
+        self._asynchronous = False
+        self._to_update: set[int] = set()
+        self._verdict: Verdict | None = None
+        self._pending: tuple[int, Share, dict[int, Undo]] | None = None
+        self._share = _NOTHING
+        self._undo: dict[int, Undo] = {}
+
+    @property
+    def pending(self) -> bool:
+        """Whether steps have been made that are not validated yet."""
+        return self._pending is not None or bool(self._undo)
+
+    def begin(self, number: int, *, asynchronous: bool = False) -> None:
+        """Start a minibatch, or a stream of them if it is asynchronous; ``number`` tells its
+        messages from those of others."""
+        self._asynchronous = asynchronous
+        self._averages = (
+            asynchronous and self._recipe.averages and self._recipe.updates == "microbatch"
+        )
+        self._begin_round(FIRST_EXCHANGE + number)
+
+    def _begin_round(self, number: int) -> None:
+        self._number = number
+        self.sums.begin(number, averages=self._averages)
+        self._to_update = set(self._holdings)
+        self._verdict = None
+        self._share = _NOTHING
+        self._undo = {}
+
+    def agree(self) -> None:
+        """Wait for all ranks' norms, and make the gradients what the verdict says."""
+        self.sums.complete()
+        self._unscale(self._holdings)
+        share = Share.of(self._counted())
+        tell(self._transport, self._rank, self._num_ranks, self._number, share)
+        self._judge(self._number, share)
+
+    def _judge(self, number: int, share: Share) -> Verdict:
+        shares = hear(self._transport, self._rank, self._num_ranks, number, share)
+        verdict = Verdict.of(shares, self._recipe.clip_norm)
+        self._verdict = verdict
+        self.norm = verdict.norm
+        if self.loss_scale is not None:
+            self.loss_scale = self.loss_scale.after(verdict.finite)
+        return verdict
+
+    def _counted(self) -> dict[int, nn.Parameter]:
+        return {
+            place: one for held in self._holdings.values() for place, one in held.counted.items()
+        }
+
+    def _unscale(self, stages: Iterable[int]) -> None:
+        if self.loss_scale is not None:
+            inverse = self.loss_scale.inverse
+            for gradient in self._gradients(stages):
+                gradient.mul_(inverse)
+
+    def _gradients(self, stages: Iterable[int]) -> list[Tensor]:
+        return [
+            parameter.grad
+            for stage in stages
+            for parameter in self._holdings[stage].named.values()
+            if parameter.grad is not None
+        ]
+
+    def update(self, stage: int) -> None:
+        """Step one stage whose gradients are complete."""
+        self._to_update.discard(stage)
+        if self._recipe.post_validate:
+            self._step_on_trust(stage)
+            return
+        self.sums.complete(stage)
+        optimizer = self.optimizers.get(stage)
+        if optimizer is not None:
+            self.num_updates += 1
+            self._clip_stage(stage)
+            self._step(stage, self._verdict)
+        if not self._to_update:
+            self._step_schedulers()
+            if self._asynchronous:
+                self._begin_round(self._number + 1)
+
+    def _step(self, stage: int, verdict: Verdict | None) -> None:
+        optimizer = self.optimizers[stage]
+        if verdict is None or verdict.finite or self.loss_scale is None:
+            if verdict is not None and verdict.factor != 1.0:
+                for gradient in self._gradients([stage]):
+                    gradient.mul_(verdict.factor)
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def _clip_stage(self, stage: int) -> None:
+        if self._recipe.clip_stage_norm is not None:
+            own = self._holdings[stage].named.values()
+            torch.nn.utils.clip_grad_norm_(own, self._recipe.clip_stage_norm)
+
+    def _step_schedulers(self) -> None:
+        for scheduler in self._schedulers:
+            scheduler.step()
+
+    def _step_on_trust(self, stage: int) -> None:
+        holding = self._holdings[stage]
+        self.sums.complete(stage)
+        self._unscale([stage])
+        share = Share.of(holding.counted)
+        self._share = Share(self._share.norms | share.norms, self._share.finite and share.finite)
+        if not self._to_update:
+            # All else that this step does is this rank's own affair: let the others go on.
+            tell(self._transport, self._rank, self._num_ranks, self._number, self._share)
+        optimizer = self.optimizers.get(stage)
+        if optimizer is not None:
+            self.num_updates += 1
+            self._undo[stage] = Undo(optimizer, holding.named.values())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if not self._to_update:
+            self._pending = self._number, self._share, self._undo
+            self._undo = {}
+
+    def settle(self) -> bool:
+        """Read the verdict on the steps made on trust, if there are any.
+
+        Returns:
+            Whether they stand. If not, they have been undone and made as the verdict says, and
+            whatever was computed with the wrong weights must be computed again.
+        """
+        if self._pending is None:
+            return True
+        number, share, steps = self._pending
+        verdict = self._judge(number, share)
+        stands = verdict.factor == 1.0 and (verdict.finite or self.loss_scale is None)
+        if not stands:
+            for stage, undo in steps.items():
+                undo.take_back()
+                self._step(stage, verdict)
+        self._step_schedulers()
+        self._pending = None
+        return stands
+
+    def drop_gradients(self) -> None:
+        """Forget what a failed step has accumulated."""
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
+
+
+def _optimizer(
+    make: OptimizerFactory, stage: int, holding: Holding, rate: float
+) -> torch.optim.Optimizer | None:
+    """A stage's optimizer, its learning rates times ``rate``; ``None`` if it has nothing to train
+    and the function refuses that."""
+    place = holding.place
+    named = [*holding.named.items()]
+    parameters = Parameters(named, place.stage, place.num_stages, holding.delay)
+    try:
+        made = make_optimizer(make, parameters, f"stage {stage}")
+    except InputError:
+        if not any(parameter.requires_grad for parameter in parameters):
+            return None
+        raise
+    if rate != 1.0:
+        for group in made.param_groups:
+            group["lr"] = group["lr"] * rate
+    return made

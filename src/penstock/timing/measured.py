@@ -1,0 +1,131 @@
+"""What ops and messages cost in a timeline, so that it can be simulated again."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from statistics import median
+from typing import NamedTuple
+
+from penstock.schedule.op import Kind, Op
+from penstock.schedule.schedule import Schedule
+from penstock.timing.costs import Costs
+from penstock.timing.timeline import BUSY, Span, Timeline
+
+
+def usual_lengths(timeline: Timeline) -> dict[Op, float]:
+    """For every op that counts as work, the median length of its kind, stage and rank."""
+    alike: dict[tuple[int, int, Kind], list[Span]] = defaultdict(list)
+    for span in timeline.spans:
+        if span.op.kind in BUSY:
+            alike[span.rank, span.op.stage, span.op.kind].append(span)
+    usual: dict[Op, float] = {}
+    for spans in alike.values():
+        length = median(span.end - span.start for span in spans)
+        usual.update((span.op, length) for span in spans)
+    return usual
+
+
+def measured_costs(timeline: Timeline) -> Costs:
+    """The costs of every stage as a timeline shows them, to simulate this or another schedule with.
+
+    Each is a median over the microbatches; an op that a stage never ran costs 0. Where backwards
+    are not split, nobody can see how long the halves take, and each is given half.
+
+    A hop is seen best where the receiver was waiting already when the sender's op ended: from that
+    end until the result was usable, both directions together. Where no receiver of an edge ever
+    waited so early, the quickest message is the best bound.
+
+    Args:
+        timeline: of a whole minibatch, predicted or measured. Without receive ops, hops are seen
+            only where a rank stood idle before an op.
+
+    Raises:
+        ScheduleError: it lacks ops that others need.
+    """
+    lengths = _lengths(timeline)
+    stages = range(timeline.schedule.num_stages)
+
+    def each(kind: Kind) -> list[float]:
+        return [lengths.get((stage, kind), 0.0) for stage in stages]
+
+    inputs, weights = each(Kind.BACKWARD_INPUT), each(Kind.BACKWARD_WEIGHT)
+    forward = each(Kind.FORWARD)
+    for stage, full in enumerate(each(Kind.BACKWARD)):
+        if not inputs[stage] and not weights[stage]:
+            inputs[stage] = weights[stage] = full / 2
+    recomputes = any(kind is Kind.RECOMPUTE for _, kind in lengths)
+    delays = _delays(timeline)
+    return Costs(
+        forward,
+        inputs,
+        weights,
+        hop=[delays.get((stage, False), 0.0) for stage in stages],
+        update=each(Kind.UPDATE),
+        recompute=[
+            lengths.get((stage, Kind.RECOMPUTE), forward[stage]) for stage in stages
+        ] if recomputes else None,
+        reduce=[delays.get((stage, True), 0.0) for stage in stages],
+    )  # fmt: skip
+
+
+def _lengths(timeline: Timeline) -> dict[tuple[int, Kind], float]:
+    """The median length of every kind of work of every stage, for a whole microbatch."""
+    alike: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    for span in timeline.spans:
+        if span.op.kind in BUSY:
+            alike[span.op.stage, span.op.kind].append(span.end - span.start)
+    return {
+        (stage, kind): median(found) * (1 if kind is Kind.UPDATE else timeline.num_slices)
+        for (stage, kind), found in alike.items()
+    }
+
+
+class _Arrival(NamedTuple):
+    """A result that came from another rank: made at ``made``, awaited from ``awaited`` on, and
+    usable at ``usable``."""
+
+    made: float
+    awaited: float
+    usable: float
+
+
+def _delays(timeline: Timeline) -> Mapping[tuple[int, bool], float]:
+    """How long results take to other ranks: by edge between stages, and by stage for the sums of
+    gradients, which the second part of the key tells."""
+    alike: dict[tuple[int, bool], list[_Arrival]] = defaultdict(list)
+    for key, arrival in _arrivals(timeline):
+        alike[key].append(arrival)
+    found = {}
+    for key, arrivals in alike.items():
+        early = [one.usable - one.made for one in arrivals if one.awaited <= one.made]
+        bound = min(one.usable - one.made for one in arrivals)
+        # Where clocks disagree, a message may seem to arrive before it is sent.
+        found[key] = max(median(early) if early else bound, 0.0)
+    return found
+
+
+def _arrivals(timeline: Timeline) -> Iterator[tuple[tuple[int, bool], _Arrival]]:
+    schedule = timeline.schedule
+    end = {span.op: span.end for span in timeline.spans}
+    for rank, spans in enumerate(timeline.by_rank):
+        free = 0.0
+        for span in spans:
+            made = [end[one] for one in _makers(schedule, span.op, rank) if one in end]
+            if made:
+                sums = span.op.kind is Kind.UPDATE
+                stages = [span.op.stage, *(one.stage for one in schedule.dependencies(span.op))]
+                receives = span.op.kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
+                # A receive's span is its wait; any other op waits before it starts.
+                window = (span.start, span.end) if receives else (free, span.start)
+                yield (min(stages), sums), _Arrival(max(made), *window)
+            free = span.end
+
+
+def _makers(schedule: Schedule, op: Op, rank: int) -> Iterator[Op]:
+    """The ops on other ranks that make what ``op`` needs; behind a send, the op whose result it
+    sends."""
+    for needed in schedule.dependencies(op):
+        if schedule.where.get(needed, rank) != rank:
+            sends = needed.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+            yield schedule.dependencies(needed)[0] if sends else needed

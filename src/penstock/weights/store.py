@@ -1,0 +1,361 @@
+"""The weights of a stage in as many versions as a policy needs, out of place.
+
+A version is a set of leaves: parameters of their own that share memory with the model's as long as
+these have not moved on. A forward runs with the leaves of its version put in the place of the
+model's parameters; autograd saves the leaves, so nothing that it needs is ever overwritten. An
+update gives the model's parameters new memory if the old is still read by somebody, and works in
+place if not. Nothing is ever copied back.
+
+Policies that do not stash let go of the weights after the forward. What autograd would have saved
+of them (parameters, and views of their memory) is looked up again when the backward asks for it, in
+the weights of that time; all else that it saved is from the forward: inputs, masks, statistics, and
+what a layer has computed from its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from penstock.device.activation_meter import Saved, plain
+from penstock.errors import InputError
+from penstock.schedule import Kind, Op
+from penstock.schedule.op import RELEASING
+from penstock.schedule.rounds import Rounds
+from penstock.versions import PipeMare, Place, Policy, Predict, VersionBook
+from penstock.weights.leaves import Leaves, Sockets
+from penstock.weights.prediction import check_predictable, predicted
+
+_FORWARDS = (Kind.FORWARD, Kind.RECOMPUTE)
+
+Instead = Callable[[Tensor], "Later | Saved | None"]
+"""What to save instead of a tensor, if anything."""
+
+
+class Held(NamedTuple):
+    """What a stage keeps of its weights.
+
+    Attributes:
+        versions: of the parameter with most of them.
+        version_bytes: of all versions, the newest included; memory that is shared counts once.
+        extra_bytes: of buffers that corrections need.
+    """
+
+    versions: int
+    version_bytes: int
+    extra_bytes: int
+
+
+class Later:
+    """Stands for a weight that a backward will read as it is then."""
+
+    __slots__ = ("_index", "_offset", "_size", "_store", "_stride")
+
+    def __init__(self, store: WeightStore, index: int, tensor: Tensor, offset: int) -> None:
+        self._store = store
+        self._index = index
+        self._size = tensor.size()
+        self._stride = tensor.stride()
+        self._offset = offset
+
+    def unpack(self) -> Tensor:
+        """The same part of the same parameter, now."""
+        now = self._store.now(self._index)
+        return now.as_strided(self._size, self._stride, now.storage_offset() + self._offset)
+
+
+class WeightStore:
+    """The versions of one stage's weights on one rank.
+
+    Args:
+        modules: of the stage.
+        policy: which versions passes read; not ``Flush``, under which there is only one.
+        place: of the stage.
+        replicas: of every stage.
+        optimizer: that updates the weights; ``None`` if there is nothing to train.
+
+    Raises:
+        ModelError: a parameter is of a class of its own, or has hooks, which the leaves would not
+            have.
+        InputError: the policy cannot foresee what this optimizer will do.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        policy: Policy,
+        place: Place,
+        replicas: Sequence[int],
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        self._policy = policy
+        self._place = place
+        self._replicas = tuple(replicas)
+        self._optimizer = optimizer
+        self._sockets = Sockets(modules)
+        self._drifts: dict[nn.Parameter, Tensor] = {}
+        self._drift: list[Tensor] = []
+        if isinstance(policy, Predict) and optimizer is not None:
+            check_predictable(optimizer)
+        self._corrects = (
+            isinstance(policy, PipeMare) and policy.t2 is not None and policy.tau(place) > 0
+        )
+        self._num_updates = 0
+        if isinstance(policy, PipeMare) and policy.t1 is not None and optimizer is not None:
+            # Around the step alone, so that schedulers do not see it.
+            optimizer.register_step_pre_hook(self._lower_rates)
+            optimizer.register_step_post_hook(self._restore_rates)
+        self._rates: list[Any] = []
+        if policy.stashes and optimizer is not None:
+            # Right before the step, when it is clear which parameters will change.
+            optimizer.register_step_pre_hook(self._make_room)
+        self.synchronous = False
+        self.begin()
+
+    def begin(self) -> None:
+        """A new stream: versions count from 0 again."""
+        self._sockets.find()
+        if self._corrects:
+            for one in self._live:
+                self._drifts.setdefault(one, torch.zeros_like(one))
+            self._drift = [self._drifts[one] for one in self._live]
+        self._ends: list[int] = []
+        ends = None if self._policy.updates == "microbatch" else self._ends
+        rounds = Rounds(self._replicas, ends)
+        self._book = VersionBook(self._policy, rounds, self._place.stage, self._place.num_stages)
+        self._versions: dict[int, Leaves] = {}
+        self._own: dict[int, Leaves] = {}
+        self._now: dict[int, Tensor] = {}
+        self._most = self.held()
+
+    def extend(self, end: int) -> None:
+        """The next minibatch: microbatches up to ``end`` belong to it."""
+        if self._policy.updates == "minibatch":
+            self._ends.append(end)
+
+    @property
+    def _live(self) -> Leaves:
+        return self._sockets.live
+
+    @property
+    def stashes(self) -> bool:
+        """Whether backwards read what their forwards read."""
+        return self._policy.stashes
+
+    @contextmanager
+    def reading(self, op: Op) -> Iterator[int]:
+        """Put the weights that an F, B, I, W or R reads in their place; yields their version."""
+        version = self._book.read(op)
+        if self._policy.stashes:
+            used = gathered = self._stashed(version)
+        else:
+            used, gathered = self._of_now(op)
+        gathering = nullcontext() if op.kind in _FORWARDS else self._sockets.gathering(gathered)
+        with self._sockets.holding(used), gathering:
+            yield version
+        if op.kind in _FORWARDS and not self._policy.stashes:
+            self._let_go(used)
+        if op.kind in RELEASING:
+            self._own.pop(op.microbatch, None)
+            self._drop_unread()
+        self._now = {}
+
+    def _stashed(self, version: int) -> Leaves | None:
+        if version not in self._versions:
+            if self._book.newest == version and not self._outlives_an_update:
+                return None  # every pass that reads it comes before the next update
+            self._versions[version] = self._sockets.leaves()
+        return self._versions[version]
+
+    @property
+    def _outlives_an_update(self) -> bool:
+        return self._policy.versions_held(self._place) > 1
+
+    def _of_now(self, op: Op) -> tuple[Leaves | None, Leaves | None]:
+        """Of a policy that does not stash: the leaves that a pass computes with, if these are not
+        simply the newest weights, and those that its graph ends in."""
+        moved = self._foreseen(forward=True) if op.kind is Kind.FORWARD else None
+        if op.kind is not Kind.FORWARD and self._moves:
+            # Layers that run again in a backward read what the backward reads.
+            moved = [self.now(index) for index in range(len(self._live))]
+        used = None if moved is None else [nn.Parameter(one.data) for one in moved]
+        if op.kind not in _FORWARDS:
+            return used, self._own.get(op.microbatch)
+        if used is None:
+            self._own.pop(op.microbatch, None)
+        else:
+            self._own[op.microbatch] = used
+        return used, used
+
+    def _foreseen(self, *, forward: bool) -> list[Tensor] | None:
+        if not isinstance(self._policy, Predict) or self._optimizer is None:
+            return None
+        policy, place = self._policy, self._place
+        steps = policy.forward_steps(place) if forward else policy.backward_steps(place)
+        if not steps or self.synchronous:
+            return None
+        found = predicted(self._optimizer, steps)
+        return [found.get(one, one.detach()) for one in self._live]
+
+    @property
+    def _moves(self) -> bool:
+        """Whether backwards read something else than the newest weights."""
+        if self.synchronous:
+            return False
+        if isinstance(self._policy, Predict):
+            return self._policy.backward_steps(self._place) > 0
+        return bool(self._drift)
+
+    def now(self, index: int) -> Tensor:
+        """A parameter as backwards of this moment read it."""
+        if not self._moves:
+            return self._live[index].detach()
+        if index not in self._now:
+            live = self._live[index].detach()
+            if self._drift:
+                assert isinstance(self._policy, PipeMare)
+                tau = self._policy.tau(self._place)
+                self._now[index] = live.sub(self._drift[index], alpha=tau)
+            else:
+                foreseen = self._foreseen(forward=False)
+                assert foreseen is not None
+                self._now = dict(enumerate(foreseen))
+        return self._now[index]
+
+    def _let_go(self, leaves: Leaves | None) -> None:
+        """The graph holds the leaves until its backward, but needs none of their values."""
+        for live, leaf in zip(self._live, leaves or self._live, strict=True):
+            if leaf is not live:
+                leaf.data = live.data
+
+    def instead(self, microbatch: int, *, counts: bool) -> Instead | None:
+        """For the forward of a microbatch: what autograd is to save in the place of weights.
+
+        Args:
+            microbatch: which.
+            counts: whether activations are counted, of which stashed weights are none.
+        """
+        if self._policy.stashes:
+            return self._uncounted() if counts else None
+        installed = self._own.get(microbatch, self._live)
+        at: dict[int, list[int]] = {}
+        for index, one in enumerate(installed):
+            at.setdefault(one.untyped_storage().data_ptr(), []).append(index)
+
+        def substitute(tensor: Tensor) -> Later | None:
+            if tensor.layout is not torch.strided:
+                return None
+            for index in at.get(tensor.untyped_storage().data_ptr(), ()):
+                offset = int(tensor.storage_offset() - installed[index].storage_offset())
+                if 0 <= offset < max(1, installed[index].numel()):
+                    return Later(self, index, tensor, offset)
+            return None
+
+        return substitute
+
+    def _uncounted(self) -> Instead:
+        sets = [self._live, *self._versions.values()]
+        weights = {one.untyped_storage().data_ptr() for leaves in sets for one in leaves}
+
+        def substitute(tensor: Tensor) -> Saved | None:
+            is_weight = (
+                tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in weights
+            )
+            return plain(tensor) if is_weight else None
+
+        return substitute
+
+    @contextmanager
+    def updating(self, op: Op) -> Iterator[int]:
+        """Around an UPDATE: the next version gets memory of its own if this one is still read.
+        Yields how many updates came before."""
+        version = self._book.read(op)
+        if self._policy.stashes:
+            if version not in self._book.live:
+                self._versions.pop(version, None)
+            elif version not in self._versions:
+                self._versions[version] = self._sockets.leaves()
+        with self._following_drift():
+            yield version
+        self._most = Held(*map(max, self._most, self.held()))
+
+    @contextmanager
+    def _following_drift(self) -> Iterator[None]:
+        """δ ← γδ + (1−γ)(w_{t+1} − w_t)."""
+        if not self._drift:
+            yield
+            return
+        assert isinstance(self._policy, PipeMare) and self._policy.t2 is not None
+        decay = self._policy.t2 ** (1 / self._policy.tau(self._place))
+        with torch.no_grad():
+            for drift, live in zip(self._drift, self._live, strict=True):
+                drift.mul_(decay).sub_(live, alpha=1 - decay)
+            yield
+            for drift, live in zip(self._drift, self._live, strict=True):
+                drift.add_(live, alpha=1 - decay)
+
+    def _make_room(self, *_: Any) -> None:
+        """New memory for parameters that a step is about to change, where a version that is still
+        needed has theirs: this version or, of what has not changed since, one before it."""
+        for index, live in enumerate(self._live):
+            if live.grad is None:  # what does not change is shared
+                continue
+            address = live.untyped_storage().data_ptr()
+            kept = (leaves[index] for leaves in self._versions.values())
+            if any(leaf.untyped_storage().data_ptr() == address for leaf in kept):
+                live.data = live.data.clone()
+
+    def _lower_rates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        assert isinstance(self._policy, PipeMare)
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+        if self.synchronous:
+            return
+        factor = self._policy.rate_factor(self._place, self._num_updates)
+        self._num_updates += 1
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * factor
+
+    def _restore_rates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate
+
+    def _drop_unread(self) -> None:
+        live = self._book.live
+        for version in [one for one in self._versions if one not in live]:
+            del self._versions[version]
+
+    def held(self) -> Held:
+        """What is kept now, by unique memory."""
+        sets: list[Leaves] = [self._live, *self._versions.values()]
+        most = total = 0
+        for column in zip(*sets, strict=True):
+            storages = {one.untyped_storage().data_ptr(): one for one in column}
+            most = max(most, len(storages))
+            total += sum(one.untyped_storage().nbytes() for one in storages.values())
+        extra = sum(one.untyped_storage().nbytes() for one in self._drift)
+        return Held(most, total, extra)
+
+    @property
+    def most(self) -> Held:
+        """The most that was kept at once since the stream began."""
+        return self._most
+
+
+def refuse_autocast(store: WeightStore) -> None:
+    """Raise ``InputError`` where autocast and a policy contradict each other.
+
+    Autocast computes copies of the weights, which autograd saves like any other value: backwards
+    would go through weights of the forward's time after all.
+    """
+    if not store.stashes and (
+        torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    ):
+        raise InputError(
+            "autocast makes copies of the weights, so that backwards would read those of the "
+            "forward's time; use a policy that stashes (versions.Stash, VerticalSync, "
+            "DoubleBuffer), or a model in bfloat16"
+        )

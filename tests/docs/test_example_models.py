@@ -1,0 +1,154 @@
+"""The models of ``examples/models``: their published sizes, and small ones through a pipeline."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import penstock as pk
+from examples.models import alexnet, awd_lstm, gnmt, resnet, vgg
+from penstock.model import microbatches
+from penstock.plans import Plan, StagePlan
+from penstock.tracing import capture
+from penstock.trial.reference.single_device import SingleDevice
+from tests.kit.one_device import assert_same
+
+MODELS = {
+    module.__name__.rpartition(".")[2]: module for module in (resnet, vgg, alexnet, gnmt, awd_lstm)
+}
+ROWS = 6
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("resnet", 25_557_032),  # table 1 of the paper, in the count that everyone quotes
+        ("vgg", 138_357_544),  # table 2: 138 million
+        ("alexnet", 60_965_224),  # abstract: 60 million
+        ("awd_lstm", 24_221_600),  # table 1: 24 million
+    ],
+)
+def test_the_published_models_have_the_published_size(name, parameters):
+    with torch.device("meta"):
+        model = MODELS[name].build()
+    assert sum(one.numel() for one in model.parameters()) == parameters
+
+
+def test_gnmt_is_as_deep_and_wide_as_published():
+    with torch.device("meta"):
+        model = gnmt.build()
+    assert len(model.encoder) + 1 == len(model.decoder) + 1 == 8
+    assert model.both_ways.bidirectional
+    assert [layer.bidirectional for layer in model.encoder] == [False] * 7
+    assert {layer.hidden_size for layer in (*model.encoder, *model.decoder)} == {1024}
+
+
+def test_attention_looks_where_the_key_answers_the_query():
+    attention = gnmt.Attention(2)
+    with torch.no_grad():
+        for linear in (attention.query, attention.key):
+            linear.weight.copy_(torch.eye(2))
+        attention.score.weight.fill_(50.0)
+    memory = torch.tensor([[[5.0, 5.0], [-5.0, -5.0]]])
+    context = attention(torch.zeros(1, 3, 2), memory)
+    torch.testing.assert_close(context, memory[:, :1].expand(1, 3, 2))
+
+
+def test_awd_lstm_drops_whole_words_weights_and_the_same_units_in_all_words():
+    torch.manual_seed(0)
+    words = awd_lstm.WordDropout(50, 3, 0.5)
+    vectors = words(torch.arange(50).repeat(2, 1))
+    assert torch.equal(vectors[0], vectors[1])
+    assert 10 < int((vectors[0] == 0).all(1).sum()) < 40
+    dropped = awd_lstm.SameMaskDropout(0.5)(torch.ones(4, 7, 30))
+    assert torch.equal(dropped[:, :1].expand(4, 7, 30), dropped)
+    assert not torch.equal(dropped[0], dropped[1])
+    layer = awd_lstm.WeightDroppedLSTM(3, 5, 0.5)
+    value = torch.randn(2, 4, 3)
+    assert not torch.equal(layer(value), layer(value))
+    layer.eval()
+    plain = nn.LSTM(3, 5, batch_first=True)
+    with torch.no_grad():
+        for ours, theirs in zip(layer.parameters(), plain.parameters(), strict=True):
+            theirs.copy_(ours)
+    torch.testing.assert_close(layer(value), plain(value)[0])
+
+
+def test_awd_lstm_and_resnet_are_called_as_in_their_papers():
+    model = awd_lstm.build("small")
+    assert sum(one is model.embedding.weight for one in model.parameters()) == 1
+    block = resnet.Bottleneck(8, 4, 2)
+    assert block(torch.randn(2, 8, 6, 6)).shape == (2, 16, 3, 3)
+
+
+def loss(output, targets):
+    return F.cross_entropy(output.flatten(0, -2), targets.flatten())
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def prepared(request):
+    """A small model with a spine, inputs and targets."""
+    torch.manual_seed(0)
+    module = MODELS[request.param]
+    model = module.build("small").double()
+    inputs = module.example_inputs(ROWS, "small")
+    if isinstance(inputs, torch.Tensor) and inputs.is_floating_point():
+        inputs = inputs.double()
+    if not isinstance(model, nn.Sequential):
+        model = capture(model, inputs)
+    with torch.no_grad():
+        output = copy.deepcopy(model)(inputs)
+    return model, inputs, torch.randint(0, output.shape[-1], output.shape[:-1])
+
+
+def test_it_trains_in_two_stages_as_on_one_device(prepared):
+    model, inputs, targets = copy.deepcopy(prepared)
+    graph = pk.profile(model, inputs, repeats=1, ranks=0)
+    assert graph.microbatch_size == microbatches.num_rows(inputs, "inputs") == ROWS
+    plan = halved(graph)
+    theirs = copy.deepcopy(model)
+    one_device = SingleDevice(theirs, 2, loss, sgd, seed=3)
+    with pk.Pipeline(
+        model, plan, loss=loss, optimizer=sgd, seed=3, deadline_seconds=30
+    ) as pipeline:
+        for _ in range(2):
+            found, expected = pipeline.step(inputs, targets), one_device.step(inputs, targets)
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        outputs = pipeline.evaluate(inputs)
+    tied = "embedding.weight" in model.state_dict()
+    assert_same(model, theirs, 1e-12 if tied else 0.0)
+    torch.testing.assert_close(outputs, one_device.evaluate(inputs), rtol=1e-12, atol=1e-12)
+
+
+def test_the_planner_plans_it_into_two_stages(prepared):
+    model, inputs, _ = copy.deepcopy(prepared)
+    graph = pk.profile(model, inputs, repeats=1, ranks=0)
+    devices = tuple(pk.Device(name=f"d{index}") for index in range(2))
+    plan = pk.plan(graph, pk.Cluster(devices=devices), microbatches=2, stages=2, schedule="1f1b")
+    assert [name for stage in plan.stages for name in stage.layers] == [
+        layer.name for layer in graph.layers
+    ]
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def halved(graph):
+    """A plan with half of the layers in each stage."""
+    names = [layer.name for layer in graph.layers]
+    middle = len(names) // 2
+    return Plan(
+        model=graph.fingerprint,
+        schedule="1f1b",
+        num_microbatches=2,
+        num_threads=1,
+        stages=tuple(
+            StagePlan(layers=tuple(part), rank=rank)
+            for rank, part in enumerate((names[:middle], names[middle:]))
+        ),
+    )

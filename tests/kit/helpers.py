@@ -1,0 +1,111 @@
+"""Small models and plans that several test files use."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+from penstock import versions
+from penstock.errors import InputError
+from penstock.model.spine import spine_fingerprint, spine_of
+from penstock.plans import Plan, StagePlan
+from penstock.schedule import families
+
+MLP_LAYERS = 6
+
+
+def amounts(most):
+    """Numbers from 0 to ``most`` that people can mean: none is tiny and yet not 0."""
+    return st.floats(0, most).map(lambda number: number if number >= 1e-9 else 0.0)
+
+
+def runnable_families() -> list[str]:
+    """The names of the fixed families that the runtime performs."""
+    return sorted({name for name, _, _ in runnable_cases((2,), (8,))})
+
+
+def runnable_cases(ranks, microbatches) -> list[tuple[str, int, int]]:
+    """(family that flushes, ranks, microbatches) that the runtime performs on ``make_mlp``:
+    a family may refuse a count, and several stages per rank may want more layers."""
+    fixed = [name for name in families.names() if name not in {*families.SEARCHED, *versions.USUAL}]
+    found = []
+    for name, num_ranks, count in itertools.product(fixed, ranks, microbatches):
+        try:
+            built = families.build(name, num_ranks=num_ranks, num_microbatches=count)
+        except InputError:
+            continue
+        full = families.build(name, num_ranks=num_ranks, num_microbatches=2 * num_ranks)
+        if built.stages_of != full.stages_of:
+            continue  # too few microbatches for all copies of the stages
+        if full.num_slices == 1 and built.num_stages <= MLP_LAYERS:
+            found.append((name, num_ranks, count))
+    return found
+
+
+def make_plan(
+    model, num_ranks, num_microbatches, schedule="1f1b", cuts=None, recompute="none"
+) -> Plan:
+    """A plan for ``model`` without a profile: cut evenly, or before the given layers."""
+    layers = spine_of(model)
+    count = len(layers)
+    # Stages and their ranks are the same for any number of microbatches.
+    built = families.build(schedule, num_ranks=num_ranks, num_microbatches=2 * num_ranks)
+    rank_of = {stage: rank for rank, own in enumerate(built.stages_of) for stage in own}
+    num_stages = built.num_stages
+    cuts = cuts or [round(index * count / num_stages) for index in range(1, num_stages)]
+    borders = [0, *cuts, count]
+    return Plan(
+        model=spine_fingerprint(layers),
+        schedule=schedule,
+        num_microbatches=num_microbatches,
+        num_threads=1,
+        stages=tuple(
+            StagePlan(
+                layers=tuple(layer.name for layer in layers[a:b]),
+                rank=rank_of[stage],
+                recompute=recompute,
+            )
+            for stage, (a, b) in enumerate(itertools.pairwise(borders))
+        ),
+    )
+
+
+def same_order_families() -> list[str]:
+    """Those whose sums over microbatches have the order of one device, so that results are equal to
+    the bit. Chimera halves the microbatches between two copies of every stage."""
+    return [name for name in runnable_families() if name != "chimera"]
+
+
+def make_mlp(dropout=0.3, dtype=torch.float32, seed=0) -> nn.Sequential:
+    """Six layers, with in-place activations and dropout."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(16, 32),
+        nn.ReLU(inplace=True),
+        nn.Dropout(dropout),
+        nn.Linear(32, 32),
+        nn.ReLU(inplace=True),
+        nn.Linear(32, 4),
+    ).to(dtype)
+
+
+def make_batch(rows=13, dtype=torch.float32, seed=1):
+    """(inputs, targets) for ``make_mlp``."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(rows, 16, generator=generator, dtype=torch.float64).to(dtype)
+    return inputs, torch.randint(0, 4, (rows,), generator=generator)
+
+
+class Lambda(nn.Module):
+    """A function as a layer, and the modules it uses."""
+
+    def __init__(self, function, *modules):
+        super().__init__()
+        self.function = function
+        self.modules_used = nn.ModuleList(modules)
+
+    def forward(self, value):
+        return self.function(value, *self.modules_used)

@@ -1,0 +1,131 @@
+"""Of a timeline that is too long to be drawn, its beginning and its end are."""
+
+from __future__ import annotations
+
+import json
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from penstock import Costs, Timeline, draw, schedules, simulate
+from penstock.drawing import stacked
+from penstock.drawing.timeline.chrome import chrome
+from penstock.drawing.timeline.excerpt import MOST_OPS, excerpts, whole_of
+from penstock.drawing.timeline.labels import Names
+from penstock.drawing.timeline.text import text
+from penstock.timing.timeline import BUSY
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def long_timeline(name="1f1b", ranks=2, microbatches=13_000, costs=None):
+    built = schedules.build(name, num_ranks=ranks, num_microbatches=microbatches)
+    return simulate(built, costs or Costs())
+
+
+LONG = long_timeline()
+
+
+def boxes(picture):
+    """(op, rank, start, end) of every op that a figure shows, by panel."""
+    return [
+        [
+            (
+                box.get("data-op"),
+                *(float(box.get(f"data-{key}")) for key in ("rank", "start", "end")),
+            )
+            for box in panel.iter(f"{SVG}g")
+            if box.get("class") == "span"
+        ]
+        for panel in ElementTree.fromstring(picture).iter(f"{SVG}g")
+        if panel.get("class") == "panel"
+    ]
+
+
+def expected(timeline):
+    return {
+        (str(span.op), span.rank): (span.start, span.end)
+        for span in timeline.spans
+        if span.op.kind in BUSY
+    }
+
+
+def test_a_figure_shows_how_it_begins_and_how_it_ends():
+    beginning, end = boxes(stacked([("long", LONG)]))
+    times = expected(LONG)
+    for op, rank, start, stop in (*beginning, *end):
+        assert times[op, rank] == pytest.approx((start, stop))
+    last_shown, first_shown = max(box[2] for box in beginning), min(box[2] for box in end)
+    assert last_shown < first_shown
+    shown = {box[:2] for box in (*beginning, *end)}
+    for key, (start, _) in times.items():
+        # Nothing is missing but what is between the two.
+        assert key in shown or last_shown < start < first_shown
+    assert min(len(beginning), len(end)) > 100
+    assert len(shown) < 0.02 * MOST_OPS
+
+
+def test_the_titles_say_what_is_left_out_and_the_numbers_are_of_the_whole():
+    picture = draw(LONG, None)
+    num_ops = sum(len(row.ops) for row in LONG.rows)
+    left_out, total = re.search(r"\(([\d,]+) of ([\d,]+) ops are left out\)", picture).groups()
+    letters = len(re.findall(r"[FB]\d", picture))
+    assert int(total.replace(",", "")) == num_ops == 52_000
+    assert int(left_out.replace(",", "")) == num_ops - letters
+    assert picture.count(f"makespan {LONG.makespan:.4g}, bubble {LONG.bubble:.1%}") == 2
+    assert picture.count("peak 2") == 2
+    figure = stacked([("long", LONG)])
+    assert figure.count(f"makespan {LONG.makespan:.0f} · bubble {LONG.bubble:.1%}") >= 2
+
+
+def test_text_of_the_end_is_that_of_a_short_schedule_with_larger_numbers():
+    end = text(LONG).split("\n\n")[1].splitlines()[1:]
+    short = text(long_timeline(microbatches=40), width=240).splitlines()[1:]
+    for ours, theirs in zip(end, short, strict=True):
+        letters = re.sub(r"[^FB]", "", ours)
+        assert re.sub(r"[^FB]", "", theirs).endswith(letters)
+        assert len(letters) > 10
+
+
+def test_what_is_held_goes_on_at_the_cut():
+    (_, _), (_, end) = excerpts([("long", LONG)], 50)
+    for rank, curve in enumerate(end.in_flight):
+        first = min(row.starts[0] for row in end.rows)
+        held = [held for time, held in LONG.in_flight[rank] if time <= first][-1]
+        assert curve[0] == (first, held)
+        assert curve[-1] == LONG.in_flight[rank][-1]
+        assert curve[-1][1] == 0
+        assert all(step >= 0 for _, step in curve)
+
+
+def test_microbatches_keep_their_way_where_their_forward_is_left_out():
+    timeline = long_timeline("chimera", 2, 13_002)
+    (_, _), (_, end) = excerpts([("both ways", timeline)], 30)
+    ours, theirs = Names(end), Names(timeline)
+    for span in end.spans:
+        assert ours.label(span.op, span.rank) == theirs.label(span.op, span.rank)
+        assert ours.shade(span.op, span.rank) == theirs.shade(span.op, span.rank)
+    assert whole_of(end) is timeline
+
+
+def test_up_to_the_limit_everything_is_drawn_and_a_trace_always_is():
+    most = long_timeline(microbatches=MOST_OPS // 4)
+    assert excerpts([("most", most)], 50) == [("most", most)]
+    events = json.loads(chrome(LONG))["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == 52_000
+
+
+def test_ops_that_take_no_time_are_not_all_drawn():
+    timeline = long_timeline(costs=Costs(0.0, 0.0, 0.0))
+    assert len(text(timeline)) < 2_000
+
+
+def test_versions_stay_with_their_ops():
+    known = LONG.with_versions([list(range(len(row.ops))) for row in LONG.rows])
+    (_, first), (_, last) = excerpts([("long", known)], 50)
+    versions = {(span.op, span.rank): span.version for span in known.spans}
+    for span in (*first.spans, *last.spans):
+        assert span.version == versions[span.op, span.rank]
+    assert isinstance(last, Timeline)
+    assert last.has_versions

@@ -1,0 +1,178 @@
+"""To torch and back: torch's own validator, lowering and simulator judge our orders; torch's own
+orders, dumped as CSV, are read, checked, drawn and compared with ours."""
+
+import csv
+import io
+
+import pytest
+from torch.distributed.pipelining import schedules as theirs
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+from penstock import Schedule, check, draw, schedules, simulate
+from penstock.errors import InputError, ScheduleError
+from penstock.interop import torch_schedules as interchange
+from penstock.interop.torch_schedules import (
+    from_torch_csv,
+    lower_with_torch,
+    simulate_with_torch,
+    to_torch,
+    validate_with_torch,
+)
+from penstock.schedule.lower import add_communication, add_free, compute_only
+
+FIXED = [name for name in schedules.names() if name not in schedules.SEARCHED]
+INEXPRESSIBLE = {"chimera": "a stage on two ranks", "seq1f1b": "slices"}
+SAME = {
+    "GPipe": "gpipe",
+    "Interleaved1F1B": "interleaved-1f1b",
+    "LoopedBFS": "breadth-first",
+    "InterleavedZeroBubble": "interleaved-zb",
+    "ZBVZeroBubble": "zb-v",
+    "DualPipeV": "dualpipe-v",
+}
+sizes = pytest.mark.parametrize(("p", "m"), [(2, 4), (2, 8), (4, 4), (4, 8)])
+
+
+def ours(name, p, m):
+    try:
+        return schedules.build(name, num_ranks=p, num_microbatches=m)
+    except InputError as error:
+        pytest.skip(str(error))
+
+
+def csv_of(rows):
+    file = io.StringIO(newline="")
+    csv.writer(file).writerows(rows)
+    return file.getvalue()
+
+
+def torchs(name, p, m, **options):
+    """What torch's ``_dump_csv`` writes for one of its schedules."""
+    try:
+        return csv_of(get_schedule_ops(name, p, m, **options))
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+@sizes
+@pytest.mark.parametrize("name", [name for name in FIXED if name not in INEXPRESSIBLE])
+def test_torch_accepts_every_family_that_it_has_words_for(name, p, m):
+    schedule = ours(name, p, m)
+    places = validate_with_torch(schedule)
+    assert places == {op.stage: rank for op, rank in schedule.where.items()}
+    lowered = lower_with_torch(schedule)
+    ran = simulate_with_torch(schedule)
+    for rank, ops in enumerate(add_communication(schedule).ranks):
+        expected = sorted(map(str, ops))
+        assert sorted(map(str, lowered[rank])) == expected
+        assert sorted(str(action) for action in ran[rank] if action is not None) == expected
+
+
+@sizes
+@pytest.mark.parametrize("name", [name for name in FIXED if name not in INEXPRESSIBLE])
+def test_what_torch_lowers_comes_back(name, p, m):
+    schedule = ours(name, p, m)
+    back = from_torch_csv(csv_of(lower_with_torch(schedule).values()))
+    assert back == add_communication(schedule)
+    assert from_torch_csv(csv_of(to_torch(schedule).values())) == schedule
+
+
+@pytest.mark.parametrize("name", INEXPRESSIBLE)
+def test_what_torch_has_no_word_for_is_named(name):
+    with pytest.raises(ScheduleError, match=f"no word for {INEXPRESSIBLE[name]}.* \\({name}\\)"):
+        validate_with_torch(schedules.build(name, num_ranks=4, num_microbatches=8))
+
+
+def test_our_own_passes_have_no_word_in_torch():
+    schedule = add_free(schedules.build("1f1b", num_ranks=2, num_microbatches=2))
+    with pytest.raises(ScheduleError, match="0FREE0: hand it the compute ops alone"):
+        to_torch(schedule)
+
+
+@sizes
+@pytest.mark.parametrize("name", SAME)
+def test_torchs_orders_are_read_checked_drawn_and_as_fast_as_ours(name, p, m):
+    text = torchs(name, p, m)
+    schedule = from_torch_csv(text, name)
+    check(schedule)
+    timeline = simulate(schedule)
+    assert draw(timeline).startswith(f"{name}, predicted: makespan")
+    assert timeline.makespan == simulate(ours(SAME[name], p, m)).makespan
+
+
+@sizes
+@pytest.mark.parametrize("defer", [False, True])
+@pytest.mark.parametrize("name", [name for name in SAME if name != "GPipe"])
+def test_torchs_lowered_orders_are_read_with_their_messages(name, defer, p, m):
+    text = torchs(name, p, m, with_comms=True, defer_pp_recv=defer)
+    assert "UNSHARD" in text and "REDUCE_GRAD" in text
+    lowered, computed = from_torch_csv(text), from_torch_csv(torchs(name, p, m))
+    assert compute_only(lowered) == computed
+    if "OVERLAP_F_B" in text:
+        # The messages of a pair stand behind both of its ops, and so come later.
+        assert simulate(lowered).makespan >= simulate(computed).makespan
+    else:
+        assert lowered == add_communication(computed)
+
+
+@sizes
+def test_torchs_own_1f1b_is_refused_by_both(p, m):
+    """It counts the last rank's forwards from 1 (REFERENCE §8)."""
+    rows = get_schedule_ops("1F1B", p, m)
+    actions = dict(enumerate(map(list, rows)))
+    with pytest.raises(AssertionError, match=f"stage {p - 1}, microbatch 0 without first running"):
+        theirs._validate_schedule(actions, p, p, m)
+    with pytest.raises(ScheduleError, match=f"0F{m}.* missing"):
+        from_torch_csv(csv_of(rows))
+    validate_with_torch(schedules.build("1f1b", num_ranks=p, num_microbatches=m))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0F1xyz,0B0", "line 1, cell 2: '0F1xyz' is not an op"),
+        ("0F0,0B0\n1F0,1B", "line 2, cell 2: '1B' is not an op"),
+        ("0F0,0B0,0UNSHARD1", "'0UNSHARD1' is not an op"),
+        ("0F0,0B0,0REDUCE_GRAD0", "'0REDUCE_GRAD0' is not an op"),
+        ("0F0,0REDUCE_GRAD,0B0", "0B0 stands behind 0REDUCE_GRAD, which ends its stage"),
+        ("0F0,0F0.1,0B0", "0F0.1 is one of our ops"),
+        ("0F0,0B0,0FREE0", "0FREE0 is one of our ops"),
+        ("0F0,(0F1;0W0)OVERLAP_F_B", "is not one F and one B"),
+        ("0F0,(0F1;0B0)OVERLAP", "is not an op"),
+        ("0F0,0F1,0B0", "0B1 missing"),
+        ("0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1RECV_F0,1B0,1SEND_B0", "deadlock"),
+        (",,\n", "empty"),
+    ],
+)
+def test_torchs_csv_is_read_strictly(text, message):
+    with pytest.raises(ScheduleError, match=message):
+        from_torch_csv(text)
+
+
+def test_torch_itself_reads_carelessly():
+    """Why ours is another parser; when this fails, say so in the docs."""
+    assert str(theirs._Action.from_str("0F1xyz")) == "0F1"
+
+
+def test_an_overlapped_pair_becomes_its_forward_and_its_backward():
+    schedule = from_torch_csv("0F0,(0F1;0B0)OVERLAP_F_B,,0B1,0REDUCE_GRAD\n", name="pairs")
+    assert schedule == Schedule.parse("0F0,0F1,0B0,0B1")
+    assert schedule.name == "pairs"
+
+
+def test_torchs_reason_is_passed_on(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("no such order")
+
+    monkeypatch.setattr(theirs, "_add_send_recv", refuse)
+    with pytest.raises(ScheduleError, match=r"torch's communication lowering .* no such order"):
+        lower_with_torch(schedules.build("gpipe", num_ranks=2, num_microbatches=2))
+
+
+def test_another_torch_is_refused_by_name(monkeypatch):
+    monkeypatch.delattr(theirs, "_simulate_comms_compute")
+    with pytest.raises(InputError, match=r"this torch does not offer .*_simulate_comms_compute"):
+        to_torch(schedules.build("gpipe", num_ranks=2, num_microbatches=2))
+    monkeypatch.setattr(interchange, "_MODULE", "torch.nowhere")
+    with pytest.raises(InputError, match=r"torch\.nowhere"):
+        to_torch(schedules.build("gpipe", num_ranks=2, num_microbatches=2))

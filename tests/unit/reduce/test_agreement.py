@@ -1,0 +1,64 @@
+"""The verdict on the gradients of all ranks: that of torch on one device, however spread."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from penstock.reduce.agreement import Share, Verdict
+
+
+def parameters(gradients):
+    found = []
+    for gradient in gradients:
+        parameter = nn.Parameter(torch.zeros(gradient.shape))
+        parameter.grad = gradient.clone()
+        found.append(parameter)
+    return found
+
+
+def verdict_of(found, ranks, clip_norm):
+    """With parameter k on rank ``ranks[k]``."""
+    shares = [
+        Share.of({place: one for place, one in enumerate(found) if ranks[place] == rank})
+        for rank in range(4)
+    ]
+    return Verdict.of(shares, clip_norm)
+
+
+@given(
+    ranks=st.lists(st.integers(0, 3), min_size=1, max_size=12),
+    seed=st.integers(0, 2**30),
+    clip_norm=st.floats(1e-3, 1e3),
+)
+def test_the_norm_and_the_factor_are_those_of_torch_to_the_bit(ranks, seed, clip_norm):
+    generator = torch.Generator().manual_seed(seed)
+    found = parameters(torch.randn(3 + k, 7, generator=generator) for k in range(len(ranks)))
+    verdict = verdict_of(found, ranks, clip_norm)
+    scaled = [one.grad * verdict.factor for one in found]
+    norm = torch.nn.utils.clip_grad_norm_(found, clip_norm)
+    assert torch.equal(verdict.norm, norm)
+    assert verdict.finite
+    assert all(torch.equal(mine, one.grad) for mine, one in zip(scaled, found, strict=True))
+
+
+@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("rank", range(4))
+def test_one_number_that_is_not_finite_decides_for_all(bad, rank):
+    gradients = [torch.ones(3) for _ in range(4)]
+    gradients[rank][1] = bad
+    assert not verdict_of(parameters(gradients), range(4), None).finite
+
+
+def test_a_norm_that_overflows_is_not_an_infinite_gradient():
+    verdict = verdict_of(parameters([torch.full((3,), 1e30)]), [2], 1.0)
+    assert verdict.norm.isinf()
+    assert verdict.finite
+    assert verdict.factor == 0.0
+
+
+def test_without_any_gradient_the_norm_is_zero():
+    assert verdict_of([nn.Parameter(torch.ones(2))], [0], 1.0) == (torch.tensor(0.0), True, 1.0)

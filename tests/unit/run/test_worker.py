@@ -1,0 +1,217 @@
+"""One rank's worker, with a transport that only notes what passes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from penstock.errors import DeadlineError, StageError
+from penstock.model.randomness import LayerStreams
+from penstock.model.spine import spine_of
+from penstock.run.minibatch import Minibatch
+from penstock.run.rank.updater import Holding, Updater
+from penstock.run.rank.worker import Worker
+from penstock.run.recipe import Recipe
+from penstock.schedule import Schedule
+from penstock.schedule.op import Kind
+from penstock.schedule.segment import Segment
+from penstock.stage.stage import Stage
+from penstock.transport import Edge, Transport
+from tests.kit.helpers import make_mlp
+
+
+class Notebook(Transport):
+    """Keeps what is sent; gives what a test has put there."""
+
+    def __init__(self, incoming=()):
+        self.sent = []
+        self.incoming = dict(incoming)
+        self.waiting = []
+
+    def send(self, edge, number, value):
+        self.sent.append((edge, number % 2**19, value))  # of all runs, there is only one
+
+    def recv(self, edge, number, waiting):
+        self.waiting.append(waiting)
+        if (edge, number % 2**19) not in self.incoming:
+            raise DeadlineError(waiting)
+        return self.incoming.pop((edge, number % 2**19))
+
+    def fail(self, reason, edges):
+        raise AssertionError("telling the peers is the driver's part")
+
+    def flush(self):
+        """Nothing is under way."""
+
+    def discard(self, before):
+        raise AssertionError("there is nothing to discard")
+
+    def close(self, reason):
+        raise AssertionError("closing is the driver's part")
+
+
+def worker_of(rank, stages, num_stages, transport, model=None, optimizer=None):
+    """A worker with some of the stages of a model of ``num_stages`` layers."""
+    layers = spine_of(model or nn.Sequential(*[nn.Linear(3, 3) for _ in range(num_stages)]))
+    built = {index: Stage(index, [layers[index]], index, LayerStreams(0)) for index in stages}
+    recipe = Recipe(loss=F.mse_loss, optimizer=optimizer)
+    holdings = {
+        index: Holding({str(at): one for at, one in enumerate(stage.parameters())}, {})
+        for index, stage in built.items()
+    }
+    updater = Updater(rank, 2, holdings, transport, recipe)
+    return Worker(rank, built, transport, recipe, updater)
+
+
+def segment(text):
+    return Segment.whole(Schedule.parse(text))
+
+
+TWO_RANKS = segment("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
+FORWARD, BACKWARD = Edge(0, 1, 0), Edge(1, 0, 3)
+
+
+def minibatch(rows=2):
+    return Minibatch(4, [torch.ones(rows, 3)], [torch.zeros(rows, 3)], [1.0])
+
+
+def test_the_last_rank_receives_computes_and_sends_back():
+    transport = Notebook({(FORWARD, 0): torch.ones(2, 3)})
+    worker = worker_of(1, [1], 2, transport)
+    harvest = worker.run(TWO_RANKS, minibatch())
+    assert [str(record.op) for record in harvest.records] == ["1RECV_F0", "1F0", "1B0", "1SEND_B0"]
+    assert list(harvest.losses) == [0]
+    assert harvest.outputs == {}
+    ((edge, microbatch, (gradient,)),) = transport.sent
+    assert (edge, microbatch, gradient.shape) == (BACKWARD, 0, (2, 3))
+    assert transport.waiting == ["rank 1, waiting at 1RECV_F0 for 0SEND_F0 of rank 0"]
+
+
+def test_the_first_rank_sends_and_waits_for_the_gradient():
+    transport = Notebook({(BACKWARD, 0): [torch.ones(2, 3)]})
+    worker = worker_of(0, [0], 2, transport)
+    harvest = worker.run(TWO_RANKS, minibatch())
+    assert harvest.losses == {}
+    assert [(edge, microbatch) for edge, microbatch, _ in transport.sent] == [(FORWARD, 0)]
+    assert transport.waiting == ["rank 0, waiting at 0RECV_B0 for 1SEND_B0 of rank 1"]
+
+
+def test_neighbouring_stages_on_one_rank_need_no_message():
+    transport = Notebook()
+    worker = worker_of(0, [0, 1], 2, transport)
+    harvest = worker.run(segment("0F0,1F0,1B0,0B0\n"), minibatch())
+    assert list(harvest.losses) == [0]
+    assert transport.sent == transport.waiting == []
+    assert all(parameter.grad is not None for parameter in worker.stages[0].parameters())
+
+
+def test_forward_and_backward_messages_have_channels_of_their_own():
+    worker = worker_of(0, [0], 2, Notebook())
+    assert worker.outgoing(TWO_RANKS) == {FORWARD}
+    assert worker_of(1, [1], 2, Notebook()).outgoing(TWO_RANKS) == {BACKWARD}
+    assert FORWARD.tag != BACKWARD.tag
+
+
+def test_without_targets_there_are_outputs_and_no_gradients():
+    worker = worker_of(0, [0, 1], 2, Notebook())
+    harvest = worker.run(segment("0F0,1F0\n"), Minibatch(0, [torch.ones(2, 3)]))
+    assert not harvest.outputs[0].requires_grad
+    assert harvest.losses == {}
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_gradients_do_not_depend_on_the_callers_mode(around):
+    # In a process of its own a worker runs in the caller's thread.
+    worker, data = worker_of(0, [0], 1, Notebook()), minibatch()
+    with around():
+        worker.run(segment("0F0,0B0\n"), data)
+    assert next(worker.stages[0].parameters()).grad is not None
+
+
+def test_a_kind_that_it_does_not_know_is_an_error_that_names_the_op():
+    worker = worker_of(0, [0], 1, Notebook())
+    assert worker.kinds == set(Kind)
+    worker._perform.pop(Kind.BACKWARD)
+    with pytest.raises(StageError, match="stage 0, microbatch 0, op 0B0: KeyError"):
+        worker.run(segment("0F0,0B0\n"), minibatch())
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.5)
+
+
+def test_an_update_is_counted_and_clears_the_gradients():
+    worker = worker_of(0, [0], 1, Notebook(), optimizer=sgd)
+    (weight, _) = worker.stages[0].parameters()
+    before = weight.detach().clone()
+    worker.run(segment("0F0,0B0,0UPDATE0\n"), minibatch())
+    assert worker.updater.num_updates == 1
+    assert weight.grad is None
+    assert not torch.equal(weight, before)
+
+
+def test_a_failed_step_leaves_neither_gradients_nor_messages():
+    transport = Notebook({(FORWARD, 0): torch.ones(2, 3)})
+    worker = worker_of(1, [1], 2, transport, optimizer=sgd)
+    schedule = segment("0F0,0SEND_F0,0F1,0SEND_F1,0B0,0B1\n1RECV_F0,1F0,1B0,1RECV_F1,1F1,1B1\n")
+    data = Minibatch(0, [torch.ones(2, 3)] * 2, [torch.zeros(2, 3)] * 2, [0.5, 0.5])
+    with pytest.raises(DeadlineError, match="rank 1, waiting at 1RECV_F1"):
+        worker.run(schedule, data)
+    assert worker.updater.num_updates == 0
+    assert all(parameter.grad is None for parameter in worker.stages[1].parameters())
+    assert worker._mail is None  # which held what had come and not been used
+    assert not worker.stages[1].in_flight
+
+
+def test_microbatches_without_any_term_do_not_flow_back():
+    worker = worker_of(0, [0], 1, Notebook())
+    nothing = torch.zeros(0, 3)  # the mean over no rows is NaN, and so is its gradient
+    data = Minibatch(0, [nothing, torch.ones(2, 3)], [nothing, torch.zeros(2, 3)], [0.0, 1.0])
+    harvest = worker.run(segment("0F0,0F1,0B0,0B1\n"), data)
+    assert harvest.losses[0].isnan()
+    assert all(parameter.grad.isfinite().all() for parameter in worker.stages[0].parameters())
+
+
+def test_autocast_holds_for_the_forward_and_not_for_backward_or_update():
+    seen = {}
+
+    class Spy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            seen["forward"] = torch.is_autocast_enabled("cpu")
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen["backward"] = torch.is_autocast_enabled("cpu")
+            return gradient
+
+    class Optimizer(torch.optim.SGD):
+        def step(self):
+            seen["update"] = torch.is_autocast_enabled("cpu")
+
+    class Layer(nn.Linear):
+        def forward(self, value):
+            seen["dtype"] = super().forward(value).dtype
+            return Spy.apply(super().forward(value))
+
+    model = nn.Sequential(Layer(3, 3))
+    worker = worker_of(0, [0], 1, Notebook(), model, lambda p: Optimizer(p, lr=1.0))
+    with torch.autocast("cpu", torch.bfloat16):
+        worker.run(segment("0F0,0B0,0UPDATE0\n"), minibatch())
+        assert torch.is_autocast_enabled("cpu")
+    assert seen == {
+        "forward": True,
+        "dtype": torch.bfloat16,
+        "backward": False,
+        "update": False,
+    }
+
+
+def test_the_worker_of_a_stage_without_parameters_needs_no_optimizer():
+    worker = worker_of(0, [0, 1], 2, Notebook(), make_mlp()[:2])
+    data = Minibatch(0, [torch.ones(2, 16)], [torch.zeros(2, 32)], [1.0])
+    worker.run(segment("0F0,1F0,1B0,1UPDATE0,0B0,0UPDATE0\n"), data)
+    assert worker.updater.num_updates == 0

@@ -1,0 +1,241 @@
+"""A stage by itself: forward and backward against plain autograd, and what it keeps."""
+
+from __future__ import annotations
+
+import copy
+from enum import Enum
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from penstock.errors import InputError
+from penstock.model.randomness import LayerStreams
+from penstock.model.spine import spine_of
+from penstock.stage.stage import Stage
+
+
+def stage_of(*modules, first_layer=1):
+    return Stage(1, spine_of(nn.Sequential(*modules)), first_layer, LayerStreams(0))
+
+
+class Lambda(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, value):
+        return self.function(value)
+
+
+FIRST_LAYERS = {
+    "Linear": lambda: nn.Linear(6, 6),
+    "in place": lambda: nn.ReLU(inplace=True),
+    "in place behind a view": lambda: nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True)),
+    "in place by hand": lambda: Lambda(lambda value: value.mul_(2)),
+    "identity": nn.Identity,
+    "view": lambda: Lambda(lambda value: value[:, 1:]),
+    "transposed": lambda: Lambda(lambda value: value.t()),
+    "one of several views": lambda: Lambda(lambda value: value.chunk(2, dim=1)[0]),
+    "expanded": lambda: Lambda(lambda value: value[:, :1].expand(-1, 5)),
+    "twice the input": lambda: Lambda(lambda value: value + value),
+}
+
+
+@pytest.mark.parametrize("last", ["nothing", "view", "Tanh"])
+@pytest.mark.parametrize("name", FIRST_LAYERS)
+def test_forward_and_backward_are_those_of_plain_autograd(name, last):
+    tail = {"nothing": nn.Identity(), "view": Lambda(lambda v: v.reshape(-1)), "Tanh": nn.Tanh()}
+    modules = [FIRST_LAYERS[name](), tail[last]]
+    twins = copy.deepcopy(modules)
+    inputs = torch.randn(4, 6)
+    plain = inputs.clone().requires_grad_()
+    expected = nn.Sequential(*twins)(plain * 1)  # not a leaf, so that it may be overwritten
+    seed = torch.randn(expected.shape)
+    expected.backward(seed)
+
+    stage = stage_of(*modules)
+    output = stage.forward(0, inputs.clone()).value
+    assert torch.equal(output, expected)
+    assert not output.requires_grad
+    (gradient,) = stage.backward(0, [seed]).inputs
+    assert torch.equal(gradient, plain.grad)
+    theirs = nn.Sequential(*twins).parameters()
+    for mine, other in zip(stage.parameters(), theirs, strict=True):
+        assert torch.equal(mine.grad, other.grad)
+
+
+def test_microbatches_may_be_under_way_together_and_accumulate():
+    stage = stage_of(nn.Linear(3, 3))
+    inputs = torch.randn(3, 2, 3)
+    for k in range(3):
+        stage.forward(k, inputs[k])
+    for k in (1, 2, 0):
+        stage.backward(k, [torch.ones(2, 3)])
+    (parameter, _) = stage.parameters()
+    torch.testing.assert_close(parameter.grad, inputs.sum((0, 1)).expand(3, 3))
+
+
+def test_an_output_that_gets_no_gradient_contributes_none():
+    stage = stage_of(Lambda(lambda value: (value * 2, value * 3)))
+    stage.forward(0, torch.ones(2))
+    assert torch.equal(stage.backward(0, [None, torch.ones(2)]).inputs[0], torch.full((2,), 3.0))
+
+
+def test_without_any_gradient_nothing_flows_on():
+    stage = stage_of(nn.Linear(2, 2))
+    stage.forward(0, torch.ones(1, 2))
+    assert stage.backward(0, [None]).inputs == [None]
+    assert next(stage.parameters()).grad is None
+
+
+class Colour(Enum):
+    RED = 1
+
+
+def test_values_without_gradients_pass_through():
+    extras = (torch.tensor([1, 2]), torch.tensor([True]), None, 3, "text", Colour.RED, torch.int8)
+    stage = stage_of(Lambda(lambda value: (value[0] * 2, *value[1:])))
+    outputs = stage.forward(0, (torch.ones(2), *extras)).value
+    assert torch.equal(outputs[1], extras[0])
+    assert outputs[2:] == extras[1:]
+    gradients = stage.backward(0, [torch.ones(2), *[None] * len(extras)]).inputs
+    assert torch.equal(gradients[0], torch.full((2,), 2.0))
+    assert gradients[1:] == [None] * len(extras)
+
+
+def test_an_input_that_is_not_used_has_no_gradient():
+    stage = stage_of(Lambda(lambda value: value["used"] * 2))
+    stage.forward(0, {"unused": torch.ones(1), "used": torch.ones(1)})
+    assert stage.backward(0, [torch.ones(1)]).inputs == [None, torch.tensor([2.0])]
+
+
+def test_complex_values_have_gradients():
+    stage = stage_of(Lambda(lambda value: value * 2j))
+    stage.forward(0, torch.ones(2, dtype=torch.complex64))
+    assert torch.equal(stage.backward(0, [torch.ones(2) + 0j]).inputs[0], torch.full((2,), -2j))
+
+
+@pytest.mark.parametrize("value", [SimpleNamespace(hidden=torch.ones(1)), {1, 2}, object()])
+def test_an_object_that_may_hide_tensors_is_refused(value):
+    # Its tensors would carry the graph across the border, or lose it on the way.
+    with pytest.raises(InputError, match=rf"stage 1 returned a {type(value).__name__}.*register"):
+        stage_of(Lambda(lambda _: value)).forward(0, torch.ones(1))
+
+
+def test_the_first_stage_wants_no_gradient_of_its_input():
+    stage = stage_of(nn.Linear(2, 2), first_layer=0)
+    stage.forward(0, torch.ones(1, 2))
+    assert stage.backward(0, [torch.ones(1, 2)]).inputs == [None]
+    assert next(stage.parameters()).grad is not None
+
+
+def test_frozen_parameters_pass_gradients_on_and_get_none():
+    layer = nn.Linear(2, 2).requires_grad_(False)
+    stage = stage_of(layer)
+    stage.forward(0, torch.ones(1, 2))
+    assert torch.equal(stage.backward(0, [torch.ones(1, 2)]).inputs[0], layer.weight.sum(0)[None])
+    assert layer.weight.grad is None
+    first = stage_of(nn.Linear(2, 2).requires_grad_(False), first_layer=0)
+    first.forward(0, torch.ones(1, 2))
+    assert first.backward(0, [torch.ones(1, 2)]).inputs == [None]
+
+
+@pytest.mark.parametrize(
+    ("criterion", "message"),
+    [
+        (lambda output: output, r"must be one number, but it has shape \(2, 3\); reduce it"),
+        (lambda output: output.sum().item(), "must be one number, but it has float"),
+        (lambda _: None, "must be one number, but it has NoneType"),
+        (lambda output: output.sum().detach(), "the loss has no gradient: it was detached"),
+        (lambda output: output.argmax().float(), "the loss has no gradient"),
+        (lambda output: (output > 0).sum(), "the loss has no gradient"),
+    ],
+)
+def test_what_is_no_loss_is_refused(criterion, message):
+    with pytest.raises(InputError, match=message):
+        stage_of(nn.Linear(3, 3)).forward(0, torch.ones(2, 3), criterion=criterion)
+
+
+def test_a_loss_of_one_element_is_a_scalar():
+    stage = stage_of(nn.Linear(3, 1))
+    loss = stage.forward(0, torch.ones(1, 3), criterion=lambda output: output).value
+    assert loss.shape == ()
+    stage.backward(0, [torch.tensor(2.0)])
+    assert torch.equal(next(stage.parameters()).grad, torch.full((1, 3), 2.0))
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, F.huber_loss])
+def test_a_kept_loss_keeps_no_large_storage(loss):
+    # torch's pipelining kept each microbatch's: mse_loss returns a view of a full-size buffer.
+    stage = stage_of(nn.Linear(64, 64))
+    inputs = torch.randn(32, 64)
+    kept = stage.forward(0, inputs, criterion=lambda output: loss(output, inputs)).value
+    assert kept.untyped_storage().nbytes() == kept.element_size()
+
+
+@pytest.mark.parametrize("first_layer", [0, 1])
+def test_a_sent_output_is_not_kept_alive(first_layer):
+    # The backward of a sum needs no output; only what autograd itself saves may stay.
+    outputs = []
+
+    def doubled(value):
+        outputs.append(value * 2)
+        return outputs[-1]
+
+    stage = stage_of(nn.Linear(8, 8), Lambda(doubled), first_layer=first_layer)
+    sent = stage.forward(0, torch.ones(4, 8)).value
+    memory = StorageWeakRef(sent.untyped_storage())
+    outputs.clear()
+    del sent
+    assert memory.expired()
+    stage.backward(0, [torch.ones(4, 8)])
+
+
+def test_after_its_backward_a_microbatch_leaves_nothing():
+    stage = stage_of(nn.Linear(8, 8), nn.Tanh())
+    inputs = torch.ones(4, 8)
+    memory = StorageWeakRef(inputs.untyped_storage())
+    stage.forward(0, inputs)
+    del inputs
+    assert not memory.expired()
+    stage.backward(0, [torch.ones(4, 8)])
+    assert memory.expired()
+
+
+def test_forgetting_drops_what_unfinished_microbatches_left():
+    stage = stage_of(nn.Linear(8, 8))
+    inputs = torch.ones(4, 8)
+    stage.forward(0, inputs)
+    memory = StorageWeakRef(inputs.untyped_storage())
+    del inputs
+    stage.forget()
+    assert memory.expired()
+    assert stage.in_flight == 0
+    with pytest.raises(InputError, match="backward of microbatch 0 on stage 1 needs a forward"):
+        stage.backward(0, [torch.ones(4, 8)])
+
+
+def test_without_gradients_nothing_is_kept():
+    stage = stage_of(nn.Linear(8, 8))
+    inputs = torch.ones(4, 8)
+    with torch.no_grad():
+        stage.forward(0, inputs)
+    memory = StorageWeakRef(inputs.untyped_storage())
+    del inputs
+    assert memory.expired()
+
+
+def test_a_stage_needs_layers():
+    with pytest.raises(InputError, match="stage 1 has no layers"):
+        Stage(1, (), 0, LayerStreams(0))
+
+
+def test_shared_parameters_are_listed_once():
+    shared = nn.Linear(2, 2)
+    assert len([*stage_of(shared, nn.ReLU(), shared).parameters()]) == 2

@@ -1,0 +1,64 @@
+"""The simulator for millions of ops against the one that can be read."""
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock import Costs, Schedule, schedules, simulate
+from penstock.errors import InputError, ScheduleError
+from penstock.timing import simulator
+from penstock.timing.simulator.events import by_events
+from penstock.timing.simulator.waves import by_waves
+
+FIXED = [name for name in schedules.names() if name not in {*schedules.SEARCHED, "seq1f1b"}]
+
+
+@pytest.mark.parametrize("name", FIXED)
+@settings(max_examples=15)
+@given(p=st.integers(1, 6), m=st.integers(1, 12), seed=st.randoms(use_true_random=False))
+def test_the_times_are_the_same_to_the_bit(name, p, m, seed):
+    try:
+        schedule = schedules.build(name, num_ranks=p, num_microbatches=m)
+    except InputError:
+        return
+    stages = range(schedule.num_stages)
+    costs = Costs(*([round(seed.uniform(0, 2), 9) for _ in stages] for _ in range(4)))
+    assert by_waves(schedule, costs) == by_events(schedule, costs)
+
+
+def test_large_schedules_take_this_way(monkeypatch):
+    schedule = schedules.build("1f1b", num_ranks=64, num_microbatches=1024)
+    monkeypatch.setattr(simulator, "by_events", None)
+    assert simulate(schedule).makespan == (1024 + 63) * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0B0\n1B0,1F0", "deadlocks: rank 0 waits to run 0B0 for 1B0"),
+        ("0F0,0B0\n1F0", "rank 0: 0B0 needs 1B0, which is not in the schedule"),
+        ("0B0\n1F0,1B0", "0F0, which is not in the schedule"),
+    ],
+)
+def test_what_cannot_run_is_explained(monkeypatch, text, message):
+    schedule = Schedule.parse(text)
+    assert by_waves(schedule, Costs()) is None
+    monkeypatch.setattr(simulator, "_MANY_RANKS", 1)
+    monkeypatch.setattr(simulator, "_MANY_OPS", 1)
+    with pytest.raises(ScheduleError, match=message):
+        simulate(schedule)
+
+
+def test_the_time_grows_with_the_ops_not_faster():
+    def seconds(p, m):
+        schedule = schedules.build("1f1b", num_ranks=p, num_microbatches=m)
+        started = time.process_time()
+        by_waves(schedule, Costs(hop=0.1))
+        return time.process_time() - started
+
+    seconds(64, 64)
+    small, large = (min(seconds(256, m) for _ in range(3)) for m in (256, 1024))
+    # Four times the ops; the margin is for a busy machine.
+    assert large < 4 * small * 2.5

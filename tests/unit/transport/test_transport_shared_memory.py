@@ -1,0 +1,426 @@
+"""Messages in shared memory: values, order, memory, deadlines, and news of failures.
+
+Both ends live in this process, since the sockets and the memory do not care.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import resource
+import socket
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from penstock.errors import DeadlineError, PeerError, RunError
+from penstock.model import tree
+from penstock.transport import Codec, Edge, SharedMemoryTransport
+from tests.unit.transport.test_packing import Pair, bytes_of, tensors, values
+
+FORWARD, OTHER, BACKWARD = Edge(0, 1, 0), Edge(0, 1, 2), Edge(1, 0, 1)
+
+
+def connected(num_ranks, deadline_seconds=0.2):
+    """Transports of all ranks."""
+    sockets = [{} for _ in range(num_ranks)]
+    for a, b in itertools.combinations(range(num_ranks), 2):
+        sockets[a][b], sockets[b][a] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return [
+        SharedMemoryTransport(rank, connections, deadline_seconds, Codec([Pair]))
+        for rank, connections in enumerate(sockets)
+    ]
+
+
+@pytest.fixture
+def trio():
+    transports = connected(3)
+    yield transports
+    for transport in transports:
+        transport.close("the test is over")
+
+
+def num_segments():
+    """Mapped by this process, at either end."""
+    with open("/proc/self/maps") as maps:
+        return sum("memfd:penstock" in line for line in maps)
+
+
+def assert_same(ours, theirs):
+    ours, our_structure = tree.flatten(ours)
+    theirs, their_structure = tree.flatten(theirs)
+    assert our_structure == their_structure
+    for mine, other in zip(ours, theirs, strict=True):
+        if isinstance(other, torch.Tensor):
+            assert (mine.shape, mine.dtype, mine.requires_grad) == (other.shape, other.dtype, False)
+            assert torch.equal(bytes_of(mine), bytes_of(other))
+        else:
+            assert type(mine) is type(other)
+            assert mine == other
+
+
+@given(
+    messages=st.lists(st.tuples(st.sampled_from([FORWARD, OTHER]), values), min_size=1, max_size=8),
+    data=st.data(),
+)
+def test_values_arrive_as_they_were_sent_in_whatever_order_they_are_awaited(messages, data):
+    sender, receiver = connected(2)
+    by_edge = {edge: [v for e, v in messages if e == edge][:4] for edge in (FORWARD, OTHER)}
+    sent = [(edge, k, v) for edge, found in by_edge.items() for k, v in enumerate(found)]
+    for edge, k, value in sent:
+        sender.send(edge, k, value)
+    held = []
+    for edge, k, value in data.draw(st.permutations(sent)):
+        held.append((receiver.recv(edge, k, "rank 1"), value))
+        if data.draw(st.booleans()):
+            held.pop(data.draw(st.integers(0, len(held) - 1)))
+    for ours, theirs in held:
+        assert_same(ours, theirs)
+    sender.close("")
+    receiver.close("")
+
+
+@given(
+    messages=st.lists(
+        st.tuples(tensors(), st.integers(0, 3), st.booleans()), min_size=1, max_size=20
+    )
+)
+def test_slots_that_are_used_again_never_change_what_is_still_held(messages):
+    """One after the other; each grows, is held for a while, or is overwritten by its receiver."""
+    sender, receiver = connected(2)
+    held = []
+    for k, (tensor, doublings, overwrite) in enumerate(messages):
+        value = tensor.detach()
+        if value.dim():
+            value = value.repeat(4**doublings, *[1] * (value.dim() - 1))
+        sender.send(FORWARD, k, (value, value))
+        first, second = receiver.recv(FORWARD, k, "rank 1")
+        if overwrite:
+            first.zero_()
+            held.append((second, value.clone()))
+        else:
+            held.append((first, value.clone()))
+        del first, second
+        for ours, theirs in held:
+            assert_same(ours, theirs)
+        del ours, theirs
+        held = held[-3:]
+    assert len(sender._peers[1].pool) <= 4
+    sender.close("")
+    receiver.close("")
+
+
+def test_a_layout_that_returns_or_only_looks_alike_is_told_apart(trio):
+    sender, receiver, _ = trio
+    one = torch.ones(3)
+    alike = [one, [one], (one,), {"a": one}, Pair(one, one), (one, 1), (one, True), (one, 1.0)]
+    alike += [(one, 0.0), (one, -0.0), [one, None], [None, one], one.double(), one[:2], one]
+    for k, value in enumerate(alike + alike[::-1]):
+        sender.send(FORWARD, k, value)
+        assert_same(receiver.recv(FORWARD, k, "rank 1"), value)
+        sender.send(FORWARD, k, value)  # the same layout as before
+        assert repr(receiver.recv(FORWARD, k, "rank 1")) == repr(value)
+
+
+def test_what_was_sent_may_be_overwritten(trio):
+    tensor = torch.ones(1000)
+    trio[0].send(FORWARD, 0, tensor)
+    tensor.zero_()
+    assert torch.equal(trio[1].recv(FORWARD, 0, "rank 1"), torch.ones(1000))
+
+
+def test_the_receiver_may_overwrite_one_tensor_while_autograd_needs_the_other(trio):
+    weight = torch.ones(4, requires_grad=True)
+    for k in range(2):
+        trio[0].send(FORWARD, k, (torch.ones(4), torch.ones(4)))
+    first, second = trio[1].recv(FORWARD, 0, "rank 1")
+    later, _ = trio[1].recv(FORWARD, 1, "rank 1")
+    product = (weight * first).sum()
+    nn.ReLU(inplace=True)(second)
+    later.mul_(7)
+    product.backward()
+    assert torch.equal(weight.grad, torch.ones(4))
+
+
+def test_a_sender_with_gradients_sends_values_only(trio):
+    trio[0].send(FORWARD, 0, torch.ones(2, requires_grad=True) * 2)
+    assert not trio[1].recv(FORWARD, 0, "rank 1").requires_grad
+
+
+def test_memory_follows_what_is_held(trio):
+    sender, receiver, _ = trio
+    pool = sender._peers[1].pool
+    for k in range(100):
+        sender.send(FORWARD, k, torch.full((3000,), float(k)))
+        receiver.recv(FORWARD, k, "rank 1")
+    assert len(pool) == 1
+    held = []
+    for k in range(7):
+        sender.send(FORWARD, k, torch.full((3000,), float(k)))
+        held.append(receiver.recv(FORWARD, k, "rank 1"))
+    assert len(pool) == 7
+    assert [tensor.unique().tolist() for tensor in held] == [[k] for k in range(7)]
+    part = held[3][5:6]  # a view is enough to keep it
+    held.clear()
+    for k in range(50):
+        sender.send(FORWARD, k, torch.zeros(3000))
+        receiver.recv(FORWARD, k, "rank 1")
+    assert len(pool) == 7
+    assert part.item() == 3
+
+
+def test_a_larger_message_takes_the_place_of_a_smaller_one(trio):
+    sender, receiver, _ = trio
+    before = num_segments()
+    for k in range(12):
+        sender.send(FORWARD, k, torch.zeros(2**k * 1000))
+        receiver.recv(FORWARD, k, "rank 1")
+    assert len(sender._peers[1].pool) == 1
+    assert num_segments() - before == 2  # one, at both ends
+
+
+def test_memory_of_a_peak_is_given_back_after_some_steps(trio):
+    sender, receiver, _ = trio
+    for k in range(4):
+        sender.send(FORWARD, k, torch.zeros(10_000))
+    for k in range(4):
+        receiver.recv(FORWARD, k, "rank 1")
+    pool = sender._peers[1].pool
+    assert len(pool) == 4
+    for k in range(20):
+        sender.send(FORWARD, k, torch.zeros(10_000))
+        receiver.recv(FORWARD, k, "rank 1")
+        sender.flush()
+    assert len(pool) == 1
+
+
+def test_received_tensors_outlive_both_transports():
+    before = num_segments()
+    sender, receiver = connected(2)
+    sender.send(FORWARD, 0, torch.arange(5))
+    tensor = receiver.recv(FORWARD, 0, "rank 1")
+    sender.close("done")
+    receiver.close("done")
+    del sender, receiver
+    gc.collect()
+    assert tensor.tolist() == [0, 1, 2, 3, 4]
+    assert num_segments() > before
+    del tensor
+    gc.collect()
+    assert num_segments() == before
+
+
+def test_a_sender_runs_ahead_only_so_far():
+    sender, receiver = connected(2, deadline_seconds=0.1)
+    with pytest.raises(DeadlineError, match="rank 0, sending to rank 1: rank 1 did not answer"):
+        for k in range(100):
+            sender.send(FORWARD, k, torch.ones(1))
+    assert k == 64
+    sender.send(OTHER, 0, "another edge has room of its own")
+    receiver.recv(FORWARD, 0, "rank 1")
+    sender.send(FORWARD, 64, torch.ones(1))
+    sender.close("")
+    receiver.close("")
+
+
+def test_many_messages_may_be_awaited_last_first():
+    sender, receiver = connected(2, deadline_seconds=10)
+    thread = threading.Thread(
+        target=lambda: [sender.send(FORWARD, k, torch.tensor(k)) for k in range(40)]
+    )
+    thread.start()
+    found = [receiver.recv(FORWARD, k, "rank 1").item() for k in reversed(range(40))]
+    thread.join()
+    assert found == list(reversed(range(40)))
+    sender.close("")
+    receiver.close("")
+
+
+def test_two_ranks_that_only_send_for_a_while_do_not_block_each_other():
+    ranks = connected(2, deadline_seconds=10)
+
+    def run(rank):
+        edges = [Edge(rank, 1 - rank, tag) for tag in range(200)]
+        for edge, k in itertools.product(edges, range(2)):  # more notices than a socket holds
+            ranks[rank].send(edge, k, None)
+        for edge, k in itertools.product(edges, range(2)):
+            ranks[rank].recv(Edge(1 - rank, rank, edge.tag), k, f"rank {rank}")
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
+    start = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert time.monotonic() - start < 5
+    for transport in ranks:
+        transport.close("")
+
+
+def test_a_missed_deadline_names_who_waited_for_whom_and_what_to_do(trio):
+    trio[0].send(FORWARD, 5, "not this one")
+    start = time.monotonic()
+    with pytest.raises(
+        DeadlineError,
+        match=r"rank 1, waiting at 1RECV_F0 for 0SEND_F0 of rank 0: rank 0 .* 0\.2 s; .*raise",
+    ):
+        trio[1].recv(FORWARD, 0, "rank 1, waiting at 1RECV_F0 for 0SEND_F0 of rank 0")
+    assert 0.19 < time.monotonic() - start < 10
+    assert trio[1].recv(FORWARD, 5, "rank 1") == "not this one"
+
+
+def test_a_failure_of_any_rank_ends_who_waits_for_another(trio):
+    trio[2].fail("rank 2 failed: \udc80" + "é" * 5000, ())
+    trio[0].send(FORWARD, 0, "arrived")
+    assert trio[1].recv(FORWARD, 0, "rank 1") == "arrived"
+    for _ in range(2):
+        with pytest.raises(
+            PeerError, match=r"rank 1: cancelled because rank 2 failed: \?é"
+        ) as told:
+            trio[1].recv(FORWARD, 1, "rank 1")
+    assert told.value.reason.startswith("rank 2 failed")
+
+
+def test_the_first_failure_is_the_one_that_is_told(trio):
+    trio[2].fail("first", ())
+    with pytest.raises(PeerError, match="first"):
+        trio[1].recv(FORWARD, 1, "rank 1")
+    trio[0].fail("second", ())
+    with pytest.raises(PeerError, match="first"):
+        trio[1].recv(FORWARD, 1, "rank 1")
+
+
+def test_a_step_that_was_given_up_is_forgotten(trio):
+    sender, receiver, third = trio
+    sender.send(FORWARD, 0, torch.ones(3))
+    sender.send(FORWARD, 1, torch.ones(3))
+    receiver.recv(FORWARD, 1, "rank 1")  # 0 is early now
+    third.fail("boom", ())
+    with pytest.raises(PeerError):
+        receiver.recv(FORWARD, 2, "rank 1")
+    receiver.discard(10)
+    sender.send(FORWARD, 3, torch.ones(3))  # it has not heard yet
+    sender.fail("cancelled because boom", ())
+    sender.discard(10)
+    sender.send(FORWARD, 10, torch.ones(3))
+    assert torch.equal(receiver.recv(FORWARD, 10, "rank 1"), torch.ones(3))
+    assert receiver._early == {}
+    slots = sender._peers[1].pool._slots
+    assert {slot.state for slot in slots} == {0}  # what was forgotten was given back
+    sender.fail("again", ())
+    with pytest.raises(PeerError, match="again"):
+        receiver.recv(FORWARD, 11, "rank 1")
+
+
+def test_discarded_messages_are_not_in_the_way_of_new_ones(trio):
+    sender, receiver, _ = trio
+    for numbers in (range(4), range(10, 14)):
+        sender.discard(numbers[0])
+        for k in numbers:
+            sender.send(FORWARD, k, k)
+    receiver.discard(10)
+    assert [receiver.recv(FORWARD, k, "rank 1") for k in range(10, 14)] == [10, 11, 12, 13]
+
+
+def test_a_failure_in_a_step_that_others_have_not_begun_is_kept(trio):
+    trio[0].discard(10)
+    trio[0].fail("boom", ())
+    with pytest.raises(PeerError, match="boom"):
+        trio[1].recv(FORWARD, 0, "rank 1")
+    trio[1].discard(10)
+    with pytest.raises(PeerError, match="boom"):
+        trio[1].recv(FORWARD, 10, "rank 1")
+
+
+def test_a_rank_that_closes_its_pipeline_is_missed_by_those_who_wait_for_it_alone(trio):
+    trio[0].send(FORWARD, 0, "sent before")
+    trio[0].close("training is over")
+    trio[2].send(Edge(2, 1, 0), 0, "from another")
+    assert trio[1].recv(FORWARD, 0, "rank 1") == "sent before"
+    with pytest.raises(PeerError, match=r"rank 1: rank 0 closed its pipeline \(training is over\)"):
+        trio[1].recv(FORWARD, 1, "rank 1")
+    with pytest.raises(PeerError, match=r"rank 0 closed its pipeline \(training is over\)"):
+        trio[1].send(BACKWARD, 0, None)
+    assert trio[1].recv(Edge(2, 1, 0), 0, "rank 1") == "from another"
+    with pytest.raises(DeadlineError):  # rank 2 may yet send more
+        trio[1].recv(Edge(2, 1, 0), 1, "rank 1")
+    trio[1].flush()
+    with pytest.raises(RunError, match=r"rank 0 has closed its pipeline \(training is over\)"):
+        trio[0].send(FORWARD, 1, None)
+    trio[0].close("again")
+
+
+def test_a_transport_that_is_dropped_says_goodbye():
+    left, right = connected(2)
+    del left
+    gc.collect()
+    with pytest.raises(PeerError, match=r"rank 0 closed its pipeline \(its process ended\)"):
+        right.recv(FORWARD, 0, "rank 1")
+    right.close("")
+
+
+def test_an_end_without_goodbye_ends_whoever_waits(trio):
+    trio[0].abandon()
+    with pytest.raises(PeerError, match=r"rank 0 is gone \(its process ended or was killed\)"):
+        trio[1].recv(Edge(2, 1, 0), 0, "rank 1")
+    with pytest.raises(PeerError, match="rank 0 is gone"):
+        trio[2].send(Edge(2, 0, 0), 0, None)
+
+
+def test_news_that_came_before_the_end_explain_it(trio):
+    trio[0].fail("rank 0 failed: boom", ())
+    trio[0].abandon()
+    with pytest.raises(PeerError, match="boom"):
+        trio[2].send(Edge(2, 0, 0), 0, None)
+
+
+def test_no_memory_is_an_error_that_says_how_much_and_what_to_do(trio):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        trio[0].send(FORWARD, 0, torch.ones(10))
+        num_open = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(
+            RunError,
+            match=r"rank 0 could not get 425,984 bytes of shared memory for a message to rank 1 "
+            r".*ulimit -f.*transport='process-group'",
+        ):
+            trio[0].send(FORWARD, 1, torch.ones(100_000))
+        assert len(os.listdir("/proc/self/fd")) == num_open
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    trio[0].send(FORWARD, 1, torch.ones(100_000))
+    assert trio[1].recv(FORWARD, 1, "rank 1").sum() == 100_000
+
+
+def test_too_many_open_files_are_named_at_either_end(trio):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    trio[0].send(FORWARD, 0, torch.ones(3))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        with pytest.raises(RunError, match=r"rank 0 could not get .* bytes .*ulimit -n"):
+            trio[0].send(FORWARD, 1, torch.ones(3))
+        with pytest.raises(RunError, match=r"rank 1 could not .* shared memory .*ulimit -n"):
+            trio[1].recv(FORWARD, 0, "rank 1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_dense_tensors_keep_their_strides_others_arrive_densely_and_none_share_memory(trio):
+    # docs/training.md says so under "Equal to the bit, and where not".
+    whole = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    trio[0].send(FORWARD, 0, (whole, whole[:, ::2], whole[:, :1].expand(2, 3, 4, 4)))
+    received = trio[1].recv(FORWARD, 0, "waiting")
+    assert received[0].stride() == whole.stride()
+    assert all(tensor.is_contiguous() for tensor in received[1:])
+    assert len({tensor.data_ptr() for tensor in received}) == 3
+    received[0].zero_()
+    assert torch.equal(received[1], whole[:, ::2])

@@ -1,0 +1,124 @@
+"""A trial trains the same on one device, and its report says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+
+import pytest
+import torch.nn.functional as F
+
+from penstock import errors
+from penstock.drawing import read_report, write_report
+from penstock.trial import run_trial
+from tests.kit.helpers import make_mlp, make_plan
+from tests.kit.small_workload import workload
+
+
+@pytest.fixture(scope="module")
+def trial():
+    return run_trial(workload(), make_plan(make_mlp(), 2, 4), 12, evaluate_every=4)
+
+
+def test_the_pipeline_equals_one_device(trial):
+    assert trial.largest_loss_difference == 0
+    assert trial.largest_parameter_difference == 0
+    facts = {fact.label: fact.value for fact in trial.facts()}
+    assert facts["largest difference in loss"] == "0, equal to the bit"
+
+
+def test_a_difference_would_be_seen(trial):
+    other = dataclasses.replace(trial.pipeline, losses=[*trial.pipeline.losses[:-1], 7.0])
+    assert dataclasses.replace(trial, pipeline=other).largest_loss_difference > 1
+    changed = dataclasses.replace(trial.pipeline, model=make_mlp(seed=5))
+    assert dataclasses.replace(trial, pipeline=changed).largest_parameter_difference > 0.01
+
+
+def test_everybody_has_trained_the_steps_it_should(trial):
+    assert len(trial.pipeline.losses) == len(trial.twins[0].losses) == 12
+    # The twins with two threads are there for speed and train every other turn of five steps.
+    assert [len(twin.losses) for twin in trial.twins[1:]] == [7, 7]
+    assert [step for step, _ in trial.pipeline.held_out] == [1, 4, 8, 12]
+
+
+def test_the_report_holds_it_all_and_is_a_file(trial, tmp_path):
+    report = trial.report()
+    write_report(report, tmp_path)
+    assert read_report(tmp_path) == report
+    assert [len(series.points) for series in report.losses] == [12, 12, 4]
+    assert report.measured.timeline() == trial.measured
+    assert report.predicted.timeline() == trial.predicted
+    assert len(report.stages) == 2
+
+
+def test_the_idle_time_is_split_and_the_first_op_unlike_its_prediction_named(trial):
+    numbers = trial.numbers()
+    for name in ("predicted", "measured"):
+        timeline = getattr(trial, name)
+        for idle, busy in zip(numbers[f"{name}_idle"], timeline.busy, strict=True):
+            assert sum(idle.values()) == pytest.approx(timeline.makespan - busy)
+    facts = {fact.label: fact for fact in trial.facts()}
+    # A plan without a profile predicts that everything takes no time.
+    named = facts["first op unlike its prediction"]
+    assert re.fullmatch(r"\d[FB]\d on rank \d", named.value)
+    assert named.value == numbers["parting"]
+    assert "instead of 0" in named.note
+    shares = re.findall(r"[\d.]+", facts["idle time, measured"].value)
+    assert sum(map(float, shares)) == pytest.approx(100 * trial.measured.bubble, abs=0.21)
+
+
+def test_batches_that_run_out_end_the_trial_early():
+    three = dataclasses.replace(
+        workload(), batches=lambda: itertools.islice(workload().batches(), 3)
+    )
+    trial = run_trial(three, make_plan(make_mlp(), 2, 4), 50, compare=False)
+    assert len(trial.pipeline.losses) == 3
+    assert trial.facts()[0].label == "throughput"
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps", "message"),
+    [
+        ({}, 0, "steps (0)"),
+        ({"batches": lambda: iter(())}, 3, "yields no minibatch"),
+    ],
+)
+def test_impossible_trials_are_refused(changes, steps, message):
+    asked = dataclasses.replace(workload(), **changes)
+    with pytest.raises(errors.InputError, match=message.replace("(", r"\(").replace(")", r"\)")):
+        run_trial(asked, make_plan(make_mlp(), 2, 4), steps)
+
+
+def test_a_profile_needs_a_row_per_microbatch():
+    with pytest.raises(errors.InputError, match="8 rows cannot be cut into 9"):
+        workload().profile(9)
+
+
+def test_an_error_ends_the_trial_and_its_workers():
+    def broken(outputs, targets):
+        raise ValueError("boom")
+
+    asked = dataclasses.replace(workload(), loss=broken)
+    with pytest.raises(errors.StageError, match="stage 1, microbatch 0, op 1F0: ValueError: boom"):
+        run_trial(asked, make_plan(make_mlp(), 2, 4), 3)
+
+
+def nan_if(condition):
+    def loss(outputs, targets):
+        return F.cross_entropy(outputs, targets) * (float("nan") if condition(outputs) else 1.0)
+
+    return dataclasses.replace(workload(), loss=loss)
+
+
+def test_a_loss_that_is_not_a_number_ends_the_trial():
+    asked = nan_if(lambda outputs: True)
+    with pytest.raises(errors.StageError, match="op 1F0: ArithmeticError: the loss is nan"):
+        run_trial(asked, make_plan(make_mlp(), 2, 4), 2, compare=False)
+
+
+def test_a_held_out_loss_that_is_not_a_number_is_reported_as_it_is():
+    asked = nan_if(lambda outputs: not outputs.requires_grad)
+    trial = run_trial(asked, make_plan(make_mlp(), 2, 4), 2, compare=False)
+    training, held_out = trial.report().losses
+    assert held_out.points[0] == (1, None) and training.points[0][1] is not None
