@@ -5,7 +5,6 @@ versions, delays and refusals is tried."""
 import importlib
 import itertools
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +16,9 @@ from penstock import schedules, versions
 from penstock.cli.sources import read_policy
 from penstock.errors import PenstockError
 from penstock.versions import POLICIES, USUAL
+from tests.kit.paths import DOCS
 from tests.kit.streams import plan_for
 
-DOCS = Path(__file__).parents[2] / "docs"
 FOLDERS = ("schedules", "versions")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from penstock.tracing import capture
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.helpers import make_plan
 from tests.kit.one_device import OneDevice, assert_same
+from tests.kit.paths import DOCS
 
 ROWS = 7
 
@@ -302,7 +302,7 @@ def test_a_model_that_returns_a_cache_is_told_how_not_to():
 
 def test_the_gpt2_in_the_docs_trains():
     transformers = pytest.importorskip("transformers")
-    text = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    text = (DOCS / "models.md").read_text()
     (script,) = [
         block
         for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)

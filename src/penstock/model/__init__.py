@@ -5,4 +5,12 @@ only file that knows torch's private helpers for that) and ``copying`` copies th
 strides; ``microbatches`` cuts a minibatch and weights its loss; ``randomness`` gives every layer
 and microbatch a stream of its own; ``replay`` runs a module a second time as if it were the first;
 ``optimizer_factory`` makes a user's optimizer of a stage's parameters.
+
+Decisions:
+
+Random streams are redirected per operation, by a dispatch mode that is active only in the thread
+and only around layers that draw. torch's default generator is shared by threads, and most layers
+give no way to pass another. Layers that never draw are recognised when they first run and cost
+nothing afterwards; if one begins to draw later, an audit of every step and of loops over ``steps``
+notices and says so.
 """

@@ -1,4 +1,32 @@
-"""From a profile and a cluster to a plan."""
+"""From a profile and a cluster to a plan.
+
+Decisions:
+
+The planner has one judge, the simulator, and everything before it only saves its time. An exact
+partition of the steady state, DAPPLE's bound and width × depth propose which stages get replicas;
+cuts are exact for each setting; lower bounds, never estimates, decide what need not be simulated,
+and a test holds each bound against the simulation. Replicas of the winner are then moved from stage
+to stage as long as that helps, because no proposal knows the start and the end of a step.
+
+Memory is part of the cut, not a filter behind it: for every stage, first and last layer, a table
+tells how much the order of the ops keeps (``schedule.memory.loads``, exact for ranks with one
+stage), whether that fits, and whether it fits if forwards run twice; the dynamic programme
+minimises over that table.
+
+Bytes over a cut are counted per value, up to its last reader. A profile says what a layer hands to
+the next one (``output_bytes``), past it (``skip_bytes``), and what it only has to come after
+(``after``).
+
+An asynchronous plan is never proposed unasked; the table shows what it would give.
+
+What shares layers (tensor parallelism) is planned as another task: groups of devices become one
+device of another model, whose layers cost what the group takes. Cuts, schedules and replicas then
+need no second search. Such plans are carried and drawn; the runtime refuses them until it can run
+them.
+
+Plans within 1 % of each other count as equally fast; the one that needs less memory wins. No
+prediction is exact enough to tell them apart.
+"""
 
 from penstock.planner.changes import WhatIf, what_if
 from penstock.planner.search import plan

@@ -1,4 +1,12 @@
-"""Rehearsing a plan on emulated devices: real processes, real messages, compute that is a wait."""
+"""Rehearsing a plan on emulated devices: real processes, real messages, compute that is a wait.
+
+Decisions:
+
+A rehearsal forks from a process of its own, because only one without threads can be forked safely,
+and whoever asks may have many. A rank is a real worker whose stages and optimizers wait. Ops wait
+from when they start; waiting until the time an op should end would be exact by construction and
+hide all overhead.
+"""
 
 from penstock.rehearsal.conduct import rehearse
 from penstock.rehearsal.result import Comparison, Rehearsal

@@ -1,4 +1,20 @@
-"""Schedules: ops, their one dependency rule, the proof that they run, passes, and families."""
+"""Schedules: ops, their one dependency rule, the proof that they run, passes, and families.
+
+Decisions:
+
+An op may name a slice of its microbatch (``2F0.1``). Sequence slices depend on each other within a
+stage, so they cannot be microbatches; as a fourth field of ``Op`` they leave torch's text as it is
+for all other schedules, and every pass and metric handles them.
+
+One microbatch on one rank is the unit of activations: ``peak_activations`` divides by the stages
+that a microbatch visits there, which is all of them on a V and one of two in Chimera.
+
+Receives stay where their op is, unless a bounded channel would then deadlock. Some orders
+(breadth-first, interleaved zero bubble) send more than one message before the first is used; with
+channels of one message, ``add_communication(capacity=1)`` moves exactly the receives that the
+deadlock names. Updates of stages with copies come last on their rank: between the reduction of one
+stage and the update of another, two ranks could wait for each other.
+"""
 
 from penstock.schedule.op import Kind, Op
 from penstock.schedule.schedule import Schedule

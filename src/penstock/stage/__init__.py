@@ -5,4 +5,26 @@ activations were not kept; ``microbatch_graph`` is one microbatch's autograd gra
 stage's borders; ``deferral`` puts weight gradients off until W, with the formulas of
 ``deferrable``; ``slices`` is what a slice of a sequence needs of those before it; ``batch_norm``
 keeps the running statistics of whole minibatches.
+
+Decisions:
+
+A stage keeps graph edges, not outputs. Only the edge is needed to start the backward, so a sent
+output does not occupy memory until its gradient comes back.
+
+Weight gradients are deferred in the layer's own call, not by walking the finished graph. Between I
+and W only the layer's input and its output's gradient are kept, and a stage may end in a view. All
+uses of a parameter are queued in the order in which autograd meets them, so sums are equal to the
+bit. What is not a linear layer, a convolution or an embedding gets its gradients in I.
+
+A forward that keeps only its input runs with grad mode on and saves nothing, so that both runs use
+the same kernels. Buffers change in the first only.
+
+A carry is a skip from one slice to the next. What attention keeps of earlier slices is cut at the
+slice's border like a stage's input, so every kind of backward and both ways of recomputing treat it
+as they treat skips. A unit of work is a microbatch or a slice of one; units are numbered through,
+so messages and losses have one number. Layers say how they work on a slice (``by_position`` or
+``forward_slice``), and what does not say so is refused by name: guessing would train another model.
+
+Batch norm's tracking is switched off during microbatches where statistics are those of the
+minibatch; a momentum of 0 would let NaN into the buffers.
 """

@@ -3,6 +3,15 @@
 ``costs`` are the durations of ops and messages; ``simulator`` turns a schedule and costs into a
 ``timeline``; of a timeline, ``idle`` says where its gaps come from, ``measured`` what its ops cost,
 and ``parting`` where it departs from its prediction.
+
+Decisions:
+
+Two simulators, one meaning. ``events`` is the one to read. ``waves`` lets every rank take a step at
+once in numpy; it reads the same table of needs, and tests hold it to the same bits.
+
+Idle time is split by thinking the step through again, once with usual op times and free messages,
+once with real op times and free messages. A gap has no single cause; what one cause adds to the
+step has a number. Communication that compute hides costs nothing and counts as nothing.
 """
 
 from penstock.timing.idle import Idle, idle_of

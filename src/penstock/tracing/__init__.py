@@ -4,6 +4,12 @@ The whole room is ``capture``. A traced graph (``graphs``) is cut where modules 
 (``segments``); ``flow`` says what passes between the layers, and ``layers`` makes modules of them
 that hold the model's own parameters. Modules without children stay whole (``leaves``). Before
 anyone uses the result, it is run beside the model (``proof``).
+
+Decisions:
+
+Captured layers keep the model's own modules and keys. Modules without children stay calls, so batch
+norm, dropout, hooks and split backward work as ever; parameters are the model's own objects, so
+training the captured model trains the original.
 """
 
 from penstock.tracing.captured import Captured, capture

@@ -1,4 +1,31 @@
-"""How tensors move between ranks: threads of one process, shared memory, or a process group."""
+"""How tensors move between ranks: threads of one process, shared memory, or a process group.
+
+Decisions:
+
+One message per hand-over. A block of bytes carries its own description, so shapes may change at any
+time and no dry run is needed. It is strict data (``transport/wire``), never pickled: a message can
+name only classes that this process has named. Both ends remember an edge's last layout, and only a
+new one is read; both ends of a gloo channel remember its largest block, and a larger one is
+announced first. Under threads, tensors are handed over as they are.
+
+Shared memory has no name. Segments are memfds passed over Unix sockets, so nothing is left however
+a process ends, and a small ``/dev/shm`` does not matter. The sender copies once; the receiver's
+tensors lie in the slot, which is the sender's again when the last of them is dropped: memory
+follows what is in flight. One socket per pair carries notices, and its end of file is how a killed
+rank is noticed. Who waits sleeps at once: spinning first made a hand-over slower where other work
+wants the cores.
+
+Between hosts a receive stands on every used edge, since gloo sends only to who is ready; on one
+host, where that costs more than it gives, it is posted when needed.
+
+Ranks meet in the job's store before they can send messages. What they exchange while a pipeline is
+built (plan, seed, hosts) is JSON, read strictly: nothing that arrives may run code. torch's store
+waits without a deadline for most answers, so every question to it is asked in a thread that is left
+behind. One meeting has a number, counted in the store itself, so nobody keeps state. A group of the
+last pipeline is destroyed when all ranks have come to build the next one: earlier, and a connection
+would end under a rank that still reads. Which groups are ours is noted beside torch's own list of
+them, the one thing that is kept for the whole process.
+"""
 
 from penstock.transport.base import Edge, Noted, Transport
 from penstock.transport.meeting import SharedMemoryExchange

@@ -20,6 +20,13 @@ policy            forward reads            backward reads                  versi
 
 k counts microbatches and t minibatches. At stage s of p, the newest is max(0, k−(p−1−s)) at the
 forward of microbatch k, and k at its backward, where each microbatch is an update.
+
+Decisions:
+
+Replicas take part in rounds by number. The n-th update of a stage on a rank is made of the n-th
+hand-in of each of its ranks. Where the last round of a stream has no microbatch for a replica, its
+ops are named after the one that it lacks. They sum over the same channels as everything else, in
+the order of ranks, so that the sum has the same bits everywhere and in the replay.
 """
 
 from __future__ import annotations

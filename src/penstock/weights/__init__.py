@@ -2,4 +2,18 @@
 
 ``store`` keeps them and says which a pass reads; ``leaves`` puts other tensors in the place of
 parameters while it reads them; ``prediction`` foresees where an optimizer is heading.
+
+Decisions:
+
+A weight version is a set of leaves, not a buffer that is copied in and out: parameters that share
+memory with the model's until these move on. They are put in the place of the model's parameters for
+the time of a pass (dictionaries are changed, no numbers), and an update gives the model's
+parameters new memory only if somebody still reads the old. One account (``versions.book``) says
+which version an op reads and which must live; the simulator and the runtime both keep it, so
+predicted and measured versions cannot be two opinions.
+
+Backwards with newer weights than their forward (Latest, PipeMare, prediction) use hooks on saved
+tensors: of a parameter or a view of its memory only the place is saved, and looked up when the
+backward asks. What a layer computes from its weights is of forward time, so autocast is refused
+there.
 """

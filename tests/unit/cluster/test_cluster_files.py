@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import tomllib
-from pathlib import Path
 
 import pytest
 
@@ -13,8 +12,9 @@ from penstock.cluster import Topology
 from penstock.cluster.measured import Seat, chosen_pairs, fit, gathered, ring_seconds
 from penstock.errors import FileError, InputError
 from penstock.units import to_bytes, to_bytes_per_second, to_seconds
+from tests.kit.paths import DOCS
 
-PAGE = Path(__file__).parents[3] / "docs" / "clusters.md"
+PAGE = DOCS / "clusters.md"
 
 SERVERS = """
 link = "10Gbit/s, 50us"

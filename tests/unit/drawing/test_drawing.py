@@ -2,7 +2,6 @@ import json
 import math
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -18,8 +17,8 @@ from penstock.drawing.timeline.text import columns_of_shortest, stacked_text, te
 from penstock.drawing.units import bytes_, number, seconds, tick_label, ticks
 from penstock.schedule.lower import add_communication, add_recompute, add_update, lower
 from penstock.timing.timeline import BUSY
+from tests.kit.paths import GOLDEN
 
-GOLDEN = Path(__file__).parents[2] / "golden"
 SVG = "{http://www.w3.org/2000/svg}"
 NBSP = "\N{NO-BREAK SPACE}"
 

@@ -6,8 +6,8 @@ import pytest
 
 from penstock.errors import FileError
 from penstock.interop.pipedream_profiles import read_pipedream_graph
+from tests.kit.paths import PIPEDREAM
 
-DATA = Path(__file__).parents[2] / "data" / "pipedream"
 COSTS = "forward_compute_time=1.0, backward_compute_time=2.0, activation_size=8.0, parameter_size="
 
 
@@ -32,7 +32,7 @@ def read(tmp_path: Path, *lines: str):
     ],
 )
 def test_the_profiles_have_their_layers_times_and_sizes(model, num_layers, seconds, megabytes):
-    graph = read_pipedream_graph(DATA / model / "graph.txt")
+    graph = read_pipedream_graph(PIPEDREAM / model / "graph.txt")
     assert len(graph.layers) == num_layers
     assert sum(one.compute_seconds for one in graph.layers) == pytest.approx(seconds)
     assert sum(one.parameter_bytes for one in graph.layers) / 1e6 == pytest.approx(megabytes, 2e-4)
@@ -41,7 +41,7 @@ def test_the_profiles_have_their_layers_times_and_sizes(model, num_layers, secon
 
 
 def test_odd_measurements_of_gnmt_are_pointed_out():
-    layers = read_pipedream_graph(DATA / "gnmt_large" / "graph.txt").layers
+    layers = read_pipedream_graph(PIPEDREAM / "gnmt_large" / "graph.txt").layers
     odd = [(one.kind, one.warnings[0]) for one in layers if one.warnings]
     assert [kind for kind, _ in odd].count("Concat") == 7
     assert [kind for kind, text in odd if "far below its forward" in text] == ["EmuBidirLSTM"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -30,6 +29,7 @@ from penstock.partition.placement import (
     stage_costs,
 )
 from penstock.partition.placement.learned import _Policy
+from tests.kit.paths import DOCS
 
 PLACERS = [random_placement, greedy_placement, learned_placement]
 EVERY_LAYER = {"max_groups": 1000, "tiny": 0.0}
@@ -245,7 +245,7 @@ def test_costs_refuse_what_is_no_pipeline():
 
 
 def test_the_code_in_the_docs_runs():
-    page = Path(__file__).parents[3] / "docs/learned-placement.md"
+    page = DOCS / "learned-placement.md"
     (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
     namespace = {"graph": two_towers(1, 4), "link": Link(bytes_per_second=60.0)}
     exec(code, namespace)

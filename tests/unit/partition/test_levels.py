@@ -2,7 +2,6 @@
 
 import json
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -13,9 +12,9 @@ from penstock.interop.pipedream_profiles import read_pipedream_graph
 from penstock.partition import best_partition, cost_model, evaluate
 from penstock.partition.steady import levels_of, nested_partition
 from penstock.partition.steady.level_programme import MOST_STEPS, Component, steps, worth_cutting
+from tests.kit.paths import PIPEDREAM
 
-DATA = Path(__file__).parents[2] / "data" / "pipedream"
-ROWS = json.loads((DATA / "reference.json").read_text())
+ROWS = json.loads((PIPEDREAM / "reference.json").read_text())
 NAMES = [f"{row['model']}-{row['cluster']}" for row in ROWS]
 TREES = [row for row in ROWS if len(row["bandwidths_Bps"]) > 1]
 TREE_NAMES = [f"{row['model']}-{row['cluster']}" for row in TREES]
@@ -24,7 +23,7 @@ FAST, SLOW = Link(bytes_per_second=100.0), Link(bytes_per_second=1.0)
 
 @cache
 def graph_of(model: str) -> LayerGraph:
-    return read_pipedream_graph(DATA / model / "graph.txt")
+    return read_pipedream_graph(PIPEDREAM / model / "graph.txt")
 
 
 def cluster_of(row: dict) -> Cluster:

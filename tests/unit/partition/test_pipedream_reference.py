@@ -2,7 +2,6 @@
 
 import json
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -10,16 +9,16 @@ from penstock.cluster import Cluster, Link
 from penstock.graph import LayerGraph
 from penstock.interop.pipedream_profiles import read_pipedream_graph
 from penstock.partition import Partition, best_partition, cost_model, evaluate
+from tests.kit.paths import PIPEDREAM
 
-DATA = Path(__file__).parents[2] / "data" / "pipedream"
-ROWS = json.loads((DATA / "reference.json").read_text())
+ROWS = json.loads((PIPEDREAM / "reference.json").read_text())
 NAMES = [f"{row['model']}-{row['cluster']}" for row in ROWS]
 RELEASED = cost_model("pipedream-released")
 
 
 @cache
 def graph_of(model: str) -> LayerGraph:
-    return read_pipedream_graph(DATA / model / "graph.txt")
+    return read_pipedream_graph(PIPEDREAM / model / "graph.txt")
 
 
 def cluster_of(row: dict, free: bool = False) -> Cluster:

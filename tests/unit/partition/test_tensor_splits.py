@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from msgspec.structs import replace
 
@@ -12,6 +10,7 @@ from penstock.errors import InputError
 from penstock.graph import Layer, LayerGraph
 from penstock.partition.tensor import split_layers
 from penstock.partition.tensor.layouts import Ring, ways
+from tests.kit.paths import DOCS
 from tests.kit.tensor_models import alexnet, transformer, vgg16
 
 ETHERNET = Link(latency_seconds=1e-5, bytes_per_second=12.5e9)  # 100 Gbit/s
@@ -64,7 +63,7 @@ def test_over_a_slow_network_too_only_convolutions_divide_rows(model):
 
 def test_the_numbers_of_the_page_about_it():
     split = split_layers(alexnet(), 4, ETHERNET, num_microbatches=1)
-    page = (Path(__file__).parents[3] / "docs/tensor-parallelism.md").read_text()
+    page = (DOCS / "tensor-parallelism.md").read_text()
     for seconds, moved in (
         (split.data_seconds, split.data_moved_bytes),
         (split.tensor_seconds, split.tensor_moved_bytes),

@@ -16,8 +16,8 @@ from penstock import errors
 from penstock.cli import penstock
 from penstock.cluster import Device
 from penstock.plans import Alternative, Plan, StagePlan
+from tests.kit.paths import ROOT
 
-ROOT = Path(__file__).parents[3]
 GONE = object()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -21,9 +20,10 @@ from penstock.plans import Alternative, Plan, StagePlan
 from penstock.plans.picture import picture_of
 from penstock.schedule import families
 from penstock.schedule.op import Kind
+from tests.kit.paths import DOCS, GOLDEN
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "plan_vgg_2-1.txt"
-DOCS = Path(__file__).parents[3] / "docs" / "images"
+GOLDEN_PLAN = GOLDEN / "plan_vgg_2-1.txt"
+IMAGES = DOCS / "images"
 SVG = "{http://www.w3.org/2000/svg}"
 MIB = 1 << 20
 
@@ -85,7 +85,7 @@ REPLICATED = Plan(
 
 
 def test_the_text_is_as_on_record():
-    assert plan_text(picture_of(REPLICATED)) + "\n" == GOLDEN.read_text()
+    assert plan_text(picture_of(REPLICATED)) + "\n" == GOLDEN_PLAN.read_text()
 
 
 def test_replicas_are_one_stage_on_several_rows_and_each_does_its_share():
@@ -286,9 +286,9 @@ def test_a_file_has_the_plan_and_its_timeline(tmp_path, suffix):
 def test_the_picture_in_the_docs_is_that_of_its_file(tmp_path):
     # docs/plans.md shows this command.
     drawn = tmp_path / "plan.svg"
-    done = CliRunner().invoke(penstock, ["draw", str(DOCS / "plan.json"), "-o", str(drawn)])
+    done = CliRunner().invoke(penstock, ["draw", str(IMAGES / "plan.json"), "-o", str(drawn)])
     assert done.exit_code == 0, done.output
-    assert drawn.read_text() == (DOCS / "plan.svg").read_text()
+    assert drawn.read_text() == (IMAGES / "plan.svg").read_text()
 
 
 def test_versions_and_policies_are_drawn_too(tmp_path):

@@ -8,7 +8,6 @@ import random
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -23,8 +22,7 @@ from penstock.tracing import capture
 from penstock.transport import Codec, Edge
 from penstock.transport.packing import Packer
 from tests.kit.helpers import make_plan
-
-ROOT = Path(__file__).parents[3]
+from tests.kit.paths import ROOT
 
 
 class Residual(nn.Module):

@@ -2,6 +2,19 @@
 
 A family is a pure function ``(num_ranks, num_microbatches, **options) -> Schedule`` that emits
 compute only.
+
+Decisions:
+
+Backwards run in the order of the forwards in GPipe, not reversed as in the paper's figure. The
+makespan is the same, and gradients then accumulate in the order of one device, so results are equal
+to the bit.
+
+DualPipeV is simulated as what it says: the F of a pair hands over its result before the B starts,
+so its bubble is half the published one, in which a pair is one unit of work. A test reproduces the
+published numbers with pairs as units.
+
+What a family says about itself lives in its docstring (law, wins, loses, paper, drawing); the
+command line and the gallery read it there through ``schedule/about.py``.
 """
 
 from __future__ import annotations

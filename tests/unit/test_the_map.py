@@ -1,0 +1,94 @@
+"""ARCHITECTURE.md is true: every room stands in it, every file it names exists, its laws hold."""
+
+import ast
+import re
+
+import pytest
+
+import penstock
+from tests.kit.paths import ROOT
+
+MAP = (ROOT / "ARCHITECTURE.md").read_text()
+SOURCES = sorted((ROOT / "src" / "penstock").rglob("*.py"))
+ROOMS = sorted(
+    path.name + ("/" if path.is_dir() else "")
+    for path in (ROOT / "src" / "penstock").iterdir()
+    if (path.is_dir() and (path / "__init__.py").exists()) or path.suffix == ".py"
+)
+NOT_ROOMS = {"__init__.py", "__main__.py"}
+
+
+@pytest.mark.parametrize("room", [room for room in ROOMS if room not in NOT_ROOMS])
+def test_every_room_stands_in_the_map(room):
+    assert f"`{room}`" in MAP
+
+
+def test_every_place_that_the_map_names_exists():
+    places = set(re.findall(r"`([a-z_/]+(?:/|\.py|\.md))`", MAP)) | set(
+        re.findall(r"\]\(([^)]+)\)", MAP)
+    )
+    assert len(places) > 20
+    inside = ROOT / "src" / "penstock"
+    within = [inside, *(path for path in inside.iterdir() if path.is_dir()), ROOT]
+    missing = [place for place in places if not any((base / place).exists() for base in within)]
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    "package", [path for path in SOURCES if path.name == "__init__.py"], ids=lambda p: p.parent.name
+)
+def test_every_room_says_what_it_is_for(package):
+    assert ast.get_docstring(ast.parse(package.read_text()))
+
+
+def test_no_module_keeps_ambient_state():
+    """No ``global``, and no container of a module that its functions change. Two files keep account
+    of what torch itself keeps for the whole process; the map names them."""
+    offenders = []
+    keeping = [ROOT / "src" / "penstock" / file for file in re.findall(r"`(\w+/\w+\.py)`", _law(4))]
+    assert len(keeping) == 2
+    for path in (path for path in SOURCES if path not in keeping):
+        tree = ast.parse(path.read_text())
+        offenders += [
+            f"{path.name}:{node.lineno}" for node in ast.walk(tree) if isinstance(node, ast.Global)
+        ]
+        offenders += [f"{path.name}:{line}" for line in _changed_in_functions(tree)]
+    assert not offenders
+
+
+def _law(number: int) -> str:
+    return re.search(rf"^{number}\. .*?(?=^\d\. |^## )", MAP, re.M | re.S)[0]
+
+
+def _changed_in_functions(tree: ast.Module):
+    """The lines at which a function writes into a container of its module."""
+    containers = {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name)
+    }
+    changing = {"append", "add", "update", "setdefault", "pop", "clear", "extend", "remove"}
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    for function in functions:
+        local = {
+            node.id
+            for node in ast.walk(function)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        } | {argument.arg for argument in ast.walk(function) if isinstance(argument, ast.arg)}
+        for node in ast.walk(function):
+            value = None
+            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+                value = node.value
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                value = node.func.value if node.func.attr in changing else None
+            if isinstance(value, ast.Name) and value.id in containers - local:
+                yield node.lineno
+
+
+def test_no_module_has_the_name_of_a_public_function():
+    """Importing it would put the module in the place of the function."""
+    functions = {name for name in penstock.__all__ if callable(getattr(penstock, name))}
+    beside = {room.rstrip("/").removesuffix(".py") for room in ROOMS}
+    assert not functions & beside
