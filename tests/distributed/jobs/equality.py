@@ -15,10 +15,7 @@ import penstock as pk
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.helpers import make_batch, make_mlp, make_plan, runnable_cases
 from tests.kit.one_device import same
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-2)
+from tests.kit.training import adamw
 
 
 def differences(schedule: str, num_microbatches: int, transport: str) -> list[str]:

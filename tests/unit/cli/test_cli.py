@@ -7,28 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from click.testing import CliRunner
 
-from penstock import errors, schedules, simulate
-from penstock.cli import penstock
+from penstock import schedules, simulate
 from penstock.plans import Plan, StagePlan
-
-
-def run(*arguments: str) -> str:
-    """Standard output of a verb that succeeds."""
-    result = CliRunner().invoke(penstock, arguments, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def refused(*arguments: str) -> str:
-    """The message of a verb that is refused."""
-    result = CliRunner().invoke(penstock, arguments)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        assert isinstance(result.exception, errors.PenstockError), result.exception
-        return str(result.exception)
-    assert result.exit_code == 2
-    return result.output
+from tests.kit.command_line import refused, run
 
 
 def test_schedules_lists_every_family_with_its_paper():
