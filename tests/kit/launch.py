@@ -88,6 +88,7 @@ def forked(script: str | Path, num_ranks: int, *arguments: str, limit_seconds=38
         assert said, "the process that ranks are forked from has ended"
         seconds = time.monotonic() - start
         assert in_time, f"the job has not ended within {limit_seconds} s:\n{output.read_text()}"
+        assert (folder / "exits").exists(), output.read_text()
         failed = any(json.loads((folder / "exits").read_text()))
         return Finished(int(failed), reports_in(folder), output.read_text(), seconds)
 

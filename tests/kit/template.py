@@ -75,7 +75,8 @@ def redirect(output: str) -> None:
     written = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for source, target in ((nothing, 0), (written, 1), (written, 2)):
         os.dup2(source, target)
-        os.close(source)
+    os.close(nothing)
+    os.close(written)
 
 
 def keep_store(channel: socket.socket) -> None:
