@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import settings
@@ -17,3 +19,19 @@ def one_intra_op_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def little_patience():
+    """Unless a test says otherwise, contention is measured in two rounds, steady or not."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("penstock.profiler.profiling._PATIENCE_SECONDS", (0.1, 0.1))
+        yield
+
+
+@pytest.fixture
+def small_demo(monkeypatch):
+    """The demo's GPT with as many layers, a tenth as wide; ``make soak`` trains it whole."""
+    from penstock.demo import GPT
+
+    monkeypatch.setattr("penstock.demo.workload.GPT", partial(GPT, width=30))

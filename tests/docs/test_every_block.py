@@ -59,6 +59,7 @@ def pages():
 
 @pytest.mark.parametrize("page", pages())
 @pytest.mark.filterwarnings("default::UserWarning")
+@pytest.mark.usefixtures("small_demo")
 def test_every_block_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for shared in ("examples", "tests", "docs"):
