@@ -241,7 +241,7 @@ def test_skips_cross_any_number_of_stages(schedule, num_ranks, recompute):
     ours, theirs = UNet(dropout=0.3), UNet(dropout=0.3)
     reference = SingleDevice(theirs, 4, F.mse_loss, adamw, seed=3)
     with pipeline_of(
-        ours, schedule, num_ranks, recompute, loss=F.mse_loss, optimizer=adamw
+        ours, schedule, num_ranks, recompute=recompute, loss=F.mse_loss, optimizer=adamw
     ) as pipeline:
         for step, (rows, size) in enumerate([(9, 8), (3, 8), (8, 16)]):
             batch = picture_batch(rows, step, size)
