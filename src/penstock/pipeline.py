@@ -27,6 +27,7 @@ from penstock.run.drive.driver import Deadlines, told
 from penstock.run.drive.joining import TransportName, joined
 from penstock.run.elsewhere import Elsewhere
 from penstock.run.feed import Feed
+from penstock.run.minibatch import StreamPosition
 from penstock.run.outcome import Outcome, timeline
 from penstock.run.outside import Outside
 from penstock.run.recipe import BatchNormStatistics, Loss, LossScale, Metric, Recipe
@@ -235,7 +236,7 @@ class Pipeline:
             inputs, targets, step=self._step, share=share, updates=update
         )
         with self._exclusively(), self._parts.streams.auditing():
-            (outcome,) = self._feed.train([minibatch])
+            (outcome,) = self._feed.train([(minibatch, StreamPosition())])
             return self._loss_of(outcome)
 
     def steps(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Tensor | None]:

@@ -18,8 +18,8 @@ from penstock.rehearsal.emulated_stage import EmulatedOptimizer, EmulatedStage
 from penstock.rehearsal.job import Job
 from penstock.rehearsal.links import PlannedLinks
 from penstock.rehearsal.waits import Alarm, LogicalWaits, RelativeWaits, Waits
-from penstock.run.minibatch import Minibatch
-from penstock.run.rank.program import Program
+from penstock.run.minibatch import Minibatch, StreamPosition
+from penstock.run.rank.program import RankProgram
 from penstock.run.rank.updater import Holding, Updater
 from penstock.run.rank.worker import Worker
 from penstock.run.recipe import Recipe
@@ -69,6 +69,9 @@ def _perform_steps(
     worker = _worker(job, schedule, rank, transport, alarm, waits)
     segment = Segment.whole(schedule)
     count = schedule.num_microbatches
+    position = StreamPosition(
+        synchronous=not job.versions.asynchronous, more_follow=job.overlapping
+    )
     nothing = torch.zeros(())
     channel.send(None)
     for step, start in enumerate(iter(partial(_next_start, channel), None)):
@@ -77,12 +80,10 @@ def _perform_steps(
             [nothing] * count,
             [nothing] * count,
             [1.0] * count,
-            more_follow=job.overlapping,
-            synchronous=not job.versions.asynchronous,
         )
         waits.begin(start)
         alarm.until(start)
-        records = worker.run(segment, minibatch).records
+        records = worker.run(segment, minibatch, position).records
         channel.send([time for _, *times in records for time in times])
 
 
@@ -151,7 +152,7 @@ def _planned_links(
     shared: Sequence[SharedWeights],
 ) -> Transport:
     """The transport, slowed down where the plan's links are slower."""
-    edges = Program(Segment.whole(schedule), rank).edges.items()
+    edges = RankProgram(Segment.whole(schedule), rank).edges.items()
     hops = {edge: _hop(job, op) for op, edge in edges}
     busy = {edge: job.costs.occupies(min(op.stage, other_end(op).stage)) for op, edge in edges}
     for weights in shared:

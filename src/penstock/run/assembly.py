@@ -15,11 +15,12 @@ from penstock.model.spine import NamedLayer, spine_fingerprint
 from penstock.plans import Plan
 from penstock.run.drive.driver import Deadlines, Driver, told
 from penstock.run.drive.joining import TransportName
-from penstock.run.drive.processes import ProcessDriver, agree
+from penstock.run.drive.processes import ProcessDriver, agree, offsets_of_clocks
 from penstock.run.drive.threads import ThreadDriver
 from penstock.run.layout import Layout
+from penstock.run.rank.forward import Void
 from penstock.run.rank.updater import Updater
-from penstock.run.rank.worker import Void, Worker
+from penstock.run.rank.worker import Worker
 from penstock.run.recipe import Recipe
 from penstock.run.seals import SealedTransport
 from penstock.stage.stage import Stage
@@ -101,12 +102,14 @@ def _in_threads(
     streams = LayerStreams(running.seed)
     layout = Layout(model, plan, layers, streams, one_process=True)
     exchange = ThreadExchange(plan.num_ranks, running.deadlines.start.seconds)
-    workers = [
-        _worker(layout, rank, plan.num_ranks, transport, recipe)
-        for rank, transport in enumerate(exchange.transports)
-    ]
+    workers: list[Worker] = []
+    first_copies: dict[int, Stage] = {}
+    for rank, transport in enumerate(exchange.transports):
+        stages = layout.stages(rank)
+        workers.append(_worker(layout, stages, rank, transport, recipe))
+        first_copies = {**stages, **first_copies}
     driver = ThreadDriver(workers, plan.num_threads, running.deadlines)
-    return Assembly(plan, driver, layout, streams, workers, _first_copies(workers))
+    return Assembly(plan, driver, layout, streams, workers, dict(sorted(first_copies.items())))
 
 
 def _in_processes(
@@ -134,24 +137,24 @@ def _in_processes(
         streams = LayerStreams(seed)
         layout = Layout(model, plan, layers, streams, one_process=False)
         sealed = SealedTransport(transport, meeting.rank)
-        worker = _worker(layout, meeting.rank, meeting.num_ranks, sealed, recipe)
+        stages = layout.stages(meeting.rank)
+        worker = _worker(layout, stages, meeting.rank, sealed, recipe)
         # The user's code has run: whoever fails in it says so here, before others wait for more.
         meeting.exchange(None, NoneType, "to start training")
         worker.updater.sums.begin_equal()
         driver = ProcessDriver(
             worker,
-            transport,
             sealed,
             meeting,
             running.deadlines,
             num_threads=plan.num_threads,
-            record=running.record,
+            clock_offsets=offsets_of_clocks(transport) if running.record else None,
             share_results=running.results == "every rank",
         )
     except BaseException as error:
         transport.close(f"before its first step, {type(error).__name__}: {told(error)}")
         raise
-    return Assembly(plan, driver, layout, streams, [worker], worker.stages)
+    return Assembly(plan, driver, layout, streams, [worker], stages)
 
 
 def _message_types(layers: tuple[NamedLayer, ...], running: Running) -> list[type]:
@@ -162,12 +165,11 @@ def _message_types(layers: tuple[NamedLayer, ...], running: Running) -> list[typ
 
 
 def _worker(
-    layout: Layout, rank: int, num_ranks: int, transport: Transport, recipe: Recipe
+    layout: Layout, stages: dict[int, Stage], rank: int, transport: Transport, recipe: Recipe
 ) -> Worker:
-    stages = layout.stages(rank)
     updater = Updater(
         rank,
-        num_ranks,
+        layout.num_ranks,
         layout.holdings(rank, stages),
         transport,
         recipe,
@@ -176,11 +178,3 @@ def _worker(
     stores = layout.stores(stages, updater.optimizers)
     shared = layout.shared_state(stages)
     return Worker(rank, stages, transport, recipe, updater, layout.skips, stores, shared)
-
-
-def _first_copies(workers: Sequence[Worker]) -> dict[int, Stage]:
-    found: dict[int, Stage] = {}
-    for worker in workers:
-        for index, stage in worker.stages.items():
-            found.setdefault(index, stage)
-    return dict(sorted(found.items()))

@@ -163,6 +163,11 @@ class Layout:
         )
 
     @property
+    def num_ranks(self) -> int:
+        """How many ranks the model is spread over."""
+        return self._plan.num_ranks
+
+    @property
     def num_slices(self) -> int:
         """Of a microbatch's sequence."""
         return self._schedule.num_slices

@@ -30,21 +30,21 @@ _FIELDS = struct.Struct("<iiqdQQ")
 _MOST_SAMPLES = 1024
 
 
-class Call(IntEnum):
-    """What was called."""
+class Request(IntEnum):
+    """What the caller asked of a pipeline."""
 
     EVALUATE = 1
     STEP = 2
     ACCUMULATE = 3
 
     def __str__(self) -> str:
-        return _CALLS[self]
+        return _REQUESTS[self]
 
 
-_CALLS = {
-    Call.EVALUATE: "evaluate()",
-    Call.STEP: "step() or steps()",
-    Call.ACCUMULATE: "step(update=False)",
+_REQUESTS = {
+    Request.EVALUATE: "evaluate()",
+    Request.STEP: "step() or steps()",
+    Request.ACCUMULATE: "step(update=False)",
 }
 
 
@@ -52,14 +52,14 @@ class Seal(NamedTuple):
     """What ranks compare.
 
     Attributes:
-        call: which method.
+        request: a ``Request``.
         goes_on: whether another minibatch follows in the same loop.
         num_microbatches: how many there are.
         share: the factor on the gradients.
         inputs, targets: digests; 0 where they are not compared.
     """
 
-    call: int
+    request: int
     goes_on: bool
     num_microbatches: int
     share: float
@@ -73,8 +73,8 @@ class Seal(NamedTuple):
     @classmethod
     def unpacked(cls, note: bytes) -> Seal:
         """Undo ``packed``."""
-        call, goes_on, *rest = _FIELDS.unpack(note)
-        return cls(call, bool(goes_on), *rest)
+        request, goes_on, *rest = _FIELDS.unpack(note)
+        return cls(request, bool(goes_on), *rest)
 
 
 def digest(value: Any) -> int:
@@ -136,10 +136,10 @@ def check_alike(own: bytes, other: bytes, ranks: tuple[int, int], where: str) ->
 
 def _difference(own: Seal, other: Seal, ranks: tuple[int, int]) -> str:
     mine, theirs = ranks
-    if own.call != other.call:
+    if own.request != other.request:
         return (
-            f"rank {mine} calls {Call(own.call)}, but rank {theirs} {Call(other.call)}; make the "
-            "same calls on every rank"
+            f"rank {mine} calls {Request(own.request)}, but rank {theirs} "
+            f"{Request(other.request)}; make the same calls on every rank"
         )
     if own.num_microbatches != other.num_microbatches:
         return (
@@ -198,7 +198,8 @@ class SealedTransport(OnTop):
 
     def recv(self, edge: Edge, number: int, waiting: str) -> Any:
         value = self._inner.recv(edge, number, waiting)
-        if type(value) is Noted:
+        # Who waits for a report compares its seal: the minibatch at hand may be a later one.
+        if type(value) is Noted and edge.tag != REPORT_TAG:
             value, seal = value
             if self._has_seal(edge):
                 check_alike(self.seal, seal, (self._rank, edge.source), waiting)

@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, Self, TypeVar
 from torch import Tensor
 
 from penstock.errors import InputError, PeerError, PenstockError, StageError
-from penstock.run.minibatch import Minibatch
+from penstock.run.minibatch import Minibatch, StreamPosition
 from penstock.run.outcome import Outcome
 from penstock.schedule.segment import Segment
 from penstock.transport import Transport
@@ -90,8 +90,14 @@ class Driver(ABC, Generic[T]):
         self._num_proofs[minibatch.trains] += num_proofs
 
     @abstractmethod
-    def submit(self, segment: Segment, minibatch: Minibatch) -> T:
-        """Begin one minibatch."""
+    def submit(self, segment: Segment, minibatch: Minibatch, position: StreamPosition) -> T:
+        """Begin one minibatch.
+
+        Args:
+            segment: of the schedule, which the ranks perform.
+            minibatch: what they perform it on.
+            position: where it stands in its stream.
+        """
 
     @abstractmethod
     def collect(self, ticket: T) -> Outcome:
@@ -100,10 +106,6 @@ class Driver(ABC, Generic[T]):
         Raises:
             RunError: the first failure of any rank.
         """
-
-    def run(self, segment: Segment, minibatch: Minibatch) -> Outcome:
-        """Run one minibatch from beginning to end."""
-        return self.collect(self.submit(segment, minibatch))
 
     @abstractmethod
     def gather(self, states: States) -> States:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +19,7 @@ from penstock.run import outcome
 from penstock.run.counting import Peak
 from penstock.run.drive.clocks import clock_offsets
 from penstock.run.drive.driver import Deadlines, Driver, States, failure_notice, named, naming, told
-from penstock.run.minibatch import Harvest, Minibatch
+from penstock.run.minibatch import Harvest, Minibatch, StreamPosition, seal_of
 from penstock.run.outcome import Outcome
 from penstock.run.rank.journal import Record
 from penstock.run.rank.worker import Worker
@@ -71,11 +71,17 @@ class Report(NamedTuple):
 
 
 class Ticket(NamedTuple):
-    """A minibatch of which this rank's ops are done."""
+    """A minibatch of which this rank's ops are done.
+
+    Attributes:
+        seal: what other ranks must have been given, too.
+    """
 
     segment: Segment
     minibatch: Minibatch
+    position: StreamPosition
     harvest: Harvest
+    seal: bytes
 
 
 class Board:
@@ -141,13 +147,13 @@ class ProcessDriver(Driver[Ticket]):
     """Runs this process's worker and exchanges results with the other processes.
 
     Args:
-        worker: of this process's rank.
-        transport: its transport.
-        sealed: the same, as the worker uses it.
+        worker: this process's rank.
+        transport: the one that the worker uses.
         meeting: of all ranks, where they have built the pipeline.
         deadlines: how long ranks wait for each other.
         num_threads: torch's intra-op threads, until it is closed.
-        record: exchange records too, so that every rank can draw the whole timeline.
+        clock_offsets: by how many seconds each rank's clock is ahead of rank 0's; records are
+            exchanged too, so that every rank can draw the whole timeline. ``None``: they are not.
         share_results: tell losses, metrics and outputs to every rank; otherwise only the ranks
             that computed them have them.
     """
@@ -155,13 +161,12 @@ class ProcessDriver(Driver[Ticket]):
     def __init__(
         self,
         worker: Worker,
-        transport: ProcessTransport,
-        sealed: SealedTransport,
+        transport: SealedTransport,
         meeting: Rendezvous,
         deadlines: Deadlines,
         *,
         num_threads: int,
-        record: bool,
+        clock_offsets: Sequence[float] | None,
         share_results: bool,
     ) -> None:
         super().__init__([transport], deadlines)
@@ -169,45 +174,44 @@ class ProcessDriver(Driver[Ticket]):
         torch.set_num_threads(num_threads)
         self._worker = worker
         self._transport = transport
-        self._sealed = sealed
         self._num_ranks = meeting.num_ranks
-        self._record = record
+        self._records = clock_offsets is not None
+        self._clock_offsets = clock_offsets or [0.0] * meeting.num_ranks
         self._share_results = share_results
-        self._clock_offsets = offsets_of_clocks(transport) if record else None
         self._num_gathered = 0
         self._failure: str | None = None
         self._board = Board(meeting)
 
-    def submit(self, segment: Segment, minibatch: Minibatch) -> Ticket:
+    def submit(self, segment: Segment, minibatch: Minibatch, position: StreamPosition) -> Ticket:
         """Perform this rank's ops and tell their results; the other ranks do likewise."""
         self._check_usable()
         self._be_patient(minibatch)
         with self._telling_failures(segment, minibatch.step):
-            self._sealed.seal = minibatch.seal
-            self._sealed.synchronous = minibatch.synchronous
-            harvest = self._worker.run(segment, minibatch)
+            seal = self._transport.seal = seal_of(minibatch, position)
+            self._transport.synchronous = position.synchronous
+            harvest = self._worker.run(segment, minibatch, position)
             if self._worker.rank in self._telling(segment):
-                own = Noted(self._report(harvest).packed(), minibatch.seal)
+                own = Noted(self._report(harvest).packed(), seal)
                 for edge in self._edges_to_all(REPORT_TAG):
                     self._transport.send(edge, FIRST_EXCHANGE + harvest.number, own)
-        return Ticket(segment, minibatch, harvest)
+        return Ticket(segment, minibatch, position, harvest, seal)
 
     def _check_usable(self) -> None:
         if self._failure:
             raise RunError(f"this pipeline has failed ({self._failure}); start the job again")
 
     def collect(self, ticket: Ticket) -> Outcome:
-        segment, minibatch, harvest = ticket
+        segment, minibatch, harvest = ticket.segment, ticket.minibatch, ticket.harvest
         with self._telling_failures(segment, minibatch.step):
-            reports = self._reports(segment, harvest, minibatch)
-            if not minibatch.more_follow:
+            reports = self._reports(ticket)
+            if not ticket.position.more_follow:
                 self._transport.flush()
         all_told = len(reports) == self._num_ranks
         self._went_through(minibatch, num_proofs=2 if all_told else 1)
         return Outcome.of(
             reports,
             minibatch.weights,
-            self._rows(ticket, reports) if self._record and any(segment.ranks) else None,
+            self._rows(ticket, reports) if self._records and any(segment.ranks) else None,
             harvest.norm,
             begins=segment.begins,
         )
@@ -240,7 +244,7 @@ class ProcessDriver(Driver[Ticket]):
 
     def _report(self, harvest: Harvest) -> Report:
         times = None
-        if self._record:
+        if self._records:
             pairs = [(start, end) for _, start, end in harvest.records]
             times = torch.tensor(pairs, dtype=torch.float64)
         versions = torch.tensor(harvest.versions, dtype=torch.int64)
@@ -250,39 +254,37 @@ class ProcessDriver(Driver[Ticket]):
             results = {}, {}, {}
         return Report(times, versions, *results, harvest.peak, harvest.held)
 
-    def _reports(self, segment: Segment, harvest: Harvest, minibatch: Minibatch) -> list[Report]:
+    def _reports(self, ticket: Ticket) -> list[Report]:
         """Every rank's report that holds anything; of the others nothing is sent."""
-        rank = self._worker.rank
+        rank, harvest = self._worker.rank, ticket.harvest
         own = self._report(harvest)._replace(
             losses=harvest.losses, outputs=harvest.outputs, metrics=harvest.metrics
         )
         return [
-            own if other == rank else self._report_of(other, harvest.number, minibatch)
-            for other in sorted({rank, *self._telling(segment)})
+            own if other == rank else self._report_of(other, ticket)
+            for other in sorted({rank, *self._telling(ticket.segment)})
         ]
 
-    def _report_of(self, other: int, number: int, minibatch: Minibatch) -> Report:
+    def _report_of(self, other: int, ticket: Ticket) -> Report:
         """What another rank tells.
 
         Raises:
             RunError: it was given something else than this rank.
         """
-        rank = self._worker.rank
-        waiting = (
-            f"rank {rank}, waiting at the end of step {minibatch.step} for rank {other}'s results"
-        )
+        rank, step = self._worker.rank, ticket.minibatch.step
+        waiting = f"rank {rank}, waiting at the end of step {step} for rank {other}'s results"
         edge = Edge(other, rank, REPORT_TAG)
-        packed = self._transport.recv(edge, FIRST_EXCHANGE + number, waiting)
+        packed = self._transport.recv(edge, FIRST_EXCHANGE + ticket.harvest.number, waiting)
         if type(packed) is Noted:
             packed, seal = packed
-            check_alike(minibatch.seal, seal, (rank, other), waiting)
+            check_alike(ticket.seal, seal, (rank, other), waiting)
         return Report.unpacked(packed)
 
     def _telling(self, segment: Segment) -> set[int]:
         """The ranks that have something to tell: records, peaks, or results of the last stage."""
         if not any(segment.ranks):
             return set()  # others may be in the middle of something
-        if self._record or self._worker.counts_memory:
+        if self._records or self._worker.counts_memory:
             return set(range(self._num_ranks))
         last = segment.schedule.num_stages - 1
         have_results = set(segment.schedule.ranks_of(last))
@@ -290,15 +292,16 @@ class ProcessDriver(Driver[Ticket]):
 
     def _rows(self, ticket: Ticket, reports: list[Report]) -> list[Row]:
         self._check_alike(ticket, reports)
-        offsets = self._clock_offsets or [0.0] * self._num_ranks
         return [
             outcome.row(
                 [Record(op, *times) for op, times in zip(ops, report.times.tolist(), strict=True)],
                 report.versions.tolist(),
-                ticket.minibatch.base,
+                ticket.position.base,
                 offset,
             )
-            for ops, report, offset in zip(ticket.segment.ranks, reports, offsets, strict=True)
+            for ops, report, offset in zip(
+                ticket.segment.ranks, reports, self._clock_offsets, strict=True
+            )
             if report.times is not None
         ]
 

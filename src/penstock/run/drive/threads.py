@@ -21,7 +21,7 @@ import torch
 from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.run import outcome
 from penstock.run.drive.driver import Deadlines, Driver, States, failure_notice, naming
-from penstock.run.minibatch import Harvest, Minibatch
+from penstock.run.minibatch import Harvest, Minibatch, StreamPosition
 from penstock.run.outcome import Outcome
 from penstock.run.rank.worker import Worker
 from penstock.schedule.segment import Segment
@@ -43,6 +43,7 @@ class Ticket:
 
     segment: Segment
     minibatch: Minibatch
+    position: StreamPosition
     futures: list[Future[Harvest]]
     num_updates: list[int]
 
@@ -81,12 +82,11 @@ class ThreadDriver(Driver[Ticket]):
         self._end = weakref.finalize(self, _end, self._inboxes)
         self._end.atexit = False
 
-    def submit(self, segment: Segment, minibatch: Minibatch) -> Ticket:
+    def submit(self, segment: Segment, minibatch: Minibatch, position: StreamPosition) -> Ticket:
         if self._unusable:
             raise RunError(f"{self._unusable}; restore the weights and build a new Pipeline")
-        ticket = Ticket(
-            segment, minibatch, [Future() for _ in self._workers], [0] * len(self._workers)
-        )
+        futures: list[Future[Harvest]] = [Future() for _ in self._workers]
+        ticket = Ticket(segment, minibatch, position, futures, [0] * len(self._workers))
         self._be_patient(minibatch)
         with self._until_we_know_better():
             self._under_way.append(ticket)
@@ -116,7 +116,7 @@ class ThreadDriver(Driver[Ticket]):
         self._unusable = None
         harvests = [future.result() for future in futures]
         rows = [
-            outcome.row(harvest.records, harvest.versions, ticket.minibatch.base)
+            outcome.row(harvest.records, harvest.versions, ticket.position.base)
             for harvest in harvests
         ]
         return Outcome.of(
@@ -139,14 +139,14 @@ class ThreadDriver(Driver[Ticket]):
             raise
 
     def _run(self, worker: Worker, ticket: Ticket) -> Harvest:
-        minibatch = ticket.minibatch
+        minibatch, position = ticket.minibatch, ticket.position
         if self._failed:
             raise PeerError("the minibatch before this one failed")
         try:
             with naming(worker.rank, minibatch.step):
-                harvest = worker.run(ticket.segment, minibatch)
+                harvest = worker.run(ticket.segment, minibatch, position)
             ticket.num_updates[worker.rank] = worker.updater.num_updates
-            if not minibatch.more_follow:
+            if not position.more_follow:
                 self._await_next(worker, harvest, minibatch.step)
             return harvest
         except BaseException as error:
