@@ -103,7 +103,8 @@ class Feed:
         if self._sizes and self._windows is not None:
             segment = self._next(self._windows, len(self._sizes), last=True)
             ending = Minibatch(step, (), num_slices=self._layout.num_slices)
-            self._submit(segment, ending, self._here)
+            here = StreamPosition(self._index, self._first, self._base, synchronous=False)
+            self._submit(segment, ending, here)
             self._restart()
             while len(self.under_way) > 1:
                 yield self._collect()
@@ -129,10 +130,15 @@ class Feed:
             self._restart()
             raise
 
-    @property
-    def _here(self) -> StreamPosition:
-        """Where in the stream the next minibatch stands."""
-        return StreamPosition(self._index, self._first, self._base, synchronous=False)
+    def expected(self) -> Segment:
+        """What ranks run first if they train on a minibatch as the plan foresees it; if they never
+        train, if they evaluate one."""
+        count = self._plan.num_microbatches
+        if self._recipe.loss is None:
+            return self._evaluated(max(count, *self._plan.replicas))
+        if self._windows is None:
+            return self._flushed(count, True)
+        return self._windows.segment([count], num_before=0, last=True)[0]
 
     def evaluate(self, minibatch: Minibatch) -> Outcome:
         """Run forward only."""
@@ -154,7 +160,9 @@ class Feed:
         last = not given.more_follow or not self._goes_on_after(count)
         self._sizes.append(count)
         segment = self._next(self._windows, len(self._sizes) - 1, last=last)
-        position = replace(self._here, more_follow=given.more_follow, failure=given.failure)
+        position = replace(
+            given, index=self._index, first=self._first, base=self._base, synchronous=False
+        )
         self._index += 1
         self._first += count
         if last:

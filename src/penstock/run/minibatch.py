@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.run.counting import Peak
 from penstock.run.rank.journal import Record
-from penstock.run.seals import Request, Seal
+from penstock.run.seals import Call, Mode, Seal, autocast_codes
 from penstock.weights.store import Held
 
 
@@ -50,6 +50,7 @@ class Minibatch:
         trains: whether gradients are wanted.
         updates: whether weights are updated; otherwise gradients accumulate.
         digests: of the inputs and the targets, to compare with other ranks'; 0: not compared.
+        modes: of the layers' modules, to compare with other ranks'; see ``seals.Mode``.
         autocast: device types and dtypes for which forwards and the loss run under autocast.
     """
 
@@ -62,6 +63,7 @@ class Minibatch:
     trains: bool = True
     updates: bool = True
     digests: tuple[int, int] = (0, 0)
+    modes: int = 0
     autocast: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     @property
@@ -82,6 +84,7 @@ class StreamPosition:
         synchronous: whether the pipeline is flushed after it; an asynchronous one may be, too.
         more_follow: whether the caller goes on at once, so that what is still open may be settled
             then.
+        in_loop: whether it is one of a loop over ``steps``.
         failure: what ended the loader behind this minibatch, if it was an error.
     """
 
@@ -90,6 +93,7 @@ class StreamPosition:
     base: int = 0
     synchronous: bool = True
     more_follow: bool = False
+    in_loop: bool = False
     failure: BaseException | None = None
 
 
@@ -97,11 +101,14 @@ def seal_of(minibatch: Minibatch, position: StreamPosition) -> bytes:
     """What other ranks must have been given, too; empty if there is nothing to compare."""
     if not minibatch.inputs:
         return b""
-    training = Request.STEP if minibatch.updates else Request.ACCUMULATE
+    step = Call.LOOP if position.in_loop else Call.STEP
+    training = step if minibatch.updates else Call.ACCUMULATE
     return Seal(
-        training if minibatch.trains else Request.EVALUATE,
+        training if minibatch.trains else Call.EVALUATE,
         # A loader that has raised is told of by the rank itself.
         position.more_follow or position.failure is not None,
+        *autocast_codes(minibatch.autocast),
+        minibatch.modes if minibatch.trains else Mode.NOT_COMPARED,
         minibatch.num_microbatches,
         minibatch.share,
         *minibatch.digests,

@@ -22,7 +22,7 @@ from penstock.stage.protocol import RunnableStage
 from penstock.transport import Edge, Transport
 from penstock.weights.store import WeightStore
 
-_NUMBERS_PER_ATTEMPT = 1 << 32
+NUMBERS_PER_RUN = 1 << 32
 
 
 class Worker:
@@ -139,8 +139,7 @@ class Worker:
         return self._harvested(segment, work)
 
     def _begin(self, minibatch: Minibatch, position: StreamPosition) -> None:
-        self.num_attempts += 1
-        number = self.num_attempts * _NUMBERS_PER_ATTEMPT
+        number = self.next_number()
         self.updater.begin(number, asynchronous=not position.synchronous)
         self._mail = Mail(self.transport, number)
         if minibatch.trains:
@@ -162,10 +161,16 @@ class Worker:
         self.num_runs += 1
         return harvest
 
+    def next_number(self) -> int:
+        """What tells the messages of this attempt from all others, on every rank alike; those of
+        the next one are ``NUMBERS_PER_RUN`` higher."""
+        self.num_attempts += 1
+        return self.num_attempts * NUMBERS_PER_RUN
+
     def _start_again(self, buffers: list[SavedBuffer]) -> None:
         """The weights that this minibatch has used so far were not to be: forget the attempt."""
         self.forget()
-        self.transport.discard((self.num_attempts + 1) * _NUMBERS_PER_ATTEMPT)
+        self.transport.discard((self.num_attempts + 1) * NUMBERS_PER_RUN)
         put_back(buffers)
 
     def forget(self) -> None:
@@ -179,6 +184,10 @@ class Worker:
     def dump(self) -> str:
         """This rank's last ops and what it does now; may be asked from any thread."""
         return self._journal.text(self.rank)
+
+    def first_units(self, segment: Segment) -> dict[Edge, int]:
+        """The number of the first message on every edge of the chain on which this rank sends."""
+        return self._compiler.program(segment).first_units()
 
     def outgoing(self, segment: Segment) -> set[Edge]:
         """The edges on which others wait for this rank."""
