@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from penstock.errors import PeerError, RunError
+from penstock.model.microbatches import Weighting
 from penstock.model.optimizer_factory import Parameters
 from penstock.reduce.reducer import Purpose, SharedWeights
 from penstock.rehearsal.emulated_stage import EmulatedOptimizer, EmulatedStage
@@ -129,7 +130,7 @@ def _worker(
         clip_norm=clip_norm,
         post_validate=job.overlapping,
         versions=job.versions,
-        averages=False,  # gradients are never computed, and dividing them takes time
+        weighting=Weighting("sum"),  # gradients are never computed, and dividing them takes time
     )
     links = _planned_links(job, schedule, rank, transport, alarm, shared)
     updater = Updater(rank, schedule.num_ranks, holdings, links, recipe, shared)

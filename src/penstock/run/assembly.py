@@ -13,10 +13,12 @@ from penstock.errors import InputError
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import NamedLayer, spine_fingerprint
 from penstock.plans import Plan
+from penstock.run.cutter import Cutter
 from penstock.run.drive.driver import Deadlines, Driver, told
 from penstock.run.drive.joining import TransportName
 from penstock.run.drive.processes import ProcessDriver, agree, offsets_of_clocks
 from penstock.run.drive.threads import ThreadDriver
+from penstock.run.feed import Feed
 from penstock.run.layout import Layout
 from penstock.run.rank.forward import Void
 from penstock.run.rank.updater import Updater
@@ -33,7 +35,7 @@ Results = Literal["every rank", "none"]
 
 @dataclass(frozen=True)
 class Running:
-    """How to run, whatever the training is; see ``Pipeline``."""
+    """How to run, whatever the training is: the arguments of ``Pipeline`` with these names."""
 
     transport: TransportName
     seed: int
@@ -41,6 +43,7 @@ class Running:
     record: bool
     results: Results
     message_types: Sequence[type] = ()
+    compare_data: bool = True
 
     def __post_init__(self) -> None:
         one_of("results", self.results, get_args(Results))
@@ -62,6 +65,8 @@ class Assembly:
     Attributes:
         plan: that is run: under torchrun, rank 0's.
         driver: runs the workers.
+        cutter: cuts minibatches for these ranks.
+        feed: gives them to the driver.
         layout: which rank holds what.
         streams: where layers draw random numbers.
         workers: of this process.
@@ -70,6 +75,8 @@ class Assembly:
 
     plan: Plan
     driver: Driver[Any]
+    cutter: Cutter
+    feed: Feed
     layout: Layout
     streams: LayerStreams
     workers: Sequence[Worker]
@@ -109,7 +116,16 @@ def _in_threads(
         workers.append(_worker(layout, stages, rank, transport, recipe))
         first_copies = {**stages, **first_copies}
     driver = ThreadDriver(workers, plan.num_threads, running.deadlines)
-    return Assembly(plan, driver, layout, streams, workers, dict(sorted(first_copies.items())))
+    return Assembly(
+        plan,
+        driver,
+        _cutter(layout, layers, recipe, compares=False, has_peers=False),
+        Feed(plan, layout, recipe, driver),
+        layout,
+        streams,
+        workers,
+        dict(sorted(first_copies.items())),
+    )
 
 
 def _in_processes(
@@ -154,7 +170,42 @@ def _in_processes(
     except BaseException as error:
         transport.close(f"before its first step, {type(error).__name__}: {told(error)}")
         raise
-    return Assembly(plan, driver, layout, streams, [worker], stages)
+    has_peers = meeting.num_ranks > 1
+    return Assembly(
+        plan,
+        driver,
+        _cutter(
+            layout,
+            layers,
+            recipe,
+            compares=running.compare_data and has_peers,
+            has_peers=has_peers,
+        ),
+        Feed(plan, layout, recipe, driver),
+        layout,
+        streams,
+        [worker],
+        stages,
+    )
+
+
+def _cutter(
+    layout: Layout,
+    layers: tuple[NamedLayer, ...],
+    recipe: Recipe,
+    *,
+    compares: bool,
+    has_peers: bool,
+) -> Cutter:
+    modules = (module for layer in layers for module in layer.module.modules())
+    return Cutter(
+        layout.num_microbatches,
+        layout.num_slices,
+        recipe.weighting,
+        layout.has_copies and recipe.updates == "minibatch",
+        compares,
+        [*modules] if has_peers else (),
+    )
 
 
 def _message_types(layers: tuple[NamedLayer, ...], running: Running) -> list[type]:

@@ -168,6 +168,11 @@ class Layout:
         return self._plan.num_ranks
 
     @property
+    def num_microbatches(self) -> int:
+        """Of a minibatch with enough rows."""
+        return self._plan.num_microbatches
+
+    @property
     def num_slices(self) -> int:
         """Of a microbatch's sequence."""
         return self._schedule.num_slices

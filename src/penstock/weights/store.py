@@ -10,6 +10,26 @@ Policies that do not stash let go of the weights after the forward. What autogra
 of them (parameters, and views of their memory) is looked up again when the backward asks for it, in
 the weights of that time; all else that it saved is from the forward: inputs, masks, statistics, and
 what a layer has computed from its weights.
+
+The life of a version that is stashed; the numbers stand at the lines below:
+
+1. The book says which version an op reads.
+2. The first op that reads a version which may outlive an update makes its leaves: they share the
+   memory of the model's parameters.
+3. The leaves stand in the model's place while the op runs; autograd saves them.
+4. What a backward adds to their gradients is moved to the model's parameters.
+5. Before an update, the newest version gets leaves too if an op will still read it.
+6. Right before the optimizer's step, each parameter with a gradient whose memory a version still
+   has moves out: it gets a copy, the version keeps the old memory. Others are updated in place.
+7. With its last reader a version is dropped, and its memory with it.
+
+Without stashing:
+
+a. A forward reads the newest weights, or leaves with those that are foreseen.
+b. Of weights, autograd saves only which part of which parameter it was (``Later``).
+c. After the forward the leaves let go of their values.
+d. When the backward asks, it is given that part of the weights of that time, corrected as the
+   policy says.
 """
 
 from __future__ import annotations
@@ -64,6 +84,7 @@ class Later:
 
     def unpack(self) -> Tensor:
         """The same part of the same parameter, now."""
+        # [d]
         now = self._store.now(self._index)
         return now.as_strided(self._size, self._stride, now.storage_offset() + self._offset)
 
@@ -111,7 +132,7 @@ class WeightStore:
             optimizer.register_step_post_hook(self._restore_rates)
         self._rates: list[Any] = []
         if policy.stashes and optimizer is not None:
-            # Right before the step, when it is clear which parameters will change.
+            # [6] Right before the step, when it is clear which parameters will change.
             optimizer.register_step_pre_hook(self._make_room)
         self.synchronous = False
         self.begin()
@@ -149,19 +170,20 @@ class WeightStore:
     @contextmanager
     def reading(self, op: Op) -> Iterator[int]:
         """Put the weights that an F, B, I, W or R reads in their place; yields their version."""
-        version = self._book.read(op)
+        version = self._book.read(op)  # [1]
         if self._policy.stashes:
-            used = gathered = self._stashed(version)
+            used = gathered = self._stashed(version)  # [2]
         else:
-            used, gathered = self._of_now(op)
+            used, gathered = self._of_now(op)  # [a]
+        # [4]
         gathering = nullcontext() if op.kind in _FORWARDS else self._sockets.gathering(gathered)
-        with self._sockets.holding(used), gathering:
+        with self._sockets.holding(used), gathering:  # [3]
             yield version
         if op.kind in _FORWARDS and not self._policy.stashes:
-            self._let_go(used)
+            self._let_go(used)  # [c]
         if op.kind in RELEASING:
             self._own.pop(op.microbatch, None)
-            self._drop_unread()
+            self._drop_unread()  # [7]
         self._now = {}
 
     def _stashed(self, version: int) -> Leaves | None:
@@ -242,16 +264,18 @@ class WeightStore:
         if self._policy.stashes:
             return self._uncounted() if counts else None
         installed = self._own.get(microbatch, self._live)
-        at: dict[int, list[int]] = {}
-        for index, one in enumerate(installed):
-            at.setdefault(one.untyped_storage().data_ptr(), []).append(index)
+        parameters_at: dict[int, list[int]] = {}
+        for index, parameter in enumerate(installed):
+            address = parameter.untyped_storage().data_ptr()
+            parameters_at.setdefault(address, []).append(index)
 
         def substitute(tensor: Tensor) -> Later | None:
             if tensor.layout is not torch.strided:
                 return None
-            for index in at.get(tensor.untyped_storage().data_ptr(), ()):
+            for index in parameters_at.get(tensor.untyped_storage().data_ptr(), ()):
                 offset = int(tensor.storage_offset() - installed[index].storage_offset())
                 if 0 <= offset < max(1, installed[index].numel()):
+                    # [b]
                     return Later(self, index, tensor, offset)
             return None
 
@@ -278,7 +302,7 @@ class WeightStore:
             if version not in self._book.live:
                 self._versions.pop(version, None)
             elif version not in self._versions:
-                self._versions[version] = self._sockets.leaves()
+                self._versions[version] = self._sockets.leaves()  # [5]
         with self._following_drift():
             yield version
         self._most = Held(*map(max, self._most, self.held()))

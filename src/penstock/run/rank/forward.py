@@ -1,4 +1,7 @@
-"""The forward step, and what it hands on where weights on trust make it fail."""
+"""The forward step, and what it hands on where weights on trust make it fail.
+
+Marks like [4] are the steps of post-validation, which ``updater`` describes.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ class Forward:
 
     def perform(self, work: Work) -> None:
         unit, stage, mail = work.unit(self.unit), self.op.stage, work.mail
-        on_trust = self.updater.pending
+        on_trust = self.updater.pending  # [4]
         value = mail.values.pop((stage, unit)) if stage else work.input(unit, copied=on_trust)
         skips = mail.skips(self.recalled, unit)
         compute = self._compute_on_trust if on_trust or value is VOID else self._compute
@@ -92,7 +95,7 @@ class Forward:
             return void
         try:
             return self._compute(work, unit, value, skips)
-        except Exception as error:  # whatever the user's code raises
+        except Exception as error:  # [4] whatever the user's code raises
             if work.failed_on_trust is None:
                 work.failed_on_trust = stage_error(self.op, error)
             return void

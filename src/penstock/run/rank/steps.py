@@ -205,9 +205,10 @@ class Settle:
 
     def perform(self, work: Work) -> None:
         self.shared.check()
-        if not self.updater.settle():
+        # Marks like [5] are the steps of post-validation, which ``updater`` describes.
+        if not self.updater.settle():  # [5]
             raise Restart
-        if work.failed_on_trust is not None:
+        if work.failed_on_trust is not None:  # [6]
             raise work.failed_on_trust
 
 

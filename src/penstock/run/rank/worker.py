@@ -99,6 +99,7 @@ class Worker:
             RunError: an op failed; telling the peers is the driver's part.
         """
         position = position or StreamPosition()
+        # [4] of post-validation, which ``updater`` describes.
         buffers = saved_buffers(self._observers.modules) if self.updater.pending else []
         ends = True
         try:
@@ -169,7 +170,7 @@ class Worker:
 
     def _start_again(self, buffers: list[SavedBuffer]) -> None:
         """The weights that this minibatch has used so far were not to be: forget the attempt."""
-        self.forget()
+        self.forget()  # [7]
         self.transport.discard((self.num_attempts + 1) * NUMBERS_PER_RUN)
         put_back(buffers)
 
