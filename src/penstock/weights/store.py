@@ -48,6 +48,7 @@ from penstock.schedule.op import RELEASING
 from penstock.schedule.rounds import Rounds
 from penstock.versions import PipeMare, Place, Policy, Predict, VersionBook
 from penstock.weights.leaves import Leaves, Sockets
+from penstock.weights.pipemare import Drift, LoweredRates
 from penstock.weights.prediction import check_predictable, predicted
 
 _FORWARDS = (Kind.FORWARD, Kind.RECOMPUTE)
@@ -93,11 +94,11 @@ class WeightStore:
     """The versions of one stage's weights on one rank.
 
     Args:
-        modules: of the stage.
+        modules: the stage's, each once.
         policy: which versions passes read; not ``Flush``, under which there is only one.
-        place: of the stage.
-        replicas: of every stage.
-        optimizer: that updates the weights; ``None`` if there is nothing to train.
+        place: where the stage stands in the pipeline.
+        replicas: how many copies each stage has.
+        optimizer: updates the weights; ``None`` if there is nothing to train.
 
     Raises:
         ModelError: a parameter is of a class of its own, or has hooks, which the leaves would not
@@ -118,19 +119,11 @@ class WeightStore:
         self._replicas = tuple(replicas)
         self._optimizer = optimizer
         self._sockets = Sockets(modules)
-        self._drifts: dict[nn.Parameter, Tensor] = {}
-        self._drift: list[Tensor] = []
+        self._drift = Drift.of(policy, place)
         if isinstance(policy, Predict) and optimizer is not None:
             check_predictable(optimizer)
-        self._corrects = (
-            isinstance(policy, PipeMare) and policy.t2 is not None and policy.tau(place) > 0
-        )
-        self._num_updates = 0
         if isinstance(policy, PipeMare) and policy.t1 is not None and optimizer is not None:
-            # Around the step alone, so that schedulers do not see it.
-            optimizer.register_step_pre_hook(self._lower_rates)
-            optimizer.register_step_post_hook(self._restore_rates)
-        self._rates: list[Any] = []
+            LoweredRates(policy, place, optimizer, lambda: self.synchronous)
         if policy.stashes and optimizer is not None:
             # [6] Right before the step, when it is clear which parameters will change.
             optimizer.register_step_pre_hook(self._make_room)
@@ -140,10 +133,8 @@ class WeightStore:
     def begin(self) -> None:
         """A new stream: versions count from 0 again."""
         self._sockets.find()
-        if self._corrects:
-            for one in self._live:
-                self._drifts.setdefault(one, torch.zeros_like(one))
-            self._drift = [self._drifts[one] for one in self._live]
+        if self._drift is not None:
+            self._drift.begin(self._live)
         self._ends: list[int] = []
         ends = None if self._policy.updates == "microbatch" else self._ends
         rounds = Rounds(self._replicas, ends)
@@ -220,8 +211,8 @@ class WeightStore:
         steps = policy.forward_steps(place) if forward else policy.backward_steps(place)
         if not steps or self.synchronous:
             return None
-        found = predicted(self._optimizer, steps)
-        return [found.get(one, one.detach()) for one in self._live]
+        foreseen = predicted(self._optimizer, steps)
+        return [foreseen.get(live, live.detach()) for live in self._live]
 
     @property
     def _moves(self) -> bool:
@@ -230,18 +221,15 @@ class WeightStore:
             return False
         if isinstance(self._policy, Predict):
             return self._policy.backward_steps(self._place) > 0
-        return bool(self._drift)
+        return self._drift is not None
 
     def now(self, index: int) -> Tensor:
         """A parameter as backwards of this moment read it."""
         if not self._moves:
             return self._live[index].detach()
         if index not in self._now:
-            live = self._live[index].detach()
-            if self._drift:
-                assert isinstance(self._policy, PipeMare)
-                tau = self._policy.tau(self._place)
-                self._now[index] = live.sub(self._drift[index], alpha=tau)
+            if self._drift is not None:
+                self._now[index] = self._drift.before(self._live[index])
             else:
                 foreseen = self._foreseen(forward=False)
                 assert foreseen is not None
@@ -258,7 +246,7 @@ class WeightStore:
         """For the forward of a microbatch: what autograd is to save in the place of weights.
 
         Args:
-            microbatch: which.
+            microbatch: its number in the stream.
             counts: whether activations are counted, of which stashed weights are none.
         """
         if self._policy.stashes:
@@ -303,24 +291,9 @@ class WeightStore:
                 self._versions.pop(version, None)
             elif version not in self._versions:
                 self._versions[version] = self._sockets.leaves()  # [5]
-        with self._following_drift():
+        with self._drift.following() if self._drift is not None else nullcontext():
             yield version
         self._most = Held(*map(max, self._most, self.held()))
-
-    @contextmanager
-    def _following_drift(self) -> Iterator[None]:
-        """δ ← γδ + (1−γ)(w_{t+1} − w_t)."""
-        if not self._drift:
-            yield
-            return
-        assert isinstance(self._policy, PipeMare) and self._policy.t2 is not None
-        decay = self._policy.t2 ** (1 / self._policy.tau(self._place))
-        with torch.no_grad():
-            for drift, live in zip(self._drift, self._live, strict=True):
-                drift.mul_(decay).sub_(live, alpha=1 - decay)
-            yield
-            for drift, live in zip(self._drift, self._live, strict=True):
-                drift.add_(live, alpha=1 - decay)
 
     def _make_room(self, *_: Any) -> None:
         """New memory for parameters that a step is about to change, where a version that is still
@@ -333,35 +306,21 @@ class WeightStore:
             if any(leaf.untyped_storage().data_ptr() == address for leaf in kept):
                 live.data = live.data.clone()
 
-    def _lower_rates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        assert isinstance(self._policy, PipeMare)
-        self._rates = [group["lr"] for group in optimizer.param_groups]
-        if self.synchronous:
-            return
-        factor = self._policy.rate_factor(self._place, self._num_updates)
-        self._num_updates += 1
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * factor
-
-    def _restore_rates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = rate
-
     def _drop_unread(self) -> None:
         live = self._book.live
-        for version in [one for one in self._versions if one not in live]:
-            del self._versions[version]
+        self._versions = {
+            version: leaves for version, leaves in self._versions.items() if version in live
+        }
 
     def held(self) -> Held:
         """What is kept now, by unique memory."""
         sets: list[Leaves] = [self._live, *self._versions.values()]
         most = total = 0
         for column in zip(*sets, strict=True):
-            storages = {one.untyped_storage().data_ptr(): one for one in column}
+            storages = {leaf.untyped_storage().data_ptr(): leaf for leaf in column}
             most = max(most, len(storages))
-            total += sum(one.untyped_storage().nbytes() for one in storages.values())
-        extra = sum(one.untyped_storage().nbytes() for one in self._drift)
-        return Held(most, total, extra)
+            total += sum(leaf.untyped_storage().nbytes() for leaf in storages.values())
+        return Held(most, total, 0 if self._drift is None else self._drift.num_bytes)
 
     @property
     def most(self) -> Held:
