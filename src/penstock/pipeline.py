@@ -97,8 +97,8 @@ class Pipeline:
         record: gather the timeline on every rank under ``torchrun``; threads always record.
 
     Attributes:
-        plan: that is run.
-        stages: of this process, by number.
+        plan: the one that is run.
+        stages: this process's, by number.
 
     Raises:
         ModelError: the model cannot be cut, or the plan is for another one.
@@ -190,7 +190,7 @@ class Pipeline:
                 rows works; with fewer rows than microbatches there are fewer microbatches. Or
                 ``penstock.Microbatches``, cut already, whose shapes may differ. With slices, the
                 second dimension of every tensor is the sequence.
-            targets: likewise, with as many rows.
+            targets: as ``inputs``, with as many rows.
             update: whether weights are updated; otherwise gradients accumulate until they are.
             share: the factor on this minibatch's gradients, and not on the loss that is returned;
                 1/n where n calls make one update.
@@ -229,7 +229,7 @@ class Pipeline:
         ``Timeline.stage_bubble`` of the schedule say); weights and losses are the same.
 
         Args:
-            batches: of (inputs, targets), as for ``step``.
+            batches: pairs (inputs, targets), each as for ``step``.
 
         Yields:
             The loss of each minibatch, in order, as ``step`` returns it. The next minibatch is
@@ -401,7 +401,7 @@ class Pipeline:
         """Parameters and buffers under the unsplit model's keys.
 
         Args:
-            whole: of all stages, gathered on rank 0; an empty dictionary on the others. Every rank
+            whole: those of all stages, gathered on rank 0; elsewhere an empty dictionary. All ranks
                 must call it, between steps. Otherwise those of this process's stages: in threads,
                 which share the process, of all.
 

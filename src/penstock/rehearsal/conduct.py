@@ -55,7 +55,7 @@ def rehearse(  # noqa: PLR0913 - each has a default that most callers keep
             so is ``reduce``, by not updating sooner.
         steps: how often to perform it; the first one is warm-up if there are several.
         scale: multiplies all costs: 0.1 rehearses a slow plan in a tenth of its time.
-        message_bytes: of an output and of a gradient.
+        message_bytes: the size of an output and of a gradient.
         transport: ``"shared-memory"`` between processes, or ``"threads"`` of this one.
         waits: ``"relative"``, each op waits from when it starts; or ``"logical"``, until the
             prediction says that it ends, which hides all overhead and is for tests of order.

@@ -21,7 +21,7 @@ class EmulatedStage:
     Args:
         index: the stage's number.
         is_last: whether its output is a loss.
-        message_bytes: of its output, and of the gradient of its input.
+        message_bytes: the size of its output, and of the gradient of its input.
         waits: how the time of an op passes.
     """
 

@@ -168,5 +168,5 @@ def _planned_links(
 
 
 def _hop(job: Job, op: Op) -> float:
-    """Of the message that a send sends or a receive receives."""
+    """Seconds that the message takes which a send sends or a receive receives."""
     return job.costs.delay(op, other_end(op))

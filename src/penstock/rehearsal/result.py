@@ -130,10 +130,10 @@ def _steady(
     steady: Steady, predicted: Timeline, timelines: Sequence[Timeline]
 ) -> tuple[Comparison, Comparison]:
     foreseen = steady.seconds(predicted)
-    found = statistics.median(map(steady.seconds, timelines))
+    measured = statistics.median(map(steady.seconds, timelines))
     return (
-        Comparison("steady seconds", foreseen, found),
-        Comparison("steady efficiency", steady.efficiency(foreseen), steady.efficiency(found)),
+        Comparison("steady seconds", foreseen, measured),
+        Comparison("steady efficiency", steady.efficiency(foreseen), steady.efficiency(measured)),
     )
 
 
@@ -175,7 +175,7 @@ def _timeline(schedule: Schedule, costs: Costs, times: StepTimes) -> Timeline:
 def _measured_hop(schedule: Schedule, costs: Costs, timelines: Sequence[Timeline]) -> float:
     """From the end of an op until its result was there, where somebody was waiting for it already;
     less what was planned."""
-    found = []
+    hops = []
     for timeline in timelines:
         spans = {span.op: span for span in timeline.spans}
         for span in timeline.spans:
@@ -183,5 +183,5 @@ def _measured_hop(schedule: Schedule, costs: Costs, timelines: Sequence[Timeline
                 (send,) = schedule.dependencies(span.op)
                 made = spans[schedule.dependencies(send)[0]].end
                 if span.start < made:
-                    found.append(span.end - made - costs.delay(send, span.op))
-    return max(0.0, statistics.median(found)) if found else 0.0
+                    hops.append(span.end - made - costs.delay(send, span.op))
+    return max(0.0, statistics.median(hops)) if hops else 0.0

@@ -44,7 +44,7 @@ class Stream:
         """The stream that a schedule of compute ops is.
 
         Args:
-            schedule: of a family that never flushes.
+            schedule: one of a family that never flushes.
             policy: for that family.
             minibatch: microbatches per update, if the policy updates once per minibatch.
 
@@ -118,8 +118,8 @@ def stream_of(plan: Plan | Schedule, schedule: Schedule, minibatch: int | None) 
     """How what is performed streams; ``None`` if it flushes.
 
     Args:
-        plan: that says so, or a schedule by the name of a family.
-        schedule: that is performed.
+        plan: a plan, which says so, or a schedule by the name of a family.
+        schedule: what is performed.
         minibatch: microbatches per update, for a schedule that updates once per minibatch; by
             default as many as it has stages. A plan says it itself.
 

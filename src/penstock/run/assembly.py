@@ -63,14 +63,14 @@ class Assembly:
     """A pipeline that is ready to run.
 
     Attributes:
-        plan: that is run: under torchrun, rank 0's.
+        plan: the one that is run: under torchrun, rank 0's.
         driver: runs the workers.
         cutter: cuts minibatches for these ranks.
         feed: gives them to the driver.
         layout: which rank holds what.
         streams: where layers draw random numbers.
-        workers: of this process.
-        stages: of this process, by number; of a stage with copies here, the first.
+        workers: this process's, in the order of their ranks.
+        stages: this process's, by number; where several ranks here have copies, the first one's.
     """
 
     plan: Plan

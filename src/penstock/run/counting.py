@@ -17,8 +17,8 @@ class Peak(NamedTuple):
 
     Attributes:
         activation_bytes: what stages kept for backwards, by unique storages.
-        microbatches: of which a stage kept anything; one that two stages of the rank keep counts
-            as two, and a slice as its share.
+        microbatches: how many had anything kept by a stage; one that two stages of the rank keep
+            counts as two, and a slice as its share.
     """
 
     activation_bytes: int

@@ -20,8 +20,8 @@ class Cutter:
     """Cuts minibatches, in the thread of the caller: whose autocast holds for them is read here.
 
     Attributes:
-        num_microbatches: of a plan; with fewer rows there are fewer.
-        num_slices: of a microbatch.
+        num_microbatches: as the plan says; with fewer rows there are fewer.
+        num_slices: how many slices a microbatch has.
         weighting: how much each microbatch counts.
         fills_up: whether there must be as many all the same, because every copy of a stage must
             have something to do, or it would not be updated.

@@ -23,7 +23,7 @@ class Elsewhere:
 
     Args:
         own: the stages that this process trains.
-        num_stages: of the pipeline.
+        num_stages: how many the pipeline has.
 
     Attributes:
         stale: whether other processes have trained weights since this one knew them all.

@@ -46,11 +46,11 @@ class Minibatch:
         targets: as many; empty where only outputs are wanted.
         weights: the factor on each one's loss.
         share: the factor on the gradients alone, where several minibatches make one update.
-        num_slices: of a microbatch.
+        num_slices: how many slices a microbatch has.
         trains: whether gradients are wanted.
         updates: whether weights are updated; otherwise gradients accumulate.
-        digests: of the inputs and the targets, to compare with other ranks'; 0: not compared.
-        modes: of the layers' modules, to compare with other ranks'; see ``seals.Mode``.
+        digests: of the inputs and of the targets, to compare with other ranks'; 0: not compared.
+        modes: the modes of the layers' modules, to compare with other ranks'; see ``seals.Mode``.
         autocast: device types and dtypes for which forwards and the loss run under autocast.
     """
 
@@ -121,14 +121,14 @@ class Harvest:
 
     Attributes:
         records: when each op ran.
-        losses: of the microbatches (or slices) whose last stage this rank ran, unweighted.
-        outputs: likewise, when there are no targets.
-        metrics: likewise, by name.
-        norm: of the whole model's gradients, where ranks agree on it.
+        losses: unweighted, by microbatch (or slice) whose last stage this rank ran.
+        outputs: those of the last stage likewise, where there are no targets.
+        metrics: by name, and then as ``losses``.
+        norm: that of the whole model's gradients, where ranks agree on it.
         peak: the most that the rank held at once, where that is counted.
         number: tells this run of the worker from others.
-        versions: of the weights, as each op read them; −1 where it read none; empty where there
-            is only one.
+        versions: which version of the weights each op read; −1 where it read none; empty where
+            there is only one.
         held: the most versions of its stage's weights that the rank held since the stream began.
     """
 

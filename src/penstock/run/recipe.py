@@ -95,7 +95,7 @@ class Recipe:
         count_memory: count what each rank keeps for backwards.
         versions: which weights passes read.
         weighting: how much each microbatch counts.
-        batch_norm: whose statistics the running ones of batch norm are made of.
+        batch_norm: whether running statistics follow each microbatch or each minibatch.
     """
 
     loss: Loss | None = None

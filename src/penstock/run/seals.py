@@ -163,7 +163,7 @@ def check_alike(own: bytes, other: bytes, ranks: tuple[int, int], where: str) ->
 
     Args:
         own: the packed seal of the first rank.
-        other: that of the second.
+        other: the packed seal of the second.
         ranks: which two.
         where: what to begin the error with.
 
@@ -280,10 +280,10 @@ class SealedTransport(OnTop):
 
     Args:
         inner: carries the messages.
-        rank: whose.
+        rank: the one whose messages they are.
 
     Attributes:
-        seal: of what was called, packed; empty: none.
+        seal: what was called, packed; empty: nothing is compared.
         synchronous: whether all that is under way belongs to this minibatch.
     """
 

@@ -74,8 +74,8 @@ class Stage:
         recompute_layers: keep only each layer's input, and run the layer again when its backward
             comes; layers of a captured model block by block. Only the first run changes buffers;
             forward hooks of users may fire in both.
-        num_slices: of a microbatch. With more than one, the number of a microbatch stands for that
-            of a slice in all functions: microbatch × ``num_slices`` + slice.
+        num_slices: how many slices a microbatch has. With more than one, the number of a microbatch
+            stands for that of a slice in all functions: microbatch × ``num_slices`` + slice.
 
     Attributes:
         index: the stage's number.
@@ -193,9 +193,9 @@ class Stage:
 
         Args:
             microbatch: one that ``forward`` or ``recompute`` has run.
-            gradients: of the output.
-            skip_gradients: of the skips that the forward produced, by key; none where missing. If
-                several are of one value, they are summed in this order: the last reader's first.
+            gradients: those of the output's leaves.
+            skip_gradients: those of the skips that the forward made, by key; none where missing.
+                If several are of one value, they are summed in this order: the last reader's first.
 
         Raises:
             InputError: there is nothing to go back through.

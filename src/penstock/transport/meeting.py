@@ -88,10 +88,10 @@ class Doorway:
         """
         end = time.monotonic() + deadline_seconds
         with contextlib.ExitStack() as stack:
-            found = {}
+            connections = {}
             for other in sorted(hosts):  # [3]
                 if other < rank:
-                    found[other] = stack.enter_context(_knock(rank, hosts[other], end))
+                    connections[other] = stack.enter_context(_knock(rank, hosts[other], end))
             missing = {other for other in hosts if other > rank}
             with _Guests(self._socket, self.invitation.secret) as guests:
                 while missing:
@@ -99,11 +99,11 @@ class Doorway:
                         stack.enter_context(connection)
                         if guest in missing:  # [6]
                             missing.remove(guest)
-                            found[guest] = connection
+                            connections[guest] = connection
                         else:
                             connection.close()
             stack.pop_all()
-        return found
+        return connections
 
 
 class _Guests:
@@ -205,7 +205,7 @@ class SharedMemoryExchange:
     Make it, fork, call ``transport(rank)`` in each child and ``close()`` in the parent.
 
     Args:
-        num_ranks: how many processes.
+        num_ranks: how many processes there will be.
         deadline_seconds: how long they may take to come, and a message to arrive.
 
     Raises:

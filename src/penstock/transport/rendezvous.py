@@ -100,16 +100,16 @@ class Rendezvous:
     same exchanges. A rank that gives up a meeting still has been there.
 
     Args:
-        store: of the job, the same on all ranks.
-        rank: of this process.
+        store: the job's, the same on all ranks.
+        rank: this process's.
         num_ranks: how many processes there are.
         purpose: what they do together, for example ``"building a Pipeline"``.
         seconds: how long ranks wait for each other in each exchange.
         remedy: what to do if ranks need longer, for example ``"raise startup_seconds"``.
 
     Attributes:
-        rank: of this process.
-        num_ranks: how many processes there are.
+        rank, num_ranks: as given.
+
 
     Raises:
         PeerError: the store is gone.

@@ -36,8 +36,8 @@ from typing import Any, NamedTuple
 from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.transport import segment
 from penstock.transport.base import Edge, Noted, Patience, Transport, overdue
-from penstock.transport.link import Link, Notice, NoticeKind
-from penstock.transport.packing import Layout, Packer
+from penstock.transport.link import Notice, NoticeKind, PeerLink
+from penstock.transport.packing import BlockLayout, Packer
 from penstock.transport.slots import RemoteSlot, Slot, SlotPool, segment_size
 from penstock.transport.wire import Codec
 
@@ -50,7 +50,7 @@ class _Arrival(NamedTuple):
     """A message that nobody has asked for so far."""
 
     slot: RemoteSlot
-    layout: Layout
+    layout: BlockLayout
     note: bytes
 
 
@@ -63,7 +63,7 @@ class _Failure(NamedTuple):
 class _Peer:
     """What this rank has to do with one other."""
 
-    def __init__(self, rank: int, link: Link) -> None:
+    def __init__(self, rank: int, link: PeerLink) -> None:
         self.rank = rank
         self.link = link
         self.pool = SlotPool()
@@ -81,7 +81,7 @@ class SharedMemoryTransport(Transport):
     """One rank's end of all channels to other processes of this host.
 
     Args:
-        rank: whose.
+        rank: the one at this end.
         connections: a connected ``SOCK_SEQPACKET`` socket to each other rank; they are closed with
             the transport.
         deadline_seconds: how long a message may take, unless ``patience`` is changed.
@@ -99,7 +99,7 @@ class SharedMemoryTransport(Transport):
         self._rank = rank
         self._packer = Packer(codec or Codec())
         self._peers = {
-            other: _Peer(other, Link(rank, other, connection))
+            other: _Peer(other, PeerLink(rank, other, connection))
             for other, connection in connections.items()
         }
         self._poll = select.poll()
@@ -308,7 +308,7 @@ class SharedMemoryTransport(Transport):
         for link in self._end("this process was forked from it"):
             link.close()
 
-    def _end(self, reason: str) -> list[Link]:
+    def _end(self, reason: str) -> list[PeerLink]:
         """Forget everything; the links are left to be closed."""
         links = [peer.link for peer in self._peers.values()]
         self._closed = self._closed or reason
@@ -322,7 +322,7 @@ class SharedMemoryTransport(Transport):
         return self._peers[rank]
 
 
-def _leave(links: list[Link], process: int, reason: str) -> None:
+def _leave(links: list[PeerLink], process: int, reason: str) -> None:
     """Say goodbye, unless this is a forked child, which was never a rank."""
     for link in links:
         if os.getpid() == process:

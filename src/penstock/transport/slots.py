@@ -21,10 +21,10 @@ from torch import Tensor
 
 from penstock.transport import packing
 from penstock.transport.base import Edge
-from penstock.transport.packing import Bytes, Layout, Prefix
+from penstock.transport.packing import BlockLayout, Bytes, Prefix
 
 _BLOCK_START = 64
-"""Of the block in a slot; the state has a cache line of its own."""
+"""Where the block begins in a slot, in bytes; the state has a cache line of its own."""
 
 _PAGE_BYTES = mmap.PAGESIZE
 _IDLE_STEPS = 16
@@ -46,8 +46,8 @@ class Slot:
 
     Attributes:
         index: its number in the pool, by which the receiver knows it.
-        capacity_bytes: of the largest block that fits.
-        tag, number: of the edge whose message it held last, and of the message.
+        capacity_bytes: the size of the largest block that fits.
+        tag, number: those of the message that it held last.
     """
 
     def __init__(self, index: int, memory: mmap.mmap) -> None:
@@ -56,7 +56,7 @@ class Slot:
         self._state = memoryview(memory)[:1]
         self._bytes = memoryview(memory)[_BLOCK_START:]
         self._block = torch.frombuffer(memory, dtype=torch.uint8, offset=_BLOCK_START)
-        self._layout: Layout | None = None
+        self._layout: BlockLayout | None = None
         self._places: list[Tensor | None] = []
         self._idle_steps = 0
         self.tag = self.number = 0
@@ -67,7 +67,7 @@ class Slot:
         return self._state[0]
 
     def fill(
-        self, tag: int, number: int, layout: Layout, tensors: list[Tensor], note: bytes = b""
+        self, tag: int, number: int, layout: BlockLayout, tensors: list[Tensor], note: bytes = b""
     ) -> None:
         """Write a message, which the receiver must then be told of."""
         if layout is not self._layout:

@@ -61,9 +61,9 @@ class Held(NamedTuple):
     """What a stage keeps of its weights.
 
     Attributes:
-        versions: of the parameter with most of them.
-        version_bytes: of all versions, the newest included; memory that is shared counts once.
-        extra_bytes: of buffers that corrections need.
+        versions: how many there are of the parameter with most of them.
+        version_bytes: memory of all versions, the newest included; what is shared counts once.
+        extra_bytes: memory of buffers that corrections need.
     """
 
     versions: int
@@ -195,7 +195,7 @@ class WeightStore:
         if op.kind is not Kind.FORWARD and self._moves:
             # Layers that run again in a backward read what the backward reads.
             moved = [self.now(index) for index in range(len(self._live))]
-        used = None if moved is None else [nn.Parameter(one.data) for one in moved]
+        used = None if moved is None else [nn.Parameter(value.data) for value in moved]
         if op.kind not in _FORWARDS:
             return used, self._own.get(op.microbatch)
         if used is None:
@@ -271,7 +271,7 @@ class WeightStore:
 
     def _uncounted(self) -> Instead:
         sets = [self._live, *self._versions.values()]
-        weights = {one.untyped_storage().data_ptr() for leaves in sets for one in leaves}
+        weights = {leaf.untyped_storage().data_ptr() for leaves in sets for leaf in leaves}
 
         def substitute(tensor: Tensor) -> Saved | None:
             is_weight = (

@@ -31,7 +31,7 @@ def clock_offsets(
     asks again from time to time.
 
     Args:
-        group: of processes that exchange CPU tensors (gloo).
+        group: processes that exchange CPU tensors (gloo).
         host_ids: what tells the host of each rank; ranks with equal ones read the same clock, so
             that those on rank 0's host have exactly 0.
         clock: what this rank reads, in seconds.
@@ -48,9 +48,9 @@ def clock_offsets(
             own = _asked(group, clock)
         elif rank == 0:
             _answer(group, speaker, clock)
-    found = [torch.zeros(1, dtype=torch.float64) for _ in host_ids]
-    dist.all_gather(found, torch.tensor([own], dtype=torch.float64), group=group)
-    return tuple(float(found[speakers[host]]) for host in host_ids)
+    offsets = [torch.zeros(1, dtype=torch.float64) for _ in host_ids]
+    dist.all_gather(offsets, torch.tensor([own], dtype=torch.float64), group=group)
+    return tuple(float(offsets[speakers[host]]) for host in host_ids)
 
 
 def _asked(group: dist.ProcessGroup, clock: Clock) -> float:

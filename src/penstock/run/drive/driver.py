@@ -68,7 +68,7 @@ class Driver(ABC, Generic[T]):
     ``T`` is what stands for a submitted minibatch until it is collected.
 
     Args:
-        transports: of the ranks in this process.
+        transports: those of the ranks in this process.
         deadlines: how long they wait.
     """
 
@@ -113,7 +113,7 @@ class Driver(ABC, Generic[T]):
         process must call it.
 
         Args:
-            states: of this process's stages, by number.
+            states: those of this process's stages, by number.
             expected: what a rank would run that does something else meanwhile.
 
         Raises:

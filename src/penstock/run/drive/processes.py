@@ -40,7 +40,7 @@ _HEARSAY_SECONDS = 0.5
 _LOOK_AGAIN_SECONDS = 0.01
 
 
-class Report(NamedTuple):
+class RankReport(NamedTuple):
     """What a rank tells all others at the end of a step.
 
     It travels as plain data. ``times`` holds (start, end) of every op of its program, which all
@@ -63,14 +63,14 @@ class Report(NamedTuple):
         return (*self[:-2], peak, held)
 
     @classmethod
-    def unpacked(cls, packed: tuple[Any, ...]) -> Report:
+    def unpacked(cls, packed: tuple[Any, ...]) -> RankReport:
         """Undo ``packed``."""
         times, versions, losses, outputs, metrics, peak, held = packed
         peak, held = peak and Peak(*peak), held and Held(*held)
         return cls(times, versions, losses, outputs, metrics, peak, held)
 
 
-class Ticket(NamedTuple):
+class ProcessTicket(NamedTuple):
     """A minibatch of which this rank's ops are done.
 
     Attributes:
@@ -91,7 +91,7 @@ class Board:
     that it is gone; and of ranks that wait for each other in a row, all run out at once.
 
     Args:
-        meeting: of all ranks, where they have built the pipeline.
+        meeting: where all ranks have built the pipeline.
     """
 
     def __init__(self, meeting: Rendezvous) -> None:
@@ -143,13 +143,13 @@ def _key(rank: int) -> str:
     return f"why rank {rank} failed"
 
 
-class ProcessDriver(Driver[Ticket]):
+class ProcessDriver(Driver[ProcessTicket]):
     """Runs this process's worker and exchanges results with the other processes.
 
     Args:
         worker: this process's rank.
         transport: the one that the worker uses.
-        meeting: of all ranks, where they have built the pipeline.
+        meeting: where all ranks have built the pipeline.
         deadlines: how long ranks wait for each other.
         num_threads: torch's intra-op threads, until it is closed.
         clock_offsets: by how many seconds each rank's clock is ahead of rank 0's; records are
@@ -182,7 +182,9 @@ class ProcessDriver(Driver[Ticket]):
         self._failure: str | None = None
         self._board = Board(meeting)
 
-    def submit(self, segment: Segment, minibatch: Minibatch, position: StreamPosition) -> Ticket:
+    def submit(
+        self, segment: Segment, minibatch: Minibatch, position: StreamPosition
+    ) -> ProcessTicket:
         """Perform this rank's ops and tell their results; the other ranks do likewise."""
         self._check_usable()
         self._be_patient(minibatch)
@@ -194,13 +196,13 @@ class ProcessDriver(Driver[Ticket]):
                 own = Noted(self._report(harvest).packed(), seal)
                 for edge in self._edges_to_all(REPORT_TAG):
                     self._transport.send(edge, FIRST_EXCHANGE + harvest.number, own)
-        return Ticket(segment, minibatch, position, harvest, seal)
+        return ProcessTicket(segment, minibatch, position, harvest, seal)
 
     def _check_usable(self) -> None:
         if self._failure:
             raise RunError(f"this pipeline has failed ({self._failure}); start the job again")
 
-    def collect(self, ticket: Ticket) -> Outcome:
+    def collect(self, ticket: ProcessTicket) -> Outcome:
         segment, minibatch, harvest = ticket.segment, ticket.minibatch, ticket.harvest
         with self._telling_failures(segment, minibatch.step):
             reports = self._reports(ticket)
@@ -243,7 +245,7 @@ class ProcessDriver(Driver[Ticket]):
                 raise explained from error.__cause__
             raise
 
-    def _report(self, harvest: Harvest) -> Report:
+    def _report(self, harvest: Harvest) -> RankReport:
         times = None
         if self._records:
             pairs = [(start, end) for _, start, end in harvest.records]
@@ -253,9 +255,9 @@ class ProcessDriver(Driver[Ticket]):
             results = harvest.losses, harvest.outputs, harvest.metrics
         else:
             results = {}, {}, {}
-        return Report(times, versions, *results, harvest.peak, harvest.held)
+        return RankReport(times, versions, *results, harvest.peak, harvest.held)
 
-    def _reports(self, ticket: Ticket) -> list[Report]:
+    def _reports(self, ticket: ProcessTicket) -> list[RankReport]:
         """Every rank's report that holds anything; of the others nothing is sent."""
         rank, harvest = self._worker.rank, ticket.harvest
         own = self._report(harvest)._replace(
@@ -266,7 +268,7 @@ class ProcessDriver(Driver[Ticket]):
             for other in sorted({rank, *self._telling(ticket.segment)})
         ]
 
-    def _report_of(self, other: int, ticket: Ticket) -> Report:
+    def _report_of(self, other: int, ticket: ProcessTicket) -> RankReport:
         """What another rank tells.
 
         Raises:
@@ -274,7 +276,9 @@ class ProcessDriver(Driver[Ticket]):
         """
         rank, step = self._worker.rank, ticket.minibatch.step
         waiting = f"rank {rank}, waiting at the end of step {step} for rank {other}'s results"
-        return Report.unpacked(self._told_by(other, ticket.harvest.number, ticket.seal, waiting))
+        return RankReport.unpacked(
+            self._told_by(other, ticket.harvest.number, ticket.seal, waiting)
+        )
 
     def _told_by(self, other: int, number: int, seal: bytes, waiting: str) -> Any:
         """What another rank tells all others of what they do together.
@@ -299,7 +303,7 @@ class ProcessDriver(Driver[Ticket]):
         have_results = set(segment.schedule.ranks_of(last))
         return have_results if self._share_results else set()
 
-    def _rows(self, ticket: Ticket, reports: list[Report]) -> list[Row]:
+    def _rows(self, ticket: ProcessTicket, reports: list[RankReport]) -> list[Row]:
         self._check_alike(ticket, reports)
         return [
             outcome.row(
@@ -314,7 +318,7 @@ class ProcessDriver(Driver[Ticket]):
             if report.times is not None
         ]
 
-    def _check_alike(self, ticket: Ticket, reports: list[Report]) -> None:
+    def _check_alike(self, ticket: ProcessTicket, reports: list[RankReport]) -> None:
         """Ranks go through the same stream. Seals tell if not, except where a loader has raised,
         which is told by itself: behind it that rank has drained, and others have not."""
         for rank, (ops, report) in enumerate(zip(ticket.segment.ranks, reports, strict=True)):
@@ -376,7 +380,7 @@ class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         model: fingerprint of its model.
-        seed: of its random layers.
+        seed: the seed of its random layers.
         plan: as JSON; only rank 0's counts, so that only rank 0 tells it.
         settings: arguments of ``Pipeline`` that must be alike, as text.
     """
@@ -393,7 +397,7 @@ def agree(
     """Rank 0's plan and seed, on every process: each profiles and plans a little differently.
 
     Args:
-        meeting: of all processes.
+        meeting: where all processes meet.
         plan: this process's.
         model: fingerprint of this process's model.
         seed: this process's.

@@ -29,7 +29,7 @@ class Journal:
         waiting: what ops that receive wait for.
 
     Attributes:
-        records: of the ops that are done.
+        records: when the ops ran that are done.
         current: the op that is being performed.
         since: when it began.
     """

@@ -27,7 +27,7 @@ class Observers:
     """Those who look on while one rank computes.
 
     Args:
-        stages: of the rank.
+        stages: the rank's, by number.
         recipe: says which observers there are.
 
     Raises:

@@ -32,7 +32,7 @@ class SkipRoute(NamedTuple):
     Attributes:
         key: its name in the model.
         source, target: the stages that stash and recall it.
-        number: of the route, which tells its messages from others.
+        number: tells the messages of this route from those of others.
     """
 
     key: str
@@ -61,16 +61,16 @@ class RankProgram:
     """What one rank does for one minibatch, and what follows from it.
 
     Args:
-        segment: of a lowered schedule.
+        segment: a part of a lowered schedule.
         rank: the rank whose part this is.
         skips: the model's values that travel beside the chain.
 
     Attributes:
         ops: this rank's, in order.
         last_stage: the number of the pipeline's last stage.
-        num_slices: of a microbatch.
+        num_slices: how many slices a microbatch has.
         keeps: what the forward of a (stage, unit) keeps for its backward.
-        keeps_again: likewise what its recomputation keeps.
+        keeps_again: what its recomputation keeps.
         edges: the edge of every send and receive.
         waiting: for every receive, what to say if nothing comes.
         stashes, recalls: the skip routes that begin and end at a stage, in the order in which the

@@ -61,7 +61,7 @@ class Holding:
             rank use is in the first of them only.
         counted: those whose norm this rank tells, by their place in the model: of every weight,
             one of its holders does.
-        place: of the stage in the pipeline.
+        place: where the stage stands in the pipeline.
         delay: how many updates old its gradients are when they are applied.
         rate: what its learning rates are multiplied by.
     """
@@ -80,19 +80,19 @@ class Updater:
     """Applies the gradients of one rank's stages.
 
     Args:
-        rank: which.
+        rank: the one whose stages these are.
         num_ranks: how many take part in an agreement.
-        holdings: of this rank, by stage.
-        transport: of this rank.
+        holdings: what each stage of the rank trains.
+        transport: the rank's end of its channels.
         recipe: how to train.
         shared: weights of which this rank holds one of several copies.
 
     Attributes:
-        sums: of the gradients of ``shared``.
+        sums: the sums of the gradients of ``shared``.
         optimizers: by stage; a stage without parameters has none.
         num_updates: steps begun so far, over all stages.
         loss_scale: as of the last verdict.
-        norm: of all gradients at the last verdict, before clipping; ``None`` without one.
+        norm: that of all gradients at the last verdict, before clipping; ``None`` before any.
     """
 
     def __init__(
@@ -179,7 +179,9 @@ class Updater:
 
     def _counted(self) -> dict[int, nn.Parameter]:
         return {
-            place: one for held in self._holdings.values() for place, one in held.counted.items()
+            place: parameter
+            for held in self._holdings.values()
+            for place, parameter in held.counted.items()
         }
 
     def _unscale(self, stages: Iterable[int]) -> None:

@@ -29,7 +29,7 @@ class Worker:
     """Performs segments of a schedule on minibatches, for one rank.
 
     Args:
-        rank: whose segments.
+        rank: the one whose part of each segment it performs.
         stages: the stages it holds, by number.
         transport: its end of the channels to other ranks.
         recipe: what to do with outputs and gradients.
@@ -91,7 +91,7 @@ class Worker:
         If the minibatch trains, gradients are computed and accumulate in ``.grad``.
 
         Args:
-            segment: of a lowered schedule.
+            segment: a part of a lowered schedule.
             minibatch: what it is performed on.
             position: where the minibatch stands in its stream; by default it is all of one.
 
