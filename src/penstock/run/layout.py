@@ -151,8 +151,8 @@ class Layout:
                 continue
             raise ModelError(
                 f"{weight.name!r} has hooks, which would not see what they see on one device: "
-                f"{sees}; change the gradient in the optimizer instead (register_step_pre_hook), or choose "
-                "a schedule or cuts that leave the parameter in one stage on one rank"
+                f"{sees}; change the gradient in the optimizer instead (register_step_pre_hook), "
+                "or choose a schedule or cuts that leave the parameter in one stage on one rank"
             )
 
     @cached_property
