@@ -26,7 +26,7 @@ from penstock.run.drive.joining import TransportName, joined
 from penstock.run.elsewhere import Elsewhere
 from penstock.run.history import History
 from penstock.run.minibatch import StreamPosition
-from penstock.run.outcome import Outcome
+from penstock.run.outcome import MinibatchOutcome
 from penstock.run.outside import Outside
 from penstock.run.recipe import BatchNormStatistics, Loss, LossScale, Metric, Recipe
 from penstock.timing.timeline import Timeline
@@ -334,7 +334,7 @@ class Pipeline:
             self._parts.layout.let_go()
             self._running.release()
 
-    def _loss_of(self, outcome: Outcome) -> Tensor | None:
+    def _loss_of(self, outcome: MinibatchOutcome) -> Tensor | None:
         self._history.add(outcome)
         self._elsewhere.stale = True
         self._step += 1

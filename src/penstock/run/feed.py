@@ -19,7 +19,7 @@ from penstock.run.drive.driver import Driver
 from penstock.run.layout import Layout
 from penstock.run.lowering import asynchronous, forwards, synchronous
 from penstock.run.minibatch import Minibatch, StreamPosition
-from penstock.run.outcome import Outcome
+from penstock.run.outcome import MinibatchOutcome
 from penstock.run.recipe import Recipe
 from penstock.schedule import Schedule
 from penstock.schedule.segment import Segment, Windows
@@ -65,7 +65,9 @@ class Feed:
         self._sizes: list[int] = []
         self._index = self._first = self._base = 0
 
-    def train(self, minibatches: Iterable[tuple[Minibatch, StreamPosition]]) -> Iterator[Outcome]:
+    def train(
+        self, minibatches: Iterable[tuple[Minibatch, StreamPosition]]
+    ) -> Iterator[MinibatchOutcome]:
         """Train on minibatches one after the other.
 
         Args:
@@ -91,7 +93,7 @@ class Feed:
             if position.failure is not None:
                 raise position.failure
 
-    def drain(self, step: int) -> Iterator[Outcome]:
+    def drain(self, step: int) -> Iterator[MinibatchOutcome]:
         """Let what is under way come to its end.
 
         Args:
@@ -123,7 +125,7 @@ class Feed:
             self._restart()  # nothing is in flight after a failure
             raise
 
-    def _collect(self) -> Outcome:
+    def _collect(self) -> MinibatchOutcome:
         try:
             return self._driver.collect(self.under_way.popleft())
         except BaseException:
@@ -140,7 +142,7 @@ class Feed:
             return self._flushed(count, True)
         return self._windows.segment([count], num_before=0, last=True)[0]
 
-    def evaluate(self, minibatch: Minibatch) -> Outcome:
+    def evaluate(self, minibatch: Minibatch) -> MinibatchOutcome:
         """Run forward only."""
         segment = self._evaluated(minibatch.num_microbatches)
         return self._driver.collect(self._driver.submit(segment, minibatch, StreamPosition()))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.errors import InputError
 from penstock.run.counting import Peak
-from penstock.run.outcome import Outcome, timeline
+from penstock.run.outcome import MinibatchOutcome, timeline
 from penstock.timing.timeline import Timeline
 from penstock.weights.store import Held
 
@@ -24,11 +24,11 @@ class History:
 
     def __init__(self, schedule: str) -> None:
         self._schedule = schedule
-        self._last: Outcome | None = None
-        self._recent: deque[Outcome] = deque(maxlen=_MOST_REMEMBERED)
+        self._last: MinibatchOutcome | None = None
+        self._recent: deque[MinibatchOutcome] = deque(maxlen=_MOST_REMEMBERED)
         self._timeline: Timeline | None = None
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: MinibatchOutcome) -> None:
         """Remember a step."""
         self._last = outcome
         if outcome.begins:

@@ -39,7 +39,7 @@ class Part(Protocol):
         """Where weights have versions."""
 
 
-class Outcome(NamedTuple):
+class MinibatchOutcome(NamedTuple):
     """The result of one minibatch.
 
     Attributes:
@@ -71,7 +71,7 @@ class Outcome(NamedTuple):
         norm: Tensor | None,
         *,
         begins: bool = True,
-    ) -> Outcome:
+    ) -> MinibatchOutcome:
         """Put together what the ranks have.
 
         Args:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.errors import InputError, PeerError, PenstockError, StageError
 from penstock.run.minibatch import Minibatch, StreamPosition
-from penstock.run.outcome import Outcome
+from penstock.run.outcome import MinibatchOutcome
 from penstock.schedule.segment import Segment
 from penstock.transport import Transport
 from penstock.transport.base import Patience
@@ -100,7 +100,7 @@ class Driver(ABC, Generic[T]):
         """
 
     @abstractmethod
-    def collect(self, ticket: T) -> Outcome:
+    def collect(self, ticket: T) -> MinibatchOutcome:
         """Wait for a minibatch; every rank gets the same loss or outputs.
 
         Raises:

@@ -20,7 +20,7 @@ from penstock.run.counting import Peak
 from penstock.run.drive.clocks import clock_offsets
 from penstock.run.drive.driver import Deadlines, Driver, States, failure_notice, named, naming, told
 from penstock.run.minibatch import Harvest, Minibatch, StreamPosition, seal_of
-from penstock.run.outcome import Outcome
+from penstock.run.outcome import MinibatchOutcome
 from penstock.run.rank.journal import Record
 from penstock.run.rank.worker import NUMBERS_PER_RUN, Worker
 from penstock.run.seals import Call, Seal, SealedTransport, check_alike
@@ -202,7 +202,7 @@ class ProcessDriver(Driver[ProcessTicket]):
         if self._failure:
             raise RunError(f"this pipeline has failed ({self._failure}); start the job again")
 
-    def collect(self, ticket: ProcessTicket) -> Outcome:
+    def collect(self, ticket: ProcessTicket) -> MinibatchOutcome:
         segment, minibatch, harvest = ticket.segment, ticket.minibatch, ticket.harvest
         with self._telling_failures(segment, minibatch.step):
             reports = self._reports(ticket)
@@ -210,7 +210,7 @@ class ProcessDriver(Driver[ProcessTicket]):
                 self._transport.flush()
         all_told = len(reports) == self._num_ranks
         self._went_through(minibatch, num_proofs=2 if all_told else 1)
-        return Outcome.of(
+        return MinibatchOutcome.of(
             reports,
             minibatch.weights,
             self._rows(ticket, reports) if self._records and any(segment.ranks) else None,

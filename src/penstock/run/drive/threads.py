@@ -22,7 +22,7 @@ from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.run import outcome
 from penstock.run.drive.driver import Deadlines, Driver, States, failure_notice, naming
 from penstock.run.minibatch import Harvest, Minibatch, StreamPosition
-from penstock.run.outcome import Outcome
+from penstock.run.outcome import MinibatchOutcome
 from penstock.run.rank.worker import Worker
 from penstock.schedule.segment import Segment
 from penstock.transport import Edge, ThreadTransport
@@ -98,7 +98,7 @@ class ThreadDriver(Driver[ThreadTicket]):
         self._unusable = None
         return ticket
 
-    def collect(self, ticket: ThreadTicket) -> Outcome:
+    def collect(self, ticket: ThreadTicket) -> MinibatchOutcome:
         futures = ticket.futures
         if ticket not in self._under_way:
             raise RunError("this step was cancelled because the one before it failed")
@@ -121,7 +121,7 @@ class ThreadDriver(Driver[ThreadTicket]):
             outcome.row(harvest.records, harvest.versions, ticket.position.base)
             for harvest in harvests
         ]
-        return Outcome.of(
+        return MinibatchOutcome.of(
             harvests,
             ticket.minibatch.weights,
             rows,

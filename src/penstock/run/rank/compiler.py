@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 from penstock.run.rank.forward import Forward
-from penstock.run.rank.interpreter import Step
+from penstock.run.rank.interpreter import RankStep
 from penstock.run.rank.observers import Observers
 from penstock.run.rank.program import RankProgram, SkipRoute
 from penstock.run.rank.steps import (
@@ -23,7 +23,7 @@ from penstock.run.rank.steps import (
     SendGradients,
     SendValue,
     Settle,
-    Update,
+    UpdateWeights,
     Versioned,
     Watched,
 )
@@ -81,13 +81,13 @@ class Compiler:
         """This rank's part of a segment."""
         return RankProgram(segment, self._rank, self._skips)
 
-    def _steps(self, segment: Segment, trains: bool) -> tuple[Step[Work], ...]:
+    def _steps(self, segment: Segment, trains: bool) -> tuple[RankStep[Work], ...]:
         """The steps of a segment; one that only evaluates reads the newest weights."""
         program = self.program(segment)
         stores = self._stores if trains else {}
         return tuple(self._bound(op, program, stores.get(op.stage)) for op in program.ops)
 
-    def _bound(self, op: Op, program: RankProgram, store: WeightStore | None) -> Step[Work]:
+    def _bound(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
         step = _BINDINGS[op.kind](self, op, program, store)
         if op.kind in _READING_WEIGHTS:
             if store is not None:
@@ -96,7 +96,7 @@ class Compiler:
                 return Watched(op, program.unit(op), step, self._observers)
         return step
 
-    def _forward(self, op: Op, program: RankProgram, store: WeightStore | None) -> Step[Work]:
+    def _forward(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
         unit = program.unit(op)
         return Forward(
             op,
@@ -111,7 +111,7 @@ class Compiler:
             store,
         )
 
-    def _backward(self, op: Op, program: RankProgram, _: WeightStore | None) -> Step[Work]:
+    def _backward(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
         kind = Backward if op.kind is Kind.BACKWARD else BackwardInput
         return kind(
             op,
@@ -123,37 +123,39 @@ class Compiler:
             self._updater,
         )
 
-    def _backward_weight(self, op: Op, program: RankProgram, _: WeightStore | None) -> Step[Work]:
+    def _backward_weight(
+        self, op: Op, program: RankProgram, _: WeightStore | None
+    ) -> RankStep[Work]:
         return BackwardWeight(op, program.unit(op), self._stages[op.stage], self._updater)
 
-    def _recompute(self, op: Op, program: RankProgram, _: WeightStore | None) -> Step[Work]:
+    def _recompute(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
         unit = program.unit(op)
         return Recompute(op, unit, self._stages[op.stage], program.keeps_again[op.stage, unit])
 
-    def _send(self, op: Op, program: RankProgram, _: WeightStore | None) -> Step[Work]:
+    def _send(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
         kind = SendValue if op.kind is Kind.SEND_FORWARD else SendGradients
         return kind(op, program.unit(op), program.edges[op])
 
-    def _receive(self, op: Op, program: RankProgram, _: WeightStore | None) -> Step[Work]:
+    def _receive(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
         kind = ReceiveValue if op.kind is Kind.RECV_FORWARD else ReceiveGradients
         return kind(op, program.unit(op), program.edges[op], program.waiting[op])
 
-    def _freed(self, op: Op, program: RankProgram, _: WeightStore | None) -> Step[Work]:
+    def _freed(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
         return Freed(op)
 
-    def _reduce(self, op: Op, program: RankProgram, _: WeightStore | None) -> Step[Work]:
+    def _reduce(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
         return Reduce(op, self._updater, self._shared)
 
-    def _agreement(self, op: Op, program: RankProgram, _: WeightStore | None) -> Step[Work]:
+    def _agreement(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
         return self._agree(op, self._updater, self._shared)
 
-    def _update(self, op: Op, program: RankProgram, store: WeightStore | None) -> Step[Work]:
+    def _update(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
         if store is not None:
             return NewVersion(op, self._updater, self._shared, store)
-        return Update(op, self._updater, self._shared)
+        return UpdateWeights(op, self._updater, self._shared)
 
 
-_Binding = Callable[[Compiler, Op, RankProgram, WeightStore | None], Step[Work]]
+_Binding = Callable[[Compiler, Op, RankProgram, WeightStore | None], RankStep[Work]]
 
 _BINDINGS: Mapping[Kind, _Binding] = {
     Kind.FORWARD: Compiler._forward,

@@ -16,7 +16,7 @@ from penstock.schedule import Op
 W_contra = TypeVar("W_contra", contravariant=True)
 
 
-class Step(Protocol[W_contra]):
+class RankStep(Protocol[W_contra]):
     """One op, bound to all that it needs but the work at hand."""
 
     @property
@@ -32,7 +32,7 @@ class Restart(Exception):
 
 
 def perform_all(
-    steps: Iterable[Step[W_contra]], work: W_contra, journal: Journal, base: int = 0
+    steps: Iterable[RankStep[W_contra]], work: W_contra, journal: Journal, base: int = 0
 ) -> None:
     """Perform steps in order, and write down when each began and ended.
 

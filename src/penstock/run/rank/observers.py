@@ -10,7 +10,7 @@ from torch import nn
 from penstock.device.activation_meter import saving
 from penstock.run.counting import Counter, Peak
 from penstock.run.minibatch import Minibatch
-from penstock.run.rank.interpreter import Step
+from penstock.run.rank.interpreter import RankStep
 from penstock.run.rank.work import Work
 from penstock.run.recipe import Recipe
 from penstock.schedule import Kind
@@ -74,7 +74,7 @@ class Observers:
         return kind in _WATCHED and (self._gathers or self._counter is not None)
 
     def watch(
-        self, step: Step[Work], work: Work, unit: int, instead: Instead | None = None
+        self, step: RankStep[Work], work: Work, unit: int, instead: Instead | None = None
     ) -> None:
         """Perform a compute step under all eyes that are interested.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.run.rank.interpreter import Restart, Step
+from penstock.run.rank.interpreter import RankStep, Restart
 from penstock.run.rank.mail import Gradients
 from penstock.run.rank.observers import Observers
 from penstock.run.rank.program import SkipChannel
@@ -213,7 +213,7 @@ class Settle:
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class UpdateWeights:
     """UPDATE: step the stage's optimizer."""
 
     op: Op
@@ -247,7 +247,7 @@ class Watched:
 
     op: Op
     unit: int
-    step: Step[Work]
+    step: RankStep[Work]
     observers: Observers
 
     def perform(self, work: Work) -> None:
@@ -260,7 +260,7 @@ class Versioned:
 
     op: Op
     unit: int
-    step: Step[Work]
+    step: RankStep[Work]
     observers: Observers
     store: WeightStore
 
