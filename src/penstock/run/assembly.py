@@ -14,9 +14,11 @@ from penstock.model.randomness import LayerStreams
 from penstock.model.spine import NamedLayer, spine_fingerprint
 from penstock.plans import Plan
 from penstock.run.cutter import Cutter
+from penstock.run.drive.clocks import offsets_of_clocks
 from penstock.run.drive.driver import Deadlines, Driver, told
 from penstock.run.drive.joining import TransportName
-from penstock.run.drive.processes import ProcessDriver, agree, offsets_of_clocks
+from penstock.run.drive.offers import agree
+from penstock.run.drive.processes import ProcessDriver
 from penstock.run.drive.threads import ThreadDriver
 from penstock.run.feed import Feed
 from penstock.run.layout import Layout

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
-import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import DeadlineError, InputError, ModelError, PeerError, RunError
-from penstock.plans import Plan
+from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.run import outcome
 from penstock.run.counting import Peak
-from penstock.run.drive.clocks import clock_offsets
-from penstock.run.drive.driver import Deadlines, Driver, States, failure_notice, named, naming, told
+from penstock.run.drive.board import Board
+from penstock.run.drive.driver import Deadlines, Driver, States, failure_notice, named, naming
 from penstock.run.minibatch import Harvest, Minibatch, StreamPosition, seal_of
 from penstock.run.outcome import MinibatchOutcome
 from penstock.run.rank.journal import Record
@@ -26,18 +21,11 @@ from penstock.run.rank.worker import NUMBERS_PER_RUN, Worker
 from penstock.run.seals import Call, Seal, SealedTransport, check_alike
 from penstock.schedule.segment import Segment
 from penstock.timing.timeline import Row
-from penstock.transport import Edge, Noted, ProcessTransport
+from penstock.transport import Edge, Noted
 from penstock.transport.base import LARGEST_NUMBER
-from penstock.transport.packing import short
-from penstock.transport.rendezvous import Rendezvous, translated
+from penstock.transport.rendezvous import Rendezvous
 from penstock.transport.tags import AGREEMENT_TAG, FIRST_EXCHANGE, REPORT_TAG, STATE_TAG
 from penstock.weights.store import Held
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
-_HEARSAY_SECONDS = 0.5
-_LOOK_AGAIN_SECONDS = 0.01
 
 
 class RankReport(NamedTuple):
@@ -82,65 +70,6 @@ class ProcessTicket(NamedTuple):
     position: StreamPosition
     harvest: Harvest
     seal: bytes
-
-
-class Board:
-    """Where ranks write why they failed, beside the channels.
-
-    gloo ends all connections of a rank whose wait runs out, so that its neighbours hear nothing but
-    that it is gone; and of ranks that wait for each other in a row, all run out at once.
-
-    Args:
-        meeting: where all ranks have built the pipeline.
-    """
-
-    def __init__(self, meeting: Rendezvous) -> None:
-        self._meeting = meeting
-        self._others = [rank for rank in range(meeting.num_ranks) if rank != meeting.rank]
-
-    def write(self, notice: str) -> None:
-        """Tell those who will look."""
-        key, text = _key(self._meeting.rank), short(notice).decode()
-        with suppress(RunError):  # the store may be gone with the rank that kept it
-            self._meeting.ask(lambda store: store.set(key, text))
-
-    def explained(self, error: PeerError | DeadlineError) -> PeerError | DeadlineError:
-        """The error, with what other ranks have said about the cause, if it was not known."""
-        heard = self._hear()
-        own = f"rank {self._meeting.rank} failed"  # as others have heard from this rank
-        news = {
-            notice
-            for notice in heard.values()
-            if notice not in told(error) and not notice.startswith(own)
-        }
-        if isinstance(error, DeadlineError):
-            silent = [str(other) for other in self._others if other not in heard]
-            news |= {f"nothing was heard of rank {' and '.join(silent)}"} if silent else set()
-        if not news:
-            return error
-        message = f"{error}; meanwhile {', '.join(sorted(news))}"
-        if isinstance(error, PeerError):
-            return PeerError(message, error.reason)
-        return DeadlineError(message)
-
-    def _hear(self) -> dict[int, str]:
-        """What others have written; some do so only now."""
-        heard: dict[int, str] = {}
-        with suppress(RunError):
-            self._meeting.ask(partial(self._look, heard), _HEARSAY_SECONDS)
-        return dict(heard)
-
-    def _look(self, heard: dict[int, str], store: Store) -> None:
-        end = time.monotonic() + _HEARSAY_SECONDS
-        while len(heard) < len(self._others) and time.monotonic() < end:
-            for other in self._others:
-                if other not in heard and store.check([_key(other)]):
-                    heard[other] = store.get(_key(other)).decode()
-            time.sleep(_LOOK_AGAIN_SECONDS)
-
-
-def _key(rank: int) -> str:
-    return f"why rank {rank} failed"
 
 
 class ProcessDriver(Driver[ProcessTicket]):
@@ -373,68 +302,3 @@ class ProcessDriver(Driver[ProcessTicket]):
         if not self._failure:
             self._board.write(f"rank {self._worker.rank} closed its pipeline ({reason})")
         self._transport.close(reason)
-
-
-class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank would build.
-
-    Attributes:
-        model: fingerprint of its model.
-        seed: the seed of its random layers.
-        plan: as JSON; only rank 0's counts, so that only rank 0 tells it.
-        settings: arguments of ``Pipeline`` that must be alike, as text.
-    """
-
-    model: str
-    seed: int
-    plan: str | None
-    settings: dict[str, str]
-
-
-def agree(
-    meeting: Rendezvous, plan: Plan, model: str, seed: int, settings: dict[str, str]
-) -> tuple[Plan, int]:
-    """Rank 0's plan and seed, on every process: each profiles and plans a little differently.
-
-    Args:
-        meeting: where all processes meet.
-        plan: this process's.
-        model: fingerprint of this process's model.
-        seed: this process's.
-        settings: its arguments that must be alike everywhere, as text by their names.
-
-    Raises:
-        ModelError: the processes have built different models.
-        InputError: their settings differ.
-        PeerError, DeadlineError: another rank did not come.
-    """
-    own = _Offer(model, seed, None if meeting.rank else plan.to_json(), settings)
-    offers = meeting.exchange(own, _Offer, "to its Pipeline")
-    others = [rank for rank, offer in enumerate(offers) if offer.model != offers[0].model]
-    if others:
-        raise ModelError(
-            f"rank {others[0]} has built another model than rank 0; build the same one everywhere"
-        )
-    for rank, offer in enumerate(offers):
-        for name, value in offers[0].settings.items():
-            if offer.settings.get(name) != value:
-                raise InputError(
-                    f"{name} is {value} on rank 0, but {offer.settings.get(name)} on rank {rank}; "
-                    "give Pipeline the same on every rank"
-                )
-    return Plan.from_json(offers[0].plan or "", "rank 0's plan"), offers[0].seed
-
-
-def offsets_of_clocks(transport: ProcessTransport) -> tuple[float, ...]:
-    """By how many seconds each rank's clock is ahead of rank 0's; collective.
-
-    Raises:
-        PeerError, DeadlineError: another rank has ended, or does not answer.
-    """
-    group = transport.group
-    if group is None or len(set(transport.hosts)) == 1:
-        return (0.0,) * len(transport.hosts)
-    seconds, argument = transport.patience
-    where = f"rank {dist.get_rank()}, comparing its clock with those of other hosts"
-    with translated(where, seconds, f"raise {argument}"):
-        return clock_offsets(group, transport.hosts)
