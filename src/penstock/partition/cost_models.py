@@ -53,32 +53,23 @@ class CostModel:
     name: str
     overlap: float = 1.0
 
-    def stage_seconds(
+    def shared_seconds(
         self,
         compute_seconds: float,
-        parameter_bytes: float,
+        exchange_seconds: float,
         num_replicas: int,
-        link: Link,
         updates: float = 1.0,
     ) -> float:
         """Steady-state seconds per microbatch of a stage.
 
         Args:
             compute_seconds: forward and backward of one microbatch on one device.
-            parameter_bytes: of the stage.
+            exchange_seconds: one exchange of gradients (``reduce_seconds``).
             num_replicas: devices that share the microbatches.
-            link: the slowest between them.
             updates: per microbatch; 1/m where m microbatches make one. Replicas exchange gradients
                 once per update, and at most once per round in which each has one microbatch, which
                 is what 1 means (PipeDream).
         """
-        exchange = self.reduce_seconds(parameter_bytes, num_replicas, link)
-        return self.shared_seconds(compute_seconds, exchange, num_replicas, updates)
-
-    def shared_seconds(
-        self, compute_seconds: float, exchange_seconds: float, num_replicas: int, updates: float
-    ) -> float:
-        """``stage_seconds`` where it is known how long an exchange takes."""
         compute = compute_seconds / num_replicas
         exchange = exchange_seconds * min(updates, 1 / num_replicas)
         shown = 1 - self.overlap

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from penstock.errors import InputError, ScheduleError
 from penstock.schedule.channels import check_capacity, hoist_receives
-from penstock.schedule.op import BACKWARD, COMMUNICATION, COMPUTE, RELEASING, Kind, Op
+from penstock.schedule.op import BACKWARD, COMMUNICATION, RELEASING, Kind, Op
 from penstock.schedule.rounds import Rounds
 from penstock.schedule.schedule import Schedule
 from penstock.values import expect
@@ -220,12 +220,6 @@ def forward_only(schedule: Schedule) -> Schedule:
 def first_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
     """The same order with only the first microbatches, for a minibatch that has no more."""
     ranks = (tuple(op for op in ops if op.microbatch < num_microbatches) for ops in schedule.ranks)
-    return Schedule.of(ranks, schedule.name)
-
-
-def compute_only(schedule: Schedule) -> Schedule:
-    """Undo the passes: the compute ops in their order."""
-    ranks = (tuple(op for op in ops if op.kind in COMPUTE) for ops in schedule.ranks)
     return Schedule.of(ranks, schedule.name)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from heapq import nsmallest
-from itertools import accumulate, combinations, pairwise, product
+from itertools import accumulate, combinations, product
 from math import inf
 from operator import add, le
 
@@ -21,7 +21,7 @@ from penstock.cluster import Cluster, Link, Topology
 from penstock.errors import InputError
 from penstock.graph import LayerGraph
 from penstock.partition.cost_models import CostModel, cost_model
-from penstock.partition.dapple.estimate import Reached, busiest, latency
+from penstock.partition.dapple.bound import Reached, busiest
 from penstock.partition.dapple.rules import RULES, devices_of, servers, take
 
 Fits = Callable[[int, int, int], bool]
@@ -46,15 +46,12 @@ class DappleCandidate:
         devices: of each stage, places in ``Cluster.devices``, ascending.
         bound_seconds: no 1F1B step with these costs is shorter (``lower_bound``); what was made
             small.
-        latency_seconds: the paper's estimate (``latency``), in which replicas share a microbatch,
-            so that each stage takes 1/r of its seconds.
     """
 
     cuts: tuple[int, ...]
     replicas: tuple[int, ...]
     devices: tuple[tuple[int, ...], ...]
     bound_seconds: float
-    latency_seconds: float
 
 
 @dataclass(frozen=True)
@@ -180,25 +177,6 @@ class _Chain:
         devices = self.topology.cluster.devices
         return cache(lambda chosen: sum(devices[at].speed for at in chosen))
 
-    def candidate(self, prefix: _Prefix) -> DappleCandidate:
-        """A prefix that has come to the last layer."""
-        pairs = list(pairwise(prefix.cuts))
-        rows = zip(pairs, prefix.devices, strict=True)
-        forward, backward, reduce = zip(
-            *(self.times(*bounds, devices) for bounds, devices in rows), strict=True
-        )
-        counts = tuple(map(len, prefix.devices))
-        hops = [
-            self.hop(stop, *neighbours)[0]
-            for (_, stop), neighbours in zip(pairs, pairwise(prefix.devices), strict=False)
-        ]
-        ahead, behind = (
-            [seconds / count for seconds, count in zip(column, counts, strict=True)]
-            for column in (forward, backward)
-        )
-        estimate = latency(ahead, behind, reduce, self.num_microbatches, hops=hops)
-        return DappleCandidate(prefix.cuts, counts, prefix.devices, prefix.bound, estimate)
-
 
 def dapple_candidates(
     graph: LayerGraph,
@@ -252,7 +230,10 @@ def dapple_candidates(
     stops = [*_places(chain, max_cuts), len(graph.layers)]
     for at, start in enumerate([0, *stops[:-1]]):
         search.grow(start, stops[at:])
-    return tuple(chain.candidate(prefix) for prefix in search.finished)
+    return tuple(
+        DappleCandidate(prefix.cuts, tuple(map(len, prefix.devices)), prefix.devices, prefix.bound)
+        for prefix in search.finished
+    )
 
 
 class _Search:

@@ -32,11 +32,6 @@ class Placement:
     num_draws: int
     num_invalid: int
 
-    @property
-    def num_scores(self) -> int:
-        """How often the score was asked for."""
-        return len(self.history)
-
 
 @dataclass
 class Ledger:

@@ -9,7 +9,7 @@ they are all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush
@@ -163,24 +163,6 @@ class Space:
             held[device] += group
         names = [layer.name for layer in self.graph.layers]
         return tuple(tuple(names[at] for at in sorted(held[device])) for device in order)
-
-    def labellings(self) -> Iterator[tuple[int, ...]]:
-        """Every way to number the groups by stages such that none reads from a later one, and no
-        stage is empty; so every placement, in every order that its devices allow."""
-        labels: list[int] = []
-
-        def extend() -> Iterator[tuple[int, ...]]:
-            if len(labels) == len(self.groups):
-                if len(set(labels)) == max(labels) + 1:
-                    yield tuple(labels)
-                return
-            least = max((labels[one] for one in self.producers[len(labels)]), default=0)
-            for label in range(least, self.num_devices):
-                labels.append(label)
-                yield from extend()
-                labels.pop()
-
-        return extend()
 
 
 def make_space(

@@ -73,7 +73,7 @@ def evaluate(
         cluster: whose devices the partition names.
         cost_model: what stages and cuts cost.
         partition: ``bottleneck_seconds`` is not looked at.
-        updates: per microbatch, as in ``CostModel.stage_seconds``.
+        updates: per microbatch, as in ``CostModel.shared_seconds``.
 
     Raises:
         InputError: a layer is missing or there twice, a stage reads from a later one, or a device

@@ -8,7 +8,7 @@ Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training"
 - T^k(i→j, m): a component of layers i to j, planned as A^{k−1}(i→j, m_{k−1}), on each of m groups
 - A^k(i→j, m) = min{T^k(i→j, m), min_{s,m'} max{A^k(i→s, m−m'), cut behind s, T^k(s+1→j, m')}}
 
-What T^k and a cut take is up to the cost model: ``CostModel.stage_seconds``, with a component's
+What T^k and a cut take is up to the cost model: ``CostModel.shared_seconds``, with a component's
 seconds in the place of compute, and ``CostModel.cut_seconds``. ``pipedream-released`` has a quirk:
 where a component is the first of its pipeline, the published optimizer divides its exchange of
 gradients by the devices of a group, as if they shared the work.
@@ -94,7 +94,7 @@ def nested_partition(
             each.
         cluster: a regular tree.
         cost_model: what stages and cuts cost.
-        updates: per microbatch, as in ``CostModel.stage_seconds``. A group that gets every m-th
+        updates: per microbatch, as in ``CostModel.shared_seconds``. A group that gets every m-th
             microbatch has m times as many per microbatch of its own.
 
     Raises:

@@ -54,7 +54,7 @@ def best_partition(
         graph: the model.
         cluster: where it may run.
         cost_model: what stages and cuts cost.
-        updates: per microbatch, as in ``CostModel.stage_seconds``; 1/m for synchronous training
+        updates: per microbatch, as in ``CostModel.shared_seconds``; 1/m for synchronous training
             with m microbatches.
         straight: whether every stage has one device.
         order: ``"any"`` also cuts where no prefix of the execution order ends. A graph with more

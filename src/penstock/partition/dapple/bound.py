@@ -1,10 +1,9 @@
-"""DAPPLE's estimate of a synchronous step, and a bound that holds.
+"""No synchronous step with these stages is shorter: the bound that DAPPLE's planner prunes with.
 
 Fan et al., "DAPPLE: A Pipelined Data Parallel Approach for Training Large Models", PPoPP 2021,
-arXiv 2007.01045, section 4.1. A step has three parts: until the *pivot* stage starts, the pivot's
-steady work, and what is left when it ends. ``latency`` is the published estimate, ``lower_bound``
-the part of the idea that can be proven, and what a search prunes with. Neither is a prediction:
-rank with the simulator.
+arXiv 2007.01045, section 4.1, estimates a step in three parts: until its *pivot* stage starts, the
+pivot's steady work, and what is left when that ends. The bound is the part of this idea that can be
+proven. It is no prediction: rank with the simulator.
 
 The paper's early backwards (section 3.2: K = min(S−i, D) or min(2(S−i)−1, D) forwards before the
 first backward) are the schedule families ``1f1b`` and ``eager-1f1b``.
@@ -13,92 +12,12 @@ first backward) are the schedule families ``1f1b`` and ``eager-1f1b``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from math import isfinite, lcm
 from typing import NamedTuple
 
 from penstock.errors import InputError
 
 Seconds = Sequence[float]
-
-
-def pivot(forward: Seconds, backward: Seconds, num_microbatches: int) -> int:
-    """The stage whose steady work decides the length of a step.
-
-    Begins at the last stage and goes back to the first; an earlier stage takes over if its own
-    steady work is longer than the pivot's together with the stages in between (section 4.1).
-
-    >>> pivot([1, 5, 1], [1, 5, 1], num_microbatches=8)
-    1
-
-    Args:
-        forward: seconds of one microbatch at each stage, communication counted as stages.
-        backward: likewise.
-        num_microbatches: per minibatch.
-
-    Returns:
-        Its index among the stages given.
-
-    Raises:
-        InputError: no stage, lists of different lengths, negative seconds or no microbatch.
-    """
-    _check(forward, backward, num_microbatches)
-    chosen, between, steady = len(forward) - 1, 0.0, num_microbatches - 1
-    for stage in range(len(forward) - 2, -1, -1):
-        own, other = (forward[at] + backward[at] for at in (stage, chosen))
-        if steady * own > steady * other + between:
-            chosen, between = stage, 0.0
-        else:
-            between += own
-    return chosen
-
-
-def latency(
-    forward: Seconds,
-    backward: Seconds,
-    reduce: Seconds,
-    num_microbatches: int,
-    *,
-    hops: Seconds = (),
-) -> float:
-    """DAPPLE's estimate of a step: Σ_{s≤Q} F_s + (M−1)(F_Q+B_Q) + max_s(AR_s + tail_s), Q the
-    pivot; tail_s is Σ_{s≤a≤Q} B_a up to the pivot and −Σ_{Q≤a≤s} B_a behind it (section 4.1).
-
-    It is no bound where links are full duplex and the pivot is a hop, as the paper lets a link
-    carry one message at a time; nor where a stage behind a slow pivot has a long reduction, since
-    that stage is done earlier than the tail says. ``lower_bound`` leaves both out.
-
-    >>> latency([1, 1], [2, 2], [0, 0], num_microbatches=4)  # (m + p − 1)(F + B)
-    15
-
-    Args:
-        forward: seconds of one microbatch at each stage.
-        backward: likewise.
-        reduce: seconds until the replicas' gradients are summed, of each stage.
-        num_microbatches: per minibatch.
-        hops: seconds from each stage but the last to the next, which become stages of their own;
-            none by default.
-
-    Returns:
-        Seconds of a minibatch without the optimizer's step.
-
-    Raises:
-        InputError: no stage, lists of different lengths, negative seconds or no microbatch.
-    """
-    _check(forward, backward, num_microbatches, reduce, hops)
-    if hops:
-        forward, backward = _interleaved(forward, hops), _interleaved(backward, hops)
-        reduce = _interleaved(reduce, [0.0] * len(hops))
-    middle = pivot(forward, backward, num_microbatches)
-    before = list(accumulate(backward, initial=0))
-    ends = (
-        seconds + before[middle + 1] - before[stage]
-        if stage <= middle
-        else seconds - (before[stage + 1] - before[middle])
-        for stage, seconds in enumerate(reduce)
-    )
-    steady = (num_microbatches - 1) * (forward[middle] + backward[middle])
-    return sum(forward[: middle + 1]) + steady + max(ends)
 
 
 def lower_bound(
@@ -116,8 +35,8 @@ def lower_bound(
     Let a stage Q have M microbatches to do. Its first forward waits for the stages and hops before
     it, Q itself is busy for M(F_Q+B_Q), and its last gradient has to go back to the first stage.
     If the link before Q is busy for longer, that counts instead. The longest over all Q is the
-    bound: what ``latency`` says for the best pivot, but with links that carry one message each way
-    at a time, and with a stage's reduction only where it must come later.
+    bound: what the paper's estimate says for the best pivot, but with links that carry one message
+    each way at a time, and with a stage's reduction only where it must come later.
 
     >>> lower_bound([1, 1], [2, 2], [0, 0], num_microbatches=4)
     15.0
@@ -198,25 +117,19 @@ def busiest(num_microbatches: int, before: int, count: int) -> tuple[int, int]:
     return -(-num_microbatches // count), -(-num_microbatches // lcm(before, count))
 
 
-def _interleaved(stages: Seconds, hops: Seconds) -> list[float]:
-    pairs = zip(stages, hops, strict=False)
-    return [*(one for pair in pairs for one in pair), stages[-1]]
-
-
 def _check(
     forward: Seconds,
     backward: Seconds,
     num_microbatches: int,
-    reduce: Seconds | None = None,
-    hops: Seconds = (),
-    links: Seconds = (),
+    reduce: Seconds,
+    hops: Seconds,
+    links: Seconds,
 ) -> None:
     if not forward:
-        raise InputError("an estimate needs at least one stage")
+        raise InputError("a bound needs at least one stage")
     if num_microbatches < 1:
         raise InputError(f"num_microbatches is {num_microbatches}, but must be ≥ 1")
-    lists = [("forward", forward, 0), ("backward", backward, 0)]
-    lists += [] if reduce is None else [("reduce", reduce, 0)]
+    lists = [("forward", forward, 0), ("backward", backward, 0), ("reduce", reduce, 0)]
     lists += [(name, edges, 1) for name, edges in (("hops", hops), ("links", links)) if edges]
     for name, values, fewer in lists:
         if len(values) != len(forward) - fewer:
