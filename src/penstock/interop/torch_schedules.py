@@ -13,12 +13,10 @@ from collections.abc import Iterator
 
 from penstock.errors import ScheduleError
 from penstock.schedule import Kind, Op, Schedule
+from penstock.schedule.channels import RECEIVED_BY, RECEIVES
 from penstock.schedule.check import check
-from penstock.schedule.lower import MESSAGES
 from penstock.schedule.op import COMMUNICATION, COMPUTE
 
-_NEEDED = {kind: receive for kind, (receive, _, _) in MESSAGES.items()}
-_RECEIVES = frozenset(_NEEDED.values())
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _SHARDS = re.compile(r"(0|[1-9]\d*)(UNSHARD|RESHARD)")
 _REDUCE = re.compile(r"(0|[1-9]\d*)REDUCE_GRAD")
@@ -62,10 +60,10 @@ def from_torch_csv(text: str, name: str = "") -> Schedule:
 def _wait_late(ops: tuple[Op, ...]) -> Iterator[Op]:
     """Put each receive right before the op that needs it; the order was checked, so none is left
     over."""
-    posted = {op for op in ops if op.kind in _RECEIVES}
+    posted = {op for op in ops if op.kind in RECEIVES}
     for op in ops:
         if op not in posted:
-            receive = op._replace(kind=_NEEDED.get(op.kind, op.kind))
+            receive = op._replace(kind=RECEIVED_BY.get(op.kind, op.kind))
             if receive in posted:
                 yield receive
             yield op

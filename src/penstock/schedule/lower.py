@@ -11,18 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from penstock.errors import InputError, ScheduleError
-from penstock.schedule.channels import check_capacity, hoist_receives
-from penstock.schedule.op import BACKWARD, COMMUNICATION, RELEASING, Kind, Op
+from penstock.schedule.channels import RECEIVED_BY, SENT_BY, check_capacity, hoist_receives
+from penstock.schedule.op import BACKWARD, COMMUNICATION, COMPUTE, RELEASING, Kind, Op
 from penstock.schedule.rounds import Rounds
 from penstock.schedule.schedule import Schedule
 from penstock.values import expect
-
-MESSAGES = {
-    Kind.FORWARD: (Kind.RECV_FORWARD, Kind.SEND_FORWARD, 1),
-    Kind.BACKWARD: (Kind.RECV_BACKWARD, Kind.SEND_BACKWARD, -1),
-    Kind.BACKWARD_INPUT: (Kind.RECV_BACKWARD, Kind.SEND_BACKWARD, -1),
-}
-"""What a kind receives and sends, and how many stages further it sends."""
 
 
 def split_backward(schedule: Schedule) -> Schedule:
@@ -193,16 +186,23 @@ def add_communication(schedule: Schedule, capacity: int | None = None) -> Schedu
 
     check_capacity(capacity)
     _refuse_twice(schedule, COMMUNICATION)
+    crossing = [
+        (needed, op)
+        for op, rank in schedule.where.items()
+        if op.kind in COMPUTE
+        for needed in schedule.dependencies(op)
+        if schedule.where.get(needed, rank) != rank
+    ]
+    senders, readers = {needed for needed, _ in crossing}, {op for _, op in crossing}
 
-    def lowered(rank: int, ops: tuple[Op, ...]) -> Iterator[Op]:
-        for op in ops:
-            receive, send = _messages(schedule, op, rank)
-            yield from receive
-            yield op
-            yield from send
+    def lowered(op: Op) -> Iterator[Op]:
+        if op in readers:
+            yield op._replace(kind=RECEIVED_BY[op.kind])
+        yield op
+        if op in senders:
+            yield op._replace(kind=SENT_BY[op.kind])
 
-    ranks = (lowered(rank, ops) for rank, ops in enumerate(schedule.ranks))
-    sent = Schedule.of(ranks, schedule.name)
+    sent = _each(schedule, lowered)
     return sent if capacity is None else hoist_receives(sent, capacity)
 
 
@@ -264,20 +264,3 @@ def last_gradients(ops: Iterable[Op]) -> list[Op]:
             best = max(newest.pop(op.stage, op), op, key=lambda one: one.microbatch)
             newest[op.stage] = best._replace(slice=0)
     return list(newest.values())
-
-
-def _messages(schedule: Schedule, op: Op, rank: int) -> tuple[list[Op], list[Op]]:
-    """What ``op`` receives before and sends after, on ``rank``."""
-    if op.kind not in MESSAGES:
-        return [], []
-    receive, send, ahead = MESSAGES[op.kind]
-
-    def elsewhere(stage: int) -> bool:
-        neighbour = op._replace(stage=stage, kind=Kind.FORWARD)
-        return schedule.where.get(neighbour, rank) != rank
-
-    before, after = op.stage - ahead, op.stage + ahead
-    return (
-        [op._replace(kind=receive)] if elsewhere(before) else [],
-        [op._replace(kind=send)] if elsewhere(after) else [],
-    )

@@ -17,7 +17,7 @@ from functools import lru_cache
 from math import lcm
 
 from penstock.schedule.op import Kind, Op
-from penstock.schedule.rounds import Rounds, warm_up
+from penstock.schedule.rounds import Rounds, filling
 from penstock.schedule.schedule import Schedule
 
 _ENTRANCES = frozenset({Kind.FORWARD, Kind.RECV_FORWARD})
@@ -60,9 +60,7 @@ class Windows:
     def __init__(self, lower: Lower, replicas: Sequence[int], *, by_minibatch: bool) -> None:
         self._replicas = tuple(replicas)
         self._by_minibatch = by_minibatch
-        self._needed = max(
-            (warm_up(replicas, stage) + 1) * count for stage, count in enumerate(replicas)
-        )
+        self._needed = filling(replicas)
         self._lower = lower
         self._stream = lru_cache(maxsize=64)(self._lowered)
         self._cut = lru_cache(maxsize=64)(self._boundary)

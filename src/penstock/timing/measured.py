@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import NamedTuple
 
+from penstock.schedule.channels import RECEIVES, SENDS
 from penstock.schedule.op import Kind, Op
 from penstock.schedule.schedule import Schedule
 from penstock.timing.costs import Costs
@@ -81,7 +82,7 @@ def _lengths(timeline: Timeline) -> dict[tuple[int, Kind], float]:
     }
 
 
-class _Arrival(NamedTuple):
+class _Delivery(NamedTuple):
     """A result that came from another rank: made at ``made``, awaited from ``awaited`` on, and
     usable at ``usable``."""
 
@@ -93,7 +94,7 @@ class _Arrival(NamedTuple):
 def _delays(timeline: Timeline) -> Mapping[tuple[int, bool], float]:
     """How long results take to other ranks: by edge between stages, and by stage for the sums of
     gradients, which the second part of the key tells."""
-    alike: dict[tuple[int, bool], list[_Arrival]] = defaultdict(list)
+    alike: dict[tuple[int, bool], list[_Delivery]] = defaultdict(list)
     for key, arrival in _arrivals(timeline):
         alike[key].append(arrival)
     found = {}
@@ -105,7 +106,7 @@ def _delays(timeline: Timeline) -> Mapping[tuple[int, bool], float]:
     return found
 
 
-def _arrivals(timeline: Timeline) -> Iterator[tuple[tuple[int, bool], _Arrival]]:
+def _arrivals(timeline: Timeline) -> Iterator[tuple[tuple[int, bool], _Delivery]]:
     schedule = timeline.schedule
     end = {span.op: span.end for span in timeline.spans}
     for rank, spans in enumerate(timeline.by_rank):
@@ -115,10 +116,10 @@ def _arrivals(timeline: Timeline) -> Iterator[tuple[tuple[int, bool], _Arrival]]
             if made:
                 sums = span.op.kind is Kind.UPDATE
                 stages = [span.op.stage, *(one.stage for one in schedule.dependencies(span.op))]
-                receives = span.op.kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
+                receives = span.op.kind in RECEIVES
                 # A receive's span is its wait; any other op waits before it starts.
                 window = (span.start, span.end) if receives else (free, span.start)
-                yield (min(stages), sums), _Arrival(max(made), *window)
+                yield (min(stages), sums), _Delivery(max(made), *window)
             free = span.end
 
 
@@ -127,5 +128,5 @@ def _makers(schedule: Schedule, op: Op, rank: int) -> Iterator[Op]:
     sends."""
     for needed in schedule.dependencies(op):
         if schedule.where.get(needed, rank) != rank:
-            sends = needed.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+            sends = needed.kind in SENDS
             yield schedule.dependencies(needed)[0] if sends else needed

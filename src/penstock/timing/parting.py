@@ -89,7 +89,7 @@ def find_parting(
     Raises:
         InputError: the timelines do not show the same compute ops on the same ranks.
     """
-    pair = _Pair(predicted, measured)
+    pair = _BothTimelines(predicted, measured)
     allowed = max(tolerance * predicted.makespan, _NOISES * _scatter(measured))
     for span in sorted(pair.measured.values(), key=lambda span: (span.start, span.rank)):
         before = pair.predicted[span.op]
@@ -107,7 +107,7 @@ def _scatter(timeline: Timeline) -> float:
     return median([abs(span.end - span.start - usual[span.op]) for span in busy] or [0.0])
 
 
-class _Pair:
+class _BothTimelines:
     """The work that both timelines show."""
 
     def __init__(self, predicted: Timeline, measured: Timeline) -> None:

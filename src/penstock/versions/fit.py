@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from penstock.errors import InputError
 from penstock.schedule import Schedule
-from penstock.schedule.rounds import Rounds, warm_up
+from penstock.schedule.rounds import Rounds, fewest_per_update, warm_up
 from penstock.versions.policies import DoubleBuffer, PipeMare, Place, Policy, VerticalSync
 
 
@@ -30,9 +30,13 @@ def rounds_of(policy: Policy, schedule: Schedule, minibatch: int) -> Rounds:
     Args:
         policy: says what an update is made of.
         schedule: of the stream.
-        minibatch: microbatches of each but perhaps the last.
+        minibatch: microbatches of each minibatch but perhaps the last.
+
+    Raises:
+        InputError: minibatches are too short for the policy.
     """
     replicas = tuple(schedule.copies[stage] for stage in range(schedule.num_stages))
+    check_policy(policy, policy.family, replicas, minibatch)
     if policy.updates == "microbatch":
         return Rounds(replicas)
     return Rounds.of_minibatches(replicas, minibatch, schedule.num_microbatches)
@@ -46,9 +50,7 @@ def weight_copies(policy: Policy, place: Place) -> int:
 def least_minibatch(policy: Policy, replicas: Sequence[int]) -> int:
     """The fewest microbatches of a minibatch with which a policy keeps what it promises: under 2BW,
     as many as may be in flight behind it, p−1 without replicas."""
-    if not isinstance(policy, DoubleBuffer):
-        return 1
-    return max(warm_up(replicas, stage) * count for stage, count in enumerate(replicas))
+    return fewest_per_update(replicas) if isinstance(policy, DoubleBuffer) else 1
 
 
 def check_policy(

@@ -27,7 +27,7 @@ from penstock.partition.placement import (
     make_space,
     stage_costs,
 )
-from penstock.partition.placement.learned import _Policy
+from penstock.partition.placement.learned import _DevicePolicy
 from tests.kit.paths import DOCS
 
 PLACERS = [random_placement, greedy_placement, learned_placement]
@@ -158,7 +158,7 @@ def test_on_a_chain_nobody_beats_the_exact_programme(place, seed):
 
 def chance_of_wanted(learns):
     """The mean chance of a wanted device after 400 batches whose rewards count wrong devices."""
-    policy = _Policy.of(make_space(series_parallel(2, 12), 3, **EVERY_LAYER), seed=5)
+    policy = _DevicePolicy.of(make_space(series_parallel(2, 12), 3, **EVERY_LAYER), seed=5)
     wanted = [at % 3 for at in range(12)]
     for _ in range(400):
         drawn = policy.draw()

@@ -226,7 +226,7 @@ def dapple_candidates(
         num_microbatches,
         fits or (lambda start, stop, replicas: True),
     )
-    search = _Search(chain, servers(cluster), beam, count)
+    search = _BeamSearch(chain, servers(cluster), beam, count)
     stops = [*_places(chain, max_cuts), len(graph.layers)]
     for at, start in enumerate([0, *stops[:-1]]):
         search.grow(start, stops[at:])
@@ -236,7 +236,7 @@ def dapple_candidates(
     )
 
 
-class _Search:
+class _BeamSearch:
     """The beams, one for each (last layer, devices gone), and the best plans so far."""
 
     def __init__(

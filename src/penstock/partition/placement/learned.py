@@ -37,7 +37,7 @@ _FLATTER = 0.9
 
 
 def _learn(space: Space, ledger: Ledger, seed: int) -> None:
-    policy = _Policy.of(space, seed)
+    policy = _DevicePolicy.of(space, seed)
     list(_rewards(space, ledger, policy.favourite))  # even cuts of the execution order: a pipeline
     while not ledger.is_spent:
         drawn, before = policy.draw(), ledger.num_stale
@@ -75,7 +75,7 @@ def _rewards(space: Space, ledger: Ledger, drawn: Ints) -> Iterator[float]:
 
 
 @dataclass
-class _Policy:
+class _DevicePolicy:
     """A softmax over devices for each group, and what learning it needs."""
 
     logits: Floats
@@ -86,7 +86,7 @@ class _Policy:
     num_updates: int = 0
 
     @classmethod
-    def of(cls, space: Space, seed: int) -> _Policy:
+    def of(cls, space: Space, seed: int) -> _DevicePolicy:
         import numpy as np
 
         seconds = np.asarray(space.seconds)

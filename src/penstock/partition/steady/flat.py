@@ -98,7 +98,7 @@ _Choice = dict[int, tuple[int, int]]
 
 def search_flat(task: FlatTask, below: float = inf) -> FlatResult | None:
     """The optimum, or ``None`` if there is no partition (faster than ``below``)."""
-    search = _Search(task)
+    search = _FlatSearch(task)
     best = search.under(below * (1 - ROUNDING))
     if best is None:
         return None
@@ -125,7 +125,7 @@ def search_flat(task: FlatTask, below: float = inf) -> FlatResult | None:
     return search.spread(search.shortest(best))
 
 
-class _Search:
+class _FlatSearch:
     """Answers for one ceiling after the other; remembers what a lower one cannot change."""
 
     def __init__(self, task: FlatTask) -> None:

@@ -86,11 +86,11 @@ def search_in_order(task: OrderTask, below: float) -> tuple[int, tuple[Piece, ..
     Returns:
         Its first device, and its stages; devices follow each other.
     """
-    return _Search(task, below).result()
+    return _OrderSearch(task, below).result()
 
 
 @dataclass
-class _Search:
+class _OrderSearch:
     task: OrderTask
     below: float
     table: dict[int, _Choices] = field(default_factory=dict)

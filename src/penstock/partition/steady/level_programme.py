@@ -91,7 +91,7 @@ def steps(num_states: int, counts: Sequence[int], updates: float) -> int:
 
 
 @dataclass
-class _Table:
+class _LevelTable:
     """What a level knows, for components from state ``[i]`` to state ``[j]``.
 
     Attributes:
@@ -122,7 +122,7 @@ class Programme:
     ) -> None:
         self.states, self.levels = states, levels
         self.cost_model, self.updates = cost_model, updates
-        self.tables: dict[tuple[int, float], _Table] = {}
+        self.tables: dict[tuple[int, float], _LevelTable] = {}
 
     @cached_property
     def layers(self) -> tuple[Array, Array]:
@@ -144,13 +144,13 @@ class Programme:
         """A of a group of the level below."""
         return self._table(level - 1, updates).whole if level else self.layers[0]
 
-    def _table(self, level: int, updates: float) -> _Table:
+    def _table(self, level: int, updates: float) -> _LevelTable:
         key = (level, updates)
         if key not in self.tables:
             self.tables[key] = self._filled(level, updates)
         return self.tables[key]
 
-    def _filled(self, level: int, updates: float) -> _Table:
+    def _filled(self, level: int, updates: float) -> _LevelTable:
         import numpy as np
 
         count = self.levels.counts[level]
@@ -178,7 +178,7 @@ class Programme:
                 np.minimum(behind, handing_on[-1], out=behind)
             handing_on.append(behind)
             whole = best
-        return _Table(first, later, handing_on, whole)
+        return _LevelTable(first, later, handing_on, whole)
 
     def _parts(self, level: int, updates: float, number: int) -> tuple[Array, Array]:
         """(compute, exchange of gradients) of components on so many groups, per microbatch."""
@@ -219,7 +219,7 @@ class Programme:
 
     def _last_stage(
         self,
-        table: _Table,
+        table: _LevelTable,
         cuts: Sequence[Array],
         bounds: tuple[int, int],
         left: int,

@@ -75,7 +75,7 @@ class Solution(NamedTuple):
     exact: bool
 
 
-class Problem:
+class LayoutProblem:
     """One model on one group.
 
     Args:

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from penstock.cluster import Link
 from penstock.errors import InputError
 from penstock.graph import Layer, LayerGraph
-from penstock.partition.tensor.layout_search import Problem, Solution, Step
+from penstock.partition.tensor.layout_search import LayoutProblem, Solution, Step
 from penstock.partition.tensor.layouts import Layout, Ring, Sharing, Split, ways
 from penstock.values import is_whole
 
@@ -86,7 +86,9 @@ def split_layers(
     for what, count in counts.items():
         if not is_whole(count) or count < 1:
             raise InputError(f"{what} is {count!r}, but must be a whole number ≥ 1")
-    problem = Problem(graph, Ring(num_tensor_ranks, link, graph.microbatch_size), num_microbatches)
+    problem = LayoutProblem(
+        graph, Ring(num_tensor_ranks, link, graph.microbatch_size), num_microbatches
+    )
     data = problem.solve(_by_rows)
     tensor = problem.solve(_by_parameters)
     found = problem.solve(ways)
@@ -107,7 +109,7 @@ def split_layers(
     )
 
 
-def _named(problem: Problem, solution: Solution) -> list[tuple[str, Sharing]]:
+def _named(problem: LayoutProblem, solution: Solution) -> list[tuple[str, Sharing]]:
     names = (layer.name for layer in problem.graph.layers)
     return list(zip(names, solution.sharings, strict=True))
 
@@ -122,7 +124,7 @@ def _by_parameters(layer: Layer) -> list[Sharing]:
     return divided or there
 
 
-def _as_seen(problem: Problem, solution: Solution) -> LayerGraph:
+def _as_seen(problem: LayoutProblem, solution: Solution) -> LayerGraph:
     """The graph as one device of the group sees it, its communication included."""
     share = problem.ring.share(solution.sharings[0].reads)
     return replace(
@@ -133,7 +135,7 @@ def _as_seen(problem: Problem, solution: Solution) -> LayerGraph:
     )
 
 
-def _layer_as_seen(problem: Problem, layer: Layer, sharing: Sharing, step: Step) -> Layer:
+def _layer_as_seen(problem: LayoutProblem, layer: Layer, sharing: Sharing, step: Step) -> Layer:
     ring = problem.ring
     work, parameters = ring.share(sharing.divides), ring.parameter_share(sharing)
     reads, gives = ring.share(sharing.reads), ring.share(sharing.gives)

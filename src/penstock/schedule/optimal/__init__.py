@@ -22,16 +22,23 @@ from time import monotonic
 import numpy as np
 
 from penstock.errors import InputError, ScheduleError
-from penstock.schedule.optimal.problem import NEVER, Floats, Order, Problem, Windows, objective_of
-from penstock.schedule.optimal.program import Program, load_solver
+from penstock.schedule.optimal.problem import (
+    NEVER,
+    ExactProblem,
+    Floats,
+    Order,
+    StartWindows,
+    objective_of,
+)
+from penstock.schedule.optimal.program import LinearProgram, load_solver
 
-__all__ = ["PRECISION", "Order", "Problem", "minimise"]
+__all__ = ["PRECISION", "ExactProblem", "Order", "minimise"]
 
 PRECISION = 1e-6
 """An order may exceed the optimum by this part of it, to which the solver computes."""
 
 
-def minimise(problem: Problem, known: Order, time_limit_seconds: float) -> Order:
+def minimise(problem: ExactProblem, known: Order, time_limit_seconds: float) -> Order:
     """Of each rank, the ops in the order whose objective is least, to one part in a million.
 
     Args:
@@ -45,7 +52,7 @@ def minimise(problem: Problem, known: Order, time_limit_seconds: float) -> Order
     """
     solve = load_solver()
     deadline = monotonic() + time_limit_seconds
-    windows = Windows(problem, problem.gap)
+    windows = StartWindows(problem, problem.gap)
     least = windows.lower_bound(problem)
     bound = objective_of(problem, known)
     cutoff = bound * (1 - PRECISION)
@@ -54,7 +61,7 @@ def minimise(problem: Problem, known: Order, time_limit_seconds: float) -> Order
     narrowed = _rule_out(problem, windows, cutoff)
     if narrowed is None:
         return known
-    program = Program(problem, *narrowed, bounds=(least, cutoff))
+    program = LinearProgram(problem, *narrowed, bounds=(least, cutoff))
     status, promised, values = solve(program, deadline - monotonic(), PRECISION)
     if status == "infeasible":
         # Nothing is below the cutoff, so what was known is the best.
@@ -75,7 +82,9 @@ def minimise(problem: Problem, known: Order, time_limit_seconds: float) -> Order
     return order
 
 
-def _rule_out(problem: Problem, windows: Windows, cutoff: float) -> tuple[Floats, Windows] | None:
+def _rule_out(
+    problem: ExactProblem, windows: StartWindows, cutoff: float
+) -> tuple[Floats, StartWindows] | None:
     """Add to the gaps each order of two ops without which the objective would exceed ``cutoff``;
     ``None`` if nothing can stay within it."""
     gap, duration, rank = problem.gap, problem.duration, np.array(problem.rank)
@@ -91,11 +100,11 @@ def _rule_out(problem: Problem, windows: Windows, cutoff: float) -> tuple[Floats
         if not forced.any():
             return gap, windows
         gap = np.where(forced, duration[:, None], gap)
-        windows = Windows(problem, gap)
+        windows = StartWindows(problem, gap)
     return None
 
 
-def _decode(problem: Problem, program: Program, values: Floats) -> Order:
+def _decode(problem: ExactProblem, program: LinearProgram, values: Floats) -> Order:
     """The order that the binaries say; starts decide only where times of zero leave a circle."""
     done: set[int] = set()
     order: Order = [[] for _ in problem.room]

@@ -26,7 +26,7 @@ _KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class ExactProblem:
     """What is to be ordered; op number n is ``ops[n]``.
 
     Attributes:
@@ -54,7 +54,7 @@ class Problem:
         costs: Durations,
         room: tuple[int, ...],
         by_stage: bool = False,
-    ) -> Problem:
+    ) -> ExactProblem:
         """The ops of a split backward with their dependencies."""
         ops = tuple(
             Op(stage, kind, microbatch)
@@ -104,7 +104,7 @@ class Problem:
         return _gaps(self.gap.T)
 
 
-def objective_of(problem: Problem, order: Order) -> float:
+def objective_of(problem: ExactProblem, order: Order) -> float:
     """The objective if every op runs as early as the order lets it; infinite if it deadlocks."""
     before = {b: a for numbers in order for a, b in pairwise(numbers)}
     start: dict[int, float] = {}
@@ -135,7 +135,7 @@ def _gaps(rows: Floats) -> tuple[Gaps, ...]:
     )
 
 
-class Windows:
+class StartWindows:
     """When each op can run, and what that says about the objective.
 
     Attributes:
@@ -146,7 +146,7 @@ class Windows:
         possible: whether no op comes before itself.
     """
 
-    def __init__(self, problem: Problem, gap: Floats) -> None:
+    def __init__(self, problem: ExactProblem, gap: Floats) -> None:
         far = gap.copy()
         np.fill_diagonal(far, 0.0)
         for via in range(len(far)):
@@ -162,7 +162,7 @@ class Windows:
             begin = np.array([self.head[problem.members[rank][0]] for rank in problem.rank])
         self.tail: Floats = (far + problem.duration - begin).max(axis=1) - problem.duration
 
-    def lower_bound(self, problem: Problem) -> float:
+    def lower_bound(self, problem: ExactProblem) -> float:
         """Jackson's one-machine bound: of any ops of one rank, the first starts no earlier than the
         least head, and behind the last comes no less than the least tail."""
         found = float((self.head + problem.duration + self.tail).max())

@@ -13,9 +13,9 @@ import numpy as np
 
 from penstock.errors import InputError
 from penstock.schedule.op import Kind
-from penstock.schedule.optimal.problem import NEVER, Floats, Problem, Windows
+from penstock.schedule.optimal.problem import NEVER, ExactProblem, Floats, StartWindows
 
-Solver = Callable[["Program", float, float], tuple[str, float, Floats]]
+Solver = Callable[["LinearProgram", float, float], tuple[str, float, Floats]]
 """From a program, a time limit in seconds and a relative precision: "optimal", "infeasible" or why
 neither is known; the objective; the value of every column."""
 
@@ -25,7 +25,7 @@ _ANSWERS = {0: "optimal", 2: "infeasible"}
 _INFEASIBLE_OR_UNBOUNDED = 4
 
 
-class Program:
+class LinearProgram:
     """Rows of terms that come to something at least, in the form that scipy takes. Columns are the
     starts, the binaries (1: the first of the two ops comes first), and the objective.
 
@@ -37,7 +37,7 @@ class Program:
     """
 
     def __init__(
-        self, problem: Problem, gap: Floats, windows: Windows, bounds: tuple[float, float]
+        self, problem: ExactProblem, gap: Floats, windows: StartWindows, bounds: tuple[float, float]
     ) -> None:
         least, most = bounds
         self.unit = most / _SCALE
@@ -181,7 +181,9 @@ def load_solver() -> Solver:
             "optimal needs scipy, which is not installed; pip install 'penstock[search]'"
         ) from None
 
-    def solve(program: Program, seconds: float, precision: float) -> tuple[str, float, Floats]:
+    def solve(
+        program: LinearProgram, seconds: float, precision: float
+    ) -> tuple[str, float, Floats]:
         shape = len(program.at_least), program.objective + 1
         matrix = coo_array((program.factor, (program.row, program.column)), shape=shape).tocsr()
         cost = np.zeros(shape[1])

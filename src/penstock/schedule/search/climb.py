@@ -13,9 +13,9 @@ from functools import partial
 from itertools import product
 from math import inf
 
-from penstock.schedule.search.evaluate import Outcome, evaluate
+from penstock.schedule.search.evaluate import OrderScore, evaluate
 from penstock.schedule.search.greedy import Rules, greedy
-from penstock.schedule.search.problem import NUM_KINDS, Orders, Problem
+from penstock.schedule.search.problem import NUM_KINDS, OrderingProblem, Orders
 
 _MOST_CLIMBS, _MOST_MOVES = 500, 2000
 _GRID_OPS, _CLIMB_OPS, _MOVE_OPS = 600_000, 900_000, 300_000
@@ -28,7 +28,7 @@ _GRID = tuple(product((0, 1, 2), (1.0, 0.5, 0.1, 0.01), (0.0, 0.2, 0.45, 0.7)))
 _DEEP = ((True, True), (True, False), (False, True), (False, False))
 
 
-def search(problem: Problem, seeds: Iterable[Orders], effort: float = 1.0) -> Orders:
+def search(problem: OrderingProblem, seeds: Iterable[Orders], effort: float = 1.0) -> Orders:
     """The best order found. Never worse than any of the seeds that fits; always the same for the
     same arguments.
 
@@ -37,11 +37,11 @@ def search(problem: Problem, seeds: Iterable[Orders], effort: float = 1.0) -> Or
         seeds: orders to begin with, over the same ops.
         effort: 2 looks at twice as many orders, 0 only at the seeds and the grid.
     """
-    return _Search(problem, effort).run(seeds)
+    return _Climb(problem, effort).run(seeds)
 
 
-class _Search:
-    def __init__(self, problem: Problem, effort: float) -> None:
+class _Climb:
+    def __init__(self, problem: OrderingProblem, effort: float) -> None:
         self.problem = problem
         self.random = random.Random(0)
         count = sum(len(stages) for stages in problem.stages_of) * problem.num_microbatches * 3
@@ -50,7 +50,7 @@ class _Search:
         self.moves = round(effort * min(_MOST_MOVES, _MOVE_OPS // count))
         self.good_enough = problem.least * _CLOSE
         self.best: Orders = []
-        self.outcome = Outcome(inf, inf)
+        self.outcome = OrderScore(inf, inf)
         self.rules: list[Rules] = []
         self.rules_outcome = self.outcome
         often = (self._patience, self._gap, self._eager)
@@ -75,11 +75,11 @@ class _Search:
         for _ in range(self.moves):
             yield self._move
 
-    def _offer(self, orders: Orders) -> Outcome:
+    def _offer(self, orders: Orders) -> OrderScore:
         """Keep these orders if none better are known."""
         found = evaluate(self.problem, orders)
         if found is None:
-            return Outcome(inf, inf)
+            return OrderScore(inf, inf)
         if found[0] < self.outcome:
             self.outcome, self.best = found[0], orders
         return found[0]
