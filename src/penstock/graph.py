@@ -164,11 +164,11 @@ class Contention(Value, frozen=True, kw_only=True):
             number(f"contention: {name}", getattr(self, name))
 
     def of_passes(self, mode: Mode) -> float:
-        """Of forwards and backwards."""
+        """The factor by which ranks slow each other's forwards and backwards."""
         return {"whole": self.whole, "split": self.split, "stream": self.stream}[mode]
 
     def of_updates(self, mode: Mode) -> float:
-        """Of optimizer steps."""
+        """The factor by which ranks slow each other's optimizer steps."""
         return self.stream_update if mode == "stream" else self.update
 
     def spread_of(self, mode: Mode) -> float:

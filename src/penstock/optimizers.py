@@ -321,8 +321,8 @@ def _sides(parameter: Tensor, group: dict[str, Any]) -> list[str]:
     lengths = {"left": parameter.shape[0], "right": parameter[0].numel()}
     if min(lengths.values()) == 1:
         return []  # a vector in the shape of a matrix
-    found = [side for side, length in lengths.items() if length <= group["max_dim"]]
-    return [min(found, key=lengths.__getitem__)] if found and group["one_sided"] else found
+    short = [side for side, length in lengths.items() if length <= group["max_dim"]]
+    return [min(short, key=lengths.__getitem__)] if short and group["one_sided"] else short
 
 
 def _follow(

@@ -157,10 +157,10 @@ def gathered(seats: Sequence[Seat], links: Mapping[Pair, Link]) -> Cluster:
 
 
 def _ranks_by_host(hosts: Sequence[str]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+    ranks: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
-        found.setdefault(host, []).append(rank)
-    return found
+        ranks.setdefault(host, []).append(rank)
+    return ranks
 
 
 def _titles(hosts: Iterable[str]) -> dict[str, str]:
@@ -178,7 +178,7 @@ def _titles(hosts: Iterable[str]) -> dict[str, str]:
 def _devices(
     seats: Sequence[Seat], hosts: Mapping[str, Sequence[int]], titles: Mapping[str, str]
 ) -> tuple[Device, ...]:
-    found = []
+    devices = []
     for rank, seat in enumerate(seats):
         ranks = hosts[seat.host]
         index = ranks.index(rank)
@@ -188,8 +188,8 @@ def _devices(
             name = f"{seat.kind}{index}"
         else:
             name = titles[seat.host] if alone else f"{titles[seat.host]}:{index}"
-        found.append(Device(name=name, memory_bytes=memory_bytes, kind=seat.kind))
-    return tuple(found)
+        devices.append(Device(name=name, memory_bytes=memory_bytes, kind=seat.kind))
+    return tuple(devices)
 
 
 def _inside(hosts: Mapping[str, Sequence[int]], links: Mapping[Pair, Link]) -> dict[str, Link]:
@@ -198,18 +198,18 @@ def _inside(hosts: Mapping[str, Sequence[int]], links: Mapping[Pair, Link]) -> d
         host: [link for pair, link in links.items() if {*pair} <= {*ranks}]
         for host, ranks in hosts.items()
     }
-    usual = _middle(link for found in within.values() for link in found)
-    return {host: _middle(found) if found else usual for host, found in within.items()}
+    usual = _middle(link for own in within.values() for link in own)
+    return {host: _middle(own) if own else usual for host, own in within.items()}
 
 
 def _middle(links: Iterable[Link]) -> Link:
     """The median latency and the median bandwidth; a link without cost of none."""
-    found = list(links)
-    if not found:
+    measured = list(links)
+    if not measured:
         return Link()
     return Link(
-        latency_seconds=median(link.latency_seconds for link in found),
-        bytes_per_second=median(link.bytes_per_second for link in found),
+        latency_seconds=median(link.latency_seconds for link in measured),
+        bytes_per_second=median(link.bytes_per_second for link in measured),
     )
 
 

@@ -79,12 +79,13 @@ def _read_cell(cell: str, ops: list[Op], reduced: dict[int, str]) -> None:
         reduced[int(match[1])] = cell
         return
     overlap = _OVERLAP.fullmatch(cell)
-    found = [Op.parse(part.strip()) for part in (overlap[1].split(";") if overlap else [cell])]
-    if overlap and [op.kind for op in found] != [Kind.FORWARD, Kind.BACKWARD]:
+    parts = overlap[1].split(";") if overlap else [cell]
+    read = [Op.parse(part.strip()) for part in parts]
+    if overlap and [op.kind for op in read] != [Kind.FORWARD, Kind.BACKWARD]:
         raise ScheduleError(f"{cell!r} is not one F and one B; torch overlaps nothing else")
-    for op in found:
+    for op in read:
         if op.slice or op.kind not in COMPUTE | COMMUNICATION:
             raise ScheduleError(f"{op} is one of our ops, but not an action of torch's")
         if op.stage in reduced and op.kind in COMPUTE:
             raise ScheduleError(f"{op} stands behind {reduced[op.stage]}, which ends its stage")
-    ops += found
+    ops += read

@@ -74,7 +74,8 @@ def hoist_receives(schedule: Schedule, capacity: int) -> Schedule:
     room = dict(room_needed(schedule, capacity))
     position = [0] * len(rows)
     done: set[Op] = set()
-    while any(at < len(row) for at, row in zip(position, rows, strict=True)):
+    while any(next_op < len(row) for next_op, row in zip(position, rows, strict=True)):
+        # 1. Every rank goes on as far as it can.
         moved = False
         for rank, row in enumerate(rows):
             while position[rank] < len(row) and _can_run(schedule, row[position[rank]], room, done):
@@ -83,8 +84,10 @@ def hoist_receives(schedule: Schedule, capacity: int) -> Schedule:
                 moved = True
         if moved:
             continue
-        # Nothing goes on. A full channel is to blame, unless the schedule deadlocks by itself.
-        waits = [row[at] for at, row in zip(position, rows, strict=True) if at < len(row)]
+        # 2. Nothing goes on. A full channel is to blame, unless the schedule deadlocks by itself.
+        waits = [
+            row[next_op] for next_op, row in zip(position, rows, strict=True) if next_op < len(row)
+        ]
         wanted = [
             room[op]
             for op in waits
@@ -92,6 +95,7 @@ def hoist_receives(schedule: Schedule, capacity: int) -> Schedule:
         ]
         if not wanted:
             break
+        # 3. The receives that would make room come to where their ranks wait.
         for receive in wanted:
             rank = schedule.where[receive]
             rows[rank].remove(receive)

@@ -115,7 +115,9 @@ class Windows:
         schedule = self._stream((*sizes, self._more))
         return tuple(
             next(
-                at for at, op in enumerate(ops) if op.kind in _ENTRANCES and op.microbatch >= count
+                position
+                for position, op in enumerate(ops)
+                if op.kind in _ENTRANCES and op.microbatch >= count
             )
             for ops in schedule.ranks
         )

@@ -112,8 +112,8 @@ class _BothTimelines:
 
     def __init__(self, predicted: Timeline, measured: Timeline) -> None:
         ours, theirs = _work(predicted), _work(measured)
-        for one, other, where in ((ours, theirs, "measured"), (theirs, ours, "predicted")):
-            for op, span in one.items():
+        for shown, other, where in ((ours, theirs, "measured"), (theirs, ours, "predicted")):
+            for op, span in shown.items():
                 there = other.get(op)
                 if op.kind in COMPUTE and (there is None or there.rank != span.rank):
                     raise InputError(
@@ -159,9 +159,9 @@ class _BothTimelines:
     def _followed(self, op: Op, shown: Mapping[Op, Span]) -> Op | None:
         """The op that ``op`` directly followed."""
         span, local = shown[op], self._previous.get(op)
-        needed = [one for one in self._schedule.dependencies(op) if one in shown]
-        remote = [one for one in needed if shown[one].rank != span.rank]
-        last = max(remote, key=lambda one: shown[one].end, default=None)
+        needed = [need for need in self._schedule.dependencies(op) if need in shown]
+        remote = [need for need in needed if shown[need].rank != span.rank]
+        last = max(remote, key=lambda need: shown[need].end, default=None)
         if last is None or local is None:
             return last or local
         # An idle rank waited for the result, if that could have been under way for so long.

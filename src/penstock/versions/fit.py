@@ -11,12 +11,12 @@ from penstock.versions.policies import DoubleBuffer, PipeMare, Place, Policy, Ve
 
 
 def place_of(policy: Policy, replicas: Sequence[int], stage: int, num_microbatches: int) -> Place:
-    """Where a stage stands.
+    """Where a stage stands in its pipeline, as far as a policy asks about it.
 
     Args:
         policy: says what an update is made of.
-        replicas: of each stage.
-        stage: which.
+        replicas: how many each stage has.
+        stage: its number, from 0.
         num_microbatches: per minibatch.
     """
     whole = policy.updates == "minibatch"
@@ -29,7 +29,7 @@ def rounds_of(policy: Policy, schedule: Schedule, minibatch: int) -> Rounds:
 
     Args:
         policy: says what an update is made of.
-        schedule: of the stream.
+        schedule: of the whole stream.
         minibatch: microbatches of each minibatch but perhaps the last.
 
     Raises:
@@ -59,9 +59,9 @@ def check_policy(
     """Raise ``InputError`` if a policy does not go with a plan.
 
     Args:
-        policy: which.
-        schedule: name of the family.
-        replicas: of each stage.
+        policy: the plan's.
+        schedule: the name of the plan's family.
+        replicas: how many each stage has.
         num_microbatches: per minibatch.
     """
     if policy.asynchronous and policy.family != schedule:

@@ -59,7 +59,7 @@ class _Prefix:
     """Stages so far.
 
     Attributes:
-        cuts, devices: of them.
+        cuts, devices: where they begin and end, and on which devices they are.
         used: devices that are gone, per server.
         reached: their ``lower_bound``, and what it needs to go on: the less the better, each.
     """
@@ -90,7 +90,7 @@ class _Chain:
 
     @cached_property
     def sums(self) -> tuple[tuple[float, ...], ...]:
-        """Of forward seconds, backward seconds and parameter bytes: of the first k layers."""
+        """Forward seconds, backward seconds and parameter bytes of the first k layers, summed."""
         layers = self.graph.layers
         columns = (
             (layer.forward_seconds for layer in layers),
@@ -279,7 +279,7 @@ class _BeamSearch:
 
     def _finish(self, prefix: _Prefix) -> None:
         # Equal servers give the same plan several times.
-        if all(one.shape != prefix.shape for one in self.finished):
+        if all(known.shape != prefix.shape for known in self.finished):
             # Of equally long ones, the one with fewer devices is the better plan.
             self.finished.append(prefix)
             self.finished.sort(key=lambda one: (one.bound, sum(one.used), one.cuts, one.devices))

@@ -98,7 +98,7 @@ class _DevicePolicy:
 
     @property
     def chances(self) -> Floats:
-        """Of each device, for each group."""
+        """The chance of each device, for each group."""
         import numpy as np
 
         raised = np.exp(self.logits - self.logits.max(axis=1, keepdims=True))

@@ -50,7 +50,7 @@ class Partition:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Of each stage."""
+        """How many devices each stage has."""
         return tuple(stage.replicas for stage in self.stages)
 
 

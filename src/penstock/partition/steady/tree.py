@@ -41,5 +41,5 @@ def link_within(topology: Topology, path: Path) -> Link:
 
 
 def usual_seconds(link: Link) -> float:
-    """Of a message of usual size, to compare links by."""
+    """Seconds of a message of usual size, to compare links by."""
     return link.seconds(_USUAL_BYTES)

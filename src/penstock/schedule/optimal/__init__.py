@@ -39,7 +39,7 @@ PRECISION = 1e-6
 
 
 def minimise(problem: ExactProblem, known: Order, time_limit_seconds: float) -> Order:
-    """Of each rank, the ops in the order whose objective is least, to one part in a million.
+    """The order of each rank's ops whose objective is least, to one part in a million.
 
     Args:
         problem: what is to be ordered.
@@ -50,6 +50,7 @@ def minimise(problem: ExactProblem, known: Order, time_limit_seconds: float) -> 
         InputError: not proven in time, or scipy is not installed.
         ScheduleError: the solver's answer does not stand up to a recount.
     """
+    # 1. Bounds: the known order from above, one-machine bounds from below.
     solve = load_solver()
     deadline = monotonic() + time_limit_seconds
     windows = StartWindows(problem, problem.gap)
@@ -58,9 +59,11 @@ def minimise(problem: ExactProblem, known: Order, time_limit_seconds: float) -> 
     cutoff = bound * (1 - PRECISION)
     if least >= cutoff:
         return known
+    # 2. Orders of two ops that cannot beat what is known are ruled out.
     narrowed = _rule_out(problem, windows, cutoff)
     if narrowed is None:
         return known
+    # 3. What is left open, the solver decides.
     program = LinearProgram(problem, *narrowed, bounds=(least, cutoff))
     status, promised, values = solve(program, deadline - monotonic(), PRECISION)
     if status == "infeasible":
@@ -72,12 +75,13 @@ def minimise(problem: ExactProblem, known: Order, time_limit_seconds: float) -> 
             f"{bound:g} is known, and none is below {least:g}; raise time_limit_seconds, or take "
             "zb-auto, which searches without proof"
         )
+    # 4. Its answer is an order, which is counted again by other means.
     order = _decode(problem, program, values)
-    found = objective_of(problem, order)
-    if found > promised + 3 * PRECISION * bound:
+    recounted = objective_of(problem, order)
+    if recounted > promised + 3 * PRECISION * bound:
         raise ScheduleError(
-            f"optimal: the solver promised {promised:g}, but its order takes {found:g}; leave out "
-            "costs that are next to nothing beside the others, or take zb-auto"
+            f"optimal: the solver promised {promised:g}, but its order takes {recounted:g}; leave "
+            "out costs that are next to nothing beside the others, or take zb-auto"
         )
     return order
 

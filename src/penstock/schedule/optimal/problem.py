@@ -17,7 +17,7 @@ Floats = npt.NDArray[np.float64]
 NEVER = -np.inf
 
 Order = list[list[int]]
-"""Of each rank, the numbers of its ops."""
+"""The numbers of the ops of each rank, in their order."""
 
 Gaps = tuple[tuple[int, float], ...]
 """Ops, and how long after the start of one of two the other can start."""
@@ -163,17 +163,17 @@ class StartWindows:
         self.tail: Floats = (far + problem.duration - begin).max(axis=1) - problem.duration
 
     def lower_bound(self, problem: ExactProblem) -> float:
-        """Jackson's one-machine bound: of any ops of one rank, the first starts no earlier than the
-        least head, and behind the last comes no less than the least tail."""
-        found = float((self.head + problem.duration + self.tail).max())
+        """Jackson's one-machine bound: the first of any ops of one rank starts no earlier than
+        their least head, and behind the last comes no less than their least tail."""
+        bound = float((self.head + problem.duration + self.tail).max())
         for numbers in map(list, problem.members):
             head, duration, tail = (x[numbers] for x in (self.head, problem.duration, self.tail))
             for least in np.unique(head):
                 by_tail = np.argsort(-np.where(head >= least, tail, NEVER))
                 by_tail = by_tail[: int((head >= least).sum())]
                 work = np.cumsum(duration[by_tail])
-                found = max(found, float((least + work + tail[by_tail]).max()))
-        return found
+                bound = max(bound, float((least + work + tail[by_tail]).max()))
+        return bound
 
     def is_open(self, a: int, b: int) -> bool:
         """Whether either of two ops may come first."""

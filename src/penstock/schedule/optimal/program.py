@@ -81,12 +81,12 @@ class LinearProgram:
 
     def first_of(self, b: int, values: Floats) -> set[int]:
         """The ops of b's rank that come before b by the binaries' values."""
-        found = set()
+        first = set()
         for a in self.problem.members[self.problem.rank[b]]:
             surely, terms = self.before(a, b)
             if a != b and surely + sum(f * values[c] for c, f in terms.items()) > 0.5:
-                found.add(a)
-        return found
+                first.add(a)
+        return first
 
     def _add(self, terms: Mapping[int, float], at_least: float) -> None:
         self.row += [len(self.at_least)] * len(terms)
@@ -126,7 +126,7 @@ class LinearProgram:
             self._add(rest, behind)
 
     def _transitivity(self, numbers: tuple[int, ...]) -> None:
-        """Of a before b, b before c and c before a, one or two hold."""
+        """One or two of a before b, b before c and c before a hold."""
         for a, b, c in combinations(numbers, 3):
             around = [self.before(*pair) for pair in ((a, b), (b, c), (c, a))]
             terms = {column: factor for _, part in around for column, factor in part.items()}

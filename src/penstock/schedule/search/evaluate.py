@@ -54,7 +54,7 @@ def evaluate(problem: OrderingProblem, orders: Orders) -> tuple[OrderScore, list
             if number in waiting:
                 runnable.append(waiting.pop(number))
         position[rank], free[rank] = at, time
-    if any(at < len(order) for at, order in zip(position, orders, strict=True)):
+    if any(done < len(order) for done, order in zip(position, orders, strict=True)):
         return None
     if problem.objective == "makespan":
         lengths = free

@@ -39,7 +39,7 @@ def whole_ranks(placement: Placement, kept_for_weight: float = 1.0) -> Sizes:
     """A microbatch keeps 1 at every rank, in equal parts at the rank's stages, and the given share
     of that from I until W."""
     whole = [1 / placement.count(rank) for rank in placement]
-    return Sizes(whole, [kept_for_weight * one for one in whole])
+    return Sizes(whole, [kept_for_weight * share for share in whole])
 
 
 @dataclass(frozen=True)
@@ -125,15 +125,15 @@ class OrderingProblem:
     def followers(self) -> tuple[tuple[tuple[tuple[int, int, float], ...], ...], ...]:
         """``followers[kind][stage]``: the (kind, stage) whose awaited result an op gives, and how
         long that is under way; full backwards left out."""
-        found: list[list[list[tuple[int, int, float]]]] = [
+        followers: list[list[list[tuple[int, int, float]]]] = [
             [[] for _ in range(self.num_stages)] for _ in range(BACKWARD)
         ]
         for kind, row in enumerate(self.awaited[:BACKWARD]):
             for stage, needed in enumerate(row):
                 if needed is not None:
                     follower = kind, stage, self.delays[kind][stage]
-                    found[_CODES[needed.kind]][needed.stage].append(follower)
-        return tuple(tuple(map(tuple, row)) for row in found)
+                    followers[_CODES[needed.kind]][needed.stage].append(follower)
+        return tuple(tuple(map(tuple, row)) for row in followers)
 
     @cached_property
     def delays(self) -> tuple[tuple[float, ...], ...]:
@@ -178,7 +178,7 @@ class OrderingProblem:
         bounds: list[float] = []
         for stage in range(self.num_stages):
             own = self.stages_of[self.placement[stage]]
-            work = sum(taken[one] for one in own for taken in self.taken[:BACKWARD])
+            work = sum(taken[mine] for mine in own for taken in self.taken[:BACKWARD])
             # The stage objective looks at no rank before its own first op.
             wait = head if self.objective == "makespan" else 0.0
             bounds += self._ways_through(stage, wait)
