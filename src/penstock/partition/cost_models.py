@@ -19,16 +19,11 @@ The first two know no latencies.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from penstock.cluster import Link
 from penstock.errors import InputError
+from penstock.partition.arrays import Array, np
 from penstock.values import is_number, one_of, shown
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Array = NDArray[Any]
 
 Line = tuple[float, float]
 """(seconds per byte of parameters, seconds besides) of an exchange of gradients."""
@@ -77,8 +72,6 @@ class CostModel:
 
     def together(self, compute: Array, exchange: Array) -> Array:
         """``shared_seconds`` of many stages at once, whose two parts are shared already."""
-        import numpy as np
-
         shown = 1 - self.overlap
         return np.asarray(np.maximum(compute, exchange) + shown * np.minimum(compute, exchange))
 

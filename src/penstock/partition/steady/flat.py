@@ -16,18 +16,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from math import ceil, inf
-from typing import TYPE_CHECKING, Any
 
 from penstock.cluster import Link
+from penstock.partition.arrays import Array, np
 from penstock.partition.chain import ROUNDING
 from penstock.partition.cost_models import CostModel
 from penstock.partition.steady.pieces import Fits, Piece, all_fit
 from penstock.partition.steady.states import States
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Array = NDArray[Any]
 
 _NEVER = 1 << 30
 """More replicas than anyone has; still a number, so that sums of it are."""
@@ -129,8 +124,6 @@ class _FlatSearch:
     """Answers for one ceiling after the other; remembers what a lower one cannot change."""
 
     def __init__(self, task: FlatTask) -> None:
-        import numpy as np
-
         self.task = task
         states, model = task.states, task.cost_model
         self.most = min(task.most_replicas, task.num_devices)
@@ -219,8 +212,6 @@ class _FlatSearch:
 
     def _nothing_behind(self) -> Array:
         """Devices · _STEP + stages behind the last state, and too many behind all others."""
-        import numpy as np
-
         ranks = np.full(len(self.cuts), _NEVER * _STEP, dtype=np.int64)
         ranks[-1] = 0
         return ranks
@@ -232,8 +223,6 @@ class _FlatSearch:
         A stage of m replicas takes work(m) / m seconds, and work never falls with m. So m must be
         at least work(m) / ceiling, and going there again and again ends at the least m that does.
         """
-        import numpy as np
-
         known = self.known
         least = self._least_for_cuts(ceiling)
         before, behind = self._at_least(ceiling)
@@ -258,8 +247,6 @@ class _FlatSearch:
 
     def _at_least(self, ceiling: float) -> tuple[Array, Array]:
         """Devices that the layers before each state need, and those behind it."""
-        import numpy as np
-
         before = _whole(self.seconds * ((1 - 1e-9) / ceiling))
         rest = self.seconds[-1] - self.seconds
         behind = _whole(rest * ((1 - 1e-9) / ceiling))
@@ -267,16 +254,12 @@ class _FlatSearch:
 
     def _work(self, compute: Array, parameters: Array, replicas: Array) -> Array:
         """``CostModel.shared_seconds`` times the number of replicas."""
-        import numpy as np
-
         exchange = self.slope[replicas] * parameters + self.base[replicas]
         exchange = exchange * np.minimum(replicas * self.task.updates, 1.0)
         return self.task.cost_model.together(compute, exchange)
 
     def _least_for_cuts(self, ceiling: float) -> Array:
         """Of both stages at a cut behind each state."""
-        import numpy as np
-
         ratio = self.cuts / ceiling * (1 - ROUNDING)
         if self.task.cost_model.shares_cuts:
             return _whole(ratio)
@@ -293,8 +276,6 @@ class _FlatSearch:
             ceiling: of each.
             behind: what the layers behind the first stage need; by default as little as possible.
         """
-        import numpy as np
-
         ranks = self._nothing_behind()
         behind = ranks if behind is None else behind
         choice: _Choice = {}
@@ -334,8 +315,6 @@ class _FlatSearch:
 
     def _fitting(self, stages: _Stages, at: int, behind: int, ceiling: float) -> int:
         """The fewest replicas on which a stage fits and is fast enough."""
-        import numpy as np
-
         fits = self.task.fits
         assert fits is not None
         layers = self.task.states.between(int(stages.starts[at]), int(stages.stops[at]))
@@ -357,8 +336,6 @@ class _FlatSearch:
         return beats
 
     def _stage_seconds(self, piece: Piece) -> float:
-        import numpy as np
-
         compute = self.seconds[piece.stop] - self.seconds[piece.start]
         sizes = self.task.states.parameter_bytes
         parameters = sizes[piece.stop] - sizes[piece.start]
@@ -366,8 +343,6 @@ class _FlatSearch:
 
     def _forget(self, stages: _Stages, fewest: Array, ceiling: float) -> None:
         """Keep only stages that may be part of something faster; none will need fewer replicas."""
-        import numpy as np
-
         self.behind = np.minimum(fewest, self.task.num_devices + 1)
         before, behind = self._at_least(ceiling)
         total = before[stages.starts] + stages.replicas + behind[stages.stops]
@@ -377,6 +352,4 @@ class _FlatSearch:
 
 def _whole(numbers: Array) -> Array:
     """Rounded up; what is beyond all numbers of replicas stays just beyond."""
-    import numpy as np
-
     return np.asarray(np.minimum(np.ceil(numbers), _NEVER).astype(np.int64))

@@ -13,20 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from math import ceil, inf
-from typing import TYPE_CHECKING, Any
 
 from penstock.cluster import Link, Topology
+from penstock.partition.arrays import Array, np
 from penstock.partition.chain import ROUNDING
 from penstock.partition.cost_models import CostModel
 from penstock.partition.steady.evaluation import exchange_lines
 from penstock.partition.steady.pieces import Fits, Piece
 from penstock.partition.steady.states import States
 from penstock.partition.steady.tree import usual_seconds
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -56,8 +51,6 @@ class OrderTask:
     @cached_property
     def cuts(self) -> Array:
         """Seconds ``[link, state]`` of a cut between single devices."""
-        import numpy as np
-
         sizes = self.states.cut_bytes[1:-1]
         rows = [
             [self.cost_model.cut_seconds(size, 1, link) for size in sizes] for link in self.links
@@ -107,8 +100,6 @@ class _OrderSearch:
         return None if found is None else (found, self._pieces(found))
 
     def _blank(self) -> _Choices:
-        import numpy as np
-
         shape = self.task.cuts.shape
         numbers = [np.zeros(shape, dtype=np.int32) for _ in range(3)]
         blank = _Choices(np.full(shape, inf), *numbers)
@@ -135,8 +126,6 @@ class _OrderSearch:
 
     def _reachable(self, device: int) -> Array:
         """States that a partition faster than ``below`` may have before a device."""
-        import numpy as np
-
         seconds, speeds = self.task.states.compute_seconds, self.task.speeds
         before, after = sum(speeds[:device]), sum(speeds[device:])
         early = seconds <= self.below * before * (1 + 1e-9)
@@ -145,8 +134,6 @@ class _OrderSearch:
 
     def _try(self, made: _Choices, rows: Array, device: int, behind: int) -> None:
         """Stages on the devices from ``device`` up to ``behind``."""
-        import numpy as np
-
         task, count = self.task, behind - device
         own = task.slowest(device, behind - 1)
         shared = count if task.cost_model.shares_cuts else 1
@@ -174,8 +161,6 @@ class _OrderSearch:
 
     def _stages(self, rows: Array, columns: Array, device: int, behind: int) -> Array:
         """Seconds of stages between states ``[row, column]``; infinite where there is none."""
-        import numpy as np
-
         task, states = self.task, self.task.states
         pace = min(task.speeds[device:behind])
         compute = states.compute_seconds[columns][None] - states.compute_seconds[rows][:, None]
@@ -189,8 +174,6 @@ class _OrderSearch:
 
     def _forbid(self, beats: Array, rows: Array, columns: Array, count: int, behind: int) -> None:
         """Make infinite what does not fit."""
-        import numpy as np
-
         in_flight = 1 + ceil(behind / count)
         for row, column in np.argwhere(beats < self.below):
             if not self._fits(int(rows[row]), int(columns[column]), count, in_flight):

@@ -6,18 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, prod
-from typing import TYPE_CHECKING, Any
 
 from penstock.cluster import Link
 from penstock.graph import LayerGraph
+from penstock.partition.arrays import Array, np
 from penstock.partition.chain import ROUNDING
 from penstock.partition.cost_models import RELEASED, CostModel
 from penstock.partition.steady.states import States, prefixes
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Array = NDArray[Any]
 
 MOST_STEPS = 1_500_000_000
 """Numbers that the programme may compare; beyond that it takes seconds."""
@@ -127,8 +122,6 @@ class Programme:
     @cached_property
     def layers(self) -> tuple[Array, Array]:
         """(seconds, parameter bytes) of a component; infinitely long where there is none."""
-        import numpy as np
-
         seconds, sizes = self.states.compute_seconds, self.states.parameter_bytes
         compute = np.where(self.states.nested, seconds[None] - seconds[:, None], inf)
         return compute, np.maximum(sizes[None] - sizes[:, None], 0.0)
@@ -151,8 +144,6 @@ class Programme:
         return self.tables[key]
 
     def _filled(self, level: int, updates: float) -> _LevelTable:
-        import numpy as np
-
         count = self.levels.counts[level]
         # Nobody asks the outermost level for components that begin behind the model's input.
         rows = 1 if level == len(self.levels.counts) - 1 else len(self.states.sets)
@@ -189,8 +180,6 @@ class Programme:
 
     def _cuts(self, level: int) -> list[Array]:
         """By m − 1, seconds of a cut behind each state, of a component on m groups."""
-        import numpy as np
-
         model, link = self.cost_model, self.levels.links[level]
         return [
             np.array([model.cut_seconds(size, number, link) for size in self.states.cut_bytes])
@@ -227,8 +216,6 @@ class Programme:
         is_last: bool,
     ) -> tuple[int, int]:
         """(where it begins, groups) of a last stage that is no slower than what is sought."""
-        import numpy as np
-
         start, stop = bounds
         limit = sought * (1 + ROUNDING)
         for number in range(left, 0, -1):
@@ -252,8 +239,6 @@ def _through(before: Array, after: Array) -> Array:
         before: to each place, a row for each start.
         after: from each place.
     """
-    import numpy as np
-
     found = np.full((len(before), after.shape[1]), inf)
     if len(before) == 1:
         np.minimum(found, np.maximum(before[0][:, None], after).min(axis=0), out=found)

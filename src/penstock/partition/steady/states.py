@@ -10,16 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
 
 from penstock.graph import LayerGraph
+from penstock.partition.arrays import Array, Floats, np
 from penstock.partition.readers import handed_on
-
-if TYPE_CHECKING:
-    from numpy import float64
-    from numpy.typing import NDArray
-
-    Floats = NDArray[float64]
 
 MOST_STATES = 2500
 """Beyond so many, all pairs of states take more memory and time than a plan is worth."""
@@ -40,10 +34,8 @@ class States:
     is_all: bool
 
     @cached_property
-    def members(self) -> NDArray[Any]:
+    def members(self) -> Array:
         """Booleans ``[state, layer]``: whether the state has the layer."""
-        import numpy as np
-
         num_layers = len(self.graph.layers)
         width = (num_layers + 7) // 8
         rows = b"".join(one.to_bytes(width, "little") for one in self.sets)
@@ -61,16 +53,12 @@ class States:
         return self._sums([float(layer.parameter_bytes) for layer in self.graph.layers])
 
     def _sums(self, numbers: Sequence[float]) -> Floats:
-        import numpy as np
-
         sums: Floats = self.members @ np.array(numbers)
         return sums
 
     @cached_property
     def cut_bytes(self) -> Floats:
         """What travels over a cut behind each state in one direction, every output once."""
-        import numpy as np
-
         total = np.zeros(len(self.sets))
         for source, readers, num_bytes in handed_on(self.graph):
             leaves = self.members[:, source] & ~self.members[:, readers].all(axis=1)
@@ -78,10 +66,8 @@ class States:
         return total
 
     @cached_property
-    def nested(self) -> NDArray[Any]:
+    def nested(self) -> Array:
         """Booleans ``[a, b]``: whether state a is part of the larger state b."""
-        import numpy as np
-
         count = len(self.sets)
         if not self.is_all:
             return np.triu(np.ones((count, count), dtype=bool), 1)
