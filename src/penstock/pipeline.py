@@ -177,19 +177,21 @@ class Pipeline:
         self._grad_scaler = grad_scaler
         self._results = results
         layout = self._parts.layout
+        has_peers = len(self._parts.workers) < self.plan.num_ranks
         self._cutter = Cutter(
             self.plan.num_microbatches,
             layout.num_slices,
             weighting,
             layout.has_copies and self._recipe.updates == "minibatch",
-            compare_data and len(self._parts.workers) < self.plan.num_ranks,
+            compare_data and has_peers,
+            [m for layer in layers for m in layer.module.modules()] if has_peers else (),
         )
         self._step = 0
         self._last: Outcome | None = None
         self._recent: deque[Outcome] = deque(maxlen=_MOST_REMEMBERED)
         self._timeline: Timeline | None = None
         self._closed = False
-        self._evaluates_whole = False
+        self._joins_outputs: bool | None = None  # not known yet
         self._feed = Feed(self.plan, layout, self._recipe, self._parts.driver)
         self._running = threading.Lock()
         self._elsewhere = Elsewhere(sorted(self.stages), len(self.plan.stages))
@@ -293,11 +295,11 @@ class Pipeline:
 
         Returns:
             The model's outputs for all rows, on every rank; of ``penstock.Microbatches`` a list. If
-            the pipeline tells no results, ``None``. Where an output has no rows, such as a loss
-            that the model computes from labels among its inputs, all rows go through as one
-            microbatch: the means of several are not the mean of all.
+            the pipeline tells no results, ``None``. Where outputs of microbatches cannot be joined,
+            such as a loss that the model computes from labels among its inputs, or rows that are
+            no rows of the inputs, all rows go through as one microbatch.
         """
-        if self._evaluates_whole and not isinstance(inputs, Microbatches):
+        if self._joins_outputs is False and not isinstance(inputs, Microbatches):
             return self.evaluate(Microbatches([inputs]))[0]
         minibatch = self._cutter.to_evaluate(inputs, step=self._step)
         layers = (layer.module for stage in self.stages.values() for layer in stage.layers)
@@ -312,10 +314,16 @@ class Pipeline:
         outputs = microbatches.join_slices(list(outcome.outputs), minibatch.num_slices)
         if isinstance(inputs, Microbatches):
             return outputs
-        if all(map(microbatches.has_rows, outputs)):
+        rows = minibatch.inputs[:: minibatch.num_slices]
+        if self._joins_outputs or microbatches.have_rows_of(outputs, rows):
             return microbatches.join(outputs)
-        self._evaluates_whole = True
-        return outputs[0] if len(outputs) == 1 else self.evaluate(inputs)
+        if len(outputs) == 1:
+            return outputs[0]
+        # Several rows per row of the input can be joined, and a number that is always the same
+        # cannot: what one device gives tells which it is, once.
+        whole = self.evaluate(Microbatches([inputs]))[0]
+        self._joins_outputs = microbatches.add_up_to(outputs, whole)
+        return whole
 
     def _check_can_train(self) -> None:
         self._check_open()
@@ -439,7 +447,7 @@ class Pipeline:
         states = {index: stage.state_dict() for index, stage in self.stages.items()}
         if whole:
             with self._exclusively():
-                states = self._parts.driver.gather(states)
+                states = self._parts.driver.gather(states, self._feed.expected())
         return {key: value for _, state in sorted(states.items()) for key, value in state.items()}
 
     def close(self) -> None:

@@ -9,7 +9,13 @@ from tests.distributed.jobs.alike import CASES
 from tests.kit.launch import torchrun
 
 JOB = Path(__file__).parent / "jobs" / "alike.py"
-LATER = {"in a loop", "in a stream", "in a stream of rounds", "in a stream with replicas"}
+LATER = {
+    "in a loop",
+    "in a stream",
+    "in a stream of rounds",
+    "in a stream with replicas",
+    "gathers later",
+}
 """Cases in which ranks first have trained on the same data."""
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import nn
 
 from penstock.errors import InputError
 from penstock.model import microbatches, tree
 from penstock.model.microbatches import Microbatches, Weighting
 from penstock.run.minibatch import Minibatch
-from penstock.run.seals import digest
+from penstock.run.seals import digest, modes_of
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Cutter:
         fills_up: whether there must be as many all the same, because every copy of a stage must
             have something to do, or it would not be updated.
         compares: whether other ranks, in other processes, must be given the same data.
+        modules: those that must be in the same modes in other processes.
     """
 
     num_microbatches: int
@@ -31,6 +34,7 @@ class Cutter:
     weighting: Weighting
     fills_up: bool
     compares: bool = False
+    modules: Sequence[nn.Module] = ()
 
     def to_train(
         self,
@@ -76,6 +80,7 @@ class Cutter:
             num_slices=self.num_slices,
             updates=updates,
             digests=(self._digest(inputs), self._digest(targets)),
+            modes=modes_of(self.modules),
         )
 
     def minibatches(self, batches: Iterable[Any], first_step: int) -> Iterator[Minibatch]:
@@ -95,7 +100,7 @@ class Cutter:
             for number, batch in enumerate(batches)
         )
         for minibatch, failure in with_more(cut):
-            yield replace(minibatch, failure=failure)
+            yield replace(minibatch, failure=failure, in_loop=True)
 
     def to_evaluate(self, inputs: Any, *, step: int) -> Minibatch:
         """A minibatch of which only outputs are wanted."""

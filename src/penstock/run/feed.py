@@ -137,6 +137,16 @@ class Feed:
             synchronous=False,
         )
 
+    def expected(self) -> Segment:
+        """What ranks run first if they train on a minibatch as the plan foresees it; if they never
+        train, if they evaluate one."""
+        count = self._plan.num_microbatches
+        if self._recipe.loss is None:
+            return self._evaluated(max(count, *self._plan.replicas))
+        if self._windows is None:
+            return self._flushed(count, True)
+        return self._windows.segment([count], num_before=0, last=True)[0]
+
     def evaluate(self, minibatch: Minibatch) -> Outcome:
         """Run forward only."""
         return self._driver.run(self._evaluated(minibatch.num_microbatches), minibatch)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.run.counting import Peak
 from penstock.run.rank.journal import Record
-from penstock.run.seals import Call, Seal
+from penstock.run.seals import Call, Mode, Seal, autocast_codes
 from penstock.weights.store import Held
 
 
@@ -54,6 +54,8 @@ class Minibatch:
         failure: what ended the loader behind this minibatch, if it was an error.
         updates: whether weights are updated; otherwise gradients accumulate.
         digests: of the inputs and the targets, to compare with other ranks'; 0: not compared.
+        in_loop: it is one of a loop over ``steps``.
+        modes: of the layers' modules, to compare with other ranks'; see ``seals.Mode``.
         autocast: device types and dtypes for which the thread that made this had autocast on.
     """
 
@@ -72,6 +74,8 @@ class Minibatch:
     failure: BaseException | None = None
     updates: bool = True
     digests: tuple[int, int] = (0, 0)
+    in_loop: bool = False
+    modes: int = 0
     autocast: Mapping[str, torch.dtype] = field(default_factory=_autocast_here)
 
     @property
@@ -89,11 +93,20 @@ class Minibatch:
         """What other ranks must have been given, too; empty if there is nothing to compare."""
         if not self.inputs:
             return b""
-        training = Call.STEP if self.updates else Call.ACCUMULATE
+        step = Call.LOOP if self.in_loop else Call.STEP
+        training = step if self.updates else Call.ACCUMULATE
         # A loader that has raised is told of by the rank itself.
         goes_on = self.more_follow or self.failure is not None
         call = training if self.trains else Call.EVALUATE
-        return Seal(call, goes_on, self.num_microbatches, self.share, *self.digests).packed()
+        return Seal(
+            call,
+            goes_on,
+            *autocast_codes(self.autocast),
+            self.modes if self.trains else Mode.NOT_COMPARED,
+            self.num_microbatches,
+            self.share,
+            *self.digests,
+        ).packed()
 
 
 @dataclass

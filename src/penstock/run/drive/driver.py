@@ -106,12 +106,13 @@ class Driver(ABC, Generic[T]):
         return self.collect(self.submit(segment, minibatch))
 
     @abstractmethod
-    def gather(self, states: States) -> States:
+    def gather(self, states: States, expected: Segment) -> States:
         """The states of all ranks' stages, where this process is rank 0; elsewhere nothing. Every
         process must call it.
 
         Args:
             states: of this process's stages, by number.
+            expected: what a rank would run that does something else meanwhile.
 
         Raises:
             RunError: another process did not call it.

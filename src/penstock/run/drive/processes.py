@@ -22,8 +22,8 @@ from penstock.run.drive.driver import Deadlines, Driver, States, failure_notice,
 from penstock.run.minibatch import Harvest, Minibatch
 from penstock.run.outcome import Outcome
 from penstock.run.rank.journal import Record
-from penstock.run.rank.worker import Worker
-from penstock.run.seals import SealedTransport, check_alike
+from penstock.run.rank.worker import NUMBERS_PER_RUN, Worker
+from penstock.run.seals import Call, Seal, SealedTransport, check_alike
 from penstock.schedule.segment import Segment
 from penstock.timing.timeline import Row
 from penstock.transport import Edge, Noted, ProcessTransport
@@ -171,10 +171,10 @@ class ProcessDriver(Driver[Ticket]):
         self._transport = transport
         self._sealed = sealed
         self._num_ranks = meeting.num_ranks
+        self._others = [rank for rank in range(meeting.num_ranks) if rank != meeting.rank]
         self._record = record
         self._share_results = share_results
         self._clock_offsets = offsets_of_clocks(transport) if record else None
-        self._num_gathered = 0
         self._failure: str | None = None
         self._board = Board(meeting)
 
@@ -226,6 +226,7 @@ class ProcessDriver(Driver[Ticket]):
                 *self._worker.outgoing(segment),
                 *self._edges_to_all(AGREEMENT_TAG),
                 *self._edges_to_all(REPORT_TAG),
+                *self._edges_to_all(STATE_TAG),
             ]
             # Others may have given up this attempt already: the notice must not seem a part of it.
             self._transport.discard(LARGEST_NUMBER)
@@ -271,12 +272,20 @@ class ProcessDriver(Driver[Ticket]):
         waiting = (
             f"rank {rank}, waiting at the end of step {minibatch.step} for rank {other}'s results"
         )
-        edge = Edge(other, rank, REPORT_TAG)
-        packed = self._transport.recv(edge, FIRST_EXCHANGE + number, waiting)
-        if type(packed) is Noted:
-            packed, seal = packed
-            check_alike(minibatch.seal, seal, (rank, other), waiting)
-        return Report.unpacked(packed)
+        return Report.unpacked(self._told_by(other, number, minibatch.seal, waiting))
+
+    def _told_by(self, other: int, number: int, seal: bytes, waiting: str) -> Any:
+        """What another rank tells all others of what they do together.
+
+        Raises:
+            RunError: it does something else.
+        """
+        rank = self._worker.rank
+        told = self._transport.recv(Edge(other, rank, REPORT_TAG), FIRST_EXCHANGE + number, waiting)
+        if type(told) is Noted:
+            told, its_seal = told
+            check_alike(seal, its_seal, (rank, other), waiting)
+        return told
 
     def _telling(self, segment: Segment) -> set[int]:
         """The ranks that have something to tell: records, peaks, or results of the last stage."""
@@ -314,28 +323,42 @@ class ProcessDriver(Driver[Ticket]):
                 )
 
     def _edges_to_all(self, tag: int) -> list[Edge]:
-        rank = self._worker.rank
-        return [Edge(rank, other, tag) for other in range(self._num_ranks) if other != rank]
+        return [Edge(self._worker.rank, other, tag) for other in self._others]
 
-    def gather(self, states: States) -> States:
+    def gather(self, states: States, expected: Segment) -> States:
         self._check_usable()
-        self._num_gathered += 1
-        number, rank = FIRST_EXCHANGE + self._num_gathered, self._worker.rank
-        try:
-            if rank:
-                self._transport.send(Edge(rank, 0, STATE_TAG), number, states)
-                self._transport.flush()
-                return {}
-            for other in range(1, self._num_ranks):
-                waiting = (
-                    f"rank 0, waiting for rank {other}'s weights, for which every rank must call "
-                    "state_dict(whole=True)"
-                )
-                states |= self._transport.recv(Edge(other, 0, STATE_TAG), number, waiting)
-            return states
-        except BaseException as error:
-            self._failure = told(error)
-            raise
+        with self._telling_failures(expected, self._worker.num_runs):
+            number = self._worker.next_number()
+            self._announce_gathering(number, expected)
+            self._await_gathering(number)
+            for other in self._others if self._worker.rank == 0 else ():
+                waiting = f"rank 0, waiting for rank {other}'s weights"
+                edge = Edge(other, 0, STATE_TAG)
+                states |= self._transport.recv(edge, FIRST_EXCHANGE + number, waiting)
+            if self._worker.rank:
+                edge = Edge(self._worker.rank, 0, STATE_TAG)
+                self._transport.send(edge, FIRST_EXCHANGE + number, states)
+            self._transport.flush()
+        return states if self._worker.rank == 0 else {}
+
+    def _announce_gathering(self, number: int, expected: Segment) -> None:
+        """Tell the others, also those that do something else: they find it in the place of the
+        first message that they wait for."""
+        announcement = Noted(None, Seal(Call.GATHER).packed())
+        for edge, unit in self._worker.program(expected).first_units().items():
+            self._transport.send(edge, number + unit, announcement)
+        # Nobody waits for these if all is well.
+        self._transport.discard(number + NUMBERS_PER_RUN)
+        for edge in self._edges_to_all(REPORT_TAG):
+            self._transport.send(edge, FIRST_EXCHANGE + number, announcement)
+
+    def _await_gathering(self, number: int) -> None:
+        for other in self._others:
+            waiting = (
+                f"rank {self._worker.rank}, waiting in state_dict(whole=True), which every rank "
+                f"must call, for rank {other}"
+            )
+            self._told_by(other, number, Seal(Call.GATHER).packed(), waiting)
 
     def close(self, why: str = "") -> None:
         torch.set_num_threads(self._num_threads_before)

@@ -217,7 +217,7 @@ class ThreadDriver(Driver[Ticket]):
             if isinstance(worker.transport, ThreadTransport):
                 worker.transport.reset()
 
-    def gather(self, states: States) -> States:
+    def gather(self, states: States, expected: Segment) -> States:
         return states
 
     def close(self, why: str = "") -> None:

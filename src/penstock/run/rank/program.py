@@ -126,6 +126,14 @@ class Program:
         tag = SKIP_TAGS + 2 * route.number + backward
         return Edge(target, source, tag) if backward else Edge(source, target, tag)
 
+    def first_units(self) -> dict[Edge, int]:
+        """The unit of the first message on every edge of the chain on which this rank sends."""
+        units: dict[Edge, int] = {}
+        for op in self.ops:
+            if op.kind in _SENDS:
+                units.setdefault(self.edges[op], self.unit(op))
+        return units
+
     def outgoing(self) -> set[Edge]:
         """The edges on which others may wait for this rank's values and gradients."""
         found = {self.edges[op] for op in self._all_ops if op.kind in _SENDS}

@@ -27,7 +27,7 @@ from penstock.transport import Edge, Transport
 from penstock.weights.store import WeightStore, refuse_autocast
 
 _CHANGING_WEIGHTS = frozenset({Kind.REDUCE, Kind.AGREE, Kind.UPDATE})
-_NUMBERS_PER_RUN = 1 << 32
+NUMBERS_PER_RUN = 1 << 32
 _MOST_PROGRAMS = 64
 _NOTHING = Minibatch(0, ())
 
@@ -177,7 +177,7 @@ class Worker:
         return self._harvested(program, minibatch)
 
     def _begin(self, program: Program, minibatch: Minibatch) -> None:
-        self._number = self._next_number()
+        self._number = self.next_number()
         self.updater.begin(self._number, asynchronous=not minibatch.synchronous)
         self._mail = Mail(program, self.transport, self._number)
         if minibatch.trains:
@@ -199,10 +199,11 @@ class Worker:
         self.num_runs += 1
         return harvest
 
-    def _next_number(self) -> int:
-        """What tells the messages of this attempt from all others, on every rank alike."""
+    def next_number(self) -> int:
+        """What tells the messages of this attempt from all others, on every rank alike; those of
+        the next one are ``NUMBERS_PER_RUN`` higher."""
         self.num_attempts += 1
-        return self.num_attempts * _NUMBERS_PER_RUN
+        return self.num_attempts * NUMBERS_PER_RUN
 
     def dump(self) -> str:
         """This rank's last ops and what it does now; may be asked from any thread."""
@@ -214,7 +215,7 @@ class Worker:
         program = self._program
         self.forget()
         self._program = program
-        self.transport.discard((self.num_attempts + 1) * _NUMBERS_PER_RUN)
+        self.transport.discard((self.num_attempts + 1) * NUMBERS_PER_RUN)
         put_back(buffers)
 
     def forget(self) -> None:
