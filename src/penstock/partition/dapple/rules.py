@@ -33,10 +33,10 @@ def servers(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     paths = Topology(cluster).paths
     if not any(paths):
         return (tuple(range(len(paths))),)
-    found: dict[object, list[int]] = {}
+    members: dict[object, list[int]] = {}
     for device, path in enumerate(paths):
-        found.setdefault(path[-1] if path else ("alone", device), []).append(device)
-    return tuple(map(tuple, found.values()))
+        members.setdefault(path[-1] if path else ("alone", device), []).append(device)
+    return tuple(map(tuple, members.values()))
 
 
 def take(
@@ -102,4 +102,6 @@ def devices_of(
         taken: how many more to take.
     """
     rows = zip(groups, used, taken, strict=True)
-    return tuple(sorted(one for group, gone, more in rows for one in group[gone : gone + more]))
+    return tuple(
+        sorted(device for group, gone, more in rows for device in group[gone : gone + more])
+    )

@@ -127,7 +127,7 @@ class _Chain:
         """The speed of the slowest of some devices, and the links among them."""
 
         def facts(devices: Devices) -> tuple[float, frozenset[Link]]:
-            speed = min(self.topology.cluster.devices[at].speed for at in devices)
+            speed = min(self.topology.cluster.devices[device].speed for device in devices)
             return speed, frozenset(self.topology.link(*pair) for pair in combinations(devices, 2))
 
         return cache(facts)
@@ -175,7 +175,7 @@ class _Chain:
     @cached_property
     def _speed_of(self) -> Callable[[Devices], float]:
         devices = self.topology.cluster.devices
-        return cache(lambda chosen: sum(devices[at].speed for at in chosen))
+        return cache(lambda chosen: sum(devices[device].speed for device in chosen))
 
 
 def dapple_candidates(
@@ -228,8 +228,8 @@ def dapple_candidates(
     )
     search = _BeamSearch(chain, servers(cluster), beam, count)
     stops = [*_places(chain, max_cuts), len(graph.layers)]
-    for at, start in enumerate([0, *stops[:-1]]):
-        search.grow(start, stops[at:])
+    for index, start in enumerate([0, *stops[:-1]]):
+        search.grow(start, stops[index:])
     return tuple(
         DappleCandidate(prefix.cuts, tuple(map(len, prefix.devices)), prefix.devices, prefix.bound)
         for prefix in search.finished
@@ -282,7 +282,9 @@ class _BeamSearch:
         if all(known.shape != prefix.shape for known in self.finished):
             # Of equally long ones, the one with fewer devices is the better plan.
             self.finished.append(prefix)
-            self.finished.sort(key=lambda one: (one.bound, sum(one.used), one.cuts, one.devices))
+            self.finished.sort(
+                key=lambda plan: (plan.bound, sum(plan.used), plan.cuts, plan.devices)
+            )
             del self.finished[self.count :]
 
     def _rank(self, prefix: _Prefix) -> tuple[float, ...]:
@@ -305,7 +307,8 @@ class _BeamSearch:
             return list(range(1, most + 1))
         powers = [2**power for power in range(most.bit_length())]
         whole = accumulate(sorted(self.sizes))
-        return sorted({one for one in (*powers, *whole, left - 1, left) if 1 <= one <= most})
+        counts = {*powers, *whole, left - 1, left}
+        return sorted(count for count in counts if 1 <= count <= most)
 
 
 def _slowest(links: Collection[Link], num_bytes: float) -> Link:
@@ -317,7 +320,7 @@ def _slowest(links: Collection[Link], num_bytes: float) -> Link:
 def _undominated(prefixes: Sequence[_Prefix]) -> list[_Prefix]:
     """Without those that are nowhere better than one with the same devices gone and at the end."""
     kept: dict[object, list[_Prefix]] = {}
-    for prefix in sorted(prefixes, key=lambda one: one.reached):
+    for prefix in sorted(prefixes, key=lambda prefix: prefix.reached):
         rivals = kept.setdefault((prefix.used, prefix.devices[-1:]), [])
         if not any(all(map(le, rival.reached, prefix.reached)) for rival in rivals):
             rivals.append(prefix)

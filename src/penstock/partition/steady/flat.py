@@ -82,7 +82,7 @@ _TINY = 1e-100
 """Seconds, in the place of none, so that one can divide by them."""
 
 _STEP = 1 << 20
-"""Of devices when they are compared first and numbers of stages second."""
+"""Counts of devices in steps of this, so that they compare first and numbers of stages second."""
 
 _MANY = 64
 """Stages; among plans with more of them the number does not matter."""
@@ -112,11 +112,11 @@ def search_flat(task: FlatTask, below: float = inf) -> FlatResult | None:
             ceiling = (lowest + best.seconds) / 2
         if ceiling <= lowest:
             break  # closer than numbers can tell
-        found = search.under(ceiling)
-        if found is None:
+        faster = search.under(ceiling)
+        if faster is None:
             lowest = ceiling
         else:
-            best = found
+            best = faster
     return search.spread(search.shortest(best))
 
 
@@ -202,11 +202,11 @@ class _FlatSearch:
         return self.task.fits is None or all_fit(self.task.fits, stages)
 
     def _result(self, choices: Iterable[_Choice]) -> FlatResult:
-        pieces, at = [], 0
+        pieces, start = [], 0
         for choice in choices:
-            pieces.append(Piece(at, *choice[at]))
-            at = pieces[-1].stop
-            if at == len(self.cuts) - 1:
+            pieces.append(Piece(start, *choice[start]))
+            start = pieces[-1].stop
+            if start == len(self.cuts) - 1:
                 break
         return FlatResult(tuple(pieces), max(self._beats(pieces)))
 
@@ -259,7 +259,7 @@ class _FlatSearch:
         return self.task.cost_model.together(compute, exchange)
 
     def _least_for_cuts(self, ceiling: float) -> Array:
-        """Of both stages at a cut behind each state."""
+        """The fewest replicas of both stages at a cut behind each state."""
         ratio = self.cuts / ceiling * (1 - ROUNDING)
         if self.task.cost_model.shares_cuts:
             return _whole(ratio)
@@ -305,22 +305,22 @@ class _FlatSearch:
         for index in totals.argsort(kind="stable"):
             if totals[index] >= least:
                 break
-            at = first + int(index)
-            stop = int(stages.stops[at])
-            replicas = self._fitting(stages, at, int(ranks[stop]) // _STEP, ceiling)
+            stage = first + int(index)
+            stop = int(stages.stops[stage])
+            replicas = self._fitting(stages, stage, int(ranks[stop]) // _STEP, ceiling)
             rank = int(ranks[stop]) + replicas * _STEP + 1
             if rank < least:
                 least, chosen = rank, (stop, replicas)
         return least, chosen
 
-    def _fitting(self, stages: _Stages, at: int, behind: int, ceiling: float) -> int:
+    def _fitting(self, stages: _Stages, stage: int, behind: int, ceiling: float) -> int:
         """The fewest replicas on which a stage fits and is fast enough."""
         fits = self.task.fits
         assert fits is not None
-        layers = self.task.states.between(int(stages.starts[at]), int(stages.stops[at]))
+        layers = self.task.states.between(int(stages.starts[stage]), int(stages.stops[stage]))
         most = min(self.most, self.task.num_devices - behind)
-        for count in range(int(stages.replicas[at]), most + 1):
-            work = self._work(stages.compute[at], stages.parameters[at], np.array(count))
+        for count in range(int(stages.replicas[stage]), most + 1):
+            work = self._work(stages.compute[stage], stages.parameters[stage], np.array(count))
             fast = work * ((1 - ROUNDING) / ceiling) <= count
             if fast and fits(layers, count, 1 + ceil(behind / count)):
                 return count

@@ -39,12 +39,12 @@ class OrderTask:
     @cached_property
     def links(self) -> tuple[Link, ...]:
         """Between neighbours in the order of devices, fastest first."""
-        found = {self.topology.link(at, at + 1) for at in range(self.num_devices - 1)}
-        return tuple(sorted(found, key=usual_seconds)) or (Link(),)
+        used = {self.topology.link(index, index + 1) for index in range(self.num_devices - 1)}
+        return tuple(sorted(used, key=usual_seconds)) or (Link(),)
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
-        """Of the devices."""
+        """How fast each device is."""
         devices = self.topology.cluster.devices
         return tuple(device.speed for device in devices[: self.num_devices])
 
@@ -58,8 +58,10 @@ class OrderTask:
         return np.pad(np.array(rows).reshape(len(self.links), -1), ((0, 0), (1, 1)))
 
     def slowest(self, first: int, last: int) -> int:
-        """Of the links from one device to another, by its place in ``links``."""
-        between = [self.links.index(self.topology.link(at, at + 1)) for at in range(first, last)]
+        """The slowest link from one device to another, by its place in ``links``."""
+        between = [
+            self.links.index(self.topology.link(index, index + 1)) for index in range(first, last)
+        ]
         return max(between, default=0)
 
 
@@ -91,13 +93,13 @@ class _OrderSearch:
     def result(self) -> tuple[int, tuple[Piece, ...]] | None:
         end = self.task.num_devices
         self.table[end] = self._blank()
-        found = None
+        first_device = None
         for device in range(end - 1, -1, -1):
             self.table[device] = self._from(device)
             seconds = float(self.table[device].seconds[-1, 0])
             if seconds < self.below * (1 - ROUNDING):
-                self.below, found = seconds, device
-        return None if found is None else (found, self._pieces(found))
+                self.below, first_device = seconds, device
+        return None if first_device is None else (first_device, self._pieces(first_device))
 
     def _blank(self) -> _Choices:
         shape = self.task.cuts.shape
@@ -116,7 +118,7 @@ class _OrderSearch:
         return tuple(pieces)
 
     def _from(self, device: int) -> _Choices:
-        """Of what begins on a device: the best for every state and every slowest link before it."""
+        """The best that begins on a device, for every state and every slowest link before it."""
         made = self._blank()
         rows = self._reachable(device)
         last = min(self.task.num_devices, device + self.task.most_replicas)
@@ -153,11 +155,11 @@ class _OrderSearch:
         for before in range(own, len(task.links)):
             seconds = np.maximum(least, task.cuts[before, rows] / shared)
             better = seconds < np.minimum(made.seconds[before, rows], self.below)
-            at, stop = rows[better], columns[best[better]]
-            made.seconds[before, at] = seconds[better]
-            made.next_device[before, at] = behind
-            made.next_state[before, at] = stop
-            made.next_link[before, at] = link[stop] + to_next
+            state, stop = rows[better], columns[best[better]]
+            made.seconds[before, state] = seconds[better]
+            made.next_device[before, state] = behind
+            made.next_state[before, state] = stop
+            made.next_link[before, state] = link[stop] + to_next
 
     def _stages(self, rows: Array, columns: Array, device: int, behind: int) -> Array:
         """Seconds of stages between states ``[row, column]``; infinite where there is none."""

@@ -107,7 +107,7 @@ class Programme:
 
     Args:
         states: that may be cut behind.
-        levels: of the tree.
+        levels: the cluster's tree.
         cost_model: what stages and cuts cost.
         updates: per microbatch of the whole plan.
     """
@@ -161,9 +161,9 @@ class Programme:
             best = first[total - 1][:rows].copy()
             behind = np.maximum(best, cuts[total - 1])
             for last in range(1, total):
-                found = _through(handing_on[total - last - 1], later[last - 1])
-                np.minimum(best, found, out=best)
-                np.minimum(behind, np.maximum(found, cuts[last - 1]), out=behind)
+                two_parts = _through(handing_on[total - last - 1], later[last - 1])
+                np.minimum(best, two_parts, out=best)
+                np.minimum(behind, np.maximum(two_parts, cuts[last - 1]), out=behind)
             if handing_on:
                 np.minimum(best, whole, out=best)
                 np.minimum(behind, handing_on[-1], out=behind)
@@ -189,19 +189,19 @@ class Programme:
     def _components(self, level: int, updates: float, start: int, stop: int) -> Iterator[Component]:
         """The plan that a group of a level has for a component: what gave its value."""
         table, cuts = self._table(level, updates), self._cuts(level)
-        found: list[Component] = []
+        backwards: list[Component] = []
         left, sought, is_last = self.levels.counts[level], float(table.whole[start, stop]), True
         while stop > start:
-            at, number = self._last_stage(table, cuts, (start, stop), left, sought, is_last)
+            begin, number = self._last_stage(table, cuts, (start, stop), left, sought, is_last)
             inner: tuple[Component, ...] = ()
             if level:
                 rate = min(1.0, updates * number)
-                inner = tuple(self._components(level - 1, rate, at, stop))
-            found.append(Component(self._layer(at), self._layer(stop), number, inner))
-            left, stop, is_last = left - number, at, False
+                inner = tuple(self._components(level - 1, rate, begin, stop))
+            backwards.append(Component(self._layer(begin), self._layer(stop), number, inner))
+            left, stop, is_last = left - number, begin, False
             if stop > start:
                 sought = float(table.handing_on[left - 1][start, stop])
-        return reversed(found)
+        return reversed(backwards)
 
     def _layer(self, state: int) -> int:
         return self.states.sets[state].bit_length()
@@ -226,9 +226,9 @@ class Programme:
             if number < left and stop > start + 1:
                 before = table.handing_on[left - number - 1][start]
                 worst = np.maximum(before, table.later[number - 1][:, stop])[start + 1 : stop]
-                at = int(worst.argmin())
-                if worst[at] <= limit:
-                    return start + 1 + at, number
+                place = int(worst.argmin())
+                if worst[place] <= limit:
+                    return start + 1 + place, number
         raise AssertionError("a value of the programme came from none of its choices")
 
 
@@ -239,12 +239,12 @@ def _through(before: Array, after: Array) -> Array:
         before: to each place, a row for each start.
         after: from each place.
     """
-    found = np.full((len(before), after.shape[1]), inf)
+    least = np.full((len(before), after.shape[1]), inf)
     if len(before) == 1:
-        np.minimum(found, np.maximum(before[0][:, None], after).min(axis=0), out=found)
-        return found
+        np.minimum(least, np.maximum(before[0][:, None], after).min(axis=0), out=least)
+        return least
     for place in range(1, after.shape[1] - 1):
-        part = found[:place, place + 1 :]
-        one = np.maximum(before[:place, place, None], after[None, place, place + 1 :])
-        np.minimum(part, one, out=part)
-    return found
+        part = least[:place, place + 1 :]
+        way = np.maximum(before[:place, place, None], after[None, place, place + 1 :])
+        np.minimum(part, way, out=part)
+    return least

@@ -118,10 +118,10 @@ def _flat(graph: LayerGraph, levels: Levels, components: Sequence[Component]) ->
     """Nested components as stages with devices."""
     stages = tuple(
         PartitionedStage(
-            tuple(layer.name for layer in graph.layers[one.start : one.stop]),
+            tuple(layer.name for layer in graph.layers[component.start : component.stop]),
             tuple(levels.devices[place] for place in places),
         )
-        for one, places in _placed(levels, len(levels.counts) - 1, components, [0])
+        for component, places in _placed(levels, len(levels.counts) - 1, components, [0])
     )
     return Partition(stages, inf, "PipeDream's programme, level by level")
 
@@ -134,12 +134,12 @@ def _placed(
     Args:
         groups: the first place of each, in the order in which they get microbatches.
     """
-    size, at = prod(levels.counts[:level]), 0
-    for one in components:
+    size, taken = prod(levels.counts[:level]), 0
+    for component in components:
         # Which of the groups comes first: then a microbatch stays in its own from stage to stage.
-        own = [group + (at + k) * size for k in range(one.replicas) for group in groups]
-        at += one.replicas
+        own = [group + (taken + k) * size for k in range(component.replicas) for group in groups]
+        taken += component.replicas
         if level:
-            yield from _placed(levels, level - 1, one.inner, own)
+            yield from _placed(levels, level - 1, component.inner, own)
         else:
-            yield one, own
+            yield component, own

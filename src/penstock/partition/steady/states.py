@@ -38,7 +38,7 @@ class States:
         """Booleans ``[state, layer]``: whether the state has the layer."""
         num_layers = len(self.graph.layers)
         width = (num_layers + 7) // 8
-        rows = b"".join(one.to_bytes(width, "little") for one in self.sets)
+        rows = b"".join(layers.to_bytes(width, "little") for layers in self.sets)
         octets = np.frombuffer(rows, dtype=np.uint8).reshape(len(self.sets), width)
         return np.unpackbits(octets, axis=1, bitorder="little")[:, :num_layers].astype(bool)
 
@@ -49,7 +49,7 @@ class States:
 
     @cached_property
     def parameter_bytes(self) -> Floats:
-        """Of each state's layers."""
+        """Parameter bytes of each state's layers."""
         return self._sums([float(layer.parameter_bytes) for layer in self.graph.layers])
 
     def _sums(self, numbers: Sequence[float]) -> Floats:
@@ -97,7 +97,7 @@ def all_states(graph: LayerGraph, most: int = MOST_STATES) -> States | None:
     putting them elsewhere.
     """
     pieces, everywhere = _Pieces(graph).result()
-    found = {0}
+    known = {0}
     edge = [0]
     while edge:
         bigger = set()
@@ -105,11 +105,13 @@ def all_states(graph: LayerGraph, most: int = MOST_STATES) -> States | None:
             for need, own in pieces:
                 if need & state == need and own & state != own:
                     bigger.add(state | own | everywhere)
-        edge = list(bigger - found)
-        found |= bigger
-        if len(found) > most:
+        edge = list(bigger - known)
+        known |= bigger
+        if len(known) > most:
             return None
-    return States(graph, tuple(sorted(found, key=lambda one: (one.bit_count(), one))), is_all=True)
+    return States(
+        graph, tuple(sorted(known, key=lambda layers: (layers.bit_count(), layers))), is_all=True
+    )
 
 
 class _Pieces:

@@ -91,13 +91,13 @@ def split_layers(
     )
     data = problem.solve(_by_rows)
     tensor = problem.solve(_by_parameters)
-    found = problem.solve(ways)
+    searched = problem.solve(ways)
     # A search that had to leave something out may have left these out.
-    best = min(found, data, tensor, key=lambda solution: solution.seconds)
+    best = min(searched, data, tensor, key=lambda solution: solution.seconds)
     alone = num_tensor_ranks == 1
     return TensorSplit(
-        splits={} if alone else {name: one.split for name, one in _named(problem, best)},
-        layouts={} if alone else {name: one.gives for name, one in _named(problem, best)},
+        splits={} if alone else {name: sharing.split for name, sharing in _named(problem, best)},
+        layouts={} if alone else {name: sharing.gives for name, sharing in _named(problem, best)},
         graph=graph if alone else _as_seen(problem, best),
         seconds=best.seconds,
         moved_bytes=problem.moved_bytes(best.sharings),
@@ -105,7 +105,7 @@ def split_layers(
         data_moved_bytes=problem.moved_bytes(data.sharings),
         tensor_seconds=tensor.seconds,
         tensor_moved_bytes=problem.moved_bytes(tensor.sharings),
-        exact=found.exact,
+        exact=searched.exact,
     )
 
 
@@ -129,7 +129,7 @@ def _as_seen(problem: LayoutProblem, solution: Solution) -> LayerGraph:
     share = problem.ring.share(solution.sharings[0].reads)
     return replace(
         problem.graph,
-        layers=tuple(_layer_as_seen(problem, *one) for one in problem.walk(solution.sharings)),
+        layers=tuple(_layer_as_seen(problem, *step) for step in problem.walk(solution.sharings)),
         input_bytes=_part(problem.graph.input_bytes, share),
         other_sizes=(),
     )
