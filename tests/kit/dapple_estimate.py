@@ -1,5 +1,5 @@
-"""What DAPPLE's paper prints and its planner here does not need: the estimate of a step, its pivot,
-and the devices of a pipeline whose stages all follow one rule.
+"""DAPPLE's formulas for whole pipelines, which its planner here takes stage by stage: the bound of
+a step, the paper's estimate and its pivot, and devices where all stages follow one rule.
 
 Fan et al., "DAPPLE: A Pipelined Data Parallel Approach for Training Large Models", PPoPP 2021,
 arXiv 2007.01045, sections 4.1 and 4.2.
@@ -11,9 +11,45 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from penstock.cluster import Cluster
+from penstock.partition.dapple.bound import Reached, busiest
 from penstock.partition.dapple.rules import RULES, Rule, devices_of, servers, take
 
 Seconds = Sequence[float]
+
+
+def lower_bound(
+    forward: Seconds,
+    backward: Seconds,
+    reduce: Seconds,
+    num_microbatches: int,
+    *,
+    hops: Seconds = (),
+    links: Seconds = (),
+    replicas: Sequence[int] = (),
+) -> float:
+    """The bound of ``dapple.bound`` for whole pipelines.
+
+    Args:
+        forward: seconds of one microbatch at each stage.
+        backward: likewise.
+        reduce: seconds until the replicas' gradients are summed, of each stage.
+        num_microbatches: per minibatch.
+        hops: seconds from each stage but the last to the next; none by default.
+        links: of each hop, how long a message keeps the link between two ranks busy
+            (``Costs.link``); 0 by default.
+        replicas: of each stage, which take microbatches in turn, so that the busiest has
+            ⌈M/r⌉; one of each by default.
+    """
+    counts = replicas or (1,) * len(forward)
+    nothing = (0.0,) * (len(forward) - 1)
+    so_far, before = Reached(), counts[0]
+    edges = zip((0.0, *(hops or nothing)), (0.0, *(links or nothing)), strict=True)
+    stages = zip(forward, backward, reduce, counts, edges, strict=True)
+    for ahead, behind, summing, count, (hop, link) in stages:
+        shares = busiest(num_microbatches, before, count)
+        so_far = so_far.then((ahead, behind, summing), (hop, link), shares)
+        before = count
+    return so_far.bound
 
 
 def pivot(forward: Seconds, backward: Seconds, num_microbatches: int) -> int:

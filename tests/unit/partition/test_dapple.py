@@ -7,9 +7,9 @@ import pytest
 from penstock.cluster import Cluster, Device, Group, Link
 from penstock.errors import InputError, PlanError
 from penstock.graph import Layer, LayerGraph
-from penstock.partition.dapple import dapple_candidates, lower_bound
+from penstock.partition.dapple import dapple_candidates
 from penstock.partition.dapple.rules import servers, take
-from tests.kit.dapple_estimate import latency, pivot, placements
+from tests.kit.dapple_estimate import latency, lower_bound, pivot, placements
 from tests.laws.test_dapple_laws import step
 
 TWO_SERVERS = Cluster.tree((4, 2), (Link(bytes_per_second=1e9), Link(bytes_per_second=1e6)))
@@ -67,29 +67,6 @@ def test_nor_where_a_link_is_the_pivot_and_messages_do_not_wait_for_each_other()
     measured = step([1, 1], [1, 1], [0, 0], 64, hops=[10])
     assert latency([1, 1], [1, 1], [0, 0], 32, hops=[10]) > 1.5 * measured
     assert lower_bound([1, 1], [1, 1], [0, 0], 32, hops=[10]) <= measured
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ([], [], [], 4),
-        ([1], [1, 2], [0], 4),
-        ([1], [1], [0, 0], 4),
-        ([1], [1], [0], 0),
-        ([-1], [1], [0], 4),
-        ([float("nan")], [1], [0], 4),
-    ],
-)
-def test_bounds_refuse_what_is_no_pipeline(arguments):
-    with pytest.raises(InputError):
-        lower_bound(*arguments)
-
-
-def test_bounds_refuse_wrong_hops_and_replicas():
-    with pytest.raises(InputError, match="hops has 2 numbers"):
-        lower_bound([1, 1], [1, 1], [0, 0], 4, hops=[1, 1])
-    with pytest.raises(InputError, match="replicas"):
-        lower_bound([1, 1], [1, 1], [0, 0], 4, replicas=(1, 0))
 
 
 def test_servers_are_the_innermost_groups():

@@ -6,7 +6,6 @@ from the first to the last; ``rules`` says which devices the replicas of each ma
 simulator to rank.
 """
 
-from penstock.partition.dapple.bound import lower_bound
 from penstock.partition.dapple.rules import RULES, Rule
 from penstock.partition.dapple.search import DappleCandidate, dapple_candidates
 
@@ -15,5 +14,4 @@ __all__ = [
     "DappleCandidate",
     "Rule",
     "dapple_candidates",
-    "lower_bound",
 ]

@@ -4,7 +4,7 @@ Fan et al., arXiv 2007.01045, section 4.3. The paper's dynamic programme fixes s
 to the last and keeps one plan for each prefix of layers and number of devices, judged as if all
 that is left were one stage. Here a prefix keeps as many plans as the beam is wide for each way in
 which the devices that are gone are spread over the servers, and what a plan carries is all that
-``lower_bound`` needs to go on; so a beam that drops nothing is exact.
+the bound needs to go on; so a beam that drops nothing is exact.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ class DappleCandidate:
         cuts: where stages begin and end, as ``balance`` gives them.
         replicas: of each stage.
         devices: of each stage, places in ``Cluster.devices``, ascending.
-        bound_seconds: no 1F1B step with these costs is shorter (``lower_bound``); what was made
-            small.
+        bound_seconds: no 1F1B step with these costs is shorter; what was made small.
     """
 
     cuts: tuple[int, ...]
@@ -61,7 +60,7 @@ class _Prefix:
     Attributes:
         cuts, devices: where they begin and end, and on which devices they are.
         used: devices that are gone, per server.
-        reached: their ``lower_bound``, and what it needs to go on: the less the better, each.
+        reached: their bound, and what it needs to go on: the less the better, each.
     """
 
     cuts: tuple[int, ...] = (0,)
@@ -189,7 +188,7 @@ def dapple_candidates(
     count: int = 8,
     max_cuts: int = 20,
 ) -> tuple[DappleCandidate, ...]:
-    """The best few ways to cut, replicate and place a chain, judged by ``lower_bound``.
+    """The best few ways to cut, replicate and place a chain, judged by their bound.
 
     Each stage may follow another of the three rules of ``dapple.rules``. On 300 random chains
     of up to 6 layers on 2 servers of 2 devices, the default beam found the optimum over all cuts,
