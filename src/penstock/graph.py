@@ -219,7 +219,7 @@ class LayerGraph(Value, frozen=True, kw_only=True):
         contention: how many times longer everything takes on ranks that share a machine.
         num_threads: intra-op threads it was measured with; a worker gets as many.
         device: what it was measured on, for people.
-        dtype: of the parameters, for people.
+        dtype: that of the parameters, for people.
         software: versions of what it was measured with, by name.
         other_sizes: the same model measured with microbatches of other sizes.
         warnings: what is odd about the profile as a whole, in words.

@@ -55,7 +55,7 @@ def nadamw(
     torch's warm-up of the momentum.
 
     Args:
-        parameters: of one stage, as an optimizer factory gets them, or what torch takes.
+        parameters: those of one stage, as an optimizer factory gets them, or what torch takes.
         lr: the learning rate.
         beta1: how the first moment decays; with ``rising``, at the stage with the most delay.
         beta2: how the second moment decays.

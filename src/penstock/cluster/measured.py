@@ -42,7 +42,7 @@ class Seat(NamedTuple):
     Attributes:
         host: equal for ranks of one host, unlike for others; its name, then perhaps more words.
         kind: ``cpu`` or ``gpu``.
-        memory_bytes: of its own device; 0 where it shares the host's.
+        memory_bytes: what its own device has; 0 where it shares the host's.
         host_memory_bytes: what the host's ranks share; 0 where nobody says.
     """
 
@@ -98,7 +98,7 @@ def chosen_pairs(hosts: Sequence[str], most: int) -> list[Pair]:
     """Which pairs of ranks to measure.
 
     Args:
-        hosts: of each rank.
+        hosts: the host of each rank.
         most: so many pairs are all measured; of more, the neighbours on each host, and of each two
             hosts that follow one another the first ranks.
 
@@ -123,8 +123,8 @@ def gathered(seats: Sequence[Seat], links: Mapping[Pair, Link]) -> Cluster:
     ``MOST_DIFFERENCE`` longer or shorter than that.
 
     Args:
-        seats: of each rank.
-        links: of pairs, the lower rank first.
+        seats: where each rank is, and what it has there.
+        links: the link of each pair of ranks, the lower rank first.
     """
     hosts = _ranks_by_host([seat.host for seat in seats])
     titles = _titles(hosts)

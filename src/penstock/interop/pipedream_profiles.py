@@ -82,7 +82,7 @@ def read_pipedream_graph(path: str | os.PathLike[str]) -> LayerGraph:
     stands for it, as in PipeDream.
 
     Args:
-        path: of a ``graph.txt``.
+        path: where the ``graph.txt`` is.
 
     Returns:
         The profile of one minibatch as one microbatch: its number of rows is not in the file, and

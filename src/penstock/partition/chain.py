@@ -45,7 +45,7 @@ def balance(
         num_stages: how many stages, between 1 and the number of layers.
         edges: seconds that a cut behind layer k adds to the stage before it, a number for each
             layer but the last; by default a cut costs nothing.
-        speeds: of each stage's device; a stage takes its layers' seconds divided by its speed.
+        speeds: how fast each stage's device is; a stage takes its layers' seconds divided by that.
         extra: for a stage, what it takes on top with layers ``[start, stop)``, for example to run
             its forward again, ≥ 0; infinite where it may not hold them, for example for its memory.
             A table with n + 1 rows (start) and columns (stop).
@@ -86,7 +86,7 @@ def lightest(num_layers: int, num_stages: int, weight: Callable[[int], Table]) -
     """Cut layers into consecutive, non-empty stages of the least total weight.
 
     Args:
-        num_layers: of the model, at least ``num_stages``.
+        num_layers: how many the model has, at least ``num_stages``.
         num_stages: how many stages.
         weight: for a stage, what it weighs with layers ``[start, stop)``; infinite where it may not
             hold them. A table as for ``balance``.

@@ -142,7 +142,7 @@ def loads(ops: Sequence[Op]) -> tuple[Load, ...]:
     at one of these.
 
     Args:
-        ops: of one rank with one stage, compute only, of whole microbatches.
+        ops: those of one rank with one stage: compute only, whole microbatches.
     """
     again = any(op[1] is Kind.RECOMPUTE for op in ops)
     forward = (1, 0, 0) if again else (0, 1, 0)

@@ -17,7 +17,7 @@ class Rounds:
     """Which round of each stage a microbatch belongs to. Both count from 0.
 
     Attributes:
-        replicas: of each stage.
+        replicas: how many each stage has.
         ends: how many microbatches there are up to the end of each minibatch, where minibatches are
             rounds; ``None`` where each microbatch (of every replica) is one.
     """

@@ -31,7 +31,7 @@ class Segment:
     """What the ranks do for one minibatch.
 
     Attributes:
-        schedule: of the window; for a synchronous minibatch, all there is.
+        schedule: the whole window's; for a synchronous minibatch, all there is.
         ranks: the ops of each rank, from ``schedule``.
         begins: nothing is in flight before it.
         ends: nothing is in flight after it.
@@ -53,7 +53,7 @@ class Windows:
 
     Args:
         lower: builds and lowers a stream.
-        replicas: of every stage.
+        replicas: how many every stage has.
         by_minibatch: whether minibatches are rounds; otherwise microbatches are.
     """
 

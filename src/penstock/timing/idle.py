@@ -60,7 +60,7 @@ def idle_of(timeline: Timeline) -> tuple[Idle, ...]:
     negative: a rank that was itself slower than usual waits less, which counts as less bubble.
 
     Args:
-        timeline: of a whole minibatch, predicted or measured, with or without messages.
+        timeline: a whole minibatch, predicted or measured, with or without messages.
 
     Raises:
         ScheduleError: it lacks ops that others need.

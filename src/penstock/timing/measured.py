@@ -38,7 +38,7 @@ def measured_costs(timeline: Timeline) -> Costs:
     waited so early, the quickest message is the best bound.
 
     Args:
-        timeline: of a whole minibatch, predicted or measured. Without receive ops, hops are seen
+        timeline: a whole minibatch, predicted or measured. Without receive ops, hops are seen
             only where a rank stood idle before an op.
 
     Raises:

@@ -31,7 +31,7 @@ class Cause(NamedTuple):
     Attributes:
         what: ``"op"``: the op itself; ``"pause"``: from the end of ``after`` until the op started;
             ``"begin"``: from the start of the step until the op started, the first of its rank.
-        op: which op.
+        op: the op that took, or began at, another time.
         rank: where it ran.
         after: the op that it followed, where ``what`` is ``"pause"``.
         after_rank: where that ran; another rank than ``rank`` if its result had to travel.

@@ -86,7 +86,7 @@ class Timeline:
     Attributes:
         rows: one per rank, each in order of start. Times are kept as columns, so that a schedule
             of millions of ops stays small.
-        name: of the schedule, for people.
+        name: the schedule's, for people.
         source: ``"predicted"`` or ``"measured"``.
     """
 

@@ -17,7 +17,7 @@ def place_of(policy: Policy, replicas: Sequence[int], stage: int, num_microbatch
         policy: says what an update is made of.
         replicas: how many each stage has.
         stage: its number, from 0.
-        num_microbatches: per minibatch.
+        num_microbatches: how many a minibatch has.
     """
     whole = policy.updates == "minibatch"
     per_update = num_microbatches / replicas[stage] if whole else 1.0
@@ -62,7 +62,7 @@ def check_policy(
         policy: the plan's.
         schedule: the name of the plan's family.
         replicas: how many each stage has.
-        num_microbatches: per minibatch.
+        num_microbatches: how many a minibatch has.
     """
     if policy.asynchronous and policy.family != schedule:
         raise InputError(

@@ -42,8 +42,8 @@ class DappleCandidate:
 
     Attributes:
         cuts: where stages begin and end, as ``balance`` gives them.
-        replicas: of each stage.
-        devices: of each stage, places in ``Cluster.devices``, ascending.
+        replicas: how many each stage has.
+        devices: those of each stage: places in ``Cluster.devices``, ascending.
         bound_seconds: no 1F1B step with these costs is shorter; what was made small.
     """
 
@@ -205,9 +205,9 @@ def dapple_candidates(
             (start, stop, replicas).
         beam: prefixes kept for every last layer and number of devices that are gone.
         count: how many candidates to return.
-        max_cuts: of more places to cut, those with the fewest crossing bytes in as many stretches
-            of equal compute. On more than 8 devices, replica counts are powers of two, whole
-            servers, all that is left, and all but one.
+        max_cuts: the most places to cut. Where there are more, those with the fewest crossing bytes
+            in as many stretches of equal compute. On more than 8 devices, replica counts are powers
+            of two, whole servers, all that is left, and all but one.
 
     Returns:
         Best first, all different; empty if nothing fits.

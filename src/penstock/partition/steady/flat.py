@@ -37,9 +37,9 @@ class FlatTask:
         cost_model: what stages and cuts cost.
         link: between any two devices.
         num_devices: at most so many are used.
-        updates: per microbatch.
-        most_replicas: of a stage; 1 for straight pipelines.
-        speed: of every device.
+        updates: how many there are per microbatch.
+        most_replicas: the most that a stage may have; 1 for straight pipelines.
+        speed: how fast every device is.
         fits: whether a stage may be like that; all may by default.
     """
 

@@ -25,7 +25,7 @@ class Levels:
     Attributes:
         counts: members of a group of each level, innermost first.
         links: between the members of a group of each level.
-        devices: of the cluster, by index, those of a group next to each other.
+        devices: the cluster's, by index, those of a group next to each other.
     """
 
     counts: tuple[int, ...]
@@ -91,7 +91,7 @@ class _LevelTable:
 
     Attributes:
         first: by m − 1, T^k on m groups.
-        later: by m − 1, likewise, of what is not first in its pipeline, with the cut before it.
+        later: the same for what is not first in its pipeline, with the cut before it.
         handing_on: by m − 1, the best on at most m groups, with the cut behind j.
         whole: the best on all groups of the level, without that cut.
     """

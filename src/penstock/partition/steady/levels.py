@@ -40,7 +40,7 @@ class NestedPartition:
     """What the programme found.
 
     Attributes:
-        components: of the outermost level, from the model's input to its output.
+        components: those of the outermost level, from the model's input to its output.
         objective_seconds: A^L of the whole model, the programme's own value. It takes the exchange
             of a replicated component as one that all its parameters make together, once for each
             microbatch that a group gets.

@@ -25,7 +25,7 @@ class States:
 
     Attributes:
         graph: whose layers they are sets of.
-        sets: of each state its layers, as a bit per layer.
+        sets: the layers of each state, as a bit per layer.
         is_all: whether these are all states of the graph, not just prefixes.
     """
 

@@ -66,7 +66,7 @@ class Solution(NamedTuple):
 
     Attributes:
         sharings: in execution order.
-        seconds: of a minibatch.
+        seconds: what a minibatch takes.
         exact: whether nothing that is allowed is faster.
     """
 
@@ -81,7 +81,7 @@ class LayoutProblem:
     Args:
         graph: the profile.
         ring: the group.
-        num_microbatches: per minibatch.
+        num_microbatches: how many a minibatch has.
     """
 
     def __init__(self, graph: LayerGraph, ring: Ring, num_microbatches: int) -> None:

@@ -28,11 +28,11 @@ class TensorSplit:
     """How a group shares a model.
 
     Attributes:
-        splits: of each layer by its name, as the plan says it; empty for one rank. ``"data"``: each
-            device has its part of the rows; ``"column"``: of the outputs; ``"row"``: of the inputs;
-            ``"any"``: it works in the layout of its values (see ``layouts``), on all of them where
-            that is ``"whole"``.
-        layouts: of each layer's output, by the layer's name: ``"rows"``, ``"whole"`` or
+        splits: how each layer is split, by its name, as the plan says it; empty for one rank.
+            ``"data"``: each device has its part of the rows; ``"column"``: of the outputs;
+            ``"row"``: of the inputs; ``"any"``: it works in the layout of its values (see
+            ``layouts``), on all of them where that is ``"whole"``.
+        layouts: how each layer's output lies, by the layer's name: ``"rows"``, ``"whole"`` or
             ``"features"``; empty for one rank.
         graph: the same layers as the group sees them. Times are those of the busiest device, with
             communication in ``forward_seconds``, ``backward_input_seconds`` and, for the sum of

@@ -31,11 +31,11 @@ class ExactProblem:
 
     Attributes:
         ops: all of them, by stage, kind and microbatch.
-        rank: of each op.
-        duration: of each op.
+        rank: the rank of each op.
+        duration: how long each op takes.
         gap: ``gap[a, b]`` is how long after the start of a, b can start at the earliest; −∞ where b
             does not need a.
-        room: per rank, how many forwards may be held at once.
+        room: how many forwards each rank may hold at once.
         by_stage: whether each rank's end counts from its own first start, not from time 0.
     """
 

@@ -48,10 +48,10 @@ class OrderingProblem:
 
     Attributes:
         placement: the rank of each stage.
-        num_microbatches: per minibatch.
-        durations: of ops and messages.
+        num_microbatches: how many a minibatch has.
+        durations: how long ops and messages take.
         sizes: what a microbatch keeps at each stage.
-        limits: per rank, the most that may be held at once, in the unit of the sizes.
+        limits: the most that each rank may hold at once, in the unit of the sizes.
         objective: ``"makespan"``, or ``"stage"`` for the longest time any rank needs from its
             first op to its last.
     """

@@ -65,7 +65,7 @@ class _Columns:
 
     Attributes:
         first: the number of each rank's first op, and the count of all ops.
-        duration: of each op.
+        duration: how long each op takes.
         nothing: the number that stands for no need, one behind the last op; one further stands for
             an op that is missing, and never ends.
         needed: for each need and op, the number of the op that meets it.
