@@ -6,6 +6,7 @@ by name or index. Nothing here simulates; whoever asks does.
 - ``chain``: exact cuts of a chain into a given number of stages.
 - ``cost_models``: what a stage with replicas and a cut take in the steady state.
 - ``readers``: which layers read what, of a graph with branches.
+- ``arrays``: numpy, loaded when it is first used.
 - ``steady/``: stages, replicas and devices with the least steady-state beat (PipeDream).
 - ``dapple/``: DAPPLE's bound of a synchronous step, its rules and its planner.
 - ``tensor/``: how the devices of a group share every layer.
