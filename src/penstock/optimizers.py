@@ -90,8 +90,8 @@ def delay_corrected(
     are what they were, so schedulers, state dicts and people see their own. k is the number of
     steps made; it lies in the parameter groups as ``"delay_corrected_updates"``, so it is saved
     and loaded with the optimizer's state, and begins at 0 if that has none. Copies by
-    ``copy.deepcopy`` go on
-    correcting; pickled ones do not, since torch does not pickle hooks: save the state dict.
+    ``copy.deepcopy`` go on correcting; pickled ones do not, since torch does not pickle hooks: save
+    the state dict.
 
     Without delay, or with at most one update of it, nothing changes. ``versions.PipeMare(t1=…)``
     does the same; use one of the two.
