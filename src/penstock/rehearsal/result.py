@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.rehearsal.costs import with_hop
 from penstock.rehearsal.reports import StepTimes
 from penstock.rehearsal.stream import Steady
 from penstock.schedule import Kind, Schedule
@@ -114,7 +113,7 @@ def rehearsal_of(
     lengths = tuple(timeline.makespan for timeline in timelines)
     middle = statistics.median_low(lengths)
     hop_seconds = _measured_hop(schedule, costs, timelines)
-    predicted = simulate(schedule, with_hop(costs, hop_seconds))
+    predicted = simulate(schedule, costs.with_longer_hops(hop_seconds))
     steady = None if period is None else Steady.of(schedule, costs, period)
     return Rehearsal(
         predicted,

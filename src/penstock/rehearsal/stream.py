@@ -19,7 +19,7 @@ from penstock.schedule.rounds import Rounds
 from penstock.timing.costs import Costs
 from penstock.timing.timeline import Timeline
 from penstock.values import is_whole
-from penstock.versions import USUAL, Policy, check_policy, rounds_of
+from penstock.versions import USUAL, Policy, rounds_of
 
 _MICROBATCHES_PER_RANK = 8
 _FEWEST_MINIBATCHES = 4
@@ -52,7 +52,6 @@ class Stream:
             InputError: the policy does not go with the schedule.
         """
         rounds = rounds_of(policy, schedule, minibatch)
-        check_policy(policy, policy.family, rounds.replicas, minibatch)
         size = minibatch if policy.updates == "minibatch" else 1
         return cls(policy, rounds, lcm(size, *rounds.replicas))
 
