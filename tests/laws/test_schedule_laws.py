@@ -16,11 +16,10 @@ from penstock.schedule.lower import (
     add_free,
     add_recompute,
     add_update,
-    compute_only,
     lower,
 )
 from tests.kit.examples import examples
-from tests.kit.helpers import amounts
+from tests.kit.helpers import amounts, compute_only
 
 ranks = st.integers(1, 8)
 microbatches = st.integers(1, 32)

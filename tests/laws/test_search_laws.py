@@ -12,7 +12,7 @@ from penstock.errors import InputError
 from penstock.schedule.lower import lower
 from penstock.schedule.memory import peak_activations, peaks
 from penstock.schedule.placement import loop, snake
-from penstock.schedule.search import Problem, whole_ranks
+from penstock.schedule.search import OrderingProblem, whole_ranks
 from tests.kit.examples import TIMES, examples
 from tests.kit.helpers import amounts
 
@@ -105,7 +105,9 @@ def test_the_bound_holds_for_every_fixed_family(p, m, data):
     objective = data.draw(st.sampled_from(["makespan", "stage"]))
     placement = PLACEMENTS[name](p)
     costs = data.draw(costs_for(len(placement)))
-    problem = Problem(placement, m, costs, whole_ranks(placement), (float(m),) * p, objective)
+    problem = OrderingProblem(
+        placement, m, costs, whole_ranks(placement), (float(m),) * p, objective
+    )
     for schedule in fixed_families(placement, p, m):
         assert value(schedule, costs, objective) >= problem.least * (1 - 1e-9)
 
