@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
     Floats = NDArray[np.float64]
+    Vector = Floats
     Ints = NDArray[np.int64]
 else:
 
@@ -20,6 +21,6 @@ else:
             return getattr(numpy, name)
 
     np = _WhenUsed()
-    Array = Floats = Ints = Any
+    Array = Floats = Ints = Vector = Any
 
-__all__ = ["Array", "Floats", "Ints", "np"]
+__all__ = ["Array", "Floats", "Ints", "Vector", "np"]

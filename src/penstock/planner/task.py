@@ -11,18 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.cluster import Cluster, Device, Link, Topology
 from penstock.graph import Layer, LayerGraph, Mode
+from penstock.partition.arrays import Vector, np
+from penstock.partition.chain import Table
 from penstock.partition.cost_models import CostModel, cost_model
 from penstock.schedule import Schedule
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from penstock.partition.chain import Table
     from penstock.partition.tensor import TensorSplit
     from penstock.plans.stage_plan import Split
-
-    Vector = npt.NDArray[np.float64]
 
 _MANY_PAIRS = 256
 _MOST_PLACES = 256
@@ -295,8 +291,6 @@ class Task:
     def tables(self) -> dict[str, Table]:
         """Of each number that ``sum`` gives, what it gives for all stages between two places: a
         table with a row for each start and a column for each stop."""
-        import numpy as np
-
         tables, places = {}, list(self.places)
         for name, column in self.sums.items():
             sums = np.array(column, dtype=float)[places]
@@ -322,8 +316,6 @@ class Task:
         return tables
 
     def _tied_bytes(self) -> Table:
-        import numpy as np
-
         starts, stops = np.array(self.places)[:, None], np.array(self.places)
         table = np.zeros((len(self.places), len(self.places)))
         for tie in self.ties:
