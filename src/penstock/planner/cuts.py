@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from penstock.errors import PlanError
 from penstock.partition.chain import balance, lightest
 from penstock.planner.candidate import Candidate
+from penstock.planner.limits import least_excess
 from penstock.planner.setting import RecomputeRule, Rooms, Setting
 from penstock.planner.task import Task
 from penstock.plans.stage_plan import Recompute
@@ -45,7 +46,7 @@ def candidates(task: Task, setting: Setting, slack: float = 0.0) -> list[Candida
         Only what fits. Where every rank has one stage and a memory of its own, something is found
         if there is anything.
     """
-    if setting.num_stages > task.num_layers:
+    if setting.num_stages > task.num_layers or least_excess(task) > slack:
         return []
     # Several stages of a rank share its memory; they get even shares if they do not fit without.
     for shared in (True,) if setting.is_single else (False, True):

@@ -13,6 +13,7 @@ from operator import itemgetter
 from penstock.errors import InputError, PlanError
 from penstock.planner.candidate import Candidate
 from penstock.planner.cuts import candidates, refined, with_cuts, with_layers_moved
+from penstock.planner.limits import least_excess
 from penstock.planner.offers import Offer, Wish, neighbours, offers
 from penstock.planner.task import Task
 
@@ -187,7 +188,7 @@ def fastest(tasks: Sequence[Task], wish: Wish, budget: int = 250_000) -> Candida
         budget: ops to simulate.
     """
     race = Race(budget=budget)
-    race.run(tasks, wish)
+    race.run([task for task in tasks if least_excess(task) <= 0], wish)
     return race.winner
 
 
