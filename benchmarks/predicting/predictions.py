@@ -9,7 +9,7 @@ and so do contestants; a plan's time is the median of its steps. For each model 
 table also says whether the predicted order of the cuts is the measured one, where predictions
 differ by more than their usual error; the last table says what each profile found.
 
-``--quick`` is for a window of twenty minutes. Goals: a median error of at most 5 % per model, and
+``--quick`` is for a window of half an hour. Goals: a median error of at most 5 % per model, and
 none of a profile above 10 %.
 """
 

@@ -6,15 +6,21 @@ import re
 from pathlib import Path
 
 from tests.distributed.jobs.alike import CASES
-from tests.kit.launch import torchrun
+from tests.kit.launch import forked
 
 JOB = Path(__file__).parent / "jobs" / "alike.py"
-LATER = {"in a loop", "in a stream", "in a stream of rounds", "in a stream with replicas"}
+LATER = {
+    "in a loop",
+    "in a stream",
+    "in a stream of rounds",
+    "in a stream with replicas",
+    "gathers later",
+}
 """Cases in which ranks first have trained on the same data."""
 
 
 def test_every_rank_is_told_and_nothing_is_trained():
-    job = torchrun(JOB, 3, "shared-memory")
+    job = forked(JOB, 3, "shared-memory")
     assert set(job.reports) == {0, 1, 2}, job.output
     for rank, report in job.reports.items():
         assert report.pop("differences") == []

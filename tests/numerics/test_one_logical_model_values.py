@@ -14,6 +14,7 @@ import penstock as pk
 from penstock.errors import InputError
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.helpers import (
+    Lambda,
     make_batch,
     make_mlp,
     make_plan,
@@ -21,19 +22,10 @@ from tests.kit.helpers import (
     same_order_families,
 )
 from tests.kit.one_device import OneDevice, assert_same, assert_same_gradients, same
+from tests.kit.training import adamw, pipeline_of
 
 TOLERANCE = 1e-12
 SHAPES = ["1f1b", "zb-h1", "interleaved-1f1b", "zb-v"]
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-2)
-
-
-def pipeline_of(model, schedule="1f1b", num_ranks=2, num_microbatches=4, recompute="none", **more):
-    plan = make_plan(model, num_ranks, num_microbatches, schedule, recompute=recompute)
-    options = {"loss": F.cross_entropy, "seed": 3, "deadline_seconds": 20, **more}
-    return pk.Pipeline(model, plan, **options)
 
 
 class Passing(nn.Module):
@@ -110,6 +102,31 @@ def test_any_number_of_rows_trains_and_evaluates(schedule, num_ranks):
             outputs = pipeline.evaluate(batch[0])
             torch.testing.assert_close(outputs, theirs(batch[0]).detach(), rtol=1e-10, atol=1e-12)
     assert_same(ours, theirs, 1e-11 if tolerance else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("last", "joined"),
+    [
+        (lambda v: v.reshape(-1, 2), True),
+        (lambda v: {"one": v, "two": v.reshape(-1, 1)}, True),
+        (lambda v: v.t(), False),
+        (lambda v: (v, v.amax(0, keepdim=True)), False),
+        (lambda v: (v, v.mean(0)), False),
+        (lambda v: v.mean(), False),
+    ],
+)
+def test_outputs_whose_rows_are_not_those_of_the_inputs_are_those_of_one_device(last, joined):
+    layers = [*make_mlp(0.0, torch.float64)[:5], nn.Linear(32, 6).double()]
+    model = nn.Sequential(*layers, Lambda(last))
+    sizes = []
+    layers[0].register_forward_hook(lambda _, given, __: sizes.append(len(given[0])))
+    with pipeline_of(model) as pipeline:
+        for rows in (8, 11, 1, 12):
+            inputs, _ = make_batch(rows, torch.float64, seed=rows)
+            torch.testing.assert_close(pipeline.evaluate(inputs), model(inputs))
+        sizes.clear()
+        pipeline.evaluate(inputs)
+    assert sizes == ([3, 3, 3, 3] if joined else [12])
 
 
 def sequences():

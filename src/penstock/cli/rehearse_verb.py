@@ -14,7 +14,6 @@ from penstock.plans import Plan
 from penstock.rehearsal import Comparison, Rehearsal
 from penstock.rehearsal import rehearse as perform
 from penstock.rehearsal.conduct import MOST_RANKS
-from penstock.rehearsal.costs import scaled
 from penstock.rehearsal.job import Updates
 from penstock.rehearsal.performance import TransportName
 from penstock.schedule import Kind, Schedule
@@ -122,7 +121,7 @@ def _plan(
     )
     assert schedule is not None  # a name always means one
     per_rank = schedule.num_stages / schedule.num_ranks
-    return schedule, scaled(costs.spread(per_rank), unit_seconds)
+    return schedule, costs.spread(per_rank).scaled(unit_seconds)
 
 
 def _minibatch(source: str) -> int | None:

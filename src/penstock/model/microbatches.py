@@ -4,7 +4,7 @@ stays that of one device."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,9 +121,25 @@ def split_sequence(value: Any, num_slices: int, what: str) -> list[Any]:
     return _split(value, num_slices, 1)
 
 
-def has_rows(output: Any) -> bool:
-    """Whether every tensor of an output has a first dimension, so that outputs can be joined."""
-    return all(tensor.dim() for tensor in tree.tensors(output))
+def have_rows_of(outputs: Sequence[Any], inputs: Sequence[Any]) -> bool:
+    """Whether every output has one row per row of its microbatch, so that they can be joined."""
+    return all(
+        {*_lengths(output)} <= {num_rows(given, "inputs")}
+        for output, given in zip(outputs, inputs, strict=True)
+    )
+
+
+def add_up_to(outputs: Sequence[Any], whole: Any) -> bool:
+    """Whether outputs of microbatches have together as many rows as the output for all of them at
+    once; that may be several per row of the input."""
+    wanted, lengths = _lengths(whole), [_lengths(output) for output in outputs]
+    same_number = all(len(own) == len(wanted) for own in lengths)
+    return same_number and [sum(column) for column in zip(*lengths, strict=True)] == wanted
+
+
+def _lengths(output: Any) -> list[int]:
+    """The first dimension of every tensor; −1 for one without dimensions."""
+    return [tensor.shape[0] if tensor.dim() else -1 for tensor in tree.tensors(output)]
 
 
 def join(values: list[Any]) -> Any:

@@ -2,22 +2,24 @@
 
 Under torchrun each process calls the pipeline for itself. The first stage's rank takes the inputs
 and the last stage's the targets, so if their loaders shuffle differently, rows are paired with the
-labels of others, and nothing fails. A seal is a few numbers that tell what was called, with how
-many microbatches, of which data. It travels with each value that a stage hands to the next and with
-the gradients that copies of a stage sum, and who takes such a message compares it with its own
-seal: before it computes with it, so that no weight changes.
+labels of others, and nothing fails; likewise if one of them enters autocast or calls ``eval()``. A
+seal is a few numbers that tell what was called, with how many microbatches, of which data, in which
+modes. It travels with each value that a stage hands to the next and with the gradients that copies
+of a stage sum, and who takes such a message compares it with its own seal: before it computes with
+it, so that no weight changes.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from functools import lru_cache
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.errors import RunError
 from penstock.model import tree
@@ -26,8 +28,10 @@ from penstock.transport import Edge, Noted, Transport
 from penstock.transport.base import OnTop
 from penstock.transport.tags import REPORT_TAG, SHARED_TAGS
 
-_FIELDS = struct.Struct("<iiqdQQ")
+_FIELDS = struct.Struct("<B?BBIqdQQ")
 _MOST_SAMPLES = 1024
+_AUTOCAST_DEVICES = "cpu", "cuda"
+_AUTOCAST_DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
 class Call(IntEnum):
@@ -36,6 +40,8 @@ class Call(IntEnum):
     EVALUATE = 1
     STEP = 2
     ACCUMULATE = 3
+    LOOP = 4
+    GATHER = 5
 
     def __str__(self) -> str:
         return _CALLS[self]
@@ -43,9 +49,19 @@ class Call(IntEnum):
 
 _CALLS = {
     Call.EVALUATE: "evaluate()",
-    Call.STEP: "step() or steps()",
+    Call.STEP: "step()",
     Call.ACCUMULATE: "step(update=False)",
+    Call.LOOP: "steps()",
+    Call.GATHER: "state_dict(whole=True)",
 }
+
+
+class Mode(IntEnum):
+    """The modes of the layers' modules; where these differ, their checksum stands for them."""
+
+    NOT_COMPARED = 0
+    TRAINING = 1
+    EVALUATION = 2
 
 
 class Seal(NamedTuple):
@@ -54,17 +70,22 @@ class Seal(NamedTuple):
     Attributes:
         call: which method.
         goes_on: whether another minibatch follows in the same loop.
+        cpu_autocast, cuda_autocast: codes of autocast's dtype; 0 where it is off.
+        modes: see ``Mode``.
         num_microbatches: how many there are.
         share: the factor on the gradients.
         inputs, targets: digests; 0 where they are not compared.
     """
 
     call: int
-    goes_on: bool
-    num_microbatches: int
-    share: float
-    inputs: int
-    targets: int
+    goes_on: bool = False
+    cpu_autocast: int = 0
+    cuda_autocast: int = 0
+    modes: int = Mode.NOT_COMPARED
+    num_microbatches: int = 0
+    share: float = 1.0
+    inputs: int = 0
+    targets: int = 0
 
     def packed(self) -> bytes:
         """As a note of a message."""
@@ -73,8 +94,30 @@ class Seal(NamedTuple):
     @classmethod
     def unpacked(cls, note: bytes) -> Seal:
         """Undo ``packed``."""
-        call, goes_on, *rest = _FIELDS.unpack(note)
-        return cls(call, bool(goes_on), *rest)
+        return cls(*_FIELDS.unpack(note))
+
+
+def autocast_codes(dtypes: Mapping[str, torch.dtype]) -> tuple[int, int]:
+    """Autocast's dtypes on CPU and CUDA as small numbers; 0 where it is off.
+
+    Args:
+        dtypes: by device type, where autocast is on.
+    """
+    cpu, cuda = (_code(dtypes[kind]) if kind in dtypes else 0 for kind in _AUTOCAST_DEVICES)
+    return cpu, cuda
+
+
+def _code(dtype: torch.dtype) -> int:
+    known = dtype in _AUTOCAST_DTYPES
+    return 1 + (_AUTOCAST_DTYPES.index(dtype) if known else len(_AUTOCAST_DTYPES))
+
+
+def modes_of(modules: Iterable[nn.Module]) -> int:
+    """A number that tells which modules are in training mode; 0 if there is none to compare."""
+    modes = bytes(module.training for module in modules)
+    if len({*modes}) <= 1:
+        return Mode.NOT_COMPARED if not modes else Mode.TRAINING if modes[0] else Mode.EVALUATION
+    return max(len(Mode), crc32(modes))
 
 
 def digest(value: Any) -> int:
@@ -120,7 +163,7 @@ def check_alike(own: bytes, other: bytes, ranks: tuple[int, int], where: str) ->
 
     Args:
         own: the packed seal of the first rank.
-        other: that of the second.
+        other: the packed seal of the second.
         ranks: which two.
         where: what to begin the error with.
 
@@ -135,12 +178,25 @@ def check_alike(own: bytes, other: bytes, ranks: tuple[int, int], where: str) ->
 
 
 def _difference(own: Seal, other: Seal, ranks: tuple[int, int]) -> str:
-    mine, theirs = ranks
-    if own.call != other.call:
-        return (
-            f"rank {mine} calls {Call(own.call)}, but rank {theirs} {Call(other.call)}; make the "
-            "same calls on every rank"
-        )
+    checks = _different_calls, _different_sizes, _different_modes, _different_data, _different_ends
+    return next(filter(None, (check(own, other, *ranks) for check in checks)), "")
+
+
+def _different_calls(own: Seal, other: Seal, mine: int, theirs: int) -> str:
+    if _comes_to(own.call) == _comes_to(other.call):
+        return ""
+    return (
+        f"rank {mine} calls {Call(own.call)}, but rank {theirs} {Call(other.call)}; make the "
+        "same calls on every rank"
+    )
+
+
+def _comes_to(call: int) -> int:
+    """What ranks must have in common: the last minibatch of a loop trains as ``step`` does."""
+    return Call.STEP if call == Call.LOOP else call
+
+
+def _different_sizes(own: Seal, other: Seal, mine: int, theirs: int) -> str:
     if own.num_microbatches != other.num_microbatches:
         return (
             f"rank {mine} has {own.num_microbatches} microbatches, but rank {theirs} has "
@@ -151,38 +207,83 @@ def _difference(own: Seal, other: Seal, ranks: tuple[int, int]) -> str:
             f"share is {own.share:g} on rank {mine}, but {other.share:g} on rank {theirs}; give "
             "every rank the same"
         )
-    for what in ("inputs", "targets"):
-        digests = getattr(own, what), getattr(other, what)
-        if all(digests) and digests[0] != digests[1]:
-            return _different_data(what, mine, theirs)
-    if own.goes_on != other.goes_on:
-        ends, goes_on = (theirs, mine) if own.goes_on else (mine, theirs)
-        return (
-            f"rank {ends} ends its loop with this minibatch, but rank {goes_on} goes on; give "
-            "every rank as many minibatches, and let all leave the loop at the same one"
-        )
     return ""
 
 
-def _different_data(what: str, mine: int, theirs: int) -> str:
+def _different_modes(own: Seal, other: Seal, mine: int, theirs: int) -> str:
+    for kind in _AUTOCAST_DEVICES:
+        here, there = (getattr(seal, f"{kind}_autocast") for seal in (own, other))
+        if here != there:
+            return (
+                f"autocast of {kind} is {_autocast_text(here)} on rank {mine}, but "
+                f"{_autocast_text(there)} on rank {theirs}; use the same torch.autocast around "
+                "the call on every rank"
+            )
+    if own.modes == other.modes or not own.modes or not other.modes:
+        return ""
+    text, text_there = _mode_text(own.modes), _mode_text(other.modes)
+    text_there = "others are" if text_there == text else text_there
     return (
-        f"ranks {mine} and {theirs} train on different data: their {what} differ. The first "
-        "stage's rank takes the inputs and the last one's the targets, so rows would be paired "
-        "with the targets of others. Give every rank the same minibatches: shuffle with the same "
-        "seed everywhere (DataLoader(…, generator=torch.Generator().manual_seed(0))) and leave out "
-        "DistributedSampler. If they differ on purpose, give Pipeline(…, compare_data=False)"
+        f"the layers are {text} on rank {mine}, but {text_there} on rank {theirs}; call train() "
+        "and eval() alike on every rank"
+    )
+
+
+def _autocast_text(code: int) -> str:
+    if not code:
+        return "off"
+    known = code <= len(_AUTOCAST_DTYPES)
+    return str(_AUTOCAST_DTYPES[code - 1]).removeprefix("torch.") if known else "another dtype"
+
+
+def _mode_text(modes: int) -> str:
+    if modes >= len(Mode):
+        return "partly in evaluation mode"
+    return f"in {Mode(modes).name.lower()} mode"
+
+
+def _different_data(own: Seal, other: Seal, mine: int, theirs: int) -> str:
+    for what in ("inputs", "targets"):
+        digests = getattr(own, what), getattr(other, what)
+        if all(digests) and digests[0] != digests[1]:
+            return (
+                f"ranks {mine} and {theirs} train on different data: their {what} differ. The "
+                "first stage's rank takes the inputs and the last one's the targets, so rows would "
+                "be paired with the targets of others. Give every rank the same minibatches: "
+                "shuffle with the same seed everywhere (DataLoader(…, "
+                "generator=torch.Generator().manual_seed(0))) and leave out DistributedSampler. If "
+                "they differ on purpose, give Pipeline(…, compare_data=False)"
+            )
+    return ""
+
+
+def _different_ends(own: Seal, other: Seal, mine: int, theirs: int) -> str:
+    if own.goes_on == other.goes_on:
+        return ""
+    ends, goes_on = (theirs, mine) if own.goes_on else (mine, theirs)
+    if own.call != other.call:
+        return (
+            f"rank {ends} calls step(), but rank {goes_on} is in a loop over steps() that goes on; "
+            "make the same calls on every rank"
+        )
+    return (
+        f"rank {ends} ends its loop with this minibatch, but rank {goes_on} goes on; give every "
+        "rank as many minibatches, and let all leave the loop at the same one"
     )
 
 
 class SealedTransport(OnTop):
     """Seals what one rank sends, and compares the seals of what it gets.
 
+    What is sent with a note keeps it, and a report comes with its note: who waits for one compares
+    it, since the minibatch at hand may be a later one.
+
     Args:
         inner: carries the messages.
-        rank: whose.
+        rank: the one whose messages they are.
 
     Attributes:
-        seal: of the minibatch at hand, packed; empty: none.
+        seal: what was called, packed; empty: nothing is compared.
         synchronous: whether all that is under way belongs to this minibatch.
     """
 
@@ -193,15 +294,14 @@ class SealedTransport(OnTop):
         self.synchronous = True
 
     def send(self, edge: Edge, number: int, value: Any) -> None:
-        sealed = self.seal and self._has_seal(edge)
+        sealed = self.seal and type(value) is not Noted and self._has_seal(edge)
         self._inner.send(edge, number, Noted(value, self.seal) if sealed else value)
 
     def recv(self, edge: Edge, number: int, waiting: str) -> Any:
         value = self._inner.recv(edge, number, waiting)
-        if type(value) is Noted:
+        if type(value) is Noted and edge.tag != REPORT_TAG:
             value, seal = value
-            if self._has_seal(edge):
-                check_alike(self.seal, seal, (self._rank, edge.source), waiting)
+            check_alike(self.seal, seal, (self._rank, edge.source), waiting)
         return value
 
     def _has_seal(self, edge: Edge) -> bool:

@@ -91,9 +91,48 @@ def share(pipeline, odd):
     return step(pipeline, False, share=0.5 if odd else 1.0)
 
 
+def autocast(pipeline, odd):
+    with torch.autocast("cpu", torch.bfloat16, enabled=odd):
+        return step(pipeline, False)
+
+
+def evaluate_under_autocast(pipeline, odd):
+    with torch.autocast("cpu", torch.float16 if odd else torch.bfloat16):
+        return pipeline.evaluate(batches(ROWS)[0][0])
+
+
+def evaluation_mode(pipeline, odd):
+    for stage in pipeline.stages.values():
+        for layer in stage.layers:
+            layer.module.train(not odd)
+    return step(pipeline, False)
+
+
+def step_beside_a_loop(pipeline, odd):
+    if not odd:
+        return list(pipeline.steps(batches(ROWS)))
+    return [pipeline.step(*batch) for batch in batches(ROWS)]
+
+
+def gather(pipeline, odd):
+    return pipeline.state_dict(whole=True) if odd else step(pipeline, False)
+
+
+def gather_beside_one_that_evaluates(pipeline, odd):
+    return pipeline.evaluate(batches(ROWS)[0][0]) if odd else pipeline.state_dict(whole=True)
+
+
+def gather_one_too_often(pipeline, odd):
+    for _ in range(2):
+        step(pipeline, False)
+        pipeline.state_dict(whole=True)
+    return gather(pipeline, odd)
+
+
 SILENT = {"results": "none", "record": False}
 DATA = r"train on different data: their {} differ\. .*DistributedSampler.*compare_data=False"
 TARGETS, INPUTS = DATA.format("targets"), DATA.format("inputs")
+GATHERS = r"rank {}( calls)? state_dict\(whole=True\)"
 CASES = {
     "targets": Case(2, step, TARGETS),
     "targets of the first rank": Case(0, step, TARGETS),
@@ -112,6 +151,21 @@ CASES = {
     "is evaluated": Case(2, evaluate, r"rank 2( calls)? evaluate\(\)", options=SILENT),
     "evaluates others": Case(2, evaluate_others, INPUTS),
     "accumulates": Case(1, accumulate, r"rank 1( calls)? step\(update=False\)"),
+    "autocast": Case(0, autocast, "autocast of cpu is .*bfloat16 on rank 0", options=SILENT),
+    "autocast in a stream": Case(2, autocast, "autocast of cpu is .*bfloat16 on rank 2", "stash"),
+    "autocast, evaluating": Case(
+        1, evaluate_under_autocast, "autocast of cpu is .*float16 on rank 1"
+    ),
+    "evaluation mode": Case(1, evaluation_mode, "the layers are .*evaluation mode on rank 1"),
+    "a step beside a loop": Case(
+        1, step_beside_a_loop, r"rank 1 calls step\(\), but rank [02] is in a loop over steps\(\)"
+    ),
+    "gathers": Case(0, gather, GATHERS.format(0)),
+    "gathers, quietly": Case(1, gather, GATHERS.format(1), options=SILENT),
+    "gathers, at the end": Case(2, gather, GATHERS.format(2), options=SILENT),
+    "gathers in a stream": Case(1, gather, GATHERS.format(1), "2bw", options=SILENT),
+    "gathers later": Case(1, gather_one_too_often, GATHERS.format(1), "stash"),
+    "others gather": Case(0, gather_beside_one_that_evaluates, r"rank 0( calls)? evaluate\(\)"),
     "share": Case(2, share, "share is .*0.5 on rank 2"),
 }
 

@@ -1,4 +1,4 @@
-"""What a plan is predicted to do is worked out once, and nothing but time tells that it is kept."""
+"""What a plan is predicted to do is worked out once, and only the clock sees that it is kept."""
 
 from __future__ import annotations
 

@@ -23,15 +23,11 @@ from torch import Tensor, nn
 from penstock.errors import InputError
 from penstock.model import microbatches
 from penstock.model.microbatches import Weight, Weighting
+from penstock.model.optimizer_factory import OptimizerFactory, SchedulerFactory
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import Skip, spine_of
 from penstock.schedule.rounds import Rounds, warm_up
-from penstock.trial.reference.replayed_stage import (
-    OptimizerFactory,
-    ReplayedStage,
-    SchedulerFactory,
-    Tensors,
-)
+from penstock.trial.reference.replayed_stage import ReplayedStage, Tensors
 from penstock.versions import (
     DoubleBuffer,
     Flush,

@@ -6,7 +6,7 @@ The other half of ``delayed_replay``, which says which version each pass reads.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,33 +15,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from penstock.errors import InputError, ModelError
+from penstock.model.optimizer_factory import OptimizerFactory, Parameters, SchedulerFactory
 from penstock.model.spine import NamedLayer, Skip, run_layer
 from penstock.versions import PipeMare, Place, Policy, Predict
 
 Tensors = dict[str, Tensor]
-OptimizerFactory = Callable[["StageParameters"], torch.optim.Optimizer]
-SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
-
-
-class StageParameters(list[nn.Parameter]):
-    """The parameters of one stage, as the optimizer factory gets them.
-
-    Attributes:
-        stage: its number, from 0.
-        num_stages: of the model.
-        delay: how many updates old its gradients are when they are applied, in the steady state.
-    """
-
-    def __init__(self, named: Mapping[str, nn.Parameter], place: Place, delay: float) -> None:
-        super().__init__(named.values())
-        self._named = dict(named)
-        self.stage = place.stage
-        self.num_stages = place.num_stages
-        self.delay = delay
-
-    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name in the whole model, parameter) of each."""
-        return iter(self._named.items())
 
 
 class _Version(NamedTuple):
@@ -100,7 +78,9 @@ class ReplayedStage(nn.Module):
         named = {names.pop(id(parameter)): parameter for parameter in self._own.values()}
         if not named:
             return
-        made = optimizer(StageParameters(named, self._place, self._policy.delay(self._place)))
+        place, delay = self._place, self._policy.delay(self._place)
+        pairs = tuple(named.items())
+        made = optimizer(Parameters(pairs, place.stage, place.num_stages, delay))
         if isinstance(self._policy, Predict):
             _check_foreseeable(made)
         if self._policy.updates == "microbatch" and self._replicas > 1 and averages:

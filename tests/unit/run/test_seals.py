@@ -1,0 +1,104 @@
+"""What ranks compare of their minibatches, and what an error says of a difference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import RunError
+from penstock.run.seals import Call, Mode, Seal, autocast_codes, check_alike, modes_of
+from penstock.transport.base import NOTE_BYTES
+
+STEP = Seal(Call.STEP, inputs=5, targets=7)
+LOOP = STEP._replace(call=Call.LOOP)
+
+
+def told(own, other):
+    """What two ranks are told, from the point of view of each."""
+    texts = []
+    for ranks, seals in (((0, 1), (own, other)), ((1, 0), (other, own))):
+        with pytest.raises(RunError) as error:
+            check_alike(seals[0].packed(), seals[1].packed(), ranks, "here")
+        texts.append(str(error.value))
+    return texts
+
+
+def test_a_seal_is_a_note_and_comes_back():
+    assert len(STEP.packed()) == NOTE_BYTES
+    full = Seal(Call.LOOP, True, 1, 2, 2**32 - 1, 10**9, 0.5, 2**33, 2**33)
+    assert Seal.unpacked(full.packed()) == full
+
+
+@pytest.mark.parametrize("other", [STEP, LOOP, STEP._replace(inputs=0, targets=0, modes=1)])
+def test_what_comes_to_the_same_is_no_difference(other):
+    check_alike(STEP.packed(), other.packed(), (0, 1), "here")
+
+
+@pytest.mark.parametrize(
+    ("change", "messages"),
+    [
+        (
+            {"cpu_autocast": 1},
+            ("autocast of cpu is off on rank 0, but bfloat16 on rank 1",
+             "autocast of cpu is bfloat16 on rank 1, but off on rank 0"),
+        ),
+        (
+            {"cuda_autocast": 5},
+            ("autocast of cuda is off on rank 0, but another dtype on rank 1",
+             "autocast of cuda is another dtype on rank 1, but off on rank 0"),
+        ),
+        (
+            {"modes": Mode.EVALUATION},
+            ("the layers are in training mode on rank 0, but in evaluation mode on rank 1",
+             "the layers are in evaluation mode on rank 1, but in training mode on rank 0"),
+        ),
+        (
+            {"modes": 77},
+            ("the layers are in training mode on rank 0, but partly in evaluation mode on rank 1",
+             "the layers are partly in evaluation mode on rank 1, but in training mode on rank 0"),
+        ),
+        (
+            {"call": Call.GATHER},
+            ("rank 0 calls step(), but rank 1 state_dict(whole=True)",
+             "rank 1 calls state_dict(whole=True), but rank 0 step()"),
+        ),
+        (
+            {"call": Call.LOOP, "goes_on": True},
+            2 * ("rank 0 calls step(), but rank 1 is in a loop over steps() that goes on",),
+        ),
+    ],
+)  # fmt: skip
+def test_each_rank_is_told_what_both_do(change, messages):
+    own = STEP._replace(modes=Mode.TRAINING)
+    for text, message in zip(told(own, own._replace(**change)), messages, strict=True):
+        assert text.startswith(f"here: {message}")
+
+
+def test_who_ends_a_loop_is_named_to_both():
+    for text in told(LOOP, LOOP._replace(goes_on=True)):
+        assert "rank 0 ends its loop with this minibatch, but rank 1 goes on" in text
+
+
+def test_codes_of_autocast():
+    assert autocast_codes({}) == (0, 0)
+    codes = [
+        autocast_codes({kind: dtype})
+        for kind in ("cpu", "cuda")
+        for dtype in (torch.bfloat16, torch.float16, torch.float8_e5m2)
+    ]
+    assert len({*codes}) == len(codes)
+
+
+def test_modes_tell_every_module():
+    model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2))
+    assert modes_of([]) == Mode.NOT_COMPARED
+    assert modes_of(model.modules()) == Mode.TRAINING
+    found = set()
+    for module in model:
+        model.train()
+        module.eval()
+        found.add(modes_of(model.modules()))
+    assert len(found) == 2
+    assert min(found) >= len(Mode)
+    assert modes_of(model.eval().modules()) == Mode.EVALUATION
