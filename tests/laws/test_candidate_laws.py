@@ -18,9 +18,10 @@ from penstock.graph import Contention
 from penstock.planner.candidate import Candidate
 from penstock.planner.cuts import candidates
 from penstock.planner.limits import least_excess
-from penstock.planner.offers import Offer, Wish
+from penstock.planner.offers import Offer
 from penstock.planner.offers import offers as every_offer
 from penstock.planner.task import Task
+from penstock.planner.wish import Wish
 from penstock.versions import USUAL, Flush
 from tests.kit.planning import all_cuts, chain, clusters, devices, graphs, held_bytes
 

@@ -8,7 +8,7 @@ cuts are exact for each setting; lower bounds, never estimates, decide what need
 and a test holds each bound against the simulation. Replicas of the winner are then moved from stage
 to stage as long as that helps, because no proposal knows the start and the end of a step.
 
-``task`` is what is planned, ``offers`` the schedules and devices worth building, ``setting`` one
+``task`` is what is planned, ``wish`` how, ``offers`` the schedules and devices worth building, ``setting`` one
 that is built, ``cuts`` where its stages begin, ``candidate`` both together: ``pricing`` says what
 its stages cost, ``moments`` and ``limits`` what it needs and may use, ``bounds`` what it takes at
 least. ``race`` finds the best, ``why`` says what decided, ``shortfall`` why there is none.

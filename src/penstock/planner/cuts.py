@@ -7,10 +7,10 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise, product
 from math import inf
-from typing import TYPE_CHECKING
 
 from penstock.errors import PlanError
-from penstock.partition.chain import balance, lightest
+from penstock.partition.arrays import Floats, np
+from penstock.partition.chain import Table, balance, lightest
 from penstock.planner.candidate import Candidate
 from penstock.planner.limits import least_excess
 from penstock.planner.setting import RecomputeRule, Rooms, Setting
@@ -24,10 +24,6 @@ _SQUEEZES: dict[RecomputeRule, tuple[Recompute, ...]] = {
     "stage": ("stage",),
     "layers": ("layers",),
 }
-
-if TYPE_CHECKING:
-    from penstock.partition.chain import Table
-    from penstock.planner.task import Vector
 
 
 def candidates(task: Task, setting: Setting, slack: float = 0.0) -> list[Candidate]:
@@ -153,10 +149,8 @@ def _balance(task: Task, setting: Setting, rooms: Rooms) -> list[tuple[int, ...]
     return [tuple(task.places[number] for number in cuts) for cuts in dict.fromkeys(found)]
 
 
-def _hops(task: Task, setting: Setting, stage: int) -> Vector:
+def _hops(task: Task, setting: Setting, stage: int) -> Floats:
     """Seconds from a stage to the next if it ends at each place."""
-    import numpy as np
-
     if stage == setting.num_stages - 1:
         return np.zeros(len(task.places))
     ends = setting.devices_of[stage], setting.devices_of[stage + 1]
@@ -169,8 +163,6 @@ def _hops(task: Task, setting: Setting, stage: int) -> Vector:
 
 def _lightest(task: Task, setting: Setting, slack: float) -> Iterator[Candidate]:
     """The cuts that need the least memory in all, for ranks that share it."""
-    import numpy as np
-
     rooms = Rooms(task, setting, slack)
     ties = _split_ties(task, setting)
 
@@ -197,8 +189,6 @@ def _candidate(task: Task, setting: Setting, cuts: tuple[int, ...], rooms: Rooms
 def _split_ties(task: Task, setting: Setting) -> Table:
     """Infinite for stages that would part layers with tied weights, where that is not possible:
     without a flush, stages are never at the same update."""
-    import numpy as np
-
     count = len(task.places)
     table = np.zeros((count, count))
     if setting.versions.asynchronous:

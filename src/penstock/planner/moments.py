@@ -4,13 +4,10 @@ for each way to cut the model."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from penstock.partition.arrays import Floats, np
 from penstock.schedule import Kind, Op, Schedule
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 _INPUT, _WHOLE, _FOR_WEIGHT = range(3)
 _CHANGES = {
@@ -35,7 +32,7 @@ class Moments(NamedTuple):
     """
 
     stages: tuple[int, ...]
-    counts: npt.NDArray[np.float64]
+    counts: Floats
 
     def most_bytes(self, sizes: Callable[[int], StageSizes]) -> float:
         """What the rank holds at its worst moment.
@@ -60,8 +57,6 @@ def moments_of(schedule: Schedule) -> tuple[Moments, ...]:
 
 
 def _moments(ops: Sequence[Op], stages: Sequence[int]) -> Moments:
-    import numpy as np
-
     first_column = {stage: 3 * index for index, stage in enumerate(stages)}
     recomputed = {op.stage for op in ops if op.kind is Kind.RECOMPUTE}
     changes = np.zeros((len(ops) + 1, 3 * len(stages)))

@@ -14,8 +14,9 @@ from penstock.errors import InputError, PlanError
 from penstock.planner.candidate import Candidate
 from penstock.planner.cuts import candidates, refined, with_cuts, with_layers_moved
 from penstock.planner.limits import least_excess
-from penstock.planner.offers import Offer, Wish, neighbours, offers
+from penstock.planner.offers import Offer, neighbours, offers
 from penstock.planner.task import Task
+from penstock.planner.wish import Wish
 
 SAME = 0.01
 """Relative: no prediction tells plans this close apart, so the one that needs less memory wins."""

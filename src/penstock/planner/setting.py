@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from penstock.graph import Mode
+from penstock.partition.arrays import np
+from penstock.partition.chain import Table
 from penstock.planner.moments import Moments, moments_of
 from penstock.planner.task import Task
 from penstock.plans.orders import stand_in
@@ -17,9 +19,6 @@ from penstock.schedule import Kind, Schedule, families
 from penstock.schedule.lower import add_recompute
 from penstock.schedule.memory import Load, loads, peak_activations
 from penstock.versions import Flush, Policy, place_of, weight_copies
-
-if TYPE_CHECKING:
-    from penstock.partition.chain import Table
 
 _RECOMPUTES: tuple[Recompute, ...] = ("none", "layers", "stage")
 
@@ -212,8 +211,6 @@ class Rooms:
     def again_seconds(self, stage: int) -> Table:
         """What a stage takes longer because it must run forward twice, for all starts and stops;
         infinite where it does not fit even so."""
-        import numpy as np
-
         rule, limit = self._setting.recompute, self._limits[stage]
         again = self._task.tables["recompute_seconds"]
         if rule in {"stage", "layers"}:
@@ -279,8 +276,6 @@ class Rooms:
     def _num_bytes(
         self, copies: int, has_replicas: bool, loads: tuple[Load, ...], how: Recompute
     ) -> Table:
-        import numpy as np
-
         inputs = np.array(self._task.input_bytes, dtype=float)[list(self._task.places)][:, None]
         table: Table = _needed(self._task.tables, inputs, copies, has_replicas, loads, how)
         return table
@@ -305,8 +300,6 @@ def _needed(
         loads: the worst moments of the rank.
         how: what runs again.
     """
-    import numpy as np
-
     again = how == "layers"
     whole = numbers["again_input_bytes" if again else "activation_bytes"]
     halves = numbers["weight_kept_bytes"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise, product
@@ -11,18 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.cluster import Cluster, Device, Link, Topology
 from penstock.graph import Layer, LayerGraph, Mode
+from penstock.partition.arrays import Floats, np
+from penstock.partition.chain import Table
 from penstock.partition.cost_models import CostModel, cost_model
+from penstock.planner.places import places_near, spread_places
 from penstock.schedule import Schedule
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from penstock.partition.chain import Table
-    from penstock.partition.tensor import TensorSplit
-    from penstock.plans.stage_plan import Split
-
-    Vector = npt.NDArray[np.float64]
+    from penstock.planner.tensor_groups import TensorGroups
 
 _MANY_PAIRS = 256
 _MOST_PLACES = 256
@@ -55,34 +51,6 @@ class Tie(NamedTuple):
         has_first = (starts <= self.first) & (self.first < stops)
         has_last = (starts <= self.last) & (self.last < stops)
         return has_first ^ has_last
-
-
-@dataclass(frozen=True)
-class TensorGroups:
-    """Who shares layers with whom, and how.
-
-    Attributes:
-        devices: of each group, which stands for one device of the task's cluster.
-        found: the splits of the layers.
-        single: the task without groups.
-    """
-
-    devices: tuple[tuple[Device, ...], ...]
-    found: TensorSplit
-    single: Task
-
-    @property
-    def num_ranks(self) -> int:
-        """Devices per group."""
-        return len(self.devices[0])
-
-    def splits(self, layers: Sequence[str]) -> dict[str, Split]:
-        """Of some layers."""
-        return {name: self._split(name) for name in layers}
-
-    def _split(self, name: str) -> Split:
-        split = self.found.splits[name]
-        return "whole" if split == "any" and self.found.layouts[name] == "whole" else split
 
 
 @dataclass(frozen=True)
@@ -154,7 +122,7 @@ class Task:
         return {}
 
     @cached_property
-    def known_hops(self) -> dict[object, Vector]:
+    def known_hops(self) -> dict[object, Floats]:
         """Seconds of hops found so far, by the devices at their ends."""
         return {}
 
@@ -235,8 +203,10 @@ class Task:
         count, most = self.num_layers, self._most_places
         if count <= most:
             return tuple(range(count + 1))
-        chosen = self._places_near(most) if self.near else self._spread_places(most)
-        return tuple(sorted({0, count, *self.marks, *chosen}))
+        chosen = (
+            places_near(self.near, count, most) if self.near else spread_places(self.graph, most)
+        )
+        return tuple(sorted({0, count, *self.marks} | chosen))
 
     @property
     def is_coarse(self) -> bool:
@@ -247,34 +217,6 @@ class Task:
     def _most_places(self) -> int:
         # As many stages as devices must be possible, with some choice.
         return max(_MOST_PLACES, 2 * len(self.cluster.devices))
-
-    def _places_near(self, most: int) -> Iterator[int]:
-        inner = self.near[1:-1]
-        reach = max(1, most // (2 * max(1, len(inner))))
-        for cut in inner:
-            yield from range(max(1, cut - reach), min(self.num_layers, cut + reach + 1))
-
-    def _spread_places(self, most: int) -> set[int]:
-        """Places between which there is equally much: of compute, and of bytes half as much.
-        Where that leaves some over, because a few layers have almost everything, the rest lie
-        evenly between the others."""
-        layers = self.graph.layers
-        held = [
-            layer.activation_bytes + layer.parameter_bytes + layer.optimizer_bytes
-            for layer in layers
-        ]
-        shares = zip(_shares(self.compute_seconds), _shares(held), strict=True)
-        sums = list(accumulate(2 * seconds + num_bytes for seconds, num_bytes in shares))
-        gap = max(sums[-1], 1e-9) / most
-        found = {
-            index + 1
-            for index, (before, now) in enumerate(pairwise((0.0, *sums)))
-            if int(before / gap) < int(now / gap) and index + 1 < len(layers)
-        }
-        rest = [index for index in range(1, len(layers)) if index not in found]
-        missing = most - len(found)
-        steps = range(1, 2 * missing, 2)
-        return found | {rest[step * len(rest) // (2 * missing)] for step in steps}
 
     def numbers(self, start: int, stop: int) -> dict[str, float]:
         """What ``tables`` has for one stage with layers ``[start, stop)``, wherever these begin and
@@ -295,8 +237,6 @@ class Task:
     def tables(self) -> dict[str, Table]:
         """Of each number that ``sum`` gives, what it gives for all stages between two places: a
         table with a row for each start and a column for each stop."""
-        import numpy as np
-
         tables, places = {}, list(self.places)
         for name, column in self.sums.items():
             sums = np.array(column, dtype=float)[places]
@@ -322,8 +262,6 @@ class Task:
         return tables
 
     def _tied_bytes(self) -> Table:
-        import numpy as np
-
         starts, stops = np.array(self.places)[:, None], np.array(self.places)
         table = np.zeros((len(self.places), len(self.places)))
         for tie in self.ties:
@@ -411,12 +349,6 @@ class Task:
         # A link with a latency was measured as a whole; one without does not know what handing a
         # message to another worker costs, but the profile does.
         return (seconds if link.latency_seconds else seconds + self.graph.hop_seconds), busy
-
-
-def _shares(numbers: Sequence[float]) -> list[float]:
-    """Of their sum, which may be 0."""
-    total = sum(numbers) or 1.0
-    return [number / total for number in numbers]
 
 
 def _again_seconds(layer: Layer) -> float:

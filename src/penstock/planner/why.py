@@ -8,9 +8,10 @@ from dataclasses import replace as replaced
 from msgspec.structs import replace
 
 from penstock.planner.candidate import Candidate
-from penstock.planner.offers import PLAIN, Wish
+from penstock.planner.offers import PLAIN
 from penstock.planner.race import SAME, fastest
 from penstock.planner.task import Task
+from penstock.planner.wish import Wish
 from penstock.plans.alternative import Alternative
 from penstock.units import count_of, format_bytes, format_seconds, format_speed_up
 

@@ -7,10 +7,11 @@ from benchmarks.planning.calls import counting
 from penstock import Cluster, Device, Layer, LayerGraph, Link, plan
 from penstock.cluster import Group
 from penstock.errors import FileError, InputError, ModelError, PlanError
-from penstock.planner.offers import Wish, offers
+from penstock.planner.offers import offers
 from penstock.planner.race import Race
 from penstock.planner.search import plan as search
 from penstock.planner.task import Task
+from penstock.planner.wish import Wish
 from penstock.plans import Plan, StagePlan
 
 KIB = 1024
