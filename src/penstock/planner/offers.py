@@ -335,7 +335,7 @@ def _partitions(task: Task) -> Iterator[Shape]:
 
 
 def _shape(task: Task, stages: Sequence[Sequence[int]]) -> Iterator[Shape]:
-    """Of these devices, if stages have replicas and each replica has a microbatch."""
+    """The shape of stages on these devices, if any has replicas and each replica a microbatch."""
     counts = tuple(map(len, stages))
     if 1 < max(counts) <= task.num_microbatches:
         yield counts, tuple(chain.from_iterable(stages))

@@ -176,7 +176,7 @@ class Rooms:
 
     Args:
         task: for the sizes.
-        setting: which.
+        setting: whose stages they are.
         slack: bytes by which limits may be exceeded.
         shared: of a rank with several stages, whether each gets an even share of its limit;
             otherwise these have no limit.

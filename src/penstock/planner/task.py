@@ -128,7 +128,7 @@ class Task:
 
     @cached_property
     def num_layers(self) -> int:
-        """Of the model."""
+        """How many layers the model has."""
         return len(self.graph.layers)
 
     @cached_property
@@ -146,7 +146,8 @@ class Task:
 
     @cached_property
     def sums(self) -> dict[str, list[float]]:
-        """Of each number of a layer: entry k is the sum over the first k layers."""
+        """Running sums of each number of a layer, by its name: entry k is that of the first k
+        layers."""
         names = (
             "forward_seconds", "backward_input_seconds", "backward_weight_seconds",
             "split_forward_seconds", "split_seconds", "update_seconds", "parameter_bytes",
@@ -164,13 +165,13 @@ class Task:
         return {name: list(accumulate(column, initial=0)) for name, column in columns.items()}
 
     def sum(self, name: str, start: int, stop: int) -> float:
-        """Of one number, over layers ``[start, stop)``."""
+        """The sum of one number of a layer over layers ``[start, stop)``."""
         column = self.sums[name]
         return column[stop] - column[start]
 
     @cached_property
     def input_bytes(self) -> tuple[int, ...]:
-        """Of a stage that begins with each layer; behind the last, nothing is."""
+        """Bytes of the input of a stage that begins with each layer; 0 behind the last one."""
         return (self.graph.input_bytes, *self.crossing_bytes[1:], 0)
 
     @cached_property
@@ -235,8 +236,8 @@ class Task:
 
     @cached_property
     def tables(self) -> dict[str, Table]:
-        """Of each number that ``sum`` gives, what it gives for all stages between two places: a
-        table with a row for each start and a column for each stop."""
+        """What ``sum`` gives for all stages between two places, by the name of the number: a table
+        with a row for each start and a column for each stop."""
         tables, places = {}, list(self.places)
         for name, column in self.sums.items():
             sums = np.array(column, dtype=float)[places]
@@ -269,8 +270,8 @@ class Task:
         return table
 
     def _workspaces(self, start: int, stop: int, again: bool) -> list[float]:
-        """Of stages that begin with a layer, for each layer before ``stop`` that may be their
-        last."""
+        """Room to work, in bytes, of the stages that begin with layer ``start``, for each layer
+        before ``stop`` that may be their last."""
         found, most, room, held = [], 0.0, 0.0, 0.0
         for index in range(start, stop):
             layer = self.graph.layers[index]
@@ -283,11 +284,10 @@ class Task:
         return found
 
     def workspace_bytes(self, start: int, stop: int, *, again: bool) -> int:
-        """Of the hungriest of these layers.
+        """Room to work, in bytes, of the layer in ``[start, stop)`` that needs most.
 
         Args:
-            start, stop: of the layers.
-            again: whether they run forward again, unit by unit, so that the activations of one
+            again: whether the layers run forward again, unit by unit, so that the activations of one
                 unit are there besides.
         """
         return int(self._workspaces(start, stop, again)[-1])

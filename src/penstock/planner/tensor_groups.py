@@ -38,7 +38,7 @@ class TensorGroups:
         return len(self.devices[0])
 
     def splits(self, layers: Sequence[str]) -> dict[str, Split]:
-        """Of some layers."""
+        """How the group shares some layers, by their names."""
         return {name: self._split(name) for name in layers}
 
     def _split(self, name: str) -> Split:

@@ -14,7 +14,7 @@ class Stability(Value, frozen=True, kw_only=True):
     """Whether a stage learns slowly enough for its delay.
 
     Attributes:
-        stage: which.
+        stage: its number.
         delay: of its gradients, in updates.
         learning_rate: that its optimizer is given.
         curvature: the largest of the loss in the stage's weights.
