@@ -287,8 +287,8 @@ class Task:
         """Room to work, in bytes, of the layer in ``[start, stop)`` that needs most.
 
         Args:
-            again: whether the layers run forward again, unit by unit, so that the activations of one
-                unit are there besides.
+            again: whether the layers run forward again, unit by unit, so that the activations of
+                one unit are there besides.
         """
         return int(self._workspaces(start, stop, again)[-1])
 

@@ -36,7 +36,7 @@ class Excerpt(Timeline):
 
     @cached_property
     def num_slices(self) -> int:
-        """The whole timeline's num slices."""
+        """The whole timeline's number of slices."""
         return self.whole.num_slices
 
     @cached_property
@@ -51,7 +51,7 @@ class Excerpt(Timeline):
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
-        """The whole timeline's peak activations."""
+        """The peaks of the whole timeline."""
         return self.whole.peak_activations
 
     @cached_property
