@@ -10,7 +10,6 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
     Floats = NDArray[np.float64]
-    Vector = Floats
     Ints = NDArray[np.int64]
 else:
 
@@ -21,6 +20,6 @@ else:
             return getattr(numpy, name)
 
     np = _WhenUsed()
-    Array = Floats = Ints = Vector = Any
+    Array = Floats = Ints = Any
 
-__all__ = ["Array", "Floats", "Ints", "Vector", "np"]
+__all__ = ["Array", "Floats", "Ints", "np"]

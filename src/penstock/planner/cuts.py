@@ -9,9 +9,10 @@ from itertools import pairwise, product
 from math import inf
 
 from penstock.errors import PlanError
-from penstock.partition.arrays import Vector, np
+from penstock.partition.arrays import Floats, np
 from penstock.partition.chain import Table, balance, lightest
 from penstock.planner.candidate import Candidate
+from penstock.planner.limits import least_excess
 from penstock.planner.setting import RecomputeRule, Rooms, Setting
 from penstock.planner.task import Task
 from penstock.plans.stage_plan import Recompute
@@ -41,7 +42,7 @@ def candidates(task: Task, setting: Setting, slack: float = 0.0) -> list[Candida
         Only what fits. Where every rank has one stage and a memory of its own, something is found
         if there is anything.
     """
-    if setting.num_stages > task.num_layers:
+    if setting.num_stages > task.num_layers or least_excess(task) > slack:
         return []
     # Several stages of a rank share its memory; they get even shares if they do not fit without.
     for shared in (True,) if setting.is_single else (False, True):
@@ -148,7 +149,7 @@ def _balance(task: Task, setting: Setting, rooms: Rooms) -> list[tuple[int, ...]
     return [tuple(task.places[number] for number in cuts) for cuts in dict.fromkeys(found)]
 
 
-def _hops(task: Task, setting: Setting, stage: int) -> Vector:
+def _hops(task: Task, setting: Setting, stage: int) -> Floats:
     """Seconds from a stage to the next if it ends at each place."""
     if stage == setting.num_stages - 1:
         return np.zeros(len(task.places))

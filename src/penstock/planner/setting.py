@@ -11,6 +11,7 @@ from typing import Any, Literal
 from penstock.graph import Mode
 from penstock.partition.arrays import np
 from penstock.partition.chain import Table
+from penstock.planner.moments import Moments, moments_of
 from penstock.planner.task import Task
 from penstock.plans.orders import stand_in
 from penstock.plans.stage_plan import Recompute
@@ -151,6 +152,16 @@ class Setting:
         return tuple((share(max(self.peaks[rank] for rank in ranks)),) for ranks in self.ranks_of)
 
     @cached_property
+    def moments(self) -> tuple[Moments, ...]:
+        """What each rank holds, moment by moment, where no stage runs forward a second time."""
+        return moments_of(self.schedule)
+
+    @cached_property
+    def moments_again(self) -> tuple[Moments, ...]:
+        """The same where every stage does."""
+        return moments_of(self._recomputing)
+
+    @cached_property
     def is_exact(self) -> bool:
         """Whether ``loads`` are."""
         return self.is_single and self.schedule.num_slices == 1
@@ -165,7 +176,7 @@ class Rooms:
 
     Args:
         task: for the sizes.
-        setting: which.
+        setting: whose stages they are.
         slack: bytes by which limits may be exceeded.
         shared: of a rank with several stages, whether each gets an even share of its limit;
             otherwise these have no limit.
@@ -227,6 +238,13 @@ class Rooms:
         begin and end: also between the places of the tables."""
         numbers, inputs = self._task.numbers(start, stop), self._task.input_bytes[start]
         return int(_needed(numbers, inputs, *self._key(stage, how)))
+
+    def state_bytes(self, stage: int, how: Recompute, start: int, stop: int) -> int:
+        """What a rank needs for a stage with layers ``[start, stop)`` while nothing is in
+        flight."""
+        numbers = self._task.numbers(start, stop)
+        copies, has_replicas, _, _ = self._key(stage, how)
+        return int(_needed(numbers, 0, copies, has_replicas, (Load(),), how))
 
     def lightest(self, stage: int) -> tuple[Table, ...]:
         """``num_bytes`` of every way that is allowed, in the order of ``ways``."""

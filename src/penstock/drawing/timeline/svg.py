@@ -33,7 +33,7 @@ _HEAD_HEIGHT = 50.0
 _AXIS_HEIGHT = 46.0
 _TICK_DISTANCE = 80.0
 _OPS_PER_RANK = 200
-"""Of a timeline that is too long to be drawn, at its beginning and at its end."""
+"""How many are drawn at either end of a timeline that is too long."""
 
 
 def svg(

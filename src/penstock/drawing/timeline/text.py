@@ -15,7 +15,7 @@ from penstock.timing.timeline import Timeline
 IDLE, FILL = "·", "─"
 _WIDEST_GRID = 240
 _OPS_PER_RANK = 20
-"""Of a timeline that is too long to be drawn, at its beginning and at its end."""
+"""How many are drawn at either end of a timeline that is too long."""
 _READS = "reads"
 _READS_MEANS = (
     "reads: the version of the weights that the op above reads; version v has had v updates"

@@ -36,7 +36,7 @@ def band(version: int, place: Place) -> str:
     """The band of an op that read a version.
 
     Args:
-        version: which.
+        version: its number, from 0.
         place: of the op's coloured rectangle.
     """
     x, y, width, height = place
