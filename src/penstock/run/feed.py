@@ -87,6 +87,9 @@ class Feed:
                 if minibatch.failure is None:
                     raise
                 raise minibatch.failure from error  # what came first is what people must hear of
+            except KeyboardInterrupt:
+                self._driver.break_off()  # it may have come between two calls of the driver
+                raise
             if minibatch.failure is not None:
                 raise minibatch.failure
 

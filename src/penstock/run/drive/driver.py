@@ -101,6 +101,9 @@ class Driver(ABC, Generic[T]):
             RunError: the first failure of any rank.
         """
 
+    def break_off(self) -> None:
+        """Stop what was submitted and will not be collected; by default nothing runs then."""
+
     def run(self, segment: Segment, minibatch: Minibatch) -> Outcome:
         """Run one minibatch from beginning to end."""
         return self.collect(self.submit(segment, minibatch))

@@ -82,6 +82,8 @@ class ThreadDriver(Driver[Ticket]):
         self._end.atexit = False
 
     def submit(self, segment: Segment, minibatch: Minibatch) -> Ticket:
+        if self._under_way and not self._under_way[-1].minibatch.more_follow:
+            self.break_off()  # who called has lost it to an interrupt
         if self._unusable:
             raise RunError(f"{self._unusable}; restore the weights and build a new Pipeline")
         ticket = Ticket(
@@ -134,9 +136,18 @@ class ThreadDriver(Driver[Ticket]):
         try:
             yield
         except BaseException:
-            for worker in self._workers:
-                worker.transport.fail("the run was interrupted", ())
+            self._cancel()
             raise
+
+    def break_off(self) -> None:
+        if self._under_way:
+            self._unusable = "the last step was broken off"
+            self._cancel()
+            self._come_to_rest()
+
+    def _cancel(self) -> None:
+        for worker in self._workers:
+            worker.transport.fail("the run was interrupted", ())
 
     def _run(self, worker: Worker, ticket: Ticket) -> Harvest:
         minibatch = ticket.minibatch
