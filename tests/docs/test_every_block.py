@@ -12,7 +12,7 @@ from tests.docs.pages import ROOT, blocks_of, run_page
 from tests.kit.helpers import make_plan
 
 ELSEWHERE = {
-    "docs/add-a-schedule.md": "docs/test_docs.py",
+    "docs/add-a-schedule.md": "tests/docs/test_docs.py",
     "docs/asynchronous.md": "unit/test_gallery.py",
     "docs/learned-placement.md": "unit/test_learned_placement.py",
     "docs/models.md": "numerics/test_captured_models.py",
