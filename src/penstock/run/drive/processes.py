@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -17,8 +15,9 @@ from penstock.errors import DeadlineError, InputError, ModelError, PeerError, Ru
 from penstock.plans import Plan
 from penstock.run import outcome
 from penstock.run.counting import Peak
+from penstock.run.drive.board import Board
 from penstock.run.drive.clocks import clock_offsets
-from penstock.run.drive.driver import Deadlines, Driver, States, failure_notice, named, naming, told
+from penstock.run.drive.driver import Deadlines, Driver, States, failure_notice, named, naming
 from penstock.run.minibatch import Harvest, Minibatch
 from penstock.run.outcome import Outcome
 from penstock.run.rank.journal import Record
@@ -28,16 +27,9 @@ from penstock.schedule.segment import Segment
 from penstock.timing.timeline import Row
 from penstock.transport import Edge, Noted, ProcessTransport
 from penstock.transport.base import LARGEST_NUMBER
-from penstock.transport.packing import short
 from penstock.transport.rendezvous import Rendezvous, translated
 from penstock.transport.tags import AGREEMENT_TAG, FIRST_EXCHANGE, REPORT_TAG, STATE_TAG
 from penstock.weights.store import Held
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
-_HEARSAY_SECONDS = 0.5
-_LOOK_AGAIN_SECONDS = 0.01
 
 
 class Report(NamedTuple):
@@ -76,65 +68,6 @@ class Ticket(NamedTuple):
     segment: Segment
     minibatch: Minibatch
     harvest: Harvest
-
-
-class Board:
-    """Where ranks write why they failed, beside the channels.
-
-    gloo ends all connections of a rank whose wait runs out, so that its neighbours hear nothing but
-    that it is gone; and of ranks that wait for each other in a row, all run out at once.
-
-    Args:
-        meeting: of all ranks, where they have built the pipeline.
-    """
-
-    def __init__(self, meeting: Rendezvous) -> None:
-        self._meeting = meeting
-        self._others = [rank for rank in range(meeting.num_ranks) if rank != meeting.rank]
-
-    def write(self, notice: str) -> None:
-        """Tell those who will look."""
-        key, text = _key(self._meeting.rank), short(notice).decode()
-        with suppress(RunError):  # the store may be gone with the rank that kept it
-            self._meeting.ask(lambda store: store.set(key, text))
-
-    def explained(self, error: PeerError | DeadlineError) -> PeerError | DeadlineError:
-        """The error, with what other ranks have said about the cause, if it was not known."""
-        heard = self._hear()
-        own = f"rank {self._meeting.rank} failed"  # as others have heard from this rank
-        news = {
-            notice
-            for notice in heard.values()
-            if notice not in told(error) and not notice.startswith(own)
-        }
-        if isinstance(error, DeadlineError):
-            silent = [str(other) for other in self._others if other not in heard]
-            news |= {f"nothing was heard of rank {' and '.join(silent)}"} if silent else set()
-        if not news:
-            return error
-        message = f"{error}; meanwhile {', '.join(sorted(news))}"
-        if isinstance(error, PeerError):
-            return PeerError(message, error.reason)
-        return DeadlineError(message)
-
-    def _hear(self) -> dict[int, str]:
-        """What others have written; some do so only now."""
-        heard: dict[int, str] = {}
-        with suppress(RunError):
-            self._meeting.ask(partial(self._look, heard), _HEARSAY_SECONDS)
-        return dict(heard)
-
-    def _look(self, heard: dict[int, str], store: Store) -> None:
-        end = time.monotonic() + _HEARSAY_SECONDS
-        while len(heard) < len(self._others) and time.monotonic() < end:
-            for other in self._others:
-                if other not in heard and store.check([_key(other)]):
-                    heard[other] = store.get(_key(other)).decode()
-            time.sleep(_LOOK_AGAIN_SECONDS)
-
-
-def _key(rank: int) -> str:
-    return f"why rank {rank} failed"
 
 
 class ProcessDriver(Driver[Ticket]):
@@ -281,11 +214,12 @@ class ProcessDriver(Driver[Ticket]):
             RunError: it does something else.
         """
         rank = self._worker.rank
-        told = self._transport.recv(Edge(other, rank, REPORT_TAG), FIRST_EXCHANGE + number, waiting)
-        if type(told) is Noted:
-            told, its_seal = told
+        edge = Edge(other, rank, REPORT_TAG)
+        message = self._transport.recv(edge, FIRST_EXCHANGE + number, waiting)
+        if type(message) is Noted:
+            message, its_seal = message
             check_alike(seal, its_seal, (rank, other), waiting)
-        return told
+        return message
 
     def _telling(self, segment: Segment) -> set[int]:
         """The ranks that have something to tell: records, peaks, or results of the last stage."""
