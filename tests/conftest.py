@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import settings
@@ -17,3 +20,19 @@ def one_intra_op_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def little_patience():
+    """Unless a test says otherwise, contention is measured in two rounds, steady or not."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("penstock.profiler.profiling._PATIENCE_SECONDS", (0.1, 0.1))
+        yield
+
+
+@pytest.fixture
+def small_demo(monkeypatch):
+    """The demo's GPT half as deep and a tenth as wide; ``make soak`` trains it whole."""
+    # By its name one gets the function in it.
+    module = importlib.import_module("penstock.demo.workload")
+    monkeypatch.setattr(module, "GPT", partial(module.GPT, width=30, layers=4))

@@ -13,6 +13,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -25,35 +26,41 @@ NUM_OPS = 20
 """In a row; few, so that other work on the machine meets both alike."""
 
 
-class Nothing:
-    """Ops that take no time."""
+@dataclass(frozen=True)
+class Step:
+    """An op of the benchmark; ``work`` is what it does."""
 
-    def perform(self, op: Op) -> None:
-        """Do nothing."""
+    op: Op
 
-
-class Products:
-    """Ops that multiply two matrices, as often as fills the wanted time."""
-
-    def __init__(self, op_seconds: float) -> None:
-        self._matrix, self._result = torch.ones(96, 96), torch.empty(96, 96)
-        self._times = 1
-        one = min(seconds_of(lambda: self.perform(Op(0, Kind.FORWARD, 0))) for _ in range(2000))
-        self._times = max(1, round(op_seconds / one))
-
-    def perform(self, op: Op) -> None:
-        """Multiply."""
-        for _ in range(self._times):
-            torch.mm(self._matrix, self._matrix, out=self._result)
+    def perform(self, work: Callable[[], object]) -> None:
+        """Do it."""
+        work()
 
 
-def unrecorded(ops: Sequence[Op], performer: Nothing | Products) -> None:
+def nothing() -> None:
+    """Take no time."""
+
+
+def products(op_seconds: float) -> Callable[[], object]:
+    """Multiplies two matrices, as often as fills the wanted time."""
+    matrix, result = torch.ones(96, 96), torch.empty(96, 96)
+    once = min(seconds_of(lambda: torch.mm(matrix, matrix, out=result)) for _ in range(2000))
+    times = max(1, round(op_seconds / once))
+
+    def multiply() -> None:
+        for _ in range(times):
+            torch.mm(matrix, matrix, out=result)
+
+    return multiply
+
+
+def unrecorded(steps: Sequence[Step], work: Callable[[], object]) -> None:
     """The interpreter's loop without a clock."""
-    for op in ops:
+    for step in steps:
         try:
-            performer.perform(op)
+            step.perform(work)
         except Exception as error:
-            raise RuntimeError(str(op)) from error
+            raise RuntimeError(str(step.op)) from error
 
 
 def seconds_of(work: Callable[[], object]) -> float:
@@ -63,18 +70,18 @@ def seconds_of(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def in_turns(performer: Nothing | Products, rounds: int) -> tuple[float, float, float]:
+def in_turns(work: Callable[[], object], rounds: int) -> tuple[float, float, float]:
     """Median seconds per op without and with records, and the median of their differences."""
-    ops = [Op(0, Kind.FORWARD, k) for k in range(NUM_OPS)]
+    steps = [Step(Op(0, Kind.FORWARD, k)) for k in range(NUM_OPS)]
     without, recorded = [], []
     for number in range(rounds):
         pair = [
-            (without, lambda: unrecorded(ops, performer)),
-            (recorded, lambda: perform_all(ops, performer, Journal())),
+            (without, lambda: unrecorded(steps, work)),
+            (recorded, lambda: perform_all(steps, work, Journal())),
         ]
         # Whoever comes second finds warmer caches: take turns in that too.
-        for times, work in pair if number % 2 else reversed(pair):
-            times.append(seconds_of(work) / NUM_OPS)
+        for times, run in pair if number % 2 else reversed(pair):
+            times.append(seconds_of(run) / NUM_OPS)
     differences = [b - a for a, b in zip(without, recorded, strict=True)]
     return tuple(map(statistics.median, (without, recorded, differences)))
 
@@ -84,9 +91,9 @@ def main() -> None:
     parser.add_argument("--op-ms", type=float, default=0.2, help="length of an op")
     op_seconds = parser.parse_args().op_ms / 1e3
     torch.set_num_threads(1)
-    _, _, record = in_turns(Nothing(), 5000)
+    _, _, record = in_turns(nothing, 5000)
     print(f"a record: {record * 1e9:.0f} ns, {record / op_seconds:.2%} of {op_seconds * 1e3:g} ms")
-    without, recorded, difference = in_turns(Products(op_seconds), 1000)
+    without, recorded, difference = in_turns(products(op_seconds), 1000)
     print(
         f"ops without records {without * 1e6:.2f} µs, with {recorded * 1e6:.2f} µs; "
         f"difference, median of pairs: {difference / without:+.2%}"

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from penstock.drawing.axes import tick_label, ticks
 from penstock.drawing.markup import document, lines, tag, text_width, write
-from penstock.drawing.units import tick_label, ticks
 
 Point = tuple[float, float]
 

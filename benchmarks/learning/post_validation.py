@@ -13,7 +13,7 @@ import argparse
 import itertools
 
 from penstock import Costs, rehearse, schedules, simulate
-from penstock.rehearsal.costs import default_costs, scaled
+from penstock.rehearsal.conduct import default_costs
 
 _COLUMNS = (
     "schedule", "p", "m", "agreed ms", "post-validated ms", "gain", "predicted gain",
@@ -24,7 +24,7 @@ def row(name: str, num_ranks: int, op_ms: float, steps: int) -> str:
     """One line of the table."""
     count = 2 * num_ranks
     schedule = schedules.build(name, num_ranks=num_ranks, num_microbatches=count)
-    costs: Costs = scaled(default_costs(schedule), op_ms / 10)
+    costs: Costs = default_costs(schedule).scaled(op_ms / 10)
     agreed = rehearse(schedule, costs, steps=steps, updates="agreed")
     trusting = rehearse(schedule, costs, steps=steps, updates="post-validated")
     timeline = simulate(schedule, costs)

@@ -20,19 +20,13 @@ from statistics import mean
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.planning.placers import brute_force_placement, random_placement
 from penstock import schedules, simulate
 from penstock.cluster import Link
 from penstock.errors import PlanError
 from penstock.graph import Layer, LayerGraph
 from penstock.partition import balance
-from penstock.partition.placement import (
-    Stages,
-    brute_force_placement,
-    greedy_placement,
-    learned_placement,
-    random_placement,
-    stage_costs,
-)
+from penstock.partition.placement import Stages, greedy_placement, learned_placement, stage_costs
 
 PLACERS = {"random": random_placement, "greedy": greedy_placement, "learned": learned_placement}
 MICROBATCHES = 8
@@ -182,7 +176,7 @@ def row_of(
         row[name] = mean(run.seconds for run in runs)
         row[f"{name} worst"] = max(run.seconds for run in runs)
         row[f"{name} best"] = min(run.seconds for run in runs)
-        row[f"{name} scores"] = mean(run.num_scores for run in runs)
+        row[f"{name} scores"] = mean(len(run.history) for run in runs)
     return row
 
 

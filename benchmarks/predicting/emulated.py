@@ -20,7 +20,7 @@ from typing import NamedTuple
 from penstock import schedules
 from penstock.errors import InputError
 from penstock.rehearsal import Rehearsal, rehearse
-from penstock.rehearsal.costs import OP_SECONDS, default_costs, scaled
+from penstock.rehearsal.conduct import OP_SECONDS, default_costs
 
 _COLUMNS = (
     "schedule", "p", "m", "op ms", "predicted ms", "measured ms", "difference",
@@ -41,7 +41,7 @@ class Case(NamedTuple):
         schedule = schedules.build(
             self.name, num_ranks=self.num_ranks, num_microbatches=self.num_microbatches
         )
-        costs = scaled(default_costs(schedule), self.op_ms / 1e3 / OP_SECONDS)
+        costs = default_costs(schedule).scaled(self.op_ms / 1e3 / OP_SECONDS)
         return rehearse(schedule, costs, steps=steps)
 
     def row(self, found: Rehearsal) -> str:

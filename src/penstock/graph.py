@@ -164,11 +164,11 @@ class Contention(Value, frozen=True, kw_only=True):
             number(f"contention: {name}", getattr(self, name))
 
     def of_passes(self, mode: Mode) -> float:
-        """Of forwards and backwards."""
+        """The factor by which ranks slow each other's forwards and backwards."""
         return {"whole": self.whole, "split": self.split, "stream": self.stream}[mode]
 
     def of_updates(self, mode: Mode) -> float:
-        """Of optimizer steps."""
+        """The factor by which ranks slow each other's optimizer steps."""
         return self.stream_update if mode == "stream" else self.update
 
     def spread_of(self, mode: Mode) -> float:
@@ -219,7 +219,7 @@ class LayerGraph(Value, frozen=True, kw_only=True):
         contention: how many times longer everything takes on ranks that share a machine.
         num_threads: intra-op threads it was measured with; a worker gets as many.
         device: what it was measured on, for people.
-        dtype: of the parameters, for people.
+        dtype: that of the parameters, for people.
         software: versions of what it was measured with, by name.
         other_sizes: the same model measured with microbatches of other sizes.
         warnings: what is odd about the profile as a whole, in words.

@@ -55,7 +55,7 @@ def nadamw(
     torch's warm-up of the momentum.
 
     Args:
-        parameters: of one stage, as an optimizer factory gets them, or what torch takes.
+        parameters: those of one stage, as an optimizer factory gets them, or what torch takes.
         lr: the learning rate.
         beta1: how the first moment decays; with ``rising``, at the stage with the most delay.
         beta2: how the second moment decays.
@@ -90,8 +90,8 @@ def delay_corrected(
     are what they were, so schedulers, state dicts and people see their own. k is the number of
     steps made; it lies in the parameter groups as ``"delay_corrected_updates"``, so it is saved
     and loaded with the optimizer's state, and begins at 0 if that has none. Copies by
-    ``copy.deepcopy`` go on
-    correcting; pickled ones do not, since torch does not pickle hooks: save the state dict.
+    ``copy.deepcopy`` go on correcting; pickled ones do not, since torch does not pickle hooks: save
+    the state dict.
 
     Without delay, or with at most one update of it, nothing changes. ``versions.PipeMare(t1=…)``
     does the same; use one of the two.
@@ -321,8 +321,8 @@ def _sides(parameter: Tensor, group: dict[str, Any]) -> list[str]:
     lengths = {"left": parameter.shape[0], "right": parameter[0].numel()}
     if min(lengths.values()) == 1:
         return []  # a vector in the shape of a matrix
-    found = [side for side, length in lengths.items() if length <= group["max_dim"]]
-    return [min(found, key=lengths.__getitem__)] if found and group["one_sided"] else found
+    short = [side for side, length in lengths.items() if length <= group["max_dim"]]
+    return [min(short, key=lengths.__getitem__)] if short and group["one_sided"] else short
 
 
 def _follow(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Self
@@ -22,19 +21,17 @@ from penstock.model.spine import evaluation_mode, spine_fingerprint, spine_of
 from penstock.plans import Plan
 from penstock.run.assembly import Results, Running, assemble
 from penstock.run.counting import Peak
-from penstock.run.cutter import Cutter
 from penstock.run.drive.driver import Deadlines, told
 from penstock.run.drive.joining import TransportName, joined
 from penstock.run.elsewhere import Elsewhere
-from penstock.run.feed import Feed
-from penstock.run.outcome import Outcome, timeline
+from penstock.run.history import History
+from penstock.run.minibatch import StreamPosition
+from penstock.run.outcome import MinibatchOutcome
 from penstock.run.outside import Outside
 from penstock.run.recipe import BatchNormStatistics, Loss, LossScale, Metric, Recipe
 from penstock.timing.timeline import Timeline
 from penstock.values import MOST_AMOUNT, expect, flag, number
 from penstock.weights.store import Held
-
-_MOST_REMEMBERED = 256
 
 
 class Pipeline:
@@ -100,8 +97,8 @@ class Pipeline:
         record: gather the timeline on every rank under ``torchrun``; threads always record.
 
     Attributes:
-        plan: that is run.
-        stages: of this process, by number.
+        plan: the one that is run.
+        stages: this process's, by number.
 
     Raises:
         ModelError: the model cannot be cut, or the plan is for another one.
@@ -159,16 +156,16 @@ class Pipeline:
                 batch_norm=batch_norm,
                 count_memory=count_memory,
                 versions=plan.versions,
-                averages=reduction == "mean",
+                weighting=Weighting(reduction, weight),
             )
-            weighting = Weighting(reduction, weight)
             running = Running(
-                transport,
-                torch.initial_seed() if seed is None else seed,
-                deadlines,
-                record,
-                results,
-                message_types,
+                transport=transport,
+                seed=torch.initial_seed() if seed is None else seed,
+                deadlines=deadlines,
+                record=record,
+                results=results,
+                message_types=message_types,
+                compare_data=compare_data,
             )
             self._parts = assemble(model, layers, plan, self._recipe, running, meeting)
         self.plan = self._parts.plan
@@ -176,29 +173,12 @@ class Pipeline:
         self._model = model
         self._grad_scaler = grad_scaler
         self._results = results
-        layout = self._parts.layout
-        has_peers = len(self._parts.workers) < self.plan.num_ranks
-        self._cutter = Cutter(
-            self.plan.num_microbatches,
-            layout.num_slices,
-            weighting,
-            layout.has_copies and self._recipe.updates == "minibatch",
-            compare_data and has_peers,
-            [m for layer in layers for m in layer.module.modules()] if has_peers else (),
-        )
         self._step = 0
-        self._last: Outcome | None = None
-        self._recent: deque[Outcome] = deque(maxlen=_MOST_REMEMBERED)
-        self._timeline: Timeline | None = None
+        self._history = History(self.plan.schedule)
         self._closed = False
         self._joins_outputs: bool | None = None  # not known yet
-        self._feed = Feed(self.plan, layout, self._recipe, self._parts.driver)
         self._running = threading.Lock()
-        self._elsewhere = Elsewhere(sorted(self.stages), len(self.plan.stages))
-        if len(self.stages) < len(self.plan.stages):
-            for module in (model, getattr(model, "original", None)):  # a captured one has two names
-                if isinstance(module, nn.Module):
-                    self._elsewhere.watch(module)
+        self._elsewhere = Elsewhere.watching(model, self.stages, len(self.plan.stages))
 
     def step(
         self, inputs: Any, targets: Any, *, update: bool = True, share: float = 1.0
@@ -210,7 +190,7 @@ class Pipeline:
                 rows works; with fewer rows than microbatches there are fewer microbatches. Or
                 ``penstock.Microbatches``, cut already, whose shapes may differ. With slices, the
                 second dimension of every tensor is the sequence.
-            targets: likewise, with as many rows.
+            targets: as ``inputs``, with as many rows.
             update: whether weights are updated; otherwise gradients accumulate until they are.
             share: the factor on this minibatch's gradients, and not on the loss that is returned;
                 1/n where n calls make one update.
@@ -233,11 +213,11 @@ class Pipeline:
         self._check_can_train()
         flag("update", update)
         number("share", share, most=MOST_AMOUNT)
-        minibatch = self._cutter.to_train(
+        minibatch = self._parts.cutter.to_train(
             inputs, targets, step=self._step, share=share, updates=update
         )
         with self._exclusively(), self._parts.streams.auditing():
-            (outcome,) = self._feed.train([minibatch])
+            (outcome,) = self._parts.feed.train([(minibatch, StreamPosition())])
             return self._loss_of(outcome)
 
     def steps(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Tensor | None]:
@@ -249,7 +229,7 @@ class Pipeline:
         ``Timeline.stage_bubble`` of the schedule say); weights and losses are the same.
 
         Args:
-            batches: of (inputs, targets), as for ``step``.
+            batches: pairs (inputs, targets), each as for ``step``.
 
         Yields:
             The loss of each minibatch, in order, as ``step`` returns it. The next minibatch is
@@ -258,8 +238,8 @@ class Pipeline:
         expect(batches, Iterable, "the loader", "give an iterable of (inputs, targets) pairs")
         with self._exclusively(), self._parts.streams.auditing() as audit:
             try:
-                minibatches = self._cutter.minibatches(self._open(batches, audit), self._step)
-                for outcome in self._feed.train(minibatches):
+                minibatches = self._parts.cutter.minibatches(self._open(batches, audit), self._step)
+                for outcome in self._parts.feed.train(minibatches):
                     loss = self._loss_of(outcome)
                     with audit.elsewhere():
                         yield loss
@@ -284,7 +264,7 @@ class Pipeline:
     def _end(self) -> None:
         """Let minibatches come to their end, and settle what was done on trust."""
         if not self._closed:
-            for outcome in self._feed.drain(self._step + len(self._feed.under_way)):
+            for outcome in self._parts.feed.drain(self._step + len(self._parts.feed.under_way)):
                 self._loss_of(outcome)
 
     def evaluate(self, inputs: Any) -> Any:
@@ -301,14 +281,14 @@ class Pipeline:
         """
         if self._joins_outputs is False and not isinstance(inputs, Microbatches):
             return self.evaluate(Microbatches([inputs]))[0]
-        minibatch = self._cutter.to_evaluate(inputs, step=self._step)
+        minibatch = self._parts.cutter.to_evaluate(inputs, step=self._step)
         layers = (layer.module for stage in self.stages.values() for layer in stage.layers)
         with (
             self._exclusively(),
             evaluation_mode(self._model, *layers, *self._parts.layout.twins),
             self._parts.streams.auditing(),
         ):
-            outcome = self._feed.evaluate(minibatch)
+            outcome = self._parts.feed.evaluate(minibatch)
         if self._results == "none":
             return None
         outputs = microbatches.join_slices(list(outcome.outputs), minibatch.num_slices)
@@ -354,13 +334,9 @@ class Pipeline:
             self._parts.layout.let_go()
             self._running.release()
 
-    def _loss_of(self, outcome: Outcome) -> Tensor | None:
-        self._last = outcome
+    def _loss_of(self, outcome: MinibatchOutcome) -> Tensor | None:
+        self._history.add(outcome)
         self._elsewhere.stale = True
-        if outcome.begins:
-            self._recent.clear()
-        self._recent.append(outcome)
-        self._timeline = None
         self._step += 1
         return outcome.loss if self._results == "every rank" else None
 
@@ -372,12 +348,7 @@ class Pipeline:
         Raises:
             InputError: there has been no step yet, or recording is off.
         """
-        steps = [outcome.rows for outcome in self._recent if outcome.rows is not None]
-        if not steps:
-            raise InputError("no timeline yet: run a step (and leave record=True)")
-        if self._timeline is None:
-            self._timeline = timeline(steps, self.plan.schedule)
-        return self._timeline
+        return self._history.timeline
 
     @property
     def held_versions(self) -> tuple[Held, ...]:
@@ -387,16 +358,13 @@ class Pipeline:
         Raises:
             InputError: there has been no step yet, or the plan flushes, so that there is only one.
         """
-        if self._last is None or not self._last.held:
-            raise InputError("no versions to tell of: run a plan that never flushes, and record it")
-        return self._last.held
+        return self._history.held_versions
 
     @property
     def metrics(self) -> dict[str, Tensor]:
         """The metrics of the last training step, weighted like its loss; empty if the pipeline has
         none or tells no results."""
-        tells = self._last is not None and self._results == "every rank"
-        return dict(self._last.metrics) if self._last is not None and tells else {}
+        return self._history.metrics if self._results == "every rank" else {}
 
     @property
     def peaks(self) -> tuple[Peak, ...]:
@@ -406,9 +374,7 @@ class Pipeline:
         Raises:
             InputError: there has been no step yet, or memory is not counted.
         """
-        if self._last is None or not self._last.peaks:
-            raise InputError("no peaks yet: give count_memory=True, and run a step")
-        return self._last.peaks
+        return self._history.peaks
 
     @property
     def grad_norm(self) -> Tensor:
@@ -419,9 +385,7 @@ class Pipeline:
             InputError: there has been no step yet, or neither clip_norm nor a grad_scaler asks for
                 it.
         """
-        if self._last is None or self._last.norm is None:
-            raise InputError("no norm yet: give clip_norm or a grad_scaler, and run a step")
-        return self._last.norm
+        return self._history.grad_norm
 
     def dump(self) -> str:
         """What each rank of this process did last and does now, one line per rank; may be called
@@ -437,7 +401,7 @@ class Pipeline:
         """Parameters and buffers under the unsplit model's keys.
 
         Args:
-            whole: of all stages, gathered on rank 0; an empty dictionary on the others. Every rank
+            whole: those of all stages, gathered on rank 0; elsewhere an empty dictionary. All ranks
                 must call it, between steps. Otherwise those of this process's stages: in threads,
                 which share the process, of all.
 
@@ -447,7 +411,7 @@ class Pipeline:
         states = {index: stage.state_dict() for index, stage in self.stages.items()}
         if whole:
             with self._exclusively():
-                states = self._parts.driver.gather(states, self._feed.expected())
+                states = self._parts.driver.gather(states, self._parts.feed.expected())
         return {key: value for _, state in sorted(states.items()) for key, value in state.items()}
 
     def close(self) -> None:

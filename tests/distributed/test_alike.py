@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from tests.distributed.jobs.alike import CASES
-from tests.kit.launch import torchrun
+from tests.kit.launch import forked
 
 JOB = Path(__file__).parent / "jobs" / "alike.py"
 LATER = {
@@ -20,7 +20,7 @@ LATER = {
 
 
 def test_every_rank_is_told_and_nothing_is_trained():
-    job = torchrun(JOB, 3, "shared-memory")
+    job = forked(JOB, 3, "shared-memory")
     assert set(job.reports) == {0, 1, 2}, job.output
     for rank, report in job.reports.items():
         assert report.pop("differences") == []

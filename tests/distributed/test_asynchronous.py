@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.launch import torchrun
+from tests.kit.launch import forked
 
 JOB = Path(__file__).parent / "jobs" / "asynchronous.py"
 
@@ -14,7 +14,7 @@ JOB = Path(__file__).parent / "jobs" / "asynchronous.py"
 @pytest.mark.parametrize("transport", ["shared-memory", "process-group"])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_processes_train_as_the_replay_says(num_ranks, transport):
-    job = torchrun(JOB, num_ranks, transport)
+    job = forked(JOB, num_ranks, transport)
     assert job.returncode == 0, job.output
     assert {rank: report["differences"] for rank, report in job.reports.items()} == {
         rank: [] for rank in range(num_ranks)

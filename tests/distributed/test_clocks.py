@@ -8,14 +8,14 @@ import pytest
 
 from penstock.run.drive.clocks import NUM_EXCHANGES
 from tests.distributed.jobs.clocks import AHEAD
-from tests.kit.launch import torchrun
+from tests.kit.launch import forked
 
 JOB = Path(__file__).parent / "jobs" / "clocks.py"
 
 
 @pytest.mark.parametrize("hosts", ["a,b", "a,b,c", "b,a,b"])
 def test_the_offset_of_every_host_is_found(hosts):
-    job = torchrun(JOB, 1 + len(hosts.split(",")), hosts)
+    job = forked(JOB, 1 + len(hosts.split(",")), hosts)
     assert job.returncode == 0, job.output
     assert len(job.reports) == len(hosts.split(","))
     for report in job.reports.values():

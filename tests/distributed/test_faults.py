@@ -13,7 +13,7 @@ from tests.distributed.jobs.faults import (
     STALL_SECONDS,
     faults_of,
 )
-from tests.kit.launch import torchrun
+from tests.kit.launch import forked
 
 JOB = Path(__file__).parent / "jobs" / "faults.py"
 NUM_RANKS = 3
@@ -69,7 +69,7 @@ def check(fault, rank, report):
     [("shared-memory", 0, 100), ("process-group", 3, 4), ("two hosts", 5, 4)],
 )
 def test_every_fault_ends_every_rank_in_time_with_the_first_cause(transport, seed, most):
-    job = torchrun(JOB, NUM_RANKS, transport, str(seed), str(most))
+    job = forked(JOB, NUM_RANKS, transport, str(seed), str(most))
     assert set(job.reports) == set(range(NUM_RANKS)), job.output
     for index, fault in enumerate(faults_of(seed, NUM_RANKS, most)):
         for rank, report in job.reports.items():
@@ -88,7 +88,7 @@ def test_every_fault_ends_every_rank_in_time_with_the_first_cause(transport, see
     ("transport", "victim"), [("shared-memory", 1), ("process-group", 0), ("two hosts", 2)]
 )
 def test_a_killed_rank_is_named_by_every_other(transport, victim):
-    job = torchrun(JOB, NUM_RANKS, transport, "kill", str(victim))
+    job = forked(JOB, NUM_RANKS, transport, "kill", str(victim))
     assert set(job.reports) == set(range(NUM_RANKS)) - {victim}, job.output
     for rank, report in job.reports.items():
         (told,) = report["faults"]

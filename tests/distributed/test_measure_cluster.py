@@ -16,7 +16,7 @@ from benchmarks.network.shaped_network import ShapedNetwork
 from penstock import Cluster
 from penstock.cluster import Topology
 from tests.distributed.jobs.measuring import LONG_SECONDS
-from tests.kit.launch import ROOT, torchrun
+from tests.kit.launch import ROOT, forked, torchrun
 
 JOB = Path(__file__).parent / "jobs" / "measuring.py"
 MODULE = ("-m", "penstock.cli", "measure-cluster")
@@ -87,7 +87,7 @@ def test_a_job_whose_ranks_do_not_come_is_given_up():
 
 
 def test_a_rank_that_ends_is_missed_by_all():
-    job = torchrun(JOB, 3, "kill")
+    job = forked(JOB, 3, "kill")
     assert set(job.reports) == {0, 2}, job.output
     for rank, report in job.reports.items():
         assert report["kind"] == "PeerError", report
@@ -96,7 +96,7 @@ def test_a_rank_that_ends_is_missed_by_all():
 
 
 def test_a_rank_that_is_silent_is_given_up():
-    job = torchrun(JOB, 3, "stall")
+    job = forked(JOB, 3, "stall")
     for rank in (0, 2):
         report = job.reports[rank]
         assert report["kind"] in ("DeadlineError", "PeerError")  # who waits on whom is a race

@@ -1,4 +1,4 @@
-"""Real jobs of several processes under torchrun, over the process group and shared memory."""
+"""Real jobs of several processes, some under torchrun, over the process group and shared memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.jobs.failure import LONG_SECONDS
-from tests.kit.launch import torchrun
+from tests.kit.launch import forked, torchrun
 
 JOBS = Path(__file__).parent / "jobs"
 
@@ -16,14 +16,16 @@ JOBS = Path(__file__).parent / "jobs"
 TRANSPORTS = ["process-group", "shared-memory"]
 
 
-def failing_job(how, victim, transport):
-    return torchrun(JOBS / "failure.py", 3, how, str(victim), transport)
+def failing_job(how, victim, transport, launch=forked):
+    return launch(JOBS / "failure.py", 3, how, str(victim), transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_training_equals_one_device_to_the_bit(num_ranks, transport):
-    job = torchrun(JOBS / "equality.py", num_ranks, transport)
+@pytest.mark.parametrize(
+    ("num_ranks", "launch"), [(1, forked), (2, torchrun), (3, forked), (4, forked)]
+)
+def test_training_equals_one_device_to_the_bit(num_ranks, launch, transport):
+    job = launch(JOBS / "equality.py", num_ranks, transport)
     assert job.returncode == 0, job.output
     assert {rank: report["differences"] for rank, report in job.reports.items()} == {
         rank: [] for rank in range(num_ranks)
@@ -32,7 +34,7 @@ def test_training_equals_one_device_to_the_bit(num_ranks, transport):
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_gradients_equal_those_of_torch_pipelining(num_ranks):
-    job = torchrun(JOBS / "oracle.py", num_ranks)
+    job = forked(JOBS / "oracle.py", num_ranks)
     assert job.returncode == 0, job.output
     assert {rank: report["differences"] for rank, report in job.reports.items()} == {
         rank: [] for rank in range(num_ranks)
@@ -40,9 +42,9 @@ def test_gradients_equal_those_of_torch_pipelining(num_ranks):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_killed_rank_ends_all_others_with_its_name(victim, transport):
-    job = failing_job("kill", victim, transport)
+@pytest.mark.parametrize(("victim", "launch"), [(0, forked), (1, torchrun), (2, forked)])
+def test_a_killed_rank_ends_all_others_with_its_name(victim, launch, transport):
+    job = failing_job("kill", victim, transport, launch)
     assert set(job.reports) == {0, 1, 2} - {victim}, job.output
     for rank, report in job.reports.items():
         assert report["kind"] == "PeerError"
@@ -73,7 +75,7 @@ def test_a_stalled_rank_is_given_up_at_the_deadline(transport):
 
 
 def test_processes_that_do_not_fit_the_plan_are_told():
-    job = torchrun(JOBS / "misuse.py", 2)
+    job = forked(JOBS / "misuse.py", 2)
     assert set(job.reports) == {0, 1}, job.output
     for report in job.reports.values():
         assert "the plan has 3 ranks, but the job has 2 processes" in report["too many ranks"]
@@ -83,7 +85,7 @@ def test_processes_that_do_not_fit_the_plan_are_told():
 
 
 def test_pipelines_one_after_the_other_with_weights_that_begin_unequal():
-    job = torchrun(JOBS / "again.py", 2)
+    job = forked(JOBS / "again.py", 2)
     assert job.returncode == 0, job.output
     assert job.reports[0] == job.reports[1]  # tied weights are the first holder's everywhere
     assert job.reports[0]["num_threads"] == 2  # as before

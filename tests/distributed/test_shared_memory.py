@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.jobs.shared_memory_ends import DEADLINE_SECONDS, LONG_SECONDS, VICTIM
 from tests.distributed.jobs.shared_memory_mixed import DEADLINE_SECONDS as MIXED_SECONDS
-from tests.kit.launch import ENVIRONMENT, ROOT, torchrun
+from tests.kit.launch import forked
 
 JOBS = Path(__file__).parent / "jobs"
 GONE = f"rank {VICTIM} is gone (its process ended or was killed)"
@@ -31,24 +29,14 @@ LATE = f"rank {VICTIM} did not answer within {DEADLINE_SECONDS:g} s"
         ("stall", "DeadlineError", LATE),
     ],
 )
-def test_however_a_process_ends_the_others_know_at_once_and_nothing_is_left(
-    how, kind, told, tmp_path
-):
-    done = subprocess.run(
-        [sys.executable, JOBS / "shared_memory_ends.py", how, tmp_path],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    parent = json.loads(done.stdout)
+def test_however_a_process_ends_the_others_know_at_once_and_nothing_is_left(how, kind, told):
+    done = forked(JOBS / "shared_memory_ends.py", 1, how)
+    assert done.returncode == 0, done.output
+    parent = json.loads(done.output.splitlines()[-1])
     assert parent["after"] == parent["before"]
     killed = -signal.SIGKILL if how.startswith("kill") else 0
-    assert parent["exits"] == [0, killed, 0], done.stderr
-    reports = [json.loads((tmp_path / f"report-{rank}.json").read_text()) for rank in (0, 2)]
+    assert parent["exits"] == [0, killed, 0], done.output
+    reports = [done.reports[rank] for rank in (0, 2)]
     for report in reports:
         assert told in report["message"]
         assert report["seconds"] < LONG_SECONDS / 2
@@ -57,7 +45,7 @@ def test_however_a_process_ends_the_others_know_at_once_and_nothing_is_left(
 
 
 def test_two_hosts_in_one_job_use_shared_memory_within_and_messages_between():
-    job = torchrun(JOBS / "shared_memory_mixed.py", 4)
+    job = forked(JOBS / "shared_memory_mixed.py", 4)
     assert set(job.reports) == {1, 2, 3}, job.output  # 0 was killed
     all_came = [54, True]
     for rank, report in job.reports.items():

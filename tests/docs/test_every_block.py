@@ -12,11 +12,11 @@ from tests.docs.pages import ROOT, blocks_of, run_page
 from tests.kit.helpers import make_plan
 
 ELSEWHERE = {
-    "docs/add-a-schedule.md": "tests/docs/test_docs.py",
-    "docs/asynchronous.md": "unit/test_gallery.py",
-    "docs/learned-placement.md": "unit/test_learned_placement.py",
+    "docs/add-a-schedule.md": "docs/test_docs.py",
+    "docs/asynchronous.md": "docs/test_gallery.py",
+    "docs/learned-placement.md": "unit/partition/test_learned_placement.py",
     "docs/models.md": "numerics/test_captured_models.py",
-    "docs/planning.md": "unit/test_planning_docs.py",
+    "docs/planning.md": "docs/test_planning_docs.py",
 }
 """Pages whose tests run their blocks and look at what comes out."""
 SHOWN = ("", "text", "bibtex", "mermaid")
@@ -59,6 +59,7 @@ def pages():
 
 @pytest.mark.parametrize("page", pages())
 @pytest.mark.filterwarnings("default::UserWarning")
+@pytest.mark.usefixtures("small_demo")
 def test_every_block_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for shared in ("examples", "tests", "docs"):

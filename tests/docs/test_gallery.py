@@ -263,7 +263,7 @@ def _training():
     batch = (torch.randn(16, 6), torch.randint(0, 6, (16,)))
     return {
         "model": model,
-        "graph": pk.profile(model, batch[0][:2], repeats=1),
+        "graph": pk.profile(model, batch[0][:2], repeats=1, ranks=0),
         "cluster": pk.Cluster.local(4),
         "inputs": batch[0],
         "loader": [batch] * 8,

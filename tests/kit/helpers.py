@@ -12,7 +12,8 @@ from penstock import versions
 from penstock.errors import InputError
 from penstock.model.spine import spine_fingerprint, spine_of
 from penstock.plans import Plan, StagePlan
-from penstock.schedule import families
+from penstock.schedule import Schedule, families
+from penstock.schedule.op import COMPUTE
 
 MLP_LAYERS = 6
 
@@ -109,3 +110,9 @@ class Lambda(nn.Module):
 
     def forward(self, value):
         return self.function(value, *self.modules_used)
+
+
+def compute_only(schedule: Schedule) -> Schedule:
+    """Undo the passes: the compute ops in their order."""
+    ranks = (tuple(op for op in ops if op.kind in COMPUTE) for ops in schedule.ranks)
+    return Schedule.of(ranks, schedule.name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import nn
 
@@ -49,11 +51,18 @@ def plan_for(policy, num_stages, *, microbatches, replicas=None, model=None, sch
     if schedule is None and not policy.asynchronous:
         schedule = "1f1b"
     ranks = sum(map(int, replicas.split("-"))) if replicas else num_stages
+    stages = None if replicas else num_stages
+    return _planned(graph, ranks, microbatches, stages, schedule, policy, replicas)
+
+
+@cache
+def _planned(graph, ranks, microbatches, stages, schedule, policy, replicas) -> pk.Plan:
+    """The planner takes longer than most trainings in tests; its plans never change."""
     return pk.plan(
         graph,
         pk.Cluster.local(ranks),
         microbatches=microbatches,
-        stages=None if replicas else num_stages,
+        stages=stages,
         schedule=schedule,
         versions=policy,
         replicas=replicas,

@@ -7,23 +7,18 @@ from itertools import combinations, pairwise, product
 from math import lcm
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import Costs, schedules, simulate
 from penstock.cluster import Cluster, Link, Topology
 from penstock.graph import Layer, LayerGraph
 from penstock.partition.cost_models import cost_model
-from penstock.partition.dapple import (
-    RULES,
-    dapple_candidates,
-    latency,
-    lower_bound,
-    pivot,
-    placements,
-)
+from penstock.partition.dapple import RULES, dapple_candidates
 from penstock.partition.dapple.rules import devices_of, servers, take
 from penstock.schedule.lower import add_update
+from tests.kit.dapple_estimate import latency, lower_bound, pivot, placements
+from tests.kit.examples import examples
 from tests.kit.helpers import amounts
 
 ROUNDING = 1 + 1e-9
@@ -59,7 +54,7 @@ def pipelines(draw, most=6):
     return column(seconds), column(seconds), column(amounts(40)), hops
 
 
-@settings(max_examples=150)
+@examples(40)
 @given(pipeline=pipelines(), num_microbatches=st.integers(1, 12), data=st.data())
 def test_no_simulated_step_is_shorter_than_the_bound(pipeline, num_microbatches, data):
     forward, backward, reduce, hops = pipeline
@@ -69,7 +64,7 @@ def test_no_simulated_step_is_shorter_than_the_bound(pipeline, num_microbatches,
     assert bound <= measured * ROUNDING
 
 
-@settings(max_examples=150)
+@examples(40)
 @given(pipeline=pipelines(4), data=st.data())
 def test_nor_with_any_replicas(pipeline, data):
     forward, backward, reduce, hops = pipeline
@@ -83,7 +78,7 @@ def test_nor_with_any_replicas(pipeline, data):
     assert bound <= step(forward, backward, reduce, num_microbatches, **many) * ROUNDING
 
 
-@settings(max_examples=150)
+@examples(40)
 @given(pipeline=pipelines(), num_microbatches=st.integers(1, 12))
 def test_without_hops_and_reductions_neither_is_the_papers_estimate(pipeline, num_microbatches):
     forward, backward, _, _ = pipeline
@@ -92,7 +87,7 @@ def test_without_hops_and_reductions_neither_is_the_papers_estimate(pipeline, nu
     assert estimate <= step(forward, backward, nothing, 2 * num_microbatches) * ROUNDING
 
 
-@settings(max_examples=150)
+@examples(40)
 @given(pipeline=pipelines(), num_microbatches=st.integers(1, 40))
 def test_the_papers_pivot_nearly_makes_the_estimate_longest(pipeline, num_microbatches):
     # Its rule leaves one microbatch of the rival out of account, so it can be off by that.

@@ -5,13 +5,14 @@ from itertools import combinations, pairwise, product
 from math import lcm, prod
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cluster import Cluster, Link
 from penstock.partition import best_partition, cost_model, evaluate
 from penstock.partition.readers import handed_on
 from penstock.partition.steady import nested_partition
+from tests.kit.examples import examples
 from tests.laws.test_exact_partition_laws import MODELS, UPDATES, graphs, links
 
 COUNTS = st.sampled_from([(1,), (3,), (2, 2), (2, 3), (3, 2), (4, 1), (2, 1, 2), (2, 2, 2)])
@@ -81,7 +82,7 @@ def brute_force(graph, counts, joined, model, updates):
     return best(counts, 0, len(graph.layers), updates)
 
 
-@settings(deadline=None, max_examples=150)
+@examples(50)
 @given(st.booleans().flatmap(lambda branching: graphs(branching, 5)), trees(), MODELS, UPDATES)
 def test_the_programme_is_exact(graph, tree, model, updates):
     counts, joined = tree
@@ -102,7 +103,7 @@ def value_of(components, graph, counts, joined, model, rate):
     return pipeline(graph, counts, joined, model, rate, parts)
 
 
-@settings(deadline=None, max_examples=150)
+@examples(50)
 @given(graphs(True, 8), trees(), MODELS, UPDATES)
 def test_a_plan_is_worth_what_the_programme_says_and_keeps_microbatches_in_their_group(
     graph, tree, model, updates
@@ -126,7 +127,7 @@ def test_a_plan_is_worth_what_the_programme_says_and_keeps_microbatches_in_their
         at += one.replicas
 
 
-@settings(deadline=None, max_examples=100)
+@examples(40)
 @given(graphs(False, 7), trees(), UPDATES)
 def test_a_ring_needs_no_longer_than_the_programme_says(graph, tree, updates):
     """Where nothing is hidden: the programme hides each level's exchange behind the same compute
@@ -138,7 +139,7 @@ def test_a_ring_needs_no_longer_than_the_programme_says(graph, tree, updates):
     assert seconds <= found.objective_seconds * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=80)
+@examples(30)
 @given(graphs(False, 6), trees(), MODELS, UPDATES)
 def test_the_best_partition_is_no_slower_than_the_programmes(graph, tree, model, updates):
     cluster = Cluster.tree(*tree)

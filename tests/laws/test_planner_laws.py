@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from itertools import combinations, product
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import Cluster, Device, plan, schedules
 from penstock.plans import Plan
+from tests.kit.examples import examples
 from tests.kit.helpers import runnable_families
 from tests.kit.planning import attempt, clusters, graphs
 
@@ -24,7 +25,7 @@ requests = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=30)
+@examples(15)
 @given(graphs(most=5), clusters(), requests)
 def test_a_plan_keeps_every_limit_and_every_layer(graph, cluster, request):
     found = attempt(graph, cluster, **request)
@@ -56,10 +57,10 @@ def is_no_faster(forced, best):
     )
 
 
-@settings(max_examples=4)
+@examples(4)
 @given(
-    graphs(most=5),
-    clusters(),
+    graphs(most=4),
+    clusters(most=3),
     st.integers(1, 8),
     st.sampled_from(["where-needed", "never", "layers"]),
 )
@@ -73,8 +74,8 @@ def test_no_forced_choice_is_faster(graph, cluster, microbatches, recompute):
         assert is_no_faster(forced, best)
 
 
-@settings(max_examples=8)
-@given(graphs(most=5), clusters(shared=st.just(0)), st.integers(1, 8), st.booleans())
+@examples(5)
+@given(graphs(most=5), clusters(most=3, shared=st.just(0)), st.integers(1, 8), st.booleans())
 def test_no_given_replicas_are_faster(graph, cluster, microbatches, asynchronous):
     best = attempt(graph, cluster, microbatches=microbatches, asynchronous=asynchronous)
     # Between any cuts of three or more stages, the search is guided, and not exact.
@@ -83,8 +84,8 @@ def test_no_given_replicas_are_faster(graph, cluster, microbatches, asynchronous
         assert is_no_faster(forced, best)
 
 
-@settings(max_examples=8)
-@given(graphs(most=5), clusters(), st.integers(1, 8))
+@examples(5)
+@given(graphs(most=5), clusters(most=3), st.integers(1, 8))
 def test_leave_to_use_old_weights_never_makes_a_plan_slower(graph, cluster, microbatches):
     best = attempt(graph, cluster, microbatches=microbatches, asynchronous=True)
     assert is_no_faster(attempt(graph, cluster, microbatches=microbatches), best)
@@ -95,7 +96,7 @@ def test_leave_to_use_old_weights_never_makes_a_plan_slower(graph, cluster, micr
     assert unasked is None or not unasked.versions.asynchronous
 
 
-@settings(max_examples=40)
+@examples(15)
 @given(graphs(), st.integers(1, 4), st.integers(1, 6), st.sampled_from(runnable_families()))
 def test_cuts_with_the_fastest_slowest_stage_are_not_faster(graph, stages, microbatches, name):
     cluster = Cluster(devices=tuple(Device(name=f"d{index}") for index in range(4)))
@@ -114,7 +115,7 @@ def test_cuts_with_the_fastest_slowest_stage_are_not_faster(graph, stages, micro
     assert found.step_seconds <= forced.step_seconds * 1.01 + 1e-9
 
 
-@settings(max_examples=20)
+@examples(10)
 @given(graphs(), st.integers(1, 3), st.integers(1, 6))
 def test_a_plan_is_a_file(graph, num_devices, microbatches):
     cluster = Cluster(devices=tuple(Device(name=f"d{index}") for index in range(num_devices)))

@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from penstock import Costs, Kind, Op, Schedule, check, schedules, simulate
@@ -16,10 +16,10 @@ from penstock.schedule.lower import (
     add_free,
     add_recompute,
     add_update,
-    compute_only,
     lower,
 )
-from tests.kit.helpers import amounts
+from tests.kit.examples import examples
+from tests.kit.helpers import amounts, compute_only
 
 ranks = st.integers(1, 8)
 microbatches = st.integers(1, 32)
@@ -29,7 +29,7 @@ every_family = pytest.mark.parametrize("name", FIXED)
 seconds = st.floats(0.01, 10)
 
 # Lowered, a schedule has several times the ops.
-fewer = settings(max_examples=40)
+fewer = examples(25)
 fewer_microbatches = st.integers(1, 16)
 
 
@@ -88,7 +88,8 @@ def test_what_is_printed_reads_back(name, p, m):
 
 
 @every_family
-@given(p=ranks, m=microbatches, f=seconds, i=seconds, w=seconds, hop=amounts(3))
+@fewer
+@given(p=ranks, m=fewer_microbatches, f=seconds, i=seconds, w=seconds, hop=amounts(3))
 def test_explicit_communication_does_not_change_the_times(name, p, m, f, i, w, hop):
     schedule = build(name, p, m)
     costs = Costs(f, i, w, hop)
@@ -98,6 +99,7 @@ def test_explicit_communication_does_not_change_the_times(name, p, m, f, i, w, h
 
 
 @every_family
+@fewer
 @given(p=ranks, m=microbatches)
 def test_a_rank_runs_one_op_at_a_time_and_after_what_it_needs(name, p, m):
     schedule = build(name, p, m)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.planning.search_and_scale import gaps_to_the_optimum, length
@@ -12,7 +12,8 @@ from penstock.errors import InputError
 from penstock.schedule.lower import lower
 from penstock.schedule.memory import peak_activations, peaks
 from penstock.schedule.placement import loop, snake
-from penstock.schedule.search import Problem, whole_ranks
+from penstock.schedule.search import OrderingProblem, whole_ranks
+from tests.kit.examples import TIMES, examples
 from tests.kit.helpers import amounts
 
 FIXED = [name for name in schedules.names() if name not in schedules.SEARCHED]
@@ -46,7 +47,7 @@ def fixed_families(placement, p, m):
 
 @pytest.mark.parametrize("objective", ["makespan", "stage"])
 @pytest.mark.parametrize("name", PLACEMENTS)
-@settings(max_examples=25)
+@examples(10)
 @given(p=st.integers(1, 5), m=st.integers(1, 10), data=st.data())
 def test_never_worse_than_any_fixed_family_with_the_same_memory(name, objective, p, m, data):
     placement = PLACEMENTS[name](p)
@@ -66,7 +67,7 @@ def test_never_worse_than_any_fixed_family_with_the_same_memory(name, objective,
         assert value(found, costs, objective) <= value(rival, costs, objective)
 
 
-@settings(max_examples=40)
+@examples(15)
 @given(p=st.integers(1, 5), m=st.integers(1, 8), laps=st.integers(1, 3), data=st.data())
 def test_an_order_is_complete_runs_in_any_channel_and_keeps_to_its_limits(p, m, laps, data):
     placement = data.draw(st.sampled_from([loop(p, laps), snake(p, laps)]))
@@ -97,20 +98,22 @@ def test_an_order_is_complete_runs_in_any_channel_and_keeps_to_its_limits(p, m, 
     assert timeline.peak_bytes(sizes) == peaks(found.ranks, sizes)
 
 
-@settings(max_examples=20)
+@examples(8)
 @given(p=st.integers(1, 4), m=st.integers(1, 8), data=st.data())
 def test_the_bound_holds_for_every_fixed_family(p, m, data):
     name = data.draw(st.sampled_from(sorted(PLACEMENTS)))
     objective = data.draw(st.sampled_from(["makespan", "stage"]))
     placement = PLACEMENTS[name](p)
     costs = data.draw(costs_for(len(placement)))
-    problem = Problem(placement, m, costs, whole_ranks(placement), (float(m),) * p, objective)
+    problem = OrderingProblem(
+        placement, m, costs, whole_ranks(placement), (float(m),) * p, objective
+    )
     for schedule in fixed_families(placement, p, m):
         assert value(schedule, costs, objective) >= problem.least * (1 - 1e-9)
 
 
 def test_within_three_percent_of_the_optimum_on_average():
-    gaps = gaps_to_the_optimum(60)
+    gaps = gaps_to_the_optimum(25 * TIMES)
     mean = sum(gap for gap, *_ in gaps) / len(gaps)
     print(f"zb-auto against optimal: mean gap {mean:.2%}, worst {gaps[0]}")
     assert gaps[-1][0] > -1e-6

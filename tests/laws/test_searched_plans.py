@@ -26,6 +26,7 @@ from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.one_device import assert_same
 from tests.kit.planning import chain, devices
+from tests.kit.training import adamw
 
 COSTS = {
     "a slow first stage": ([5, 3, 3, 3], [4, 3, 3, 2], [3, 2, 3, 1], 0.2),
@@ -265,10 +266,6 @@ def test_an_order_for_fewer_or_more_microbatches_is_an_order(data, num_ranks, ow
 
 def peaks(schedule):
     return peak_activations(schedule.ranks)
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-2)
 
 
 def test_training_performs_the_carried_order_with_the_results_of_one_device():

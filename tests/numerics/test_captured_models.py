@@ -19,6 +19,7 @@ from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.helpers import make_plan
 from tests.kit.one_device import OneDevice, assert_same
 from tests.kit.paths import DOCS
+from tests.kit.training import momentum
 
 ROWS = 7
 
@@ -185,10 +186,6 @@ def call(model, inputs):
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
 def test_the_state_is_the_models_own(case):
     assert list(case.captured.state_dict()) == list(case.model.state_dict())
     ours, theirs = case.captured.parameters(), case.model.parameters()
@@ -234,9 +231,9 @@ def test_a_pipeline_trains_as_one_device(case, stages, schedule):
     ours, theirs = copy.deepcopy(case.captured), copy.deepcopy(case.captured)
     recompute = "layers" if schedule == "gpipe" else "none"
     plan = make_plan(ours, stages, 3, schedule, recompute=recompute)
-    one_device = SingleDevice(theirs, 3, case.loss, sgd, seed=4)
+    one_device = SingleDevice(theirs, 3, case.loss, momentum, seed=4)
     with pk.Pipeline(
-        ours, plan, loss=case.loss, optimizer=sgd, seed=4, deadline_seconds=20
+        ours, plan, loss=case.loss, optimizer=momentum, seed=4, deadline_seconds=20
     ) as pipeline:
         for _ in range(2):
             loss = pipeline.step(case.inputs, case.targets)
@@ -272,9 +269,9 @@ def test_a_pipeline_trains_the_model_as_plain_torch_does(case):
     if type(captured.original).__name__ in {"Dropping", "BertForMaskedLM"}:
         pytest.skip("drops out in functions, too")
     model = copy.deepcopy(captured.original)
-    one_device = OneDevice(Called(model), 3, case.loss, sgd)
+    one_device = OneDevice(Called(model), 3, case.loss, momentum)
     with pk.Pipeline(
-        captured, make_plan(captured, 2, 3), loss=case.loss, optimizer=sgd, deadline_seconds=20
+        captured, make_plan(captured, 2, 3), loss=case.loss, optimizer=momentum, deadline_seconds=20
     ) as pipeline:
         for _ in range(2):
             loss = pipeline.step(case.inputs, case.targets)

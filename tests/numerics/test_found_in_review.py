@@ -6,12 +6,11 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-import penstock as pk
 from penstock.errors import InputError, ModelError, StageError
-from tests.kit.helpers import make_batch, make_mlp, make_plan
+from tests.kit import training
+from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.one_device import OneDevice, assert_same
 
 
@@ -20,8 +19,8 @@ def nesterov(parameters):
 
 
 def pipeline_of(model, num_ranks=2, **options):
-    options = {"loss": F.cross_entropy, "optimizer": nesterov, "deadline_seconds": 10, **options}
-    return pk.Pipeline(model, make_plan(model, num_ranks, 4), **options)
+    options = {"optimizer": nesterov, **options}
+    return training.pipeline_of(model, num_ranks=num_ranks, **options)
 
 
 def pair():

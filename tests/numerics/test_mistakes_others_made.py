@@ -18,16 +18,7 @@ from penstock.schedule.check import check
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.helpers import make_batch, make_mlp, make_plan, runnable_cases, runnable_families
 from tests.kit.one_device import OneDevice, assert_same, assert_same_gradients, same
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def pipeline_of(model, schedule="1f1b", num_ranks=2, num_microbatches=4, recompute="none", **more):
-    plan = make_plan(model, num_ranks, num_microbatches, schedule, recompute=recompute)
-    options = {"loss": F.cross_entropy, "seed": 3, "deadline_seconds": 20, **more}
-    return pk.Pipeline(model, plan, **options)
+from tests.kit.training import pipeline_of, sgd
 
 
 def pair(dropout=0.0):

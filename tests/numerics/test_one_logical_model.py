@@ -8,34 +8,19 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-import penstock as pk
 from penstock.errors import InputError
 from penstock.run.rank.updater import Updater
-from tests.kit.helpers import make_batch, make_mlp, make_plan, same_order_families
+from tests.kit.helpers import make_batch, make_mlp, same_order_families
 from tests.kit.one_device import OneDevice, assert_same, assert_same_gradients, same
+from tests.kit.training import adamw, momentum, pipeline_of
 
 SHAPES = ["1f1b", "zb-h1", "interleaved-1f1b", "zb-v"]
 """Straight, split, interleaved and V: what differs for whatever crosses stages."""
 
 
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-2)
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
 def scaler(**options):
     return torch.amp.GradScaler("cpu", **{"init_scale": 2.0**16, "growth_interval": 2, **options})
-
-
-def pipeline_of(model, schedule="1f1b", num_ranks=2, num_microbatches=4, **options):
-    plan = make_plan(model, num_ranks, num_microbatches, schedule)
-    options = {"loss": F.cross_entropy, "seed": 3, "deadline_seconds": 20, **options}
-    return pk.Pipeline(model, plan, **options)
 
 
 def pair(**options):
@@ -99,8 +84,8 @@ def test_a_norm_is_summed_in_the_order_of_the_model_not_of_the_spine():
 
     ours = Backwards()
     theirs = copy.deepcopy(ours)
-    reference = OneDevice(theirs, 4, optimizer=sgd, clip_norm=0.1)
-    with pipeline_of(ours, num_ranks=3, optimizer=sgd, clip_norm=0.1) as pipeline:
+    reference = OneDevice(theirs, 4, optimizer=momentum, clip_norm=0.1)
+    with pipeline_of(ours, num_ranks=3, optimizer=momentum, clip_norm=0.1) as pipeline:
         for seed in range(8):
             batch = make_batch(13, seed=seed)
             pipeline.step(*batch)
@@ -135,7 +120,7 @@ def test_a_norm_that_overflows_is_no_infinite_gradient(clip_norm):
     ours, theirs = pair()
     inputs, targets = make_batch(13)
     inputs[5] = 1e30
-    options = {"optimizer": sgd, "clip_norm": clip_norm}
+    options = {"optimizer": momentum, "clip_norm": clip_norm}
     scalers = [scaler(init_scale=1.0), scaler(init_scale=1.0)]
     reference = OneDevice(theirs, 4, grad_scaler=scalers[1], **options)
     with pipeline_of(ours, grad_scaler=scalers[0], **options) as pipeline:
@@ -269,8 +254,8 @@ def one_cycle(optimizer):
 def test_learning_rates_follow_their_schedule(schedule, make, options, rollbacks):
     ours, theirs = pair()
     clip_norm = options.get("clip_norm")
-    reference = OneDevice(theirs, 4, optimizer=sgd, lr_scheduler=make, clip_norm=clip_norm)
-    with pipeline_of(ours, schedule, optimizer=sgd, lr_scheduler=make, **options) as pipeline:
+    reference = OneDevice(theirs, 4, optimizer=momentum, lr_scheduler=make, clip_norm=clip_norm)
+    with pipeline_of(ours, schedule, optimizer=momentum, lr_scheduler=make, **options) as pipeline:
         batches = [make_batch(13, seed=step) for step in range(3)]
         for batch in batches:
             assert torch.equal(pipeline.step(*batch), reference.step(*batch))
@@ -282,8 +267,8 @@ def test_learning_rates_follow_their_schedule(schedule, make, options, rollbacks
 
 def test_a_learning_rate_moves_with_updates_not_with_calls():
     ours, theirs = pair()
-    reference = OneDevice(theirs, 4, optimizer=sgd, lr_scheduler=warmup)
-    with pipeline_of(ours, optimizer=sgd, lr_scheduler=warmup) as pipeline:
+    reference = OneDevice(theirs, 4, optimizer=momentum, lr_scheduler=warmup)
+    with pipeline_of(ours, optimizer=momentum, lr_scheduler=warmup) as pipeline:
         for step in range(8):
             how = {"update": step % 2 == 1, "share": 0.5}
             pipeline.step(*make_batch(13, seed=step), **how)
@@ -320,7 +305,7 @@ def test_parameter_groups_are_made_by_the_names_of_the_whole_model(schedule):
 
 def test_a_norm_that_nothing_asks_for_is_no_number():
     ours, _ = pair()
-    with pipeline_of(ours, optimizer=sgd) as pipeline:
+    with pipeline_of(ours, optimizer=momentum) as pipeline:
         pipeline.step(*make_batch(13))
         with pytest.raises(InputError, match="no norm yet: give clip_norm or a grad_scaler"):
             _ = pipeline.grad_norm
@@ -329,9 +314,9 @@ def test_a_norm_that_nothing_asks_for_is_no_number():
 def test_a_scaler_whose_state_is_loaded_later_counts():
     ours, theirs = pair()
     scalers = [scaler(), scaler()]
-    reference = OneDevice(theirs, 4, optimizer=sgd, grad_scaler=scalers[1])
+    reference = OneDevice(theirs, 4, optimizer=momentum, grad_scaler=scalers[1])
     saved = scaler(init_scale=64.0).state_dict()
-    with pipeline_of(ours, optimizer=sgd, grad_scaler=scalers[0]) as pipeline:
+    with pipeline_of(ours, optimizer=momentum, grad_scaler=scalers[0]) as pipeline:
         for one in scalers:
             one.load_state_dict(saved)
         for step in range(3):

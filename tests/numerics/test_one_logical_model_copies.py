@@ -13,25 +13,20 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
-import penstock as pk
 from penstock.demo import gpt
 from penstock.errors import ModelError, StageError
-from tests.kit.helpers import make_batch, make_mlp, make_plan
+from tests.kit import training
+from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.one_device import OneDevice, assert_same, assert_same_gradients, same
+from tests.kit.training import sgd
 from tests.numerics.test_one_logical_model_shared import TiedGPT, token_batch
 
 TOLERANCE = 1e-12
 """Where sums have another order, in float64."""
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def pipeline_of(model, schedule="chimera", num_ranks=2, recompute="none", cuts=None, **options):
-    plan = make_plan(model, num_ranks, 4, schedule, cuts, recompute)
-    options = {"loss": F.cross_entropy, "seed": 3, "deadline_seconds": 30, **options}
-    return pk.Pipeline(model, plan, **options)
+def pipeline_of(model, schedule="chimera", *how, **options):
+    return training.pipeline_of(model, schedule, *how, **options)
 
 
 def pair():

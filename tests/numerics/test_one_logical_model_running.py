@@ -10,37 +10,30 @@ from collections import Counter
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-import penstock as pk
 from penstock.errors import InputError, StageError
+from tests.kit import training
 from tests.kit.helpers import (
     make_batch,
     make_mlp,
-    make_plan,
     runnable_families,
     same_order_families,
 )
 from tests.kit.one_device import OneDevice, assert_same, assert_same_gradients, same
+from tests.kit.training import adamw
 
 SHAPES = ["1f1b", "zb-h1", "interleaved-1f1b", "zb-v", "chimera"]
 BATCHES = [make_batch(13, torch.float64, seed=step) for step in range(6)]
 CLIPPED = [{}, {"clip_norm": 0.05}, {"clip_norm": 0.05, "post_validate": True}]
 
 
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-2)
-
-
 def scaler():
     return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
 
 
-def pipeline_of(model, schedule="1f1b", num_ranks=2, **options):
-    plan = make_plan(model, num_ranks, 4, schedule)
-    options = {"loss": F.cross_entropy, "seed": 3, "deadline_seconds": 60, **options}
-    return pk.Pipeline(model, plan, optimizer=adamw, **options)
+def pipeline_of(model, *how, **options):
+    return training.pipeline_of(model, *how, optimizer=adamw, **options)
 
 
 def pair():

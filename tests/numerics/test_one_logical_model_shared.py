@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import penstock as pk
 from penstock.demo import gpt
 from penstock.model.spine import run_spine
 from penstock.trial.reference.single_device import SingleDevice
-from tests.kit.helpers import make_batch, make_mlp, make_plan
+from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.one_device import OneDevice, assert_same, assert_same_gradients, same
+from tests.kit.training import adamw, pipeline_of, sgd
 
 TOLERANCE = 1e-12
 """Where sums have another order, in float64."""
@@ -22,20 +22,6 @@ TOLERANCE = 1e-12
 PLACEMENTS = [("1f1b", 2), ("1f1b", 4), ("zb-h1", 3), ("interleaved-1f1b", 2), ("zb-v", 2),
               ("zb-v", 4), ("hanayo", 2), ("chimera", 2), ("chimera", 4)]  # fmt: skip
 """Where both ends of the model are on different ranks, on one, or on several."""
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-2)
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def pipeline_of(model, schedule="1f1b", num_ranks=2, recompute="none", cuts=None, **options):
-    plan = make_plan(model, num_ranks, 4, schedule, cuts, recompute)
-    options = {"loss": F.cross_entropy, "seed": 3, "deadline_seconds": 20, **options}
-    return pk.Pipeline(model, plan, **options)
 
 
 class TiedGPT(nn.Module):
@@ -255,7 +241,7 @@ def test_skips_cross_any_number_of_stages(schedule, num_ranks, recompute):
     ours, theirs = UNet(dropout=0.3), UNet(dropout=0.3)
     reference = SingleDevice(theirs, 4, F.mse_loss, adamw, seed=3)
     with pipeline_of(
-        ours, schedule, num_ranks, recompute, loss=F.mse_loss, optimizer=adamw
+        ours, schedule, num_ranks, recompute=recompute, loss=F.mse_loss, optimizer=adamw
     ) as pipeline:
         for step, (rows, size) in enumerate([(9, 8), (3, 8), (8, 16)]):
             batch = picture_batch(rows, step, size)
@@ -329,7 +315,7 @@ def test_frozen_parts_stay_and_the_others_train(which, schedule, num_ranks, reco
     before = {n: p.detach().clone() for n, p in ours.named_parameters() if not p.requires_grad}
     reference = OneDevice(theirs, 4, optimizer=adamw, clip_norm=0.1)
     with pipeline_of(
-        ours, schedule, num_ranks, recompute, optimizer=adamw, clip_norm=0.1
+        ours, schedule, num_ranks, recompute=recompute, optimizer=adamw, clip_norm=0.1
     ) as pipeline:
         for step in range(3):
             batch = make_batch(13, seed=step)

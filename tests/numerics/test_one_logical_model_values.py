@@ -22,19 +22,10 @@ from tests.kit.helpers import (
     same_order_families,
 )
 from tests.kit.one_device import OneDevice, assert_same, assert_same_gradients, same
+from tests.kit.training import adamw, pipeline_of
 
 TOLERANCE = 1e-12
 SHAPES = ["1f1b", "zb-h1", "interleaved-1f1b", "zb-v"]
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-2)
-
-
-def pipeline_of(model, schedule="1f1b", num_ranks=2, num_microbatches=4, recompute="none", **more):
-    plan = make_plan(model, num_ranks, num_microbatches, schedule, recompute=recompute)
-    options = {"loss": F.cross_entropy, "seed": 3, "deadline_seconds": 20, **more}
-    return pk.Pipeline(model, plan, **options)
 
 
 class Passing(nn.Module):

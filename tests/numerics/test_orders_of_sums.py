@@ -17,6 +17,7 @@ import penstock as pk
 from penstock.model.spine import run_spine
 from tests.kit.helpers import make_plan
 from tests.kit.one_device import OneDevice, assert_same
+from tests.kit.training import sgd
 
 KEYS = ("a", "b", "c")
 
@@ -56,10 +57,6 @@ class Spread(nn.Module):
 
     def forward(self, value):
         return run_spine(self.spine(), value)
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def trained_pair(ours, plan, dtype=torch.float32):

@@ -11,21 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import penstock as pk
 from penstock.trial.reference.single_device import SingleDevice
-from tests.kit.helpers import make_batch, make_mlp, make_plan, runnable_cases
+from tests.kit.helpers import make_batch, make_mlp, runnable_cases
 from tests.kit.one_device import assert_same, same
+from tests.kit.training import adamw, pipeline_of
 
 ALL_CASES = runnable_cases([1, 2, 3, 4], range(1, 10))
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-2)
-
-
-def pipeline_of(model, plan, **options):
-    options = {"loss": F.cross_entropy, "seed": 3, "deadline_seconds": 20, **options}
-    return pk.Pipeline(model, plan, **options)
 
 
 @pytest.mark.parametrize(
@@ -36,8 +27,7 @@ def test_training_equals_microbatch_accumulation_to_the_bit(schedule, num_ranks,
     dtype, tolerance = (torch.float64, 1e-11) if schedule == "chimera" else (torch.float32, 0.0)
     ours, theirs = make_mlp(dtype=dtype), make_mlp(dtype=dtype)
     reference = SingleDevice(theirs, num_microbatches, F.cross_entropy, adamw, seed=3)
-    plan = make_plan(ours, num_ranks, num_microbatches, schedule)
-    with pipeline_of(ours, plan, optimizer=adamw) as pipeline:
+    with pipeline_of(ours, schedule, num_ranks, num_microbatches, optimizer=adamw) as pipeline:
         for step, rows in enumerate([13, 8, 5]):  # ragged, and fewer rows than microbatches
             batch = make_batch(rows, dtype, seed=step)
             assert same(pipeline.step(*batch), reference.step(*batch), tolerance)
@@ -51,7 +41,7 @@ def test_gradients_equal_the_plain_full_batch_model(schedule, num_ranks, num_mic
     ours = make_mlp(dropout=0.0, dtype=torch.float64)
     theirs = copy.deepcopy(ours)
     inputs, targets = make_batch(dtype=torch.float64)
-    with pipeline_of(ours, make_plan(ours, num_ranks, num_microbatches, schedule)) as pipeline:
+    with pipeline_of(ours, schedule, num_ranks, num_microbatches) as pipeline:
         loss = pipeline.step(inputs, targets)
     expected = F.cross_entropy(theirs(inputs), targets)
     expected.backward()
@@ -62,9 +52,7 @@ def test_gradients_equal_the_plain_full_batch_model(schedule, num_ranks, num_mic
 
 def losses_with_dropout(num_ranks, schedule, seed=3):
     model = make_mlp(dropout=0.5)
-    with pipeline_of(
-        model, make_plan(model, num_ranks, 4, schedule), optimizer=adamw, seed=seed
-    ) as pipeline:
+    with pipeline_of(model, schedule, num_ranks, optimizer=adamw, seed=seed) as pipeline:
         return [pipeline.step(*make_batch(8, seed=step)).item() for step in range(4)]
 
 
@@ -86,7 +74,7 @@ def test_dropout_differs_between_microbatches_and_steps():
         outputs.append(output.detach().clone())
         return output.sum()
 
-    with pipeline_of(model, make_plan(model, 2, 2), loss=keep_output, reduction="sum") as pipeline:
+    with pipeline_of(model, "1f1b", 2, 2, loss=keep_output, reduction="sum") as pipeline:
         for _ in range(2):
             pipeline.step(torch.ones(2, 64), torch.zeros(2))
     assert len({tuple(output.flatten().tolist()) for output in outputs}) == 4
@@ -102,7 +90,7 @@ def test_any_batch_size_is_weighted_as_on_one_device(rows, case):
     ours = make_mlp(dropout=0.0, dtype=torch.float64)
     theirs = copy.deepcopy(ours)
     inputs, targets = make_batch(rows, torch.float64)
-    with pipeline_of(ours, make_plan(ours, num_ranks, num_microbatches, schedule)) as pipeline:
+    with pipeline_of(ours, schedule, num_ranks, num_microbatches) as pipeline:
         loss = pipeline.step(inputs, targets)
         outputs = pipeline.evaluate(inputs)
     expected = F.cross_entropy(theirs(inputs), targets)
@@ -123,7 +111,7 @@ def test_a_sum_and_a_masked_mean_are_weighted_as_on_one_device():
     for option in options:
         ours = make_mlp(dropout=0.0, dtype=torch.float64)
         theirs = copy.deepcopy(ours)
-        with pipeline_of(ours, make_plan(ours, 2, 3), **option) as pipeline:
+        with pipeline_of(ours, "1f1b", 2, 3, **option) as pipeline:
             loss = pipeline.step(inputs, targets)
         expected = option["loss"](theirs(inputs), targets)
         expected.backward()
@@ -136,7 +124,7 @@ def test_lengths_may_change_from_step_to_step():
     # torch's pipelining aborts the process; DeepSpeed #3195 cut tensors to the first shape.
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     twin = copy.deepcopy(model)
-    with pipeline_of(model, make_plan(model, 2, 2), loss=F.mse_loss) as pipeline:
+    with pipeline_of(model, "1f1b", 2, 2, loss=F.mse_loss) as pipeline:
         for length in (3, 7, 2):
             inputs = torch.randn(4, length, 4)
             loss = pipeline.step(inputs, torch.zeros_like(inputs))
@@ -166,7 +154,7 @@ def test_nested_values_pass_between_stages():
     ours = nn.Sequential(Nested(), Nested(), Nested(last=True))
     theirs = copy.deepcopy(ours)
     inputs = torch.randn(6, 4, dtype=torch.float64)
-    with pipeline_of(ours, make_plan(ours, 3, 2), loss=F.mse_loss) as pipeline:
+    with pipeline_of(ours, "1f1b", 3, 2, loss=F.mse_loss) as pipeline:
         loss = pipeline.step(inputs, torch.zeros_like(inputs))
     expected = F.mse_loss(theirs(inputs), torch.zeros_like(inputs))
     expected.backward()
@@ -180,7 +168,7 @@ def test_evaluation_changes_nothing_and_is_in_evaluation_mode():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
     before = copy.deepcopy(model.state_dict())
     inputs = torch.randn(7, 4)
-    with pipeline_of(model, make_plan(model, 2, 3)) as pipeline:
+    with pipeline_of(model, "1f1b", 2, 3) as pipeline:
         outputs = pipeline.evaluate(inputs)
         assert not outputs.requires_grad
         assert model[1].training
@@ -195,7 +183,7 @@ def test_batch_norm_statistics_are_those_of_microbatch_accumulation():
     theirs = copy.deepcopy(ours)
     inputs, targets = torch.randn(12, 4), torch.randint(0, 4, (12,))
     reference = SingleDevice(theirs, 3, F.cross_entropy)
-    with pipeline_of(ours, make_plan(ours, 2, 3)) as pipeline:
+    with pipeline_of(ours, "1f1b", 2, 3) as pipeline:
         for _ in range(2):
             assert torch.equal(pipeline.step(inputs, targets), reference.step(inputs, targets))
     for key, value in theirs.state_dict().items():
@@ -204,6 +192,6 @@ def test_batch_norm_statistics_are_those_of_microbatch_accumulation():
 
 def test_stage_state_dicts_have_the_keys_of_the_unsplit_model():
     model = make_mlp()
-    with pipeline_of(model, make_plan(model, 3, 2)) as pipeline:
+    with pipeline_of(model, "1f1b", 3, 2) as pipeline:
         keys = [key for stage in pipeline.stages.values() for key in stage.state_dict()]
     assert keys == list(model.state_dict())

@@ -23,6 +23,7 @@ from penstock.schedule.families.seq1f1b import seq1f1b
 from penstock.schedule.lower import split_backward
 from tests.kit.helpers import make_plan
 from tests.kit.one_device import OneDevice, assert_same, assert_same_gradients
+from tests.kit.training import adamw
 from tests.numerics.test_one_logical_model_shared import TiedGPT, token_batch
 
 VOCABULARY, CONTEXT = 13, 11
@@ -46,10 +47,6 @@ def plan_of(model, num_ranks, num_microbatches, num_slices, name="seq1f1b", reco
 def tokens(rows=5, length=CONTEXT, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randint(VOCABULARY, (2, rows, length), generator=generator))
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-2)
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4, 5])

@@ -20,10 +20,7 @@ from penstock.model.spine import run_spine, spine_of
 from penstock.stage.stage import Keep, Stage
 from tests.kit.helpers import Lambda, make_plan
 from tests.kit.one_device import OneDevice, assert_same
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
+from tests.kit.training import sgd
 
 
 def sum_of_pixels(value):

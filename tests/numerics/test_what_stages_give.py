@@ -12,6 +12,7 @@ from torch import nn
 import penstock as pk
 from tests.kit.helpers import make_plan
 from tests.kit.one_device import OneDevice, assert_same
+from tests.kit.training import sgd
 
 OUTPUTS = {
     "a view of a parameter": lambda layer, value: (value, layer.weight.expand(len(value), 4)),
@@ -39,10 +40,6 @@ class Giving(nn.Module):
 class Taking(nn.Module):
     def forward(self, values):
         return sum(value.sin().sum(1, keepdim=True) for value in values if value is not None)
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 @pytest.mark.parametrize("recompute", ["none", "stage", "layers"])

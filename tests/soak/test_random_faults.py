@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.launch import torchrun
+from tests.kit.launch import forked
 from tests.soak.jobs.one_fault import DEADLINE_SECONDS, STARTUP_SECONDS, fault_of
 
 JOB = Path(__file__).parent / "jobs" / "one_fault.py"
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(400)]
 @pytest.mark.parametrize("seed", range(NUM_FAULTS))
 def test_a_fault_ends_every_rank_with_its_cause(seed):
     fault = fault_of(seed)
-    job = torchrun(JOB, fault.num_ranks, str(seed), limit_seconds=380)
+    job = forked(JOB, fault.num_ranks, str(seed), limit_seconds=380)
     ranks = set(range(fault.num_ranks))
     survivors = ranks if fault.spares_others else ranks - {fault.victim}
     assert survivors <= set(job.reports), f"{fault}\n{job.output}"

@@ -15,9 +15,8 @@ import click
 from penstock.cli import options, show
 from penstock.cluster import Cluster, Link
 from penstock.cluster.parts import Kind
-from penstock.drawing import units
-from penstock.drawing.units import number
 from penstock.errors import DeadlineError, InputError, RunError
+from penstock.units import format_bytes_per_second, picture_bytes, picture_seconds
 from penstock.values import write_atomically
 
 if TYPE_CHECKING:
@@ -248,9 +247,9 @@ def _print_measurement(found: Measurement) -> None:
     click.echo()
     sums = [
         (
-            units.bytes_(one.num_bytes),
-            units.seconds(one.measured_seconds),
-            units.seconds(one.predicted_seconds),
+            picture_bytes(one.num_bytes),
+            picture_seconds(one.measured_seconds),
+            picture_seconds(one.predicted_seconds),
             f"{one.predicted_seconds / one.measured_seconds - 1:+.0%}",
         )
         for one in found.sums
@@ -262,7 +261,7 @@ def _print_measurement(found: Measurement) -> None:
 
 def _print_cluster(found: Cluster) -> None:
     devices = [
-        (device.name, units.bytes_(device.memory_bytes) if device.memory_bytes else "–",
+        (device.name, picture_bytes(device.memory_bytes) if device.memory_bytes else "–",
          f"{device.speed:g}")
         for device in found.devices
     ]  # fmt: skip
@@ -270,24 +269,22 @@ def _print_cluster(found: Cluster) -> None:
     click.echo()
     joined = [
         (f"{group.name}: {', '.join(group.members)}", *_cells(group.link),
-         units.bytes_(group.memory_bytes) if group.memory_bytes else "–")
+         picture_bytes(group.memory_bytes) if group.memory_bytes else "–")
         for group in found.groups
     ]  # fmt: skip
-    shared = units.bytes_(found.memory_bytes) if found.memory_bytes else "–"
+    shared = picture_bytes(found.memory_bytes) if found.memory_bytes else "–"
     joined.append(("between groups" if joined else "all", *_cells(found.link), shared))
     joined += [(" – ".join(wire.between), *_cells(wire.link), "–") for wire in found.wires]
-    joined += [(f"spare {one.name}", "–", _rate(one.bytes_per_second), "–") for one in found.spares]
+    joined += [
+        (f"spare {one.name}", "–", format_bytes_per_second(one.bytes_per_second), "–")
+        for one in found.spares
+    ]
     show.print_table(("joined", "latency", "bandwidth", "shared memory"), joined)
 
 
 def _cells(link: Link) -> tuple[str, str]:
-    rate = _rate(link.bytes_per_second) if link.bytes_per_second else "free"
-    return units.seconds(link.latency_seconds), rate
-
-
-def _rate(bytes_per_second: float) -> str:
-    giga = bytes_per_second >= 1e9
-    return f"{number(bytes_per_second / (1e9 if giga else 1e6))} {'GB/s' if giga else 'MB/s'}"
+    rate = format_bytes_per_second(link.bytes_per_second) if link.bytes_per_second else "free"
+    return picture_seconds(link.latency_seconds), rate
 
 
 CLUSTER_VERBS = (cluster, measure_cluster)

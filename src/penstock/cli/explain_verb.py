@@ -9,6 +9,7 @@ from textwrap import fill
 import click
 
 from penstock.cli import options, show, sources
+from penstock.drawing.layer_names import counted
 from penstock.errors import ModelError
 from penstock.plans import Plan
 from penstock.plans.explanation import (
@@ -18,7 +19,7 @@ from penstock.plans.explanation import (
     check_stability,
     explain,
 )
-from penstock.plans.table import format_bytes
+from penstock.units import format_bytes
 
 _WIDTH = 100
 _EPILOG = (
@@ -139,11 +140,7 @@ def _memory(index: int, stage: ExplainedStage) -> list[str]:
 
 
 def _named(index: int, stage: ExplainedStage) -> tuple[str, str, str]:
-    return str(index), _layers(stage.layers), ", ".join(map(str, stage.ranks))
-
-
-def _layers(names: tuple[str, ...]) -> str:
-    return names[0] if len(names) == 1 else f"{len(names)}: {names[0]} … {names[-1]}"
+    return str(index), counted(stage.layers), ", ".join(map(str, stage.ranks))
 
 
 def _print_stability(

@@ -9,18 +9,17 @@ import click
 
 from penstock.cli import options, show, sources
 from penstock.drawing import Fact, Report, TimelineRecord, draw_stacked
-from penstock.drawing.units import seconds
 from penstock.errors import InputError
 from penstock.plans import Plan
 from penstock.rehearsal import Comparison, Rehearsal
 from penstock.rehearsal import rehearse as perform
 from penstock.rehearsal.conduct import MOST_RANKS
-from penstock.rehearsal.costs import scaled
 from penstock.rehearsal.job import Updates
 from penstock.rehearsal.performance import TransportName
 from penstock.schedule import Kind, Schedule
 from penstock.timing.costs import Costs
 from penstock.timing.simulator import simulate
+from penstock.units import picture_seconds
 from penstock.versions import USUAL
 
 _SOURCE_HELP = (
@@ -122,7 +121,7 @@ def _plan(
     )
     assert schedule is not None  # a name always means one
     per_rank = schedule.num_stages / schedule.num_ranks
-    return schedule, scaled(costs.spread(per_rank), unit_seconds)
+    return schedule, costs.spread(per_rank).scaled(unit_seconds)
 
 
 def _minibatch(source: str) -> int | None:
@@ -172,21 +171,22 @@ def _print(found: Rehearsal) -> None:
 def _shown(one: Comparison) -> tuple[str, str]:
     if one.is_share:
         return f"{one.predicted:.1%}", f"{one.measured:.1%}"
-    return seconds(one.predicted), seconds(one.measured)
+    return picture_seconds(one.predicted), picture_seconds(one.measured)
 
 
 def _circumstances(found: Rehearsal) -> list[Fact]:
     """How the figures came about."""
-    shortest, longest = (seconds(find(found.step_seconds)) for find in (min, max))
+    shortest, longest = (picture_seconds(find(found.step_seconds)) for find in (min, max))
     facts = [
         Fact(label="steps", value=f"median of {len(found.step_seconds)}, {shortest} to {longest}"),
         Fact(
             label="a message takes",
-            value=f"{seconds(found.hop_seconds)} more than planned, which the prediction includes",
+            value=f"{picture_seconds(found.hop_seconds)} more than planned, "
+            "which the prediction includes",
         ),
     ]
     if any(op.kind is Kind.AGREE for op in found.measured.rows[0].ops):
-        value = f"{seconds(found.pace_seconds)} a step, one after the other"
+        value = f"{picture_seconds(found.pace_seconds)} a step, one after the other"
         facts.append(Fact(label="pace", value=value))
     if found.num_held_up:
         value = f"{found.num_held_up} took 1 ms longer than they should: this machine was busy"

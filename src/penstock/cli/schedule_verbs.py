@@ -85,8 +85,7 @@ def draw(
     if found.plan is None:
         picture = draw_timeline(found.timeline, output, versions=versions)
     else:
-        shown = picture_of(found.plan, found.timeline)
-        picture = draw_plan(shown, found.timeline, output, versions=versions)
+        picture = draw_plan(picture_of(found.plan), found.timeline, output, versions=versions)
     if as_json:
         show.print_json({**show.metrics(found), "output": output})
     elif output is None:

@@ -19,10 +19,10 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from penstock.drawing.axes import Titled
 from penstock.drawing.timeline.text import columns_of_shortest, stacked_text
-from penstock.drawing.units import Titled
-from penstock.plans.table import format_bytes
 from penstock.schedule.about import About
+from penstock.units import format_bytes
 from penstock.values import encode
 
 if TYPE_CHECKING:

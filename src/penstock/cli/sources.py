@@ -36,7 +36,7 @@ from penstock.timing.costs import Costs
 from penstock.timing.simulator import simulate
 from penstock.timing.timeline import BUSY, NO_VERSION, Timeline
 from penstock.values import read_text, refused_as
-from penstock.versions import POLICIES, USUAL, Flush, Policy, check_policy, rounds_of, versions_read
+from penstock.versions import POLICIES, USUAL, Flush, Policy, rounds_of, versions_read
 
 if TYPE_CHECKING:
     from penstock.trial import Workload
@@ -128,7 +128,6 @@ def _stream(schedule: Schedule, policy: Policy, minibatch: int, costs: Costs) ->
         costs: of a whole rank's layers.
     """
     rounds = rounds_of(policy, schedule, minibatch)
-    check_policy(policy, policy.family, rounds.replicas, minibatch)
     stream = add_updates(schedule, rounds)
     timeline = simulate(stream, _spread(costs, schedule))
     named = replace(timeline, name=f"{schedule.name} ({policy.name})")

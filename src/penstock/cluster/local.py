@@ -70,8 +70,8 @@ def gpus() -> list[Gpu]:
         )
     except (OSError, subprocess.SubprocessError):
         return []
-    found = [gpu for line in answer.stdout.splitlines() if (gpu := _gpu(line)) is not None]
-    return found if visible is None else _chosen(found, visible)
+    there = [gpu for line in answer.stdout.splitlines() if (gpu := _gpu(line)) is not None]
+    return there if visible is None else _chosen(there, visible)
 
 
 def _gpu(line: str) -> Gpu | None:
@@ -82,12 +82,12 @@ def _gpu(line: str) -> Gpu | None:
     return Gpu(cells[0], cells[1], int(cells[2]) * _MIB)
 
 
-def _chosen(found: list[Gpu], visible: str) -> list[Gpu]:
+def _chosen(there: list[Gpu], visible: str) -> list[Gpu]:
     """As CUDA reads the list: what comes after the first name that means nothing is not seen."""
     chosen: list[Gpu] = []
     for name in (part.strip() for part in visible.split(",")):
         match = next(
-            (gpu for gpu in found if name == gpu.number or (name and gpu.uuid.startswith(name))),
+            (gpu for gpu in there if name == gpu.number or (name and gpu.uuid.startswith(name))),
             None,
         )
         if match is None:

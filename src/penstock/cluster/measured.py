@@ -42,7 +42,7 @@ class Seat(NamedTuple):
     Attributes:
         host: equal for ranks of one host, unlike for others; its name, then perhaps more words.
         kind: ``cpu`` or ``gpu``.
-        memory_bytes: of its own device; 0 where it shares the host's.
+        memory_bytes: what its own device has; 0 where it shares the host's.
         host_memory_bytes: what the host's ranks share; 0 where nobody says.
     """
 
@@ -98,7 +98,7 @@ def chosen_pairs(hosts: Sequence[str], most: int) -> list[Pair]:
     """Which pairs of ranks to measure.
 
     Args:
-        hosts: of each rank.
+        hosts: the host of each rank.
         most: so many pairs are all measured; of more, the neighbours on each host, and of each two
             hosts that follow one another the first ranks.
 
@@ -123,8 +123,8 @@ def gathered(seats: Sequence[Seat], links: Mapping[Pair, Link]) -> Cluster:
     ``MOST_DIFFERENCE`` longer or shorter than that.
 
     Args:
-        seats: of each rank.
-        links: of pairs, the lower rank first.
+        seats: where each rank is, and what it has there.
+        links: the link of each pair of ranks, the lower rank first.
     """
     hosts = _ranks_by_host([seat.host for seat in seats])
     titles = _titles(hosts)
@@ -157,10 +157,10 @@ def gathered(seats: Sequence[Seat], links: Mapping[Pair, Link]) -> Cluster:
 
 
 def _ranks_by_host(hosts: Sequence[str]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+    ranks: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
-        found.setdefault(host, []).append(rank)
-    return found
+        ranks.setdefault(host, []).append(rank)
+    return ranks
 
 
 def _titles(hosts: Iterable[str]) -> dict[str, str]:
@@ -178,7 +178,7 @@ def _titles(hosts: Iterable[str]) -> dict[str, str]:
 def _devices(
     seats: Sequence[Seat], hosts: Mapping[str, Sequence[int]], titles: Mapping[str, str]
 ) -> tuple[Device, ...]:
-    found = []
+    devices = []
     for rank, seat in enumerate(seats):
         ranks = hosts[seat.host]
         index = ranks.index(rank)
@@ -188,8 +188,8 @@ def _devices(
             name = f"{seat.kind}{index}"
         else:
             name = titles[seat.host] if alone else f"{titles[seat.host]}:{index}"
-        found.append(Device(name=name, memory_bytes=memory_bytes, kind=seat.kind))
-    return tuple(found)
+        devices.append(Device(name=name, memory_bytes=memory_bytes, kind=seat.kind))
+    return tuple(devices)
 
 
 def _inside(hosts: Mapping[str, Sequence[int]], links: Mapping[Pair, Link]) -> dict[str, Link]:
@@ -198,18 +198,18 @@ def _inside(hosts: Mapping[str, Sequence[int]], links: Mapping[Pair, Link]) -> d
         host: [link for pair, link in links.items() if {*pair} <= {*ranks}]
         for host, ranks in hosts.items()
     }
-    usual = _middle(link for found in within.values() for link in found)
-    return {host: _middle(found) if found else usual for host, found in within.items()}
+    usual = _middle(link for own in within.values() for link in own)
+    return {host: _middle(own) if own else usual for host, own in within.items()}
 
 
 def _middle(links: Iterable[Link]) -> Link:
     """The median latency and the median bandwidth; a link without cost of none."""
-    found = list(links)
-    if not found:
+    measured = list(links)
+    if not measured:
         return Link()
     return Link(
-        latency_seconds=median(link.latency_seconds for link in found),
-        bytes_per_second=median(link.bytes_per_second for link in found),
+        latency_seconds=median(link.latency_seconds for link in measured),
+        bytes_per_second=median(link.bytes_per_second for link in measured),
     )
 
 

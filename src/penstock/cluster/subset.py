@@ -22,7 +22,7 @@ def only(cluster: Cluster, chosen: Collection[int]) -> Cluster:
             break
         members = kept
     groups = tuple(
-        replace(group, members=tuple(one for one in group.members if one in members[group.name]))
+        replace(group, members=tuple(name for name in group.members if name in members[group.name]))
         for group in cluster.groups
         if group.name in members
     )

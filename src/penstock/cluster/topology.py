@@ -28,7 +28,7 @@ class Topology:
 
     @cached_property
     def paths(self) -> tuple[tuple[int, ...], ...]:
-        """Of each device, the groups that it is in, outermost first, by their indices."""
+        """The groups that each device is in, outermost first, by their indices."""
         parent = {
             member: index
             for index, group in enumerate(self.cluster.groups)
@@ -46,14 +46,14 @@ class Topology:
     def wires(self) -> dict[tuple[int, int], Link]:
         """The links of pairs that have one of their own; the lower index comes first."""
         place = {device.name: index for index, device in enumerate(self.cluster.devices)}
-        found = {}
+        links = {}
         for wire in self.cluster.wires:
             first, second = sorted(place[name] for name in wire.between)
-            found[first, second] = wire.link
-        return found
+            links[first, second] = wire.link
+        return links
 
     def link(self, first: int, second: int) -> Link:
-        """Between two different devices."""
+        """The link between two different devices."""
         if self.wires:
             pair = (first, second) if first < second else (second, first)
             own = self.wires.get(pair)
@@ -62,12 +62,12 @@ class Topology:
         return self._link_of(self._common(first, second))
 
     def slowest_link(self, devices: Collection[int], num_bytes: float = 2**20) -> Link:
-        """Of the links between any two of some devices, the one that takes longest for a message;
+        """The link, among those between any two of some devices, that takes longest for a message;
         a link without cost for fewer than two devices.
 
         Args:
-            devices: indices.
-            num_bytes: of the message.
+            devices: their indices in the cluster.
+            num_bytes: how long the message is.
         """
         chosen = sorted(set(devices))
         if comb(len(chosen), 2) <= max(1, len(self.wires)):
@@ -96,10 +96,10 @@ class Topology:
     def _common(self, first: int, second: int) -> int:
         """The smallest group that has both devices."""
         shared = _WHOLE
-        for one, other in zip(self.paths[first], self.paths[second], strict=False):
-            if one != other:
+        for group, other in zip(self.paths[first], self.paths[second], strict=False):
+            if group != other:
                 break
-            shared = one
+            shared = group
         return shared
 
     def _link_of(self, group: int) -> Link:
@@ -107,7 +107,7 @@ class Topology:
 
     @cached_property
     def _parents(self) -> dict[int, int]:
-        """Of each group that has devices, the group that it is in."""
+        """The group that each group with devices is in."""
         return {
             group: outer
             for path in self.paths
@@ -125,7 +125,7 @@ class Topology:
             for index in path:
                 if index in holders:
                     holders[index].append(device)
-        found = [(tuple(held), groups[index].memory_bytes) for index, held in holders.items()]
+        memories = [(tuple(held), groups[index].memory_bytes) for index, held in holders.items()]
         if self.cluster.memory_bytes:
-            found.append((tuple(range(len(self.cluster.devices))), self.cluster.memory_bytes))
-        return tuple(found)
+            memories.append((tuple(range(len(self.cluster.devices))), self.cluster.memory_bytes))
+        return tuple(memories)

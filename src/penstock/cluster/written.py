@@ -206,13 +206,13 @@ def read(text: str) -> dict[str, Any]:
         InputError: parts that cannot be.
     """
     _check_depth(text)
-    found = msgspec.toml.decode(text, type=WrittenCluster, dec_hook=_convert)
-    in_servers = sum(server.count * server.devices for server in found.servers)
-    whole("the number of devices", in_servers + len(found.devices), 0, MOST_DEVICES)
+    written_cluster = msgspec.toml.decode(text, type=WrittenCluster, dec_hook=_convert)
+    in_servers = sum(server.count * server.devices for server in written_cluster.servers)
+    whole("the number of devices", in_servers + len(written_cluster.devices), 0, MOST_DEVICES)
     devices: list[Device] = []
     groups: list[Group] = []
     num_servers = 0
-    for server in found.servers:
+    for server in written_cluster.servers:
         for members, group in server.parts(num_servers):
             devices += members
             groups += [group] if group is not None else []
@@ -224,7 +224,7 @@ def read(text: str) -> dict[str, Any]:
             speed=device.speed,
             kind=device.kind,
         )
-        for device in found.devices
+        for device in written_cluster.devices
     ]
     groups += [
         Group(
@@ -233,18 +233,18 @@ def read(text: str) -> dict[str, Any]:
             link=group.link.link,
             memory_bytes=int(group.shared_memory),
         )
-        for group in found.groups
+        for group in written_cluster.groups
     ]
-    wires = [Wire(between=wire.between, link=wire.link.link) for wire in found.wires]
-    if found.matrix is not None:
-        wires += found.matrix.wires([device.name for device in devices])
+    wires = [Wire(between=wire.between, link=wire.link.link) for wire in written_cluster.wires]
+    if written_cluster.matrix is not None:
+        wires += written_cluster.matrix.wires([device.name for device in devices])
     return {
         "devices": tuple(devices),
-        "link": found.link.link,
-        "memory_bytes": int(found.shared_memory),
+        "link": written_cluster.link.link,
+        "memory_bytes": int(written_cluster.shared_memory),
         "groups": tuple(groups),
         "wires": tuple(wires),
-        "spares": tuple(spare for written in found.spares for spare in written.parts()),
+        "spares": tuple(spare for written in written_cluster.spares for spare in written.parts()),
     }
 
 

@@ -9,8 +9,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from penstock.drawing.axes import tick_label, ticks
 from penstock.drawing.markup import coordinate, document, lines, tag, text_width, write
-from penstock.drawing.units import number, tick_label, ticks
+from penstock.units import four_digits
 
 Point = tuple[float, float]
 Line = tuple[str, Sequence[tuple[float, float | None]]]
@@ -131,7 +132,7 @@ def _legend(series: Sequence[tuple[str, list[Point]]]) -> tuple[str, float]:
     """The keys with each line's last value, and where they end."""
     x, y, parts = _MARGIN, 10.0, []
     for index, (name, points) in enumerate(series):
-        words = f"{name}, last {number(points[-1][1])}" if points else f"{name}, no values"
+        words = f"{name}, last {four_digits(points[-1][1])}" if points else f"{name}, no values"
         needed = 34 + text_width(words, 12) + 14
         if x > _MARGIN and x + needed > _WIDTH - _MARGIN:
             x, y = _MARGIN, y + _LINE_HEIGHT

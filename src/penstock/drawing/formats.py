@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from penstock.drawing.axes import Titled
 from penstock.drawing.plan.page import plan_page, plan_with_timeline_svg, plan_with_timeline_text
 from penstock.drawing.plan.picture import PlanPicture
 from penstock.drawing.scatter import scatter_timelines
@@ -15,7 +16,6 @@ from penstock.drawing.timeline.chrome import chrome
 from penstock.drawing.timeline.html import page, stacked_page
 from penstock.drawing.timeline.svg import stacked, svg
 from penstock.drawing.timeline.text import stacked_text, text
-from penstock.drawing.units import Titled
 from penstock.errors import InputError
 from penstock.timing.timeline import Timeline
 from penstock.values import expect, write_atomically

@@ -30,7 +30,7 @@ measured as a whole: hooks of the profiler fire early where a module has modules
 
 
 @dataclass
-class _Node:
+class _ProfiledNode:
     name: str
     kind: str
     forward_seconds: float
@@ -82,7 +82,7 @@ def read_pipedream_graph(path: str | os.PathLike[str]) -> LayerGraph:
     stands for it, as in PipeDream.
 
     Args:
-        path: of a ``graph.txt``.
+        path: where the ``graph.txt`` is.
 
     Returns:
         The profile of one minibatch as one microbatch: its number of rows is not in the file, and
@@ -102,8 +102,8 @@ def read_pipedream_graph(path: str | os.PathLike[str]) -> LayerGraph:
     return LayerGraph(layers=layers, input_bytes=input_bytes, device="as profiled by PipeDream")
 
 
-def _nodes(text: _Text) -> dict[str, _Node]:
-    nodes: dict[str, _Node] = {}
+def _nodes(text: _Text) -> dict[str, _ProfiledNode]:
+    nodes: dict[str, _ProfiledNode] = {}
     for line, is_edge, parts in text.parts():
         if is_edge:
             continue
@@ -113,7 +113,7 @@ def _nodes(text: _Text) -> dict[str, _Node]:
         if name in nodes:
             raise text.wrong(line, f"{name} was there in line {nodes[name].line} already")
         forward, backward, size, parameters = _costs(text, line, costs)
-        nodes[name] = _Node(
+        nodes[name] = _ProfiledNode(
             name=name,
             kind=kind,
             forward_seconds=forward / 1000,
@@ -145,7 +145,7 @@ def _number(text: _Text, line: int, name: str, value: str) -> float:
     return sum(numbers)
 
 
-def _connect(text: _Text, nodes: dict[str, _Node]) -> None:
+def _connect(text: _Text, nodes: dict[str, _ProfiledNode]) -> None:
     for line, is_edge, parts in text.parts():
         if not is_edge:
             continue
@@ -159,9 +159,9 @@ def _connect(text: _Text, nodes: dict[str, _Node]) -> None:
             nodes[reader].sources.append(source)
 
 
-def _in_order(text: _Text, nodes: dict[str, _Node]) -> list[_Node]:
+def _in_order(text: _Text, nodes: dict[str, _ProfiledNode]) -> list[_ProfiledNode]:
     """Topologically, and of those that could come next always the one with the least number."""
-    readers: dict[str, list[_Node]] = {name: [] for name in nodes}
+    readers: dict[str, list[_ProfiledNode]] = {name: [] for name in nodes}
     waits = {name: len(node.sources) for name, node in nodes.items()}
     for node in nodes.values():
         for source in node.sources:
@@ -182,7 +182,7 @@ def _in_order(text: _Text, nodes: dict[str, _Node]) -> list[_Node]:
     return ordered
 
 
-def _layer(node: _Node, nodes: dict[str, _Node]) -> Layer:
+def _layer(node: _ProfiledNode, nodes: dict[str, _ProfiledNode]) -> Layer:
     inputs = [nodes[name] for name in node.sources if not nodes[name].is_input]
     weight_share = (0.5 if inputs else 1.0) if node.parameter_bytes else 0.0
     return Layer(
@@ -200,7 +200,7 @@ def _layer(node: _Node, nodes: dict[str, _Node]) -> Layer:
     )
 
 
-def _warnings(node: _Node, inputs: list[_Node]) -> Iterator[str]:
+def _warnings(node: _ProfiledNode, inputs: list[_ProfiledNode]) -> Iterator[str]:
     if node.parameter_bytes and node.backward_seconds < _SHORT_BACKWARD * node.forward_seconds:
         yield (
             f"its backward ({node.backward_seconds:.3g} s) is far below its forward "

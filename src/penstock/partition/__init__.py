@@ -6,16 +6,15 @@ by name or index. Nothing here simulates; whoever asks does.
 - ``chain``: exact cuts of a chain into a given number of stages.
 - ``cost_models``: what a stage with replicas and a cut take in the steady state.
 - ``readers``: which layers read what, of a graph with branches.
+- ``arrays``: numpy, loaded when it is first used.
 - ``steady/``: stages, replicas and devices with the least steady-state beat (PipeDream).
-- ``dapple/``: DAPPLE's estimate of a synchronous step, its placements and its planner.
-- ``equal_widths``: PipeDream-2BW's width × depth, all stages with equally many replicas.
+- ``dapple/``: DAPPLE's bound of a synchronous step, its rules and its planner.
 - ``tensor/``: how the devices of a group share every layer.
 - ``placement/``: layers of a graph with branches on devices, by trial and error.
 """
 
 from penstock.partition.chain import balance, lightest
 from penstock.partition.cost_models import COST_MODELS, CostModel, cost_model
-from penstock.partition.equal_widths import WidthDepth, width_depth
 from penstock.partition.steady import Partition, PartitionedStage, best_partition, evaluate
 
 __all__ = [
@@ -23,11 +22,9 @@ __all__ = [
     "CostModel",
     "Partition",
     "PartitionedStage",
-    "WidthDepth",
     "balance",
     "best_partition",
     "cost_model",
     "evaluate",
     "lightest",
-    "width_depth",
 ]

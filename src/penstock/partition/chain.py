@@ -11,15 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf, isfinite
-from typing import TYPE_CHECKING
 
 from penstock.errors import InputError, PlanError
+from penstock.partition.arrays import Floats, np
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    Table = npt.NDArray[np.float64]
+Table = Floats
+"""A number for every first layer (rows) and every layer behind a last one (columns)."""
 
 ROUNDING = 1e-12
 """Relative: the same seconds summed in another order are still the same."""
@@ -48,7 +45,7 @@ def balance(
         num_stages: how many stages, between 1 and the number of layers.
         edges: seconds that a cut behind layer k adds to the stage before it, a number for each
             layer but the last; by default a cut costs nothing.
-        speeds: of each stage's device; a stage takes its layers' seconds divided by its speed.
+        speeds: how fast each stage's device is; a stage takes its layers' seconds divided by that.
         extra: for a stage, what it takes on top with layers ``[start, stop)``, for example to run
             its forward again, ≥ 0; infinite where it may not hold them, for example for its memory.
             A table with n + 1 rows (start) and columns (stop).
@@ -63,8 +60,6 @@ def balance(
             ``extra``.
     """
     _check(costs, num_stages, edges, speeds)
-    import numpy as np
-
     behind = np.array([0.0, *(edges or (0.0,) * (len(costs) - 1)), 0.0])
     between = _sums(costs)
 
@@ -91,7 +86,7 @@ def lightest(num_layers: int, num_stages: int, weight: Callable[[int], Table]) -
     """Cut layers into consecutive, non-empty stages of the least total weight.
 
     Args:
-        num_layers: of the model, at least ``num_stages``.
+        num_layers: how many the model has, at least ``num_stages``.
         num_stages: how many stages.
         weight: for a stage, what it weighs with layers ``[start, stop)``; infinite where it may not
             hold them. A table as for ``balance``.
@@ -99,8 +94,6 @@ def lightest(num_layers: int, num_stages: int, weight: Callable[[int], Table]) -
     Returns:
         The cuts, as ``balance`` gives them; none where nothing is allowed.
     """
-    import numpy as np
-
     possible = _sums([0.0] * num_layers)
     least, cuts = _solve(num_stages, lambda stage: possible + weight(stage), np.add)
     return cuts if least < inf else ()
@@ -108,8 +101,6 @@ def lightest(num_layers: int, num_stages: int, weight: Callable[[int], Table]) -
 
 def _sums(costs: Sequence[float]) -> Table:
     """The sum over layers ``[start, stop)``; infinite where there is none between."""
-    import numpy as np
-
     table = np.full((len(costs) + 1, len(costs) + 1), inf)
     for start in range(len(costs)):
         # Each from its own start, so that equal layers have equal sums wherever they are.
@@ -123,8 +114,6 @@ def _solve(
     combine: Callable[[Table, Table], Table],
 ) -> tuple[float, tuple[int, ...]]:
     """The least combined price over all cuts, and these cuts."""
-    import numpy as np
-
     best, starts = np.zeros(1), []
     for stage in range(num_stages):
         table = price(stage)

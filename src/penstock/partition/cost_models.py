@@ -19,16 +19,11 @@ The first two know no latencies.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from penstock.cluster import Link
 from penstock.errors import InputError
+from penstock.partition.arrays import Array, np
 from penstock.values import is_number, one_of, shown
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Array = NDArray[Any]
 
 Line = tuple[float, float]
 """(seconds per byte of parameters, seconds besides) of an exchange of gradients."""
@@ -53,32 +48,23 @@ class CostModel:
     name: str
     overlap: float = 1.0
 
-    def stage_seconds(
+    def shared_seconds(
         self,
         compute_seconds: float,
-        parameter_bytes: float,
+        exchange_seconds: float,
         num_replicas: int,
-        link: Link,
         updates: float = 1.0,
     ) -> float:
         """Steady-state seconds per microbatch of a stage.
 
         Args:
             compute_seconds: forward and backward of one microbatch on one device.
-            parameter_bytes: of the stage.
+            exchange_seconds: one exchange of gradients (``reduce_seconds``).
             num_replicas: devices that share the microbatches.
-            link: the slowest between them.
             updates: per microbatch; 1/m where m microbatches make one. Replicas exchange gradients
                 once per update, and at most once per round in which each has one microbatch, which
                 is what 1 means (PipeDream).
         """
-        exchange = self.reduce_seconds(parameter_bytes, num_replicas, link)
-        return self.shared_seconds(compute_seconds, exchange, num_replicas, updates)
-
-    def shared_seconds(
-        self, compute_seconds: float, exchange_seconds: float, num_replicas: int, updates: float
-    ) -> float:
-        """``stage_seconds`` where it is known how long an exchange takes."""
         compute = compute_seconds / num_replicas
         exchange = exchange_seconds * min(updates, 1 / num_replicas)
         shown = 1 - self.overlap
@@ -86,8 +72,6 @@ class CostModel:
 
     def together(self, compute: Array, exchange: Array) -> Array:
         """``shared_seconds`` of many stages at once, whose two parts are shared already."""
-        import numpy as np
-
         shown = 1 - self.overlap
         return np.asarray(np.maximum(compute, exchange) + shown * np.minimum(compute, exchange))
 

@@ -8,7 +8,7 @@ from penstock.graph import LayerGraph
 
 
 def sources_of(graph: LayerGraph) -> list[list[int]]:
-    """Of each layer, those whose outputs it reads: the one before it where it names none."""
+    """The layers whose outputs each layer reads: the layer before it where it names none."""
     place = _places(graph)
     return [
         ([index - 1] if index else [])
@@ -21,7 +21,7 @@ def sources_of(graph: LayerGraph) -> list[list[int]]:
 def reads_of(graph: LayerGraph) -> tuple[tuple[int, int], ...]:
     """(producer, reader) of every output that a layer reads."""
     return tuple(
-        (source, reader) for reader, found in enumerate(sources_of(graph)) for source in found
+        (source, reader) for reader, sources in enumerate(sources_of(graph)) for source in sources
     )
 
 

@@ -17,8 +17,16 @@ from penstock.errors import InputError, PlanError
 from penstock.graph import LayerGraph
 from penstock.planner.search import plan
 from penstock.plans.plan import Plan
-from penstock.plans.table import as_text, count_of, format_bytes, format_seconds
-from penstock.units import to_bytes, to_bytes_per_second, to_seconds
+from penstock.plans.table import as_text, new_table
+from penstock.plans.title import family_title
+from penstock.units import (
+    count_of,
+    format_bytes,
+    format_seconds,
+    to_bytes,
+    to_bytes_per_second,
+    to_seconds,
+)
 from penstock.values import MOST_AMOUNT, expect, whole
 
 _CHANGE = re.compile(r"\s*(?P<quantity>[a-z]+)\s*(?P<how>[*/=])\s*(?P<value>[^\s,]+)\s*")
@@ -94,10 +102,7 @@ class WhatIf:
     after: Plan
 
     def __str__(self) -> str:
-        from rich import box
-        from rich.table import Table
-
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, collapse_padding=True)
+        table = new_table()
         for name in ("", "now", f"with {self.changes}", ""):
             table.add_column(name)
         for name, before, after, change in self.rows():
@@ -124,7 +129,7 @@ class WhatIf:
                 format_bytes(most[1]),
                 f"{most[1] / most[0]:.0%}" if most[0] else "",
             ),
-            ("recompute", _again(before), _again(after), ""),
+            ("recompute", _recomputing(before), _recomputing(after), ""),
         ]
 
 
@@ -163,22 +168,18 @@ def what_if(
         raise PlanError(f"with {changes}: {error}") from None
 
 
-def _summary(one: Plan) -> str:
-    name = one.schedule
-    if one.replicas != (1,) * len(one.stages):
-        name += " " + "-".join(map(str, one.replicas))
-    if one.versions.asynchronous:
-        name += f" ({one.versions.name})"
-    stages, ranks = count_of(len(one.stages), "stage"), count_of(one.num_ranks, "rank")
-    return f"{name}, {stages} on {ranks}"
+def _summary(plan: Plan) -> str:
+    replicas = plan.replicas if max(plan.replicas) > 1 else ()
+    stages, ranks = count_of(len(plan.stages), "stage"), count_of(plan.num_ranks, "rank")
+    return f"{family_title(plan.schedule, replicas, plan.versions)}, {stages} on {ranks}"
 
 
-def _layers(one: Plan) -> str:
-    return "-".join(str(len(stage.layers)) for stage in one.stages)
+def _layers(plan: Plan) -> str:
+    return "-".join(str(len(stage.layers)) for stage in plan.stages)
 
 
-def _again(one: Plan) -> str:
-    stages = [str(index) for index, stage in enumerate(one.stages) if stage.recompute != "none"]
+def _recomputing(plan: Plan) -> str:
+    stages = [str(index) for index, stage in enumerate(plan.stages) if stage.recompute != "none"]
     return f"stages {', '.join(stages)}" if stages else "none"
 
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from penstock.planner.candidate import Candidate
 from penstock.planner.race import SAME
-from penstock.plans.table import format_seconds
+from penstock.units import format_seconds
 
 _SPREADS = 2
 """How many standard errors the truth may well be away."""

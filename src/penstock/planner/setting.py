@@ -113,16 +113,19 @@ class Setting:
             self.schedule.name, self.num_ranks, num_microbatches, self.replicas, self.options
         )
 
+    @cached_property
+    def all_replicas(self) -> tuple[int, ...]:
+        """How many ranks hold each stage."""
+        return self.replicas or (1,) * self.num_stages
+
     def replicas_of(self, stage: int) -> int:
         """How many ranks hold a stage."""
-        return self.replicas[stage] if self.replicas else 1
+        return self.all_replicas[stage]
 
     def weight_versions(self, stage: int, num_microbatches: int) -> int:
         """Copies of a stage's weights."""
-        replicas = self.replicas or (1,) * self.num_stages
-        return weight_copies(
-            self.versions, place_of(self.versions, replicas, stage, num_microbatches)
-        )
+        place = place_of(self.versions, self.all_replicas, stage, num_microbatches)
+        return weight_copies(self.versions, place)
 
     @cached_property
     def peaks(self) -> tuple[float, ...]:

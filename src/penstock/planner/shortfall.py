@@ -12,7 +12,7 @@ from penstock.planner.offers import Wish
 from penstock.planner.race import fastest
 from penstock.planner.task import Task
 from penstock.planner.why import coarsely
-from penstock.plans.table import format_bytes
+from penstock.units import format_bytes
 
 _TIMES_AS_MANY = (2, 4)
 

@@ -12,7 +12,7 @@ from penstock.planner.offers import PLAIN, Wish
 from penstock.planner.race import SAME, fastest
 from penstock.planner.task import Task
 from penstock.plans.alternative import Alternative
-from penstock.plans.table import count_of, format_bytes, format_seconds, format_speed_up
+from penstock.units import count_of, format_bytes, format_seconds, format_speed_up
 
 _MATTERS = 0.1
 """A share of the step that is worth a word."""
@@ -77,10 +77,10 @@ def alternatives_of(
             label=label,
             description=str(one),
             step_seconds=one.seconds,
-            bubble=one.bubble,
+            bubble=one.prediction.bubble,
             memory_bytes=max(one.rank_bytes),
             moved_bytes=one.moved_bytes,
-            delay=one.delay,
+            delay=one.prediction.delay,
             remark=_remark(one, chosen, wish),
         )
         for label, one in rows.items()
@@ -181,13 +181,13 @@ def _what_slows(rival: Candidate, chosen: Candidate) -> str:
         (_exchange_seconds(rival) - _exchange_seconds(chosen)) / rival.seconds,
         (_again_seconds(rival) - _again_seconds(chosen)) / rival.seconds,
     )
-    idle = rival.bubble - chosen.bubble
+    idle = rival.prediction.bubble - chosen.prediction.bubble
     if exchange >= max(_MATTERS, recomputed):
         return f", {format_seconds(_exchange_seconds(rival))} of it to exchange gradients"
     if recomputed >= _MATTERS:
         return f", {format_seconds(_again_seconds(rival))} of it to run forward twice"
     if idle >= _MATTERS:
-        return f", with its devices idle {rival.bubble:.0%} of the time"
+        return f", with its devices idle {rival.prediction.bubble:.0%} of the time"
     return ""
 
 

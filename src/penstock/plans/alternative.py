@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.graph import Contention
-from penstock.plans.table import as_text, format_bytes, format_seconds
+from penstock.plans.table import as_text, new_table
+from penstock.units import format_bytes, format_seconds
 from penstock.values import Value, shown
 
 
@@ -49,9 +50,9 @@ def argued(
     Args:
         sheet: the plan as text.
         rows: what was weighed.
-        reason: in a sentence.
-        contention: what was taken for true.
-        warnings: what makes it doubtful.
+        reason: why the plan was chosen.
+        contention: what ranks of one machine were taken to cost each other.
+        warnings: what makes the choice doubtful.
     """
     paragraphs = (
         sheet,
@@ -65,21 +66,18 @@ def argued(
 
 def comparison(rows: Sequence[Alternative]) -> str:
     """Plans side by side, as text without colour codes."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, collapse_padding=True)
+    table = new_table()
     for name in ("", "plan", "step", "bubble", "memory", "moved", "delay", ""):
         table.add_column(name, justify="left" if name in ("", "plan") else "right")
-    for one in rows:
+    for row in rows:
         table.add_row(
-            one.label,
-            one.description,
-            format_seconds(one.step_seconds),
-            f"{one.bubble:.0%}",
-            format_bytes(one.memory_bytes),
-            format_bytes(one.moved_bytes),
-            f"{one.delay:g}",
-            one.remark,
+            row.label,
+            row.description,
+            format_seconds(row.step_seconds),
+            f"{row.bubble:.0%}",
+            format_bytes(row.memory_bytes),
+            format_bytes(row.moved_bytes),
+            f"{row.delay:g}",
+            row.remark,
         )
     return as_text(table)

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from penstock.cluster import Device
-from penstock.errors import InputError
+from penstock.errors import InputError, ModelError
 from penstock.plans.stage_plan import StagePlan
-from penstock.plans.table import count_of
+from penstock.schedule import Schedule
+from penstock.units import count_of
+from penstock.values import MOST_BYTES, whole
+
+
+def check_counts(least: int, **counts: int) -> None:
+    """Raise ``InputError`` for a count of a plan that is below ``least``, or beyond all reason."""
+    for name, count in counts.items():
+        whole(name, count, least, MOST_BYTES)
+
+
+def check_options(options: Collection[str]) -> None:
+    """Raise ``InputError`` for an option of the schedule that the plan says elsewhere."""
+    given = [name for name in ("name", "num_ranks", "num_microbatches") if name in options]
+    if given:
+        raise InputError(
+            f"options: {given[0]} is none, it follows from the rest of the plan; leave it out"
+        )
 
 
 def check_layers(stages: Sequence[StagePlan], *, any_rank: bool) -> None:
@@ -38,6 +55,39 @@ def check_layers(stages: Sequence[StagePlan], *, any_rank: bool) -> None:
     repeated = sorted(name for name, count in counts.items() if count > 1)
     if repeated:
         raise InputError(f"layers {', '.join(repeated)} stand in more than one place")
+
+
+def check_placement(schedule: Schedule, stages: Sequence[StagePlan], *, has_replicas: bool) -> None:
+    """Raise ``InputError`` unless a schedule runs as many stages, each where the plan has it.
+
+    Args:
+        schedule: of the plan.
+        stages: of the plan, each with its rank.
+        has_replicas: whether a stage names the first of several ranks.
+    """
+    if schedule.num_stages != len(stages):
+        raise InputError(
+            f"{schedule.name} on {schedule.num_ranks} ranks has {schedule.num_stages} stages, but "
+            f"the plan has {len(stages)}"
+        )
+    for index, stage in enumerate(stages):
+        ranks = schedule.ranks_of(index)
+        if has_replicas:
+            ranks = ranks[:1]
+        if stage.rank not in ranks:
+            raise InputError(
+                f"stage {index} is on rank {stage.rank}, but {schedule.name} runs it on rank "
+                f"{', '.join(map(str, ranks))}"
+            )
+
+
+def check_replicas(replicas: Sequence[int], num_microbatches: int) -> None:
+    """Raise ``InputError`` unless every replica has a microbatch of each minibatch."""
+    if num_microbatches < max(replicas):
+        raise InputError(
+            f"a stage has {max(replicas)} replicas, but a minibatch has only "
+            f"{count_of(num_microbatches, 'microbatch', 'es')}; each replica needs one"
+        )
 
 
 def check_devices(
@@ -72,4 +122,37 @@ def check_kinds(devices: Sequence[Device]) -> None:
             f"the plan is for GPUs ({', '.join(gpus[:4])}{more}), but Penstock trains on CPUs "
             "today and would leave them idle; plan for cores, as in Cluster.local(2), or perform "
             "it without compute: penstock rehearse"
+        )
+
+
+def check_model(
+    planned: Sequence[str],
+    planned_fingerprint: str,
+    names: Sequence[str],
+    fingerprint: str,
+) -> None:
+    """Raise ``ModelError`` unless a model is the one that a plan was made for.
+
+    Args:
+        planned: the plan's layers, in order.
+        planned_fingerprint: of the plan's model.
+        names: the model's layers, in order.
+        fingerprint: of the model.
+    """
+    if list(planned) != list(names):
+        missing = [name for name in names if name not in planned]
+        unknown = [name for name in planned if name not in names]
+        detail = (
+            f"not in the plan: {', '.join(missing) or 'none'}; "
+            f"not in the model: {', '.join(unknown) or 'none'}"
+            if missing or unknown
+            else "the order of the layers differs; .ordered(names) changes a captured model's"
+        )
+        raise ModelError(
+            f"the plan was made for another model ({detail}); profile and plan this one"
+        )
+    if fingerprint != planned_fingerprint:
+        raise ModelError(
+            "the plan was made for another model: the layers have the same names but other "
+            "parameter shapes or dtypes; profile and plan this one"
         )

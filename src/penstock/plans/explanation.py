@@ -10,6 +10,7 @@ from math import ceil, inf, pi, sin
 
 from penstock.errors import InputError
 from penstock.plans.plan import Plan
+from penstock.plans.title import title
 from penstock.schedule import Kind, Op
 from penstock.schedule.op import RELEASING
 from penstock.values import Value, is_number
@@ -185,7 +186,7 @@ def explain(plan: Plan) -> Explanation:
         for stage, place in zip(plan.stages, places, strict=True)
     )
     return Explanation(
-        title=_title(plan),
+        title=title(plan),
         synchronous=not policy.asynchronous,
         summary=_summary(plan),
         example=example,
@@ -348,13 +349,6 @@ def _rate_factor(plan: Plan, stage: int) -> float:
     policy = plan.versions
     by_microbatch = policy.asynchronous and policy.updates == "microbatch"
     return float(plan.replicas[stage]) if by_microbatch else 1.0
-
-
-def _title(plan: Plan) -> str:
-    return (
-        f"{plan.schedule}, {len(plan.stages)} stages on {plan.num_ranks} ranks, minibatches of "
-        f"{plan.num_microbatches} microbatches, versions: {plan.versions.name}"
-    )
 
 
 def _summary(plan: Plan) -> str:

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import partial
-from math import ceil, inf
+from functools import cached_property, partial
+from itertools import chain
+from math import inf
 from typing import Any, get_args
 
 from msgspec import field
 from msgspec.structs import force_setattr, replace
 
 from penstock.cluster import Device
-from penstock.errors import InputError, ModelError
+from penstock.errors import InputError
 from penstock.graph import Contention
 from penstock.plans.alternative import Alternative, argued
-from penstock.plans.consistency import check_devices, check_kinds, check_layers
+from penstock.plans.consistency import (
+    check_counts,
+    check_devices,
+    check_kinds,
+    check_layers,
+    check_model,
+    check_options,
+    check_placement,
+    check_replicas,
+)
 from penstock.plans.orders import (
     check_order_options,
     read_order,
@@ -22,32 +32,25 @@ from penstock.plans.orders import (
     with_microbatches,
     written,
 )
-from penstock.plans.stage_plan import Recompute, StagePlan, bytes_of_ranks, costs_of, sizes_of
-from penstock.plans.steady import steady_seconds, stream_of
-from penstock.plans.table import count_of, render
+from penstock.plans.prediction import Prediction
+from penstock.plans.stage_plan import Recompute, StagePlan, sizes_of
+from penstock.plans.table import render
+from penstock.plans.title import title
 from penstock.schedule import Schedule, families
 from penstock.schedule.check import check
 from penstock.schedule.families.replicated import read_replicas
-from penstock.schedule.lower import add_recompute, add_update, first_microbatches
+from penstock.schedule.lower import add_recompute, first_microbatches
 from penstock.schedule.memory import Sizes
 from penstock.schedule.rounds import filling
 from penstock.timing.costs import Costs
-from penstock.timing.simulator import simulate
 from penstock.timing.timeline import Timeline
-from penstock.values import MOST_BYTES, Value, expect, one_of, whole
-from penstock.versions import (
-    USUAL,
-    Flush,
-    Place,
-    Policy,
-    check_policy,
-    place_of,
-    versions_read,
-    weight_copies,
-)
+from penstock.values import Value, expect, one_of, whole
+from penstock.versions import USUAL, Flush, Place, Policy, check_policy, place_of, weight_copies
 
 
-class Plan(Value, frozen=True, kw_only=True):
+# With ``dict``, what follows from the fields is kept beside them: no file, no comparison and no
+# copy of a plan sees it.
+class Plan(Value, frozen=True, kw_only=True, dict=True):
     """How to spread one model.
 
     Attributes:
@@ -102,13 +105,21 @@ class Plan(Value, frozen=True, kw_only=True):
             raise InputError(
                 f"the plan has version {self.version}; this Penstock reads version 1, so plan again"
             )
-        self._check_numbers()
+        check_counts(
+            1,
+            num_microbatches=self.num_microbatches,
+            num_threads=self.num_threads,
+            num_tensor_ranks=self.num_tensor_ranks,
+        )
+        check_counts(0, microbatch_size=self.microbatch_size)
+        check_options(self.options)
         check_layers(self.stages, any_rank=bool(self._given_replicas))
         self._settle_order()
         if self.schedule in USUAL and not self.versions.asynchronous:
             force_setattr(self, "versions", USUAL[self.schedule])
-        self._check_placement(self.placement)
-        self._check_replicas()
+        check_placement(self.placement, self.stages, has_replicas=bool(self._given_replicas))
+        if not self.versions.asynchronous:  # without a flush, a minibatch may end between replicas
+            check_replicas(self.replicas, self.num_microbatches)
         check_devices(self.devices, self.num_ranks, self.num_tensor_ranks, self.stages)
         check_policy(self.versions, self.schedule, self.replicas, self.num_microbatches)
         # Follows from the policy, whoever wrote the file.
@@ -117,16 +128,6 @@ class Plan(Value, frozen=True, kw_only=True):
             for index, stage in enumerate(self.stages)
         )
         force_setattr(self, "stages", tuple(stages))
-
-    def _check_numbers(self) -> None:
-        least = {"num_microbatches": 1, "num_threads": 1, "num_tensor_ranks": 1}
-        for name, smallest in {**least, "microbatch_size": 0}.items():
-            whole(name, getattr(self, name), smallest, MOST_BYTES)
-        given = [name for name in ("name", "num_ranks", "num_microbatches") if name in self.options]
-        if given:
-            raise InputError(
-                f"options: {given[0]} is none, it follows from the rest of the plan; leave it out"
-            )
 
     def _settle_order(self) -> None:
         """Search the order where it is needed and not there."""
@@ -147,29 +148,10 @@ class Plan(Value, frozen=True, kw_only=True):
                 f"order: {self.schedule} makes its own; leave order out, or take {searched}"
             )
 
-    def _check_replicas(self) -> None:
-        # Without a flush, a minibatch may end between two replicas.
-        if not self.versions.asynchronous and self.num_microbatches < max(self.replicas):
-            raise InputError(
-                f"a stage has {max(self.replicas)} replicas, but a minibatch has only "
-                f"{count_of(self.num_microbatches, 'microbatch', 'es')}; each replica needs one"
-            )
-
-    def _check_placement(self, schedule: Schedule) -> None:
-        if schedule.num_stages != len(self.stages):
-            raise InputError(
-                f"{self.schedule} on {self.num_ranks} ranks has {schedule.num_stages} stages, but "
-                f"the plan has {len(self.stages)}"
-            )
-        for index, stage in enumerate(self.stages):
-            ranks = schedule.ranks_of(index)
-            if self._given_replicas:
-                ranks = ranks[:1]
-            if stage.rank not in ranks:
-                raise InputError(
-                    f"stage {index} is on rank {stage.rank}, but {self.schedule} runs it on rank "
-                    f"{', '.join(map(str, ranks))}"
-                )
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of all layers, in the order in which stages have them."""
+        return tuple(chain.from_iterable(stage.layers for stage in self.stages))
 
     @property
     def _limits(self) -> list[float]:
@@ -194,12 +176,28 @@ class Plan(Value, frozen=True, kw_only=True):
         """How many ranks hold each stage, each with microbatches of its own."""
         return self._given_replicas or (1,) * len(self.stages)
 
-    @property
+    @cached_property
     def placement(self) -> Schedule:
-        """A schedule of this plan in which every rank has something to do."""
-        # Of a stream, as long as fills the pipeline.
+        """A schedule of this plan in which every rank has something to do, checked: of one
+        minibatch where the pipeline drains, of a stream as long as fills it where it never does."""
+        return self._build(self._placed_microbatches)
+
+    @property
+    def _placed_microbatches(self) -> int:
         fills = filling(self.replicas) if self.versions.asynchronous else 1
-        return self.build_schedule(max(self.num_microbatches, fills, *self.replicas))
+        return max(self.num_microbatches, fills, *self.replicas)
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        """What this plan is predicted to do; each part is worked out once."""
+        return Prediction(
+            self.stages,
+            self.num_microbatches,
+            self.versions,
+            self.replicas,
+            self.placement,
+            self.build_schedule,
+        )
 
     def place(self, stage: int) -> Place:
         """Where a stage stands, as weight-version policies ask for it."""
@@ -207,50 +205,38 @@ class Plan(Value, frozen=True, kw_only=True):
 
     @property
     def rank_bytes(self) -> tuple[int, ...]:
-        """Predicted memory of each rank."""
-        return bytes_of_ranks(self.stages, self.placement)
+        """Predicted bytes of memory of each rank."""
+        return self.prediction.rank_bytes
 
     @property
     def updates_per_minibatch(self) -> tuple[float, ...]:
-        """Of each stage."""
-        if self.versions.updates == "minibatch":
-            return (1.0,) * len(self.stages)
-        return tuple(self.num_microbatches / count for count in self.replicas)
+        """How often each stage updates its weights in a minibatch."""
+        return self.prediction.updates_per_minibatch
 
     @property
     def one_device_seconds(self) -> float:
         """A step without a pipeline, as the planner predicted it; where it did not, every op of
         every stage and microbatch, one after another."""
-        for one in self.alternatives:
-            if one.label == "single device":
-                return one.step_seconds
+        for alternative in self.alternatives:
+            if alternative.label == "single device":
+                return alternative.step_seconds
         return self.work_seconds
 
     @property
     def work_seconds(self) -> float:
         """What all ranks together work for a minibatch, updates included."""
-        compute = sum(
-            stage.compute_seconds + (stage.again_seconds if stage.recompute != "none" else 0.0)
-            for stage in self.stages
-        )
-        parts = zip(self.stages, self.updates_per_minibatch, self.replicas, strict=True)
-        updates = sum(stage.update_seconds * count * ranks for stage, count, ranks in parts)
-        return self.num_microbatches * compute + updates
+        return self.prediction.work_seconds
 
     @property
     def step_seconds(self) -> float:
         """The predicted time of a minibatch, weight update included; without a flush, in the steady
         state."""
-        if not self.versions.asynchronous:
-            return self.simulate().makespan
-        return steady_seconds(
-            self.build_schedule, self.versions, self.costs, self.num_microbatches, self.replicas
-        )
+        return self.prediction.step_seconds
 
     @property
     def costs(self) -> Costs:
         """The predicted costs, stage by stage."""
-        return costs_of(self.stages)
+        return self.prediction.costs
 
     @property
     def sizes(self) -> Sizes:
@@ -261,6 +247,9 @@ class Plan(Value, frozen=True, kw_only=True):
     def build_schedule(self, num_microbatches: int | None = None) -> Schedule:
         """The checked schedule, for this or another number of microbatches."""
         count = self.num_microbatches if num_microbatches is None else num_microbatches
+        return self.placement if count == self._placed_microbatches else self._build(count)
+
+    def _build(self, count: int) -> Schedule:
         schedule = self._compute_only(count)
         again = [index for index, stage in enumerate(self.stages) if stage.recompute == "stage"]
         if again:
@@ -331,37 +320,12 @@ class Plan(Value, frozen=True, kw_only=True):
         """
         if num_minibatches is not None:
             whole("num_minibatches", num_minibatches, 1)
-        if not self.versions.asynchronous:
-            return simulate(add_update(self.build_schedule()), self.costs)
-        fills = ceil(3 * self.num_ranks / self.num_microbatches) + 1
-        stream, rounds = stream_of(
-            self.build_schedule,
-            self.versions,
-            num_minibatches or fills,
-            self.num_microbatches,
-            self.replicas,
-        )
-        read = versions_read(stream, self.versions, rounds)
-        return simulate(stream, self.costs).with_versions(read)
+        if num_minibatches is None or self.prediction.flushes:
+            return self.prediction.timeline
+        return self.prediction.stream(num_minibatches)
 
     def __str__(self) -> str:
-        title = (
-            f"{self.schedule}: {count_of(len(self.stages), 'stage')} on "
-            f"{count_of(self.num_ranks, 'rank')}, "
-            f"{count_of(self.num_microbatches, 'microbatch', 'es')}"
-        )
-        if self.versions.asynchronous:
-            title += f", versions: {self.versions.name}"
-        sheet = render(
-            title,
-            self.stages,
-            self.simulate(),
-            self.step_seconds,
-            self.one_device_seconds,
-            replicas=self.replicas,
-            rank_bytes=self.rank_bytes,
-            flushes=not self.versions.asynchronous,
-        )
+        sheet = render(title(self), self.prediction, self.one_device_seconds)
         return argued(sheet, self.alternatives, self.reason, self.contention, self.warnings)
 
     def check_runnable(self) -> None:
@@ -375,21 +339,4 @@ class Plan(Value, frozen=True, kw_only=True):
 
     def check_model(self, names: Sequence[str], model_fingerprint: str) -> None:
         """Raise ``ModelError`` unless this plan was made for a model with these layers."""
-        planned = [name for stage in self.stages for name in stage.layers]
-        if planned != list(names):
-            missing = [name for name in names if name not in planned]
-            unknown = [name for name in planned if name not in names]
-            detail = (
-                f"not in the plan: {', '.join(missing) or 'none'}; "
-                f"not in the model: {', '.join(unknown) or 'none'}"
-                if missing or unknown
-                else "the order of the layers differs; .ordered(names) changes a captured model's"
-            )
-            raise ModelError(
-                f"the plan was made for another model ({detail}); profile and plan this one"
-            )
-        if model_fingerprint != self.model:
-            raise ModelError(
-                "the plan was made for another model: the layers have the same names but other "
-                "parameter shapes or dtypes; profile and plan this one"
-            )
+        check_model(self.layers, self.model, names, model_fingerprint)

@@ -48,7 +48,7 @@ class Verdict(NamedTuple):
     """What follows from all shares.
 
     Attributes:
-        norm: of all gradients together.
+        norm: that of all gradients together.
         finite: whether all of them are.
         factor: what clipping multiplies them by; 1 where it changes nothing.
     """

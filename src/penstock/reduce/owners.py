@@ -31,11 +31,11 @@ from penstock.transport.tags import FIRST_EXCHANGE
 Pieces = list[Tensor | None]
 
 
-class Piece(NamedTuple):
+class OwnedPiece(NamedTuple):
     """A part of one parameter: elements ``start`` to ``stop`` of it as a vector.
 
     Attributes:
-        place: of the parameter among those that are shared.
+        place: the parameter's number among those that are shared.
     """
 
     place: int
@@ -52,17 +52,17 @@ class Slice(NamedTuple):
     """
 
     owner: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[OwnedPiece, ...]
 
 
 class _Round(NamedTuple):
     """What this rank has handed in.
 
     Attributes:
-        number: of the round's messages.
+        number: tells the round's messages from others.
         num_gathered: microbatches whose gradients they are.
         frozen: places of the parameters that are not trained.
-        slices: of the others.
+        slices: those of the others.
         own: its gradients of the slice that it owns.
     """
 
@@ -77,9 +77,9 @@ class OwnerReducer(Reducer):
     """Sums by owners, for one group of shared weights.
 
     Args:
-        rank: this one.
+        rank: the holder.
         shared: the weights.
-        transport: of this rank.
+        transport: the holder's end of its channels.
 
     Raises:
         RunError: in a step, if not all holders train the same weights.
@@ -178,7 +178,7 @@ class OwnerReducer(Reducer):
         pieces: Pieces = self._receive(owner, Purpose.SUM, waiting)
         return pieces
 
-    def _put(self, pieces: Sequence[Piece], sums: Pieces, whole: dict[int, Tensor]) -> None:
+    def _put(self, pieces: Sequence[OwnedPiece], sums: Pieces, whole: dict[int, Tensor]) -> None:
         """Write sums where this rank's own gradients were: between threads others read these, but
         who has sent the sum of a slice has read all of it."""
         for (place, start, stop), value in zip(pieces, sums, strict=True):
@@ -208,14 +208,14 @@ def slices_of(parameters: Mapping[int, nn.Parameter], owners: Sequence[int]) -> 
     """
     total = sum(parameter.nbytes for parameter in parameters.values())
     borders = [total * index // len(owners) for index in range(len(owners) + 1)]
-    slices: dict[int, list[Piece]] = {owner: [] for owner in owners}
+    slices: dict[int, list[OwnedPiece]] = {owner: [] for owner in owners}
     before = 0
     for place, parameter in parameters.items():
         count, size = parameter.numel(), parameter.element_size()
         cuts = [min(max((border - before) // size, 0), count) for border in borders]
         for owner, start, stop in zip(owners, cuts, cuts[1:], strict=False):
             if start < stop:
-                slices[owner].append(Piece(place, start, stop))
+                slices[owner].append(OwnedPiece(place, start, stop))
         before += parameter.nbytes
     return tuple(Slice(owner, tuple(pieces)) for owner, pieces in slices.items())
 
@@ -253,7 +253,7 @@ def _vector(gradient: Tensor | None) -> Tensor | None:
     return gradient.detach().reshape(-1)
 
 
-def _cut(vector: Tensor | None, piece: Piece) -> Tensor | None:
+def _cut(vector: Tensor | None, piece: OwnedPiece) -> Tensor | None:
     if vector is None or vector.layout is torch.strided:
         return None if vector is None else vector[piece.start : piece.stop]
     return vector if piece.start == 0 else None

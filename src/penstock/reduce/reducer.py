@@ -26,8 +26,8 @@ class SharedWeights(NamedTuple):
 
     Attributes:
         tag: tells their messages from those of other shared weights.
-        ranks: that hold a copy, ascending.
-        stages: of this rank, that use them.
+        ranks: those that hold a copy, ascending.
+        stages: those of this rank that use them.
         parameters: this rank's copies, in an order that is the same on all holders.
     """
 
@@ -61,7 +61,7 @@ class Reducer(ABC):
         """This rank's gradients are complete. Waits for no other rank.
 
         Args:
-            number: of this round's messages.
+            number: tells this round's messages from others.
             num_gathered: microbatches whose gradients these are.
         """
 

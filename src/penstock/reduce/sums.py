@@ -15,9 +15,9 @@ class Sums:
     A round begins with ``begin`` and sums every group of shared weights once.
 
     Args:
-        rank: which.
+        rank: the one that takes part.
         shared: the weights of which this rank holds one of several copies.
-        transport: of this rank.
+        transport: the rank's end of its channels.
         everywhere: whether all holders keep the sum; otherwise the first of them does, and the
             others have no gradient.
     """
@@ -41,7 +41,7 @@ class Sums:
         """Begin a round.
 
         Args:
-            number: of its messages.
+            number: tells its messages from those of other rounds.
             averages: whether sums are divided by the number of microbatches of all holders.
         """
         self._number = number
@@ -53,8 +53,8 @@ class Sums:
 
     def begin_equal(self) -> None:
         """Give shared weights the values that their first holder has."""
-        for one in self._shared:
-            begin_equal(self._rank, one, self._transport)
+        for weights in self._shared:
+            begin_equal(self._rank, weights, self._transport)
 
     def gathered(self) -> None:
         """The gradients of one more microbatch are there."""
@@ -73,7 +73,7 @@ class Sums:
         """Make the gradients of shared weights the sums over their holders.
 
         Args:
-            stage: whose; by default those of all stages.
+            stage: the one that uses the weights; by default all stages.
         """
         due = [
             index

@@ -8,7 +8,6 @@ from typing import Any, get_args
 
 from penstock.errors import InputError
 from penstock.plans import Plan
-from penstock.rehearsal.costs import costs_of_slices, default_costs, scaled
 from penstock.rehearsal.job import Job, Updates, WaitsName, flattened
 from penstock.rehearsal.performance import TransportName, perform
 from penstock.rehearsal.result import Rehearsal, rehearsal_of
@@ -25,6 +24,8 @@ from penstock.versions import Flush
 MOST_RANKS = 128
 """More processes than this would only show how this machine switches between them."""
 _DEADLINE_SECONDS = 30.0
+OP_SECONDS = 10e-3
+"""What F, I and W of all of a rank's layers take where nobody says."""
 
 
 def rehearse(  # noqa: PLR0913 - each has a default that most callers keep
@@ -55,7 +56,7 @@ def rehearse(  # noqa: PLR0913 - each has a default that most callers keep
             so is ``reduce``, by not updating sooner.
         steps: how often to perform it; the first one is warm-up if there are several.
         scale: multiplies all costs: 0.1 rehearses a slow plan in a tenth of its time.
-        message_bytes: of an output and of a gradient.
+        message_bytes: the size of an output and of a gradient.
         transport: ``"shared-memory"`` between processes, or ``"threads"`` of this one.
         waits: ``"relative"``, each op waits from when it starts; or ``"logical"``, until the
             prediction says that it ends, which hides all overhead and is for tests of order.
@@ -91,11 +92,11 @@ def rehearse(  # noqa: PLR0913 - each has a default that most callers keep
             f"updates is {updates!r}, but {schedule.name} never flushes, so there is no moment at "
             "which all ranks could agree; leave it out"
         )
-    costs = scaled(costs, scale)
+    costs = costs.scaled(scale)
     lowered = performable(schedule, updates, stream)
     job = Job(
         ops=str(flattened(lowered)),
-        costs=costs_of_slices(costs, schedule.num_slices),
+        costs=costs.of_slices(schedule.num_slices),
         num_steps=steps,
         message_bytes=message_bytes,
         waits=waits,
@@ -110,6 +111,11 @@ def rehearse(  # noqa: PLR0913 - each has a default that most callers keep
             if progress is not None:
                 progress(len(done), steps)
     return rehearsal_of(lowered, costs, done, None if stream is None else stream.period)
+
+
+def default_costs(schedule: Schedule) -> Costs:
+    """F, I and W of all of a rank's layers take ``OP_SECONDS`` each."""
+    return Costs().spread(schedule.num_stages / schedule.num_ranks).scaled(OP_SECONDS)
 
 
 def performable(

@@ -39,7 +39,7 @@ class Conductor:
         """Let the ranks perform, give the times of each step as it ends, and dismiss the ranks.
 
         Args:
-            num_steps: how many.
+            num_steps: how many steps there will be.
             overlapping: each rank begins a step when its own last one has ended; otherwise all
                 begin together.
 
@@ -78,7 +78,7 @@ class Conductor:
         for channel in missing:
             if channel in ready:
                 answers[channel] = _received(channel)
-        return any(one in self._watched for one in ready)
+        return any(channel in self._watched for channel in ready)
 
     def _cause(self, answers: dict[Connection, Any], when: str) -> RunError:
         """What happened first: news of it may have come to a neighbour sooner than here."""

@@ -4,45 +4,36 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.model.randomness import LayerStreams
-from penstock.model.spine import NamedLayer
 from penstock.rehearsal.waits import Waits
 from penstock.schedule import Kind, Op
-from penstock.stage.stage import Criterion, Gradients, InputGradients, Keep, Produced, Stage
+from penstock.stage.microbatch_graph import Gradients, InputGradients
+from penstock.stage.protocol import NO_SKIPS, Criterion, Keep, Produced
 
-_NO_SKIPS: Mapping[str, Any] = MappingProxyType({})
 
-
-class EmulatedStage(Stage):
-    """A ``Stage`` whose compute is a wait.
+class EmulatedStage:
+    """A ``RunnableStage`` whose compute is a wait.
 
     Args:
         index: the stage's number.
-        is_last: its output is a loss.
-        message_bytes: of its output, and of the gradient of its input.
+        is_last: whether its output is a loss.
+        message_bytes: the size of its output, and of the gradient of its input.
         waits: how the time of an op passes.
     """
 
     def __init__(self, index: int, is_last: bool, message_bytes: int, waits: Waits) -> None:
-        nothing = NamedLayer(f"emulated {index}", "", nn.Identity())
-        super().__init__(index, [nothing], index, LayerStreams(0))
+        self._index = index
+        self.layer_modules: tuple[nn.Module, ...] = ()
         self._waits = waits
         self._kept: dict[int, Any] = {}
         # What is in a message is nobody's business, so that one block of memory serves for all:
         # fresh ones would cost page faults that no plan asked for.
         self._message = torch.zeros(message_bytes, dtype=torch.uint8)
         self._output = torch.zeros(()) if is_last else self._message
-
-    @property
-    def in_flight(self) -> int:
-        """Microbatches of which the input is still kept."""
-        return len(self._kept)
 
     def forward(
         self,
@@ -51,7 +42,7 @@ class EmulatedStage(Stage):
         step: int = 0,
         criterion: Criterion | None = None,
         keep: Keep = Keep.EVERYTHING,
-        skips: Mapping[str, Any] = _NO_SKIPS,
+        skips: Mapping[str, Any] = NO_SKIPS,
         first: int = 0,
     ) -> Produced:
         """F: wait. Keeps the input until B or W, as a real stage does."""
@@ -67,7 +58,7 @@ class EmulatedStage(Stage):
         self,
         microbatch: int,
         gradients: Gradients,
-        skip_gradients: Mapping[str, Gradients] = _NO_SKIPS,
+        skip_gradients: Mapping[str, Gradients] = NO_SKIPS,
     ) -> InputGradients:
         """B: wait."""
         self._wait(Kind.BACKWARD, microbatch)
@@ -78,7 +69,7 @@ class EmulatedStage(Stage):
         self,
         microbatch: int,
         gradients: Gradients,
-        skip_gradients: Mapping[str, Gradients] = _NO_SKIPS,
+        skip_gradients: Mapping[str, Gradients] = NO_SKIPS,
     ) -> InputGradients:
         """I: wait."""
         self._wait(Kind.BACKWARD_INPUT, microbatch)
@@ -90,6 +81,10 @@ class EmulatedStage(Stage):
             self._wait(Kind.BACKWARD_WEIGHT, microbatch)
             del self._kept[microbatch]
 
+    def held(self, microbatch: int) -> list[Tensor]:
+        """Nothing: what it keeps takes no memory that a plan counts."""
+        return []
+
     def forget(self) -> None:
         """Drop what unfinished microbatches have left."""
         self._kept.clear()
@@ -99,7 +94,7 @@ class EmulatedStage(Stage):
         return InputGradients(gradients, {})
 
     def _wait(self, kind: Kind, microbatch: int) -> None:
-        self._waits.wait(Op(self.index, kind, microbatch))
+        self._waits.wait(Op(self._index, kind, microbatch))
 
 
 class EmulatedOptimizer(torch.optim.Optimizer):

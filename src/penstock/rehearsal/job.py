@@ -22,7 +22,7 @@ class Job(Value, frozen=True, kw_only=True):
         ops: a lowered schedule as CSV; slices are microbatches of their own (``flattened``).
         costs: seconds of these ops.
         num_steps: how often to perform them, warm-up included.
-        message_bytes: of an output, and of its gradient.
+        message_bytes: the size of an output, and of its gradient.
         waits: what ops do instead of computing.
         updates: whether stages update each for itself, when all ranks have agreed, or on trust. In
             the last case ranks go from step to step without waiting for each other's ends.

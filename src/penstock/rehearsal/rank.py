@@ -12,14 +12,15 @@ import torch
 from torch import nn
 
 from penstock.errors import PeerError, RunError
+from penstock.model.microbatches import Weighting
 from penstock.model.optimizer_factory import Parameters
 from penstock.reduce.reducer import Purpose, SharedWeights
 from penstock.rehearsal.emulated_stage import EmulatedOptimizer, EmulatedStage
 from penstock.rehearsal.job import Job
 from penstock.rehearsal.links import PlannedLinks
 from penstock.rehearsal.waits import Alarm, LogicalWaits, RelativeWaits, Waits
-from penstock.run.minibatch import Minibatch
-from penstock.run.rank.program import Program
+from penstock.run.minibatch import Minibatch, StreamPosition
+from penstock.run.rank.program import RankProgram
 from penstock.run.rank.updater import Holding, Updater
 from penstock.run.rank.worker import Worker
 from penstock.run.recipe import Recipe
@@ -69,6 +70,9 @@ def _perform_steps(
     worker = _worker(job, schedule, rank, transport, alarm, waits)
     segment = Segment.whole(schedule)
     count = schedule.num_microbatches
+    position = StreamPosition(
+        synchronous=not job.versions.asynchronous, more_follow=job.overlapping
+    )
     nothing = torch.zeros(())
     channel.send(None)
     for step, start in enumerate(iter(partial(_next_start, channel), None)):
@@ -77,12 +81,10 @@ def _perform_steps(
             [nothing] * count,
             [nothing] * count,
             [1.0] * count,
-            more_follow=job.overlapping,
-            synchronous=not job.versions.asynchronous,
         )
         waits.begin(start)
         alarm.until(start)
-        records = worker.run(segment, minibatch).records
+        records = worker.run(segment, minibatch, position).records
         channel.send([time for _, *times in records for time in times])
 
 
@@ -128,7 +130,7 @@ def _worker(
         clip_norm=clip_norm,
         post_validate=job.overlapping,
         versions=job.versions,
-        averages=False,  # gradients are never computed, and dividing them takes time
+        weighting=Weighting("sum"),  # gradients are never computed, and dividing them takes time
     )
     links = _planned_links(job, schedule, rank, transport, alarm, shared)
     updater = Updater(rank, schedule.num_ranks, holdings, links, recipe, shared)
@@ -151,7 +153,7 @@ def _planned_links(
     shared: Sequence[SharedWeights],
 ) -> Transport:
     """The transport, slowed down where the plan's links are slower."""
-    edges = Program(Segment.whole(schedule), rank).edges.items()
+    edges = RankProgram(Segment.whole(schedule), rank).edges.items()
     hops = {edge: _hop(job, op) for op, edge in edges}
     busy = {edge: job.costs.occupies(min(op.stage, other_end(op).stage)) for op, edge in edges}
     for weights in shared:
@@ -166,5 +168,5 @@ def _planned_links(
 
 
 def _hop(job: Job, op: Op) -> float:
-    """Of the message that a send sends or a receive receives."""
+    """Seconds that the message takes which a send sends or a receive receives."""
     return job.costs.delay(op, other_end(op))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 StepTimes = list[list[float]]
-"""Of each rank, when its ops start and end: start, end, start, end, …"""
+"""For each rank, when its ops start and end: start, end, start, end, …"""
 
 
 class StepDone(msgspec.Struct, tag="step"):

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.rehearsal.costs import with_hop
 from penstock.rehearsal.reports import StepTimes
 from penstock.rehearsal.stream import Steady
 from penstock.schedule import Kind, Schedule
@@ -114,7 +113,7 @@ def rehearsal_of(
     lengths = tuple(timeline.makespan for timeline in timelines)
     middle = statistics.median_low(lengths)
     hop_seconds = _measured_hop(schedule, costs, timelines)
-    predicted = simulate(schedule, with_hop(costs, hop_seconds))
+    predicted = simulate(schedule, costs.with_longer_hops(hop_seconds))
     steady = None if period is None else Steady.of(schedule, costs, period)
     return Rehearsal(
         predicted,
@@ -130,10 +129,10 @@ def _steady(
     steady: Steady, predicted: Timeline, timelines: Sequence[Timeline]
 ) -> tuple[Comparison, Comparison]:
     foreseen = steady.seconds(predicted)
-    found = statistics.median(map(steady.seconds, timelines))
+    measured = statistics.median(map(steady.seconds, timelines))
     return (
-        Comparison("steady seconds", foreseen, found),
-        Comparison("steady efficiency", steady.efficiency(foreseen), steady.efficiency(found)),
+        Comparison("steady seconds", foreseen, measured),
+        Comparison("steady efficiency", steady.efficiency(foreseen), steady.efficiency(measured)),
     )
 
 
@@ -175,7 +174,7 @@ def _timeline(schedule: Schedule, costs: Costs, times: StepTimes) -> Timeline:
 def _measured_hop(schedule: Schedule, costs: Costs, timelines: Sequence[Timeline]) -> float:
     """From the end of an op until its result was there, where somebody was waiting for it already;
     less what was planned."""
-    found = []
+    hops = []
     for timeline in timelines:
         spans = {span.op: span for span in timeline.spans}
         for span in timeline.spans:
@@ -183,5 +182,5 @@ def _measured_hop(schedule: Schedule, costs: Costs, timelines: Sequence[Timeline
                 (send,) = schedule.dependencies(span.op)
                 made = spans[schedule.dependencies(send)[0]].end
                 if span.start < made:
-                    found.append(span.end - made - costs.delay(send, span.op))
-    return max(0.0, statistics.median(found)) if found else 0.0
+                    hops.append(span.end - made - costs.delay(send, span.op))
+    return max(0.0, statistics.median(hops)) if hops else 0.0

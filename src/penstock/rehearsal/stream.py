@@ -19,7 +19,7 @@ from penstock.schedule.rounds import Rounds
 from penstock.timing.costs import Costs
 from penstock.timing.timeline import Timeline
 from penstock.values import is_whole
-from penstock.versions import USUAL, Policy, check_policy, rounds_of
+from penstock.versions import USUAL, Policy, rounds_of
 
 _MICROBATCHES_PER_RANK = 8
 _FEWEST_MINIBATCHES = 4
@@ -44,7 +44,7 @@ class Stream:
         """The stream that a schedule of compute ops is.
 
         Args:
-            schedule: of a family that never flushes.
+            schedule: one of a family that never flushes.
             policy: for that family.
             minibatch: microbatches per update, if the policy updates once per minibatch.
 
@@ -52,7 +52,6 @@ class Stream:
             InputError: the policy does not go with the schedule.
         """
         rounds = rounds_of(policy, schedule, minibatch)
-        check_policy(policy, policy.family, rounds.replicas, minibatch)
         size = minibatch if policy.updates == "minibatch" else 1
         return cls(policy, rounds, lcm(size, *rounds.replicas))
 
@@ -118,8 +117,8 @@ def stream_of(plan: Plan | Schedule, schedule: Schedule, minibatch: int | None) 
     """How what is performed streams; ``None`` if it flushes.
 
     Args:
-        plan: that says so, or a schedule by the name of a family.
-        schedule: that is performed.
+        plan: a plan, which says so, or a schedule by the name of a family.
+        schedule: what is performed.
         minibatch: microbatches per update, for a schedule that updates once per minibatch; by
             default as many as it has stages. A plan says it itself.
 

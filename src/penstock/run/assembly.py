@@ -13,13 +13,18 @@ from penstock.errors import InputError
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import NamedLayer, spine_fingerprint
 from penstock.plans import Plan
+from penstock.run.cutter import Cutter
+from penstock.run.drive.clocks import offsets_of_clocks
 from penstock.run.drive.driver import Deadlines, Driver, told
 from penstock.run.drive.joining import TransportName
-from penstock.run.drive.processes import ProcessDriver, agree
+from penstock.run.drive.offers import agree
+from penstock.run.drive.processes import ProcessDriver
 from penstock.run.drive.threads import ThreadDriver
+from penstock.run.feed import Feed
 from penstock.run.layout import Layout
+from penstock.run.rank.forward import Void
 from penstock.run.rank.updater import Updater
-from penstock.run.rank.worker import Void, Worker
+from penstock.run.rank.worker import Worker
 from penstock.run.recipe import Recipe
 from penstock.run.seals import SealedTransport
 from penstock.stage.stage import Stage
@@ -32,7 +37,7 @@ Results = Literal["every rank", "none"]
 
 @dataclass(frozen=True)
 class Running:
-    """How to run, whatever the training is; see ``Pipeline``."""
+    """How to run, whatever the training is: the arguments of ``Pipeline`` with these names."""
 
     transport: TransportName
     seed: int
@@ -40,6 +45,7 @@ class Running:
     record: bool
     results: Results
     message_types: Sequence[type] = ()
+    compare_data: bool = True
 
     def __post_init__(self) -> None:
         one_of("results", self.results, get_args(Results))
@@ -59,16 +65,20 @@ class Assembly:
     """A pipeline that is ready to run.
 
     Attributes:
-        plan: that is run: under torchrun, rank 0's.
+        plan: the one that is run: under torchrun, rank 0's.
         driver: runs the workers.
+        cutter: cuts minibatches for these ranks.
+        feed: gives them to the driver.
         layout: which rank holds what.
         streams: where layers draw random numbers.
-        workers: of this process.
-        stages: of this process, by number; of a stage with copies here, the first.
+        workers: this process's, in the order of their ranks.
+        stages: this process's, by number; where several ranks here have copies, the first one's.
     """
 
     plan: Plan
     driver: Driver[Any]
+    cutter: Cutter
+    feed: Feed
     layout: Layout
     streams: LayerStreams
     workers: Sequence[Worker]
@@ -101,12 +111,23 @@ def _in_threads(
     streams = LayerStreams(running.seed)
     layout = Layout(model, plan, layers, streams, one_process=True)
     exchange = ThreadExchange(plan.num_ranks, running.deadlines.start.seconds)
-    workers = [
-        _worker(layout, rank, plan.num_ranks, transport, recipe)
-        for rank, transport in enumerate(exchange.transports)
-    ]
+    workers: list[Worker] = []
+    first_copies: dict[int, Stage] = {}
+    for rank, transport in enumerate(exchange.transports):
+        stages = layout.stages(rank)
+        workers.append(_worker(layout, stages, rank, transport, recipe))
+        first_copies = {**stages, **first_copies}
     driver = ThreadDriver(workers, plan.num_threads, running.deadlines)
-    return Assembly(plan, driver, layout, streams, workers, _first_copies(workers))
+    return Assembly(
+        plan,
+        driver,
+        _cutter(layout, layers, recipe, compares=False, has_peers=False),
+        Feed(plan, layout, recipe, driver),
+        layout,
+        streams,
+        workers,
+        dict(sorted(first_copies.items())),
+    )
 
 
 def _in_processes(
@@ -134,24 +155,59 @@ def _in_processes(
         streams = LayerStreams(seed)
         layout = Layout(model, plan, layers, streams, one_process=False)
         sealed = SealedTransport(transport, meeting.rank)
-        worker = _worker(layout, meeting.rank, meeting.num_ranks, sealed, recipe)
+        stages = layout.stages(meeting.rank)
+        worker = _worker(layout, stages, meeting.rank, sealed, recipe)
         # The user's code has run: whoever fails in it says so here, before others wait for more.
         meeting.exchange(None, NoneType, "to start training")
         worker.updater.sums.begin_equal()
         driver = ProcessDriver(
             worker,
-            transport,
             sealed,
             meeting,
             running.deadlines,
             num_threads=plan.num_threads,
-            record=running.record,
+            clock_offsets=offsets_of_clocks(transport) if running.record else None,
             share_results=running.results == "every rank",
         )
     except BaseException as error:
         transport.close(f"before its first step, {type(error).__name__}: {told(error)}")
         raise
-    return Assembly(plan, driver, layout, streams, [worker], worker.stages)
+    has_peers = meeting.num_ranks > 1
+    return Assembly(
+        plan,
+        driver,
+        _cutter(
+            layout,
+            layers,
+            recipe,
+            compares=running.compare_data and has_peers,
+            has_peers=has_peers,
+        ),
+        Feed(plan, layout, recipe, driver),
+        layout,
+        streams,
+        [worker],
+        stages,
+    )
+
+
+def _cutter(
+    layout: Layout,
+    layers: tuple[NamedLayer, ...],
+    recipe: Recipe,
+    *,
+    compares: bool,
+    has_peers: bool,
+) -> Cutter:
+    modules = (module for layer in layers for module in layer.module.modules())
+    return Cutter(
+        layout.num_microbatches,
+        layout.num_slices,
+        recipe.weighting,
+        layout.has_copies and recipe.updates == "minibatch",
+        compares,
+        [*modules] if has_peers else (),
+    )
 
 
 def _message_types(layers: tuple[NamedLayer, ...], running: Running) -> list[type]:
@@ -162,12 +218,11 @@ def _message_types(layers: tuple[NamedLayer, ...], running: Running) -> list[typ
 
 
 def _worker(
-    layout: Layout, rank: int, num_ranks: int, transport: Transport, recipe: Recipe
+    layout: Layout, stages: dict[int, Stage], rank: int, transport: Transport, recipe: Recipe
 ) -> Worker:
-    stages = layout.stages(rank)
     updater = Updater(
         rank,
-        num_ranks,
+        layout.num_ranks,
         layout.holdings(rank, stages),
         transport,
         recipe,
@@ -176,11 +231,3 @@ def _worker(
     stores = layout.stores(stages, updater.optimizers)
     shared = layout.shared_state(stages)
     return Worker(rank, stages, transport, recipe, updater, layout.skips, stores, shared)
-
-
-def _first_copies(workers: Sequence[Worker]) -> dict[int, Stage]:
-    found: dict[int, Stage] = {}
-    for worker in workers:
-        for index, stage in worker.stages.items():
-            found.setdefault(index, stage)
-    return dict(sorted(found.items()))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from penstock.device.activation_meter import ActivationMeter, Kept
-from penstock.stage.stage import Stage
+from penstock.stage.protocol import RunnableStage
 
 
 class Peak(NamedTuple):
@@ -17,8 +17,8 @@ class Peak(NamedTuple):
 
     Attributes:
         activation_bytes: what stages kept for backwards, by unique storages.
-        microbatches: of which a stage kept anything; one that two stages of the rank keep counts
-            as two, and a slice as its share.
+        microbatches: how many had anything kept by a stage; one that two stages of the rank keep
+            counts as two, and a slice as its share.
     """
 
     activation_bytes: int
@@ -28,9 +28,9 @@ class Peak(NamedTuple):
 class Counter:
     """Counts one rank's stages while they work."""
 
-    def __init__(self, stages: Mapping[int, Stage]) -> None:
+    def __init__(self, stages: Mapping[int, RunnableStage]) -> None:
         self._stages = stages
-        modules = [layer.module for stage in stages.values() for layer in stage.layers]
+        modules = [module for stage in stages.values() for module in stage.layer_modules]
         self._meter = ActivationMeter(
             tensor for module in modules for tensor in (*module.parameters(), *module.buffers())
         )

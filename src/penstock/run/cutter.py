@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -11,17 +11,17 @@ from torch import nn
 from penstock.errors import InputError
 from penstock.model import microbatches, tree
 from penstock.model.microbatches import Microbatches, Weighting
-from penstock.run.minibatch import Minibatch
+from penstock.run.minibatch import Minibatch, StreamPosition, autocast_here
 from penstock.run.seals import digest, modes_of
 
 
 @dataclass(frozen=True)
 class Cutter:
-    """Cuts minibatches.
+    """Cuts minibatches, in the thread of the caller: whose autocast holds for them is read here.
 
     Attributes:
-        num_microbatches: of a plan; with fewer rows there are fewer.
-        num_slices: of a microbatch.
+        num_microbatches: as the plan says; with fewer rows there are fewer.
+        num_slices: how many slices a microbatch has.
         weighting: how much each microbatch counts.
         fills_up: whether there must be as many all the same, because every copy of a stage must
             have something to do, or it would not be updated.
@@ -81,41 +81,48 @@ class Cutter:
             updates=updates,
             digests=(self._digest(inputs), self._digest(targets)),
             modes=modes_of(self.modules),
+            autocast=autocast_here(),
         )
 
-    def minibatches(self, batches: Iterable[Any], first_step: int) -> Iterator[Minibatch]:
-        """Minibatches to train on, which know their number and whether more follow, or what ended
-        them if it was an error.
+    def minibatches(
+        self, batches: Iterable[Any], first_step: int
+    ) -> Iterator[tuple[Minibatch, StreamPosition]]:
+        """Minibatches to train on, with whether more follow, or what ended the loader behind them
+        if it was an error.
 
         Args:
-            batches: of (inputs, targets). Cut at once: a loader may use the same memory for the
-                next.
-            first_step: the number of the first.
+            batches: pairs (inputs, targets). They are cut at once: a loader may use the same memory
+                for the next.
+            first_step: the step number of the first.
 
         Raises:
             InputError: they are no pairs.
         """
-        cut = (
+        return with_more(
             self.to_train(*_pair(batch, number), step=first_step + number)
             for number, batch in enumerate(batches)
         )
-        for minibatch, failure in with_more(cut):
-            yield replace(minibatch, failure=failure, in_loop=True)
 
     def to_evaluate(self, inputs: Any, *, step: int) -> Minibatch:
         """A minibatch of which only outputs are wanted."""
         parts = self._slices(_cut(inputs, "inputs", self._count(inputs)), "inputs")
-        digests = self._digest(inputs), 0
-        return Minibatch(step, parts, num_slices=self.num_slices, digests=digests)
+        return Minibatch(
+            step,
+            parts,
+            num_slices=self.num_slices,
+            trains=False,
+            digests=(self._digest(inputs), 0),
+            autocast=autocast_here(),
+        )
 
     def _digest(self, value: Any) -> int:
         return digest(value) if self.compares else 0
 
     def _slices(self, parts: list[Any], what: str) -> list[Any]:
         return [
-            one
+            piece
             for part in parts
-            for one in microbatches.split_sequence(part, self.num_slices, what)
+            for piece in microbatches.split_sequence(part, self.num_slices, what)
         ]
 
     def _count(self, inputs: Any) -> int:
@@ -165,21 +172,19 @@ def _own(part: Any) -> Any:
     return copied
 
 
-def with_more(
-    minibatches: Iterable[Minibatch],
-) -> Iterator[tuple[Minibatch, BaseException | None]]:
-    """Each minibatch, knowing whether more follow; with the last one, what ended them if it was an
+def with_more(minibatches: Iterable[Minibatch]) -> Iterator[tuple[Minibatch, StreamPosition]]:
+    """Each minibatch, with whether more follow; with the last one, what ended them if it was an
     error. Nothing is yielded if that comes first."""
     held: list[Minibatch] = []
     failure: Exception | None = None
     try:
         for minibatch in minibatches:
             if held:
-                yield replace(held.pop(), more_follow=True), None
+                yield held.pop(), StreamPosition(in_loop=True, more_follow=True)
             held.append(minibatch)
     except Exception as error:
         if not held:
             raise
         failure = error
     if held:
-        yield held.pop(), failure
+        yield held.pop(), StreamPosition(in_loop=True, failure=failure)

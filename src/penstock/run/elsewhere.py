@@ -7,7 +7,8 @@ it was built or loaded, and nothing about it looks wrong; so reading it warns.
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Self
 
 from torch import nn
 
@@ -22,7 +23,7 @@ class Elsewhere:
 
     Args:
         own: the stages that this process trains.
-        num_stages: of the pipeline.
+        num_stages: how many the pipeline has.
 
     Attributes:
         stale: whether other processes have trained weights since this one knew them all.
@@ -32,6 +33,16 @@ class Elsewhere:
         self._own = own
         self._num_stages = num_stages
         self.stale = False
+
+    @classmethod
+    def watching(cls, model: nn.Module, own: Iterable[int], num_stages: int) -> Self:
+        """One that watches a model, if this process does not train all of it."""
+        elsewhere = cls(sorted(own), num_stages)
+        if len(elsewhere._own) < num_stages:
+            for module in (model, getattr(model, "original", None)):  # a captured one has two names
+                if isinstance(module, nn.Module):
+                    elsewhere.watch(module)
+        return elsewhere
 
     def watch(self, model: nn.Module) -> None:
         """Warn when the model's weights are read: by ``state_dict`` or by calling it."""

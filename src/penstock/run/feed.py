@@ -18,8 +18,8 @@ from penstock.plans import Plan
 from penstock.run.drive.driver import Driver
 from penstock.run.layout import Layout
 from penstock.run.lowering import asynchronous, forwards, synchronous
-from penstock.run.minibatch import Minibatch
-from penstock.run.outcome import Outcome
+from penstock.run.minibatch import Minibatch, StreamPosition
+from penstock.run.outcome import MinibatchOutcome
 from penstock.run.recipe import Recipe
 from penstock.schedule import Schedule
 from penstock.schedule.segment import Segment, Windows
@@ -27,16 +27,16 @@ from penstock.versions import PipeMare, least_minibatch
 
 
 class Feed:
-    """What a pipeline's steps become.
+    """Gives the driver each minibatch with its segment of the schedule, in order.
 
     Args:
-        plan: that is run.
-        layout: of the model.
+        plan: the one that is run.
+        layout: which rank holds what.
         recipe: how to train.
-        driver: of the ranks.
+        driver: makes the ranks run segments.
 
     Attributes:
-        under_way: what stands for each minibatch that has been begun and not collected.
+        under_way: the driver's ticket for each minibatch that has been begun and not collected.
     """
 
     def __init__(self, plan: Plan, layout: Layout, recipe: Recipe, driver: Driver[Any]) -> None:
@@ -65,46 +65,51 @@ class Feed:
         self._sizes: list[int] = []
         self._index = self._first = self._base = 0
 
-    def train(self, minibatches: Iterable[Minibatch]) -> Iterator[Outcome]:
-        """Train on minibatches that know whether more follow, and whether they update weights.
+    def train(
+        self, minibatches: Iterable[tuple[Minibatch, StreamPosition]]
+    ) -> Iterator[MinibatchOutcome]:
+        """Train on minibatches one after the other.
 
         Args:
-            minibatches: one after the other.
+            minibatches: with what is known of those behind them; where in the stream they stand is
+                found here.
 
         Yields:
             The outcome of each, in order, while the next ones are under way. If the caller leaves
             before the end, call ``drain``.
         """
         self.under_way.clear()
-        for minibatch in minibatches:
-            segment, numbered = self._segment(minibatch)
+        for minibatch, given in minibatches:
+            segment, position = self._segment(minibatch, given)
             try:
-                self._submit(segment, numbered)
-                most = self._most_under_way(numbered) if minibatch.more_follow else 0
+                self._submit(segment, minibatch, position)
+                most = self._most_under_way(minibatch, position) if position.more_follow else 0
                 while len(self.under_way) > most:
                     yield self._collect()
             except RunError as error:
-                if minibatch.failure is None:
+                if position.failure is None:
                     raise
-                raise minibatch.failure from error  # what came first is what people must hear of
+                raise position.failure from error  # what came first is what people must hear of
             except KeyboardInterrupt:
                 self._driver.break_off()  # it may have come between two calls of the driver
                 raise
-            if minibatch.failure is not None:
-                raise minibatch.failure
+            if position.failure is not None:
+                raise position.failure
 
-    def drain(self, step: int) -> Iterator[Outcome]:
+    def drain(self, step: int) -> Iterator[MinibatchOutcome]:
         """Let what is under way come to its end.
 
         Args:
-            step: of the next minibatch.
+            step: the number of the next minibatch.
 
         Yields:
             The outcomes that nobody has collected yet.
         """
         if self._sizes and self._windows is not None:
             segment = self._next(self._windows, len(self._sizes), last=True)
-            self._submit(segment, self._draining(step))
+            ending = Minibatch(step, (), num_slices=self._layout.num_slices)
+            here = StreamPosition(self._index, self._first, self._base, synchronous=False)
+            self._submit(segment, ending, here)
             self._restart()
             while len(self.under_way) > 1:
                 yield self._collect()
@@ -112,33 +117,23 @@ class Feed:
             while self.under_way:
                 yield self._collect()
             nothing = Schedule(((),) * self._plan.num_ranks)
-            self._submit(Segment.whole(nothing), Minibatch(step, ()))
+            empty = Minibatch(step, (), trains=False)
+            self._submit(Segment.whole(nothing), empty, StreamPosition())
         self._collect()
 
-    def _submit(self, segment: Segment, minibatch: Minibatch) -> None:
+    def _submit(self, segment: Segment, minibatch: Minibatch, position: StreamPosition) -> None:
         try:
-            self.under_way.append(self._driver.submit(segment, minibatch))
+            self.under_way.append(self._driver.submit(segment, minibatch, position))
         except BaseException:
             self._restart()  # nothing is in flight after a failure
             raise
 
-    def _collect(self) -> Outcome:
+    def _collect(self) -> MinibatchOutcome:
         try:
             return self._driver.collect(self.under_way.popleft())
         except BaseException:
             self._restart()
             raise
-
-    def _draining(self, step: int) -> Minibatch:
-        return Minibatch(
-            step,
-            (),
-            index=self._index,
-            first=self._first,
-            base=self._base,
-            drains=True,
-            synchronous=False,
-        )
 
     def expected(self) -> Segment:
         """What ranks run first if they train on a minibatch as the plan foresees it; if they never
@@ -150,11 +145,14 @@ class Feed:
             return self._flushed(count, True)
         return self._windows.segment([count], num_before=0, last=True)[0]
 
-    def evaluate(self, minibatch: Minibatch) -> Outcome:
+    def evaluate(self, minibatch: Minibatch) -> MinibatchOutcome:
         """Run forward only."""
-        return self._driver.run(self._evaluated(minibatch.num_microbatches), minibatch)
+        segment = self._evaluated(minibatch.num_microbatches)
+        return self._driver.collect(self._driver.submit(segment, minibatch, StreamPosition()))
 
-    def _segment(self, minibatch: Minibatch) -> tuple[Segment, Minibatch]:
+    def _segment(
+        self, minibatch: Minibatch, given: StreamPosition
+    ) -> tuple[Segment, StreamPosition]:
         if not minibatch.updates and self._windows is not None:
             raise InputError(
                 "an asynchronous pipeline updates as it goes; leave update=False out, or plan with "
@@ -163,18 +161,18 @@ class Feed:
         count = minibatch.num_microbatches
         if self._windows is None or self._num_synchronous:
             self._num_synchronous = max(0, self._num_synchronous - 1)
-            return self._flushed(count, minibatch.updates), minibatch
-        last = not minibatch.more_follow or not self._goes_on_after(count)
+            return self._flushed(count, minibatch.updates), given
+        last = not given.more_follow or not self._goes_on_after(count)
         self._sizes.append(count)
         segment = self._next(self._windows, len(self._sizes) - 1, last=last)
-        numbered = replace(
-            minibatch, index=self._index, first=self._first, base=self._base, synchronous=False
+        position = replace(
+            given, index=self._index, first=self._first, base=self._base, synchronous=False
         )
         self._index += 1
         self._first += count
         if last:
             self._restart()
-        return segment, numbered
+        return segment, position
 
     def _next(self, windows: Windows, num_before: int, *, last: bool) -> Segment:
         segment, start = windows.segment(self._sizes, num_before=num_before, last=last)
@@ -188,9 +186,9 @@ class Feed:
         it."""
         return count >= self._least_minibatch
 
-    def _most_under_way(self, minibatch: Minibatch) -> int:
+    def _most_under_way(self, minibatch: Minibatch, position: StreamPosition) -> int:
         """How many minibatches behind the first rank the last one may be."""
-        if minibatch.synchronous or self._windows is None:
+        if position.synchronous or self._windows is None:
             return 1
         return 1 + ceil(self._windows.num_in_flight / max(1, minibatch.num_microbatches))
 

@@ -48,7 +48,7 @@ class Holders:
         """Buffers and parameters of a layer with several holders.
 
         Args:
-            layer: of the model.
+            layer: the model's.
             own: the module, or its twin, that a rank runs.
         """
         pairs = zip(layer.module.named_modules(), own.modules(), strict=True)

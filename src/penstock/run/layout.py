@@ -48,11 +48,11 @@ class _Weight(NamedTuple):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """That hold a copy."""
+        """The ranks that hold a copy."""
         return tuple(sorted({rank for rank, _ in self.users}))
 
     def stages(self, rank: int) -> frozenset[int]:
-        """Of a rank, that use it."""
+        """Which stages of a rank use it."""
         return frozenset(stage for user, stage in self.users if user == rank)
 
 
@@ -60,7 +60,7 @@ class Layout:
     """A model laid out as a plan says.
 
     Args:
-        model: whose layers these are.
+        model: the module that is spread.
         plan: made for it.
         layers: its spine.
         streams: where layers draw random numbers.
@@ -124,11 +124,11 @@ class Layout:
 
     def _check_untied(self) -> None:
         """Gradients of one weight from several stages would be of different ages."""
-        for one in self._weights:
-            stages = sorted({stage for _, stage in one.users})
+        for weight in self._weights:
+            stages = sorted({stage for _, stage in weight.users})
             if len(stages) > 1:
                 raise ModelError(
-                    f"{one.name!r} is tied between stages {', '.join(map(str, stages))}, whose "
+                    f"{weight.name!r} is tied between stages {', '.join(map(str, stages))}, whose "
                     "gradients are of different ages without a flush; put the layers that share it "
                     "into one stage, untie them, or choose a synchronous schedule"
                 )
@@ -136,35 +136,45 @@ class Layout:
     def _check_hooks(self) -> None:
         """Hooks on parameters see what a backward brings, which must be what it is on one device:
         the gradient of a whole microbatch."""
-        for one in self._weights:
-            accumulated = one.parameter._post_accumulate_grad_hooks
-            if not accumulated and not one.parameter._backward_hooks:
+        for weight in self._weights:
+            accumulated = weight.parameter._post_accumulate_grad_hooks
+            if not accumulated and not weight.parameter._backward_hooks:
                 continue
-            stages = sorted({stage for _, stage in one.users})
+            stages = sorted({stage for _, stage in weight.users})
             if len(stages) > 1:
                 sees = f"stages {', '.join(map(str, stages))} each have a part of the gradient"
             elif self.num_slices > 1:
                 sees = "slices of a microbatch each have a part of the gradient"
-            elif len(one.ranks) > 1 and accumulated:
-                sees = f"ranks {', '.join(map(str, one.ranks))} each accumulate a part of it"
+            elif len(weight.ranks) > 1 and accumulated:
+                sees = f"ranks {', '.join(map(str, weight.ranks))} each accumulate a part of it"
             else:
                 continue
             raise ModelError(
-                f"{one.name!r} has hooks, which would not see what they see on one device: {sees}; "
-                "change the gradient in the optimizer instead (register_step_pre_hook), or choose "
-                "a schedule or cuts that leave the parameter in one stage on one rank"
+                f"{weight.name!r} has hooks, which would not see what they see on one device: "
+                f"{sees}; change the gradient in the optimizer instead (register_step_pre_hook), "
+                "or choose a schedule or cuts that leave the parameter in one stage on one rank"
             )
 
     @cached_property
     def shared_stages(self) -> frozenset[int]:
         """Stages that share weights with a stage on another rank."""
         return frozenset(
-            stage for one in self._weights if len(one.ranks) > 1 for _, stage in one.users
+            stage for weight in self._weights if len(weight.ranks) > 1 for _, stage in weight.users
         )
 
     @property
+    def num_ranks(self) -> int:
+        """How many ranks the model is spread over."""
+        return self._plan.num_ranks
+
+    @property
+    def num_microbatches(self) -> int:
+        """How many microbatches a minibatch with enough rows has."""
+        return self._plan.num_microbatches
+
+    @property
     def num_slices(self) -> int:
-        """Of a microbatch's sequence."""
+        """How many slices a microbatch's sequence is cut into."""
         return self._schedule.num_slices
 
     @cached_property
@@ -176,7 +186,7 @@ class Layout:
     def needs_order(self) -> bool:
         """Whether a weight belongs to several stages: then no stage may update before all of its
         rank's gradients are complete."""
-        return any(len({stage for _, stage in one.users}) > 1 for one in self._weights)
+        return any(len({stage for _, stage in weight.users}) > 1 for weight in self._weights)
 
     @cached_property
     def skips(self) -> tuple[SkipRoute, ...]:
@@ -209,7 +219,7 @@ class Layout:
 
     def _twins_of(self, rank: int) -> Twins:
         """This rank's copies of what another one has the model's own of."""
-        foreign = (one.parameter for one in self._weights if rank in one.ranks[1:])
+        foreign = (weight.parameter for weight in self._weights if rank in weight.ranks[1:])
         twins = Twins(foreign if self._one_process else ())
         self._twins.append(twins)
         return twins
@@ -222,19 +232,23 @@ class Layout:
     def holdings(self, rank: int, stages: dict[int, Stage]) -> dict[int, Holding]:
         """What each stage of a rank trains."""
         own = self._parameters(stages)
-        found: dict[int, Holding] = {}
+        holdings: dict[int, Holding] = {}
         for stage in stages:
-            first = [one for one in self._weights if min(one.stages(rank), default=None) == stage]
+            first = [
+                weight
+                for weight in self._weights
+                if min(weight.stages(rank), default=None) == stage
+            ]
             plan, place = self._plan, self._plan.place(stage)
             by_microbatch = plan.versions.asynchronous and plan.versions.updates == "microbatch"
-            found[stage] = Holding(
-                {one.name: own[one.place] for one in first},
-                {one.place: own[one.place] for one in first if one.ranks[0] == rank},
+            holdings[stage] = Holding(
+                {weight.name: own[weight.place] for weight in first},
+                {weight.place: own[weight.place] for weight in first if weight.ranks[0] == rank},
                 place,
                 plan.versions.delay(place),
                 plan.replicas[stage] if by_microbatch else 1.0,
             )
-        return found
+        return holdings
 
     def stores(
         self, stages: dict[int, Stage], optimizers: Mapping[int, torch.optim.Optimizer]
@@ -258,15 +272,15 @@ class Layout:
         """The weights of a rank that others hold, too; those with the same users together."""
         own = self._parameters(stages)
         groups: dict[tuple[tuple[int, int], ...], list[_Weight]] = defaultdict(list)
-        for one in self._weights:
-            if len(one.ranks) > 1:
-                groups[one.users].append(one)
+        for weight in self._weights:
+            if len(weight.ranks) > 1:
+                groups[weight.users].append(weight)
         return [
             SharedWeights(
                 index,
                 group[0].ranks,
                 group[0].stages(rank),
-                tuple(own[one.place] for one in group),
+                tuple(own[weight.place] for weight in group),
             )
             for index, group in enumerate(groups.values())
             if rank in group[0].ranks
@@ -287,13 +301,13 @@ class Layout:
 
     def _parameters(self, stages: dict[int, Stage]) -> dict[int, nn.Parameter]:
         """By place in the model, the parameters that these stages compute with."""
-        by_original = {id(one.parameter): one.place for one in self._weights}
-        found = {}
+        by_original = {id(weight.parameter): weight.place for weight in self._weights}
+        parameters: dict[int, nn.Parameter] = {}
         for stage, built in stages.items():
             for original, layer in zip(self._layers_of[stage], built.layers, strict=True):
                 pairs = zip(original.module.parameters(), layer.module.parameters(), strict=True)
-                found.update({by_original[id(theirs)]: ours for theirs, ours in pairs})
-        return found
+                parameters.update({by_original[id(theirs)]: ours for theirs, ours in pairs})
+        return parameters
 
     @property
     def twins(self) -> Iterable[nn.Module]:

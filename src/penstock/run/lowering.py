@@ -21,15 +21,8 @@ from penstock.schedule.rounds import Rounds
 def synchronous(
     plan: Plan, layout: Layout, recipe: Recipe, num_microbatches: int, update: bool
 ) -> Schedule:
-    """What the ranks perform for one flushed minibatch.
-
-    Args:
-        plan: whose schedule it is.
-        layout: of the model.
-        recipe: how to train.
-        num_microbatches: that there are.
-        update: whether weights are updated at the end.
-    """
+    """What the ranks perform for one flushed minibatch; with ``update``, weights change at its
+    end."""
     schedule = plan.build_schedule(num_microbatches)
     if update:
         agrees, late = recipe.needs_agreement, recipe.post_validate

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ from penstock.run.seals import Call, Mode, Seal, autocast_codes
 from penstock.weights.store import Held
 
 
-def _autocast_here() -> dict[str, torch.dtype]:
+def autocast_here() -> dict[str, torch.dtype]:
+    """Device types for which this thread has autocast on, and the dtype of each."""
     return {
         device: torch.get_autocast_dtype(device)
         for device in ("cpu", "cuda")
@@ -38,25 +38,20 @@ def autocast(dtypes: Mapping[str, torch.dtype], enabled: bool) -> Iterator[None]
 class Minibatch:
     """One minibatch, cut into microbatches, and these into slices if they have any.
 
+    What ends a stream is a minibatch without microbatches.
+
     Attributes:
         step: its number, for random streams.
         inputs: one value per microbatch or, with slices, per slice; likewise below.
-        targets: as many, or empty when only outputs are wanted.
+        targets: as many; empty where only outputs are wanted.
         weights: the factor on each one's loss.
         share: the factor on the gradients alone, where several minibatches make one update.
-        more_follow: the caller goes on at once, so that what is still open may be settled then.
-        num_slices: of a microbatch.
-        index: its number in its stream; a synchronous minibatch is a stream of its own.
-        first: how many microbatches of the stream come before it.
-        base: how many come before the window of its segment.
-        drains: it has no microbatches; what is in flight comes to its end.
-        synchronous: of an asynchronous pipeline that is flushed after this minibatch.
-        failure: what ended the loader behind this minibatch, if it was an error.
+        num_slices: how many slices a microbatch has.
+        trains: whether gradients are wanted.
         updates: whether weights are updated; otherwise gradients accumulate.
-        digests: of the inputs and the targets, to compare with other ranks'; 0: not compared.
-        in_loop: it is one of a loop over ``steps``.
-        modes: of the layers' modules, to compare with other ranks'; see ``seals.Mode``.
-        autocast: device types and dtypes for which the thread that made this had autocast on.
+        digests: of the inputs and of the targets, to compare with other ranks'; 0: not compared.
+        modes: the modes of the layers' modules, to compare with other ranks'; see ``seals.Mode``.
+        autocast: device types and dtypes for which forwards and the loss run under autocast.
     """
 
     step: int
@@ -64,49 +59,60 @@ class Minibatch:
     targets: Sequence[Any] = ()
     weights: Sequence[float] = ()
     share: float = 1.0
-    more_follow: bool = False
     num_slices: int = 1
-    index: int = 0
-    first: int = 0
-    base: int = 0
-    drains: bool = False
-    synchronous: bool = True
-    failure: BaseException | None = None
+    trains: bool = True
     updates: bool = True
     digests: tuple[int, int] = (0, 0)
-    in_loop: bool = False
     modes: int = 0
-    autocast: Mapping[str, torch.dtype] = field(default_factory=_autocast_here)
+    autocast: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     @property
     def num_microbatches(self) -> int:
         """How many there are."""
         return len(self.inputs) // self.num_slices
 
-    @property
-    def trains(self) -> bool:
-        """Whether gradients are wanted."""
-        return bool(self.targets) or self.drains
 
-    @cached_property
-    def seal(self) -> bytes:
-        """What other ranks must have been given, too; empty if there is nothing to compare."""
-        if not self.inputs:
-            return b""
-        step = Call.LOOP if self.in_loop else Call.STEP
-        training = step if self.updates else Call.ACCUMULATE
+@dataclass(frozen=True)
+class StreamPosition:
+    """Where a minibatch stands among those before and behind it; a synchronous one is a stream of
+    its own.
+
+    Attributes:
+        index: its number in its stream, from 0.
+        first: how many microbatches of the stream come before it.
+        base: how many of them come before the window of its segment.
+        synchronous: whether the pipeline is flushed after it; an asynchronous one may be, too.
+        more_follow: whether the caller goes on at once, so that what is still open may be settled
+            then.
+        in_loop: whether it is one of a loop over ``steps``.
+        failure: what ended the loader behind this minibatch, if it was an error.
+    """
+
+    index: int = 0
+    first: int = 0
+    base: int = 0
+    synchronous: bool = True
+    more_follow: bool = False
+    in_loop: bool = False
+    failure: BaseException | None = None
+
+
+def seal_of(minibatch: Minibatch, position: StreamPosition) -> bytes:
+    """What other ranks must have been given, too; empty if there is nothing to compare."""
+    if not minibatch.inputs:
+        return b""
+    step = Call.LOOP if position.in_loop else Call.STEP
+    training = step if minibatch.updates else Call.ACCUMULATE
+    return Seal(
+        training if minibatch.trains else Call.EVALUATE,
         # A loader that has raised is told of by the rank itself.
-        goes_on = self.more_follow or self.failure is not None
-        call = training if self.trains else Call.EVALUATE
-        return Seal(
-            call,
-            goes_on,
-            *autocast_codes(self.autocast),
-            self.modes if self.trains else Mode.NOT_COMPARED,
-            self.num_microbatches,
-            self.share,
-            *self.digests,
-        ).packed()
+        position.more_follow or position.failure is not None,
+        *autocast_codes(minibatch.autocast),
+        minibatch.modes if minibatch.trains else Mode.NOT_COMPARED,
+        minibatch.num_microbatches,
+        minibatch.share,
+        *minibatch.digests,
+    ).packed()
 
 
 @dataclass
@@ -115,14 +121,14 @@ class Harvest:
 
     Attributes:
         records: when each op ran.
-        losses: of the microbatches (or slices) whose last stage this rank ran, unweighted.
-        outputs: likewise, when there are no targets.
-        metrics: likewise, by name.
-        norm: of the whole model's gradients, where ranks agree on it.
+        losses: unweighted, by microbatch (or slice) whose last stage this rank ran.
+        outputs: those of the last stage likewise, where there are no targets.
+        metrics: by name, and then as ``losses``.
+        norm: that of the whole model's gradients, where ranks agree on it.
         peak: the most that the rank held at once, where that is counted.
         number: tells this run of the worker from others.
-        versions: of the weights, as each op read them; −1 where it read none; empty where there
-            is only one.
+        versions: which version of the weights each op read; −1 where it read none; empty where
+            there is only one.
         held: the most versions of its stage's weights that the rank held since the stream began.
     """
 
@@ -138,9 +144,8 @@ class Harvest:
 
 
 @contextmanager
-def modes(minibatch: Minibatch) -> Iterator[None]:
-    """What holds in any thread: gradients if there are targets; no autocast beside the forward."""
-    training = minibatch.trains
-    inference = torch.inference_mode(False) if training else nullcontext()
-    with inference, torch.set_grad_enabled(training), autocast(_autocast_here(), enabled=False):
+def modes(trains: bool) -> Iterator[None]:
+    """What holds in any thread: gradients where they are wanted; no autocast beside the forward."""
+    inference = torch.inference_mode(False) if trains else nullcontext()
+    with inference, torch.set_grad_enabled(trains), autocast(autocast_here(), enabled=False):
         yield

@@ -39,16 +39,16 @@ class Part(Protocol):
         """Where weights have versions."""
 
 
-class Outcome(NamedTuple):
+class MinibatchOutcome(NamedTuple):
     """The result of one minibatch.
 
     Attributes:
         loss: weighted as on one device; ``None`` without targets.
-        outputs: of every microbatch in order; empty with targets.
+        outputs: those of every microbatch in order; empty with targets.
         metrics: weighted like the loss.
         rows: what each rank did; ``None`` where recording is off.
-        norm: of all gradients before clipping, where ranks agree on it.
-        peaks: of every rank, where memory is counted and told.
+        norm: that of all gradients before clipping, where ranks agree on it.
+        peaks: the most that every rank held, where memory is counted and told.
         held: the versions of its weights that every rank held, where there are several.
         begins: whether nothing was in flight before it.
     """
@@ -71,14 +71,14 @@ class Outcome(NamedTuple):
         norm: Tensor | None,
         *,
         begins: bool = True,
-    ) -> Outcome:
+    ) -> MinibatchOutcome:
         """Put together what the ranks have.
 
         Args:
-            parts: of the ranks, in any order; no two have the same microbatch.
+            parts: what each rank has, in any order; no two have the same microbatch.
             weights: the factor on each microbatch's loss.
-            rows: of all ranks, if they were recorded.
-            norm: of all gradients, if ranks agree on it.
+            rows: what each rank did, if it was recorded.
+            norm: that of all gradients, if ranks agree on it.
             begins: whether nothing was in flight before.
         """
         losses = {k: loss for part in parts for k, loss in part.losses.items()}
@@ -121,7 +121,7 @@ def row(
 
     Args:
         records: in order.
-        versions: of the weights that each op read, if there are several.
+        versions: which version of the weights each op read, if there are several.
         base: how many microbatches of the stream come before those of the records.
         clock_offset: by how many seconds the rank's clock is ahead of rank 0's.
     """
@@ -141,8 +141,8 @@ def timeline(steps: Sequence[Sequence[Row]], name: str) -> Timeline:
     """The measured timeline of one minibatch, or of several that belong together.
 
     Args:
-        steps: of each minibatch, every rank's row.
-        name: of the schedule.
+        steps: every rank's row, for each minibatch.
+        name: the schedule's.
     """
     columns = [_joined(rows) for rows in zip(*steps, strict=True)]
     zero = min((own.starts[0] for own in columns if own.ops), default=0.0)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import InputError
+from penstock.model.microbatches import Weighting
 from penstock.model.optimizer_factory import OptimizerFactory, SchedulerFactory
 from penstock.values import expect, flag, number, one_of, shown
 from penstock.versions import Flush, Policy, Updates
@@ -93,9 +94,8 @@ class Recipe:
         stop_at_nan: raise when the loss of a microbatch is not finite.
         count_memory: count what each rank keeps for backwards.
         versions: which weights passes read.
-        averages: whether the loss is a mean, so that gradients of replicas are averaged where each
-            microbatch is an update.
-        batch_norm: whose statistics the running ones of batch norm are made of.
+        weighting: how much each microbatch counts.
+        batch_norm: whether running statistics follow each microbatch or each minibatch.
     """
 
     loss: Loss | None = None
@@ -110,7 +110,7 @@ class Recipe:
     batch_norm: BatchNormStatistics = "microbatch"
     count_memory: bool = False
     versions: Policy = field(default_factory=Flush)
-    averages: bool = True
+    weighting: Weighting = field(default_factory=Weighting)
 
     @property
     def settings(self) -> dict[str, str]:
@@ -130,7 +130,7 @@ class Recipe:
             **{name: repr(getattr(self, name)) for name in plain},
             **{name: "None" if value is None else "given" for name, value in given.items()},
             "metrics": repr(sorted(self.metrics)),
-            "reduction": "mean" if self.averages else "sum",
+            "reduction": self.weighting.reduction,
         }
 
     def __post_init__(self) -> None:
@@ -191,6 +191,12 @@ class Recipe:
     def updates(self) -> Updates:
         """What an update is made of."""
         return self.versions.updates
+
+    @property
+    def averages(self) -> bool:
+        """Whether the loss is a mean, so that gradients of replicas are averaged where each
+        microbatch is an update."""
+        return self.weighting.reduction == "mean"
 
     @property
     def needs_agreement(self) -> bool:

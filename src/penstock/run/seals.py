@@ -163,7 +163,7 @@ def check_alike(own: bytes, other: bytes, ranks: tuple[int, int], where: str) ->
 
     Args:
         own: the packed seal of the first rank.
-        other: that of the second.
+        other: the packed seal of the second.
         ranks: which two.
         where: what to begin the error with.
 
@@ -275,12 +275,15 @@ def _different_ends(own: Seal, other: Seal, mine: int, theirs: int) -> str:
 class SealedTransport(OnTop):
     """Seals what one rank sends, and compares the seals of what it gets.
 
+    What is sent with a note keeps it, and a report comes with its note: who waits for one compares
+    it, since the minibatch at hand may be a later one.
+
     Args:
         inner: carries the messages.
-        rank: whose.
+        rank: the one whose messages they are.
 
     Attributes:
-        seal: of what was called, packed; empty: none.
+        seal: what was called, packed; empty: nothing is compared.
         synchronous: whether all that is under way belongs to this minibatch.
     """
 
@@ -291,12 +294,12 @@ class SealedTransport(OnTop):
         self.synchronous = True
 
     def send(self, edge: Edge, number: int, value: Any) -> None:
-        sealed = self.seal and self._has_seal(edge)
+        sealed = self.seal and type(value) is not Noted and self._has_seal(edge)
         self._inner.send(edge, number, Noted(value, self.seal) if sealed else value)
 
     def recv(self, edge: Edge, number: int, waiting: str) -> Any:
         value = self._inner.recv(edge, number, waiting)
-        if type(value) is Noted:
+        if type(value) is Noted and edge.tag != REPORT_TAG:
             value, seal = value
             check_alike(self.seal, seal, (self._rank, edge.source), waiting)
         return value

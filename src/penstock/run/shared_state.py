@@ -26,8 +26,8 @@ class SharedTensor(NamedTuple):
 
     Attributes:
         told: how errors name it.
-        holders: likewise, those who hold it.
-        module: of this rank, that has it.
+        holders: how errors name those who hold it.
+        module: the one of this rank that has it.
         name: in the module.
     """
 
@@ -53,7 +53,7 @@ class SharedState:
     """Notices when a forward of one rank writes what others hold as well.
 
     Args:
-        tensors: by stage of the rank.
+        tensors: what others hold too, by stage of the rank.
     """
 
     def __init__(self, tensors: Mapping[int, Sequence[SharedTensor]]) -> None:

@@ -2,6 +2,10 @@
 
 Decisions:
 
+The table of needs in ``op`` is the only place that says what an op waits for. Messages and their
+two ends (``channels``), whom a search wakes and evaluates (``search.problem``) and the simulator's
+arrays are read from it, and a test refuses any file that spells it again.
+
 An op may name a slice of its microbatch (``2F0.1``). Sequence slices depend on each other within a
 stage, so they cannot be microbatches; as a fourth field of ``Op`` they leave torch's text as it is
 for all other schedules, and every pass and metric handles them.

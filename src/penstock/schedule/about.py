@@ -153,7 +153,7 @@ def about(name: str) -> About:
         name=name,
         idea=idea,
         law=said[0],
-        details=tuple(one for one in said[1:] if not _is_marked(one)),
+        details=tuple(paragraph for paragraph in said[1:] if not _is_marked(paragraph)),
         wins=_marked(said, "Wins:"),
         loses=_marked(said, "Loses:"),
         options=tuple(_options(function, _marked(said, "Args:"))),
@@ -175,7 +175,7 @@ def _options(function: Callable[..., Schedule], meanings: str) -> Iterator[Optio
 def _paragraphs(docstring: str | None) -> list[str]:
     """Each on one line, with code as in Markdown."""
     text = inspect.cleandoc(docstring or "").replace("``", "`")
-    return [" ".join(one.split()) for one in text.split("\n\n")]
+    return [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
 
 
 def _drawing(docstring: str | None) -> str:
@@ -190,8 +190,8 @@ def _drawing(docstring: str | None) -> str:
 
 
 def _marked(paragraphs: list[str], mark: str) -> str:
-    found = (one.removeprefix(mark).strip() for one in paragraphs if one.startswith(mark))
-    return next(found, "")
+    marked = (text.removeprefix(mark).strip() for text in paragraphs if text.startswith(mark))
+    return next(marked, "")
 
 
 def _is_marked(paragraph: str) -> bool:

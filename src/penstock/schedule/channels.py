@@ -7,14 +7,25 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from penstock.errors import InputError
-from penstock.schedule.op import Kind, Op
+from penstock.schedule.op import NEEDS, Kind, Op
 from penstock.schedule.schedule import Schedule
 from penstock.values import is_whole
 
-_OTHER_END = {
-    Kind.SEND_FORWARD: (Kind.RECV_FORWARD, 1), Kind.RECV_FORWARD: (Kind.SEND_FORWARD, -1),
-    Kind.SEND_BACKWARD: (Kind.RECV_BACKWARD, -1), Kind.RECV_BACKWARD: (Kind.SEND_BACKWARD, 1),
-}  # fmt: skip
+SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
+RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
+
+# The table of needs says what comes from where; here it is read from the sender's side, too.
+RECEIVED_BY = {
+    kind: receive
+    for kind, needs in NEEDS.items()
+    for ((_, receive), *_) in needs
+    if receive in RECEIVES
+}
+"""The receive that brings a kind of compute what it needs from another rank."""
+SENT_BY = {made: send for send in SENDS for _, made in NEEDS[send][0]}
+"""The send that takes the result of a kind of compute to another rank."""
+_SENDER = {receive: NEEDS[receive][0][0] for receive in RECEIVES}
+_OTHER_END = _SENDER | {send: (-offset, receive) for receive, (offset, send) in _SENDER.items()}
 
 
 def check_capacity(capacity: int | None) -> None:
@@ -25,7 +36,7 @@ def check_capacity(capacity: int | None) -> None:
 
 def other_end(op: Op) -> Op:
     """The receive of a send, the send of a receive."""
-    kind, offset = _OTHER_END[op.kind]
+    offset, kind = _OTHER_END[op.kind]
     return op._replace(stage=op.stage + offset, kind=kind)
 
 
@@ -38,7 +49,7 @@ def room_needed(schedule: Schedule, capacity: int) -> Iterator[tuple[Op, Op]]:
     channels: dict[tuple[int, Kind, int, int], list[tuple[Op, Op]]] = defaultdict(list)
     for rank, ops in enumerate(schedule.ranks):
         for op in ops:
-            if op.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+            if op.kind in SENDS:
                 receive = other_end(op)
                 channel = (op.stage, op.kind, rank, schedule.where[receive])
                 channels[channel].append((op, receive))
@@ -63,7 +74,8 @@ def hoist_receives(schedule: Schedule, capacity: int) -> Schedule:
     room = dict(room_needed(schedule, capacity))
     position = [0] * len(rows)
     done: set[Op] = set()
-    while any(at < len(row) for at, row in zip(position, rows, strict=True)):
+    while any(next_op < len(row) for next_op, row in zip(position, rows, strict=True)):
+        # 1. Every rank goes on as far as it can.
         moved = False
         for rank, row in enumerate(rows):
             while position[rank] < len(row) and _can_run(schedule, row[position[rank]], room, done):
@@ -72,8 +84,10 @@ def hoist_receives(schedule: Schedule, capacity: int) -> Schedule:
                 moved = True
         if moved:
             continue
-        # Nothing goes on. A full channel is to blame, unless the schedule deadlocks by itself.
-        waits = [row[at] for at, row in zip(position, rows, strict=True) if at < len(row)]
+        # 2. Nothing goes on. A full channel is to blame, unless the schedule deadlocks by itself.
+        waits = [
+            row[next_op] for next_op, row in zip(position, rows, strict=True) if next_op < len(row)
+        ]
         wanted = [
             room[op]
             for op in waits
@@ -81,6 +95,7 @@ def hoist_receives(schedule: Schedule, capacity: int) -> Schedule:
         ]
         if not wanted:
             break
+        # 3. The receives that would make room come to where their ranks wait.
         for receive in wanted:
             rank = schedule.where[receive]
             rows[rank].remove(receive)

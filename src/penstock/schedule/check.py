@@ -137,7 +137,7 @@ def _check_updates(schedule: Schedule) -> None:
     the last of them, and if other ranks hold copies of the stage, together with these."""
     kinds = {op.kind for op in schedule.where}
     for rank, ops in enumerate(schedule.ranks):
-        last = {op.stage: at for at, op in enumerate(ops) if op.kind in RELEASING}
+        last = {op.stage: position for position, op in enumerate(ops) if op.kind in RELEASING}
         for gradient in last_gradients(ops):
             stage, needed = gradient.stage, []
             if schedule.copies[stage] > 1 and kinds & {Kind.REDUCE, Kind.UPDATE}:
@@ -210,7 +210,7 @@ def executable_order(
             needed = schedule.dependencies(op)
             if op in also_needs:
                 needed = (*needed, also_needs[op])
-            missing = next((one for one in needed if one not in done), None)
+            missing = next((need for need in needed if need not in done), None)
             if missing is not None:
                 waiting[missing].append(rank)
                 break

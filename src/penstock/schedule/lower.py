@@ -11,22 +11,15 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from penstock.errors import InputError, ScheduleError
-from penstock.schedule.channels import check_capacity, hoist_receives
+from penstock.schedule.channels import RECEIVED_BY, SENT_BY, check_capacity, hoist_receives
 from penstock.schedule.op import BACKWARD, COMMUNICATION, COMPUTE, RELEASING, Kind, Op
 from penstock.schedule.rounds import Rounds
 from penstock.schedule.schedule import Schedule
 from penstock.values import expect
 
-MESSAGES = {
-    Kind.FORWARD: (Kind.RECV_FORWARD, Kind.SEND_FORWARD, 1),
-    Kind.BACKWARD: (Kind.RECV_BACKWARD, Kind.SEND_BACKWARD, -1),
-    Kind.BACKWARD_INPUT: (Kind.RECV_BACKWARD, Kind.SEND_BACKWARD, -1),
-}
-"""What a kind receives and sends, and how many stages further it sends."""
-
 
 def split_backward(schedule: Schedule) -> Schedule:
-    """Each full backward as its two halves, one right behind the other."""
+    """Split each full backward into its two halves, the second right behind the first."""
 
     def halves(op: Op) -> list[Op]:
         split = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
@@ -134,14 +127,17 @@ def add_updates(schedule: Schedule, rounds: Rounds) -> Schedule:
         return [Op(stage, kind, microbatch) for kind in kinds]
 
     def lowered(rank: int, ops: tuple[Op, ...]) -> Iterator[Op]:
+        # Where each round of each stage has its last gradient on this rank; updates go behind that.
         last: dict[tuple[int, int], int] = {}
-        for at, op in enumerate(ops):
+        for position, op in enumerate(ops):
             if op.kind in RELEASING or op.kind is Kind.FREE:
-                last[op.stage, rounds.of(op.stage, op.microbatch)] = at
-        for at, op in enumerate(ops):
+                last[op.stage, rounds.of(op.stage, op.microbatch)] = position
+        for position, op in enumerate(ops):
             yield op
-            if last.get((op.stage, rounds.of(op.stage, op.microbatch))) == at:
+            if last.get((op.stage, rounds.of(op.stage, op.microbatch))) == position:
                 yield from closing(op.stage, op.microbatch)
+        # A replica without a microbatch in the last round hands in nothing, but must take part in
+        # the sum: otherwise the others would wait for it.
         for stage in schedule.stages_of[rank]:
             if (stage, last_round[stage]) not in last:
                 ranks, count = schedule.ranks_of(stage), schedule.num_microbatches
@@ -167,11 +163,12 @@ def add_agreement(schedule: Schedule, *, late: bool = False) -> Schedule:
     followers = BACKWARD if late else {Kind.UPDATE}
 
     def lowered(ops: tuple[Op, ...]) -> Iterator[Op]:
-        named = next((op for op in ops if op.kind is Kind.UPDATE), None)
+        # One agreement per rank, named after its first update, before the first op that waits.
+        first_update = next((op for op in ops if op.kind is Kind.UPDATE), None)
         for op in ops:
-            if named is not None and op.kind in followers:
-                yield named._replace(kind=Kind.AGREE)
-                named = None
+            if first_update is not None and op.kind in followers:
+                yield first_update._replace(kind=Kind.AGREE)
+                first_update = None
             yield op
 
     return Schedule.of(map(lowered, schedule.ranks), schedule.name)
@@ -190,19 +187,28 @@ def add_communication(schedule: Schedule, capacity: int | None = None) -> Schedu
             receives come earlier without which the ranks would wait for each other for ever.
             ``None`` is unlimited.
     """
-
     check_capacity(capacity)
     _refuse_twice(schedule, COMMUNICATION)
+    # 1. Which results are needed on another rank than their own, and by which ops.
+    crossing = [
+        (needed, op)
+        for op, rank in schedule.where.items()
+        if op.kind in COMPUTE
+        for needed in schedule.dependencies(op)
+        if schedule.where.get(needed, rank) != rank
+    ]
+    senders, readers = {needed for needed, _ in crossing}, {op for _, op in crossing}
 
-    def lowered(rank: int, ops: tuple[Op, ...]) -> Iterator[Op]:
-        for op in ops:
-            receive, send = _messages(schedule, op, rank)
-            yield from receive
-            yield op
-            yield from send
+    # 2. A receive before each of those ops, a send behind each of those results.
+    def lowered(op: Op) -> Iterator[Op]:
+        if op in readers:
+            yield op._replace(kind=RECEIVED_BY[op.kind])
+        yield op
+        if op in senders:
+            yield op._replace(kind=SENT_BY[op.kind])
 
-    ranks = (lowered(rank, ops) for rank, ops in enumerate(schedule.ranks))
-    sent = Schedule.of(ranks, schedule.name)
+    sent = _each(schedule, lowered)
+    # 3. Where channels are full too soon, some receives go to the front.
     return sent if capacity is None else hoist_receives(sent, capacity)
 
 
@@ -220,12 +226,6 @@ def forward_only(schedule: Schedule) -> Schedule:
 def first_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
     """The same order with only the first microbatches, for a minibatch that has no more."""
     ranks = (tuple(op for op in ops if op.microbatch < num_microbatches) for ops in schedule.ranks)
-    return Schedule.of(ranks, schedule.name)
-
-
-def compute_only(schedule: Schedule) -> Schedule:
-    """Undo the passes: the compute ops in their order."""
-    ranks = (tuple(op for op in ops if op.kind in COMPUTE) for ops in schedule.ranks)
     return Schedule.of(ranks, schedule.name)
 
 
@@ -249,41 +249,24 @@ def _behind_last_gradient(
     def lowered(ops: tuple[Op, ...]) -> Iterator[Op]:
         newest = {op.stage: op for op in last_gradients(ops)}
         last = {
-            op.stage: at
-            for at, op in enumerate(ops)
+            op.stage: position
+            for position, op in enumerate(ops)
             if op.kind in RELEASING | {Kind.FREE} and wanted(op.stage)
         }
-        for at, op in enumerate(ops):
+        for position, op in enumerate(ops):
             yield op
-            if last.get(op.stage) == at:
+            if last.get(op.stage) == position:
                 yield newest[op.stage]._replace(kind=kind)
 
     return Schedule.of(map(lowered, schedule.ranks), schedule.name)
 
 
 def last_gradients(ops: Iterable[Op]) -> list[Op]:
-    """Of each stage of a rank, the gradient of its last microbatch; in the order in which the
+    """The gradient of the last microbatch of each stage of a rank, in the order in which the
     stages are done."""
     newest: dict[int, Op] = {}
     for op in ops:
         if op.kind in RELEASING:
-            best = max(newest.pop(op.stage, op), op, key=lambda one: one.microbatch)
-            newest[op.stage] = best._replace(slice=0)
+            later = max(newest.pop(op.stage, op), op, key=lambda one: one.microbatch)
+            newest[op.stage] = later._replace(slice=0)
     return list(newest.values())
-
-
-def _messages(schedule: Schedule, op: Op, rank: int) -> tuple[list[Op], list[Op]]:
-    """What ``op`` receives before and sends after, on ``rank``."""
-    if op.kind not in MESSAGES:
-        return [], []
-    receive, send, ahead = MESSAGES[op.kind]
-
-    def elsewhere(stage: int) -> bool:
-        neighbour = op._replace(stage=stage, kind=Kind.FORWARD)
-        return schedule.where.get(neighbour, rank) != rank
-
-    before, after = op.stage - ahead, op.stage + ahead
-    return (
-        [op._replace(kind=receive)] if elsewhere(before) else [],
-        [op._replace(kind=send)] if elsewhere(after) else [],
-    )

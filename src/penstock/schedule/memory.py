@@ -83,8 +83,8 @@ def changes(ops: Sequence[Op], sizes: Sizes, num_slices: int = 1) -> Iterator[tu
     held: dict[Op, float] = {}
     for op in ops:
         stage, kind = op.stage, op.kind
-        one = op._replace(kind=Kind.FORWARD)
-        before = after = held.get(one, 0.0)
+        forward = op._replace(kind=Kind.FORWARD)
+        before = after = held.get(forward, 0.0)
         if kind is Kind.FORWARD and stage in recomputed:
             after = sizes.stage_input[stage] / num_slices
         elif kind in (Kind.FORWARD, Kind.RECOMPUTE):
@@ -93,7 +93,7 @@ def changes(ops: Sequence[Op], sizes: Sizes, num_slices: int = 1) -> Iterator[tu
             after = sizes.kept_for_weight[stage] / num_slices
         elif kind in frees_rest:
             after = 0.0
-        held[one] = after
+        held[forward] = after
         yield kind in (Kind.FORWARD, Kind.RECOMPUTE), after - before
 
 
@@ -142,18 +142,18 @@ def loads(ops: Sequence[Op]) -> tuple[Load, ...]:
     at one of these.
 
     Args:
-        ops: of one rank with one stage, compute only, of whole microbatches.
+        ops: those of one rank with one stage: compute only, whole microbatches.
     """
     again = any(op[1] is Kind.RECOMPUTE for op in ops)
     forward = (1, 0, 0) if again else (0, 1, 0)
-    now, found = Load(), {Load()}
+    now, reached = Load(), {Load()}
     for op in ops:
         change = forward if op[1] is Kind.FORWARD else _CHANGES[op[1]]
         now = Load(now[0] + change[0], now[1] + change[1], now[2] + change[2])
-        found.add(now)
+        reached.add(now)
     worst: list[Load] = []
-    for load in sorted(found, reverse=True):  # whoever exceeds another comes before it
-        if not any(all(a >= b for a, b in zip(one, load, strict=True)) for one in worst):
+    for load in sorted(reached, reverse=True):  # whoever exceeds another comes before it
+        if not any(all(a >= b for a, b in zip(bad, load, strict=True)) for bad in worst):
             worst.append(load)
     return tuple(reversed(worst))
 

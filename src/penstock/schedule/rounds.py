@@ -17,7 +17,7 @@ class Rounds:
     """Which round of each stage a microbatch belongs to. Both count from 0.
 
     Attributes:
-        replicas: of each stage.
+        replicas: how many each stage has.
         ends: how many microbatches there are up to the end of each minibatch, where minibatches are
             rounds; ``None`` where each microbatch (of every replica) is one.
     """
@@ -55,3 +55,9 @@ def filling(replicas: Sequence[int]) -> int:
     """The fewest microbatches with which every replica of every stage has as many in flight as it
     ever has."""
     return max((warm_up(replicas, stage) + 1) * count for stage, count in enumerate(replicas))
+
+
+def fewest_per_update(replicas: Sequence[int]) -> int:
+    """The fewest microbatches of a minibatch whose gradient is at most one update late: as many as
+    may be in flight behind it, p−1 without replicas."""
+    return max(warm_up(replicas, stage) * count for stage, count in enumerate(replicas))

@@ -165,7 +165,7 @@ class Schedule:
             needed = dependencies(op, self.num_stages - 1, self.where, exchanges)
             if op.kind in _OF_A_ROUND and op._replace(kind=Kind.FORWARD) not in self.where:
                 # A replica takes part in a last round that has no microbatch for it.
-                needed = tuple(one for one in needed if one in self.where)
+                needed = tuple(need for need in needed if need in self.where)
             self._needs[op] = needed
         return self._needs[op]
 
@@ -177,16 +177,17 @@ class Schedule:
         agrees = [op for op in self.where if op.kind is Kind.AGREE]
         reduces, updates = (self._by_stage(kind) for kind in (Kind.REDUCE, Kind.UPDATE))
         tied = [turns for stage, turns in reduces.items() if self.copies[stage] == 1]
-        found = {}
+        exchanges = {}
         for stage, turns in updates.items():
             for number, ops in enumerate(turns):
                 sources = [reduces[stage]] if self.copies[stage] > 1 else tied
                 handed = [op for those in sources for op in those[number]] if reduces[stage] else []
-                found.update(dict.fromkeys(ops, handed + agrees))
-        return found
+                exchanges.update(dict.fromkeys(ops, handed + agrees))
+        return exchanges
 
     def _by_stage(self, kind: Kind) -> dict[int, list[list[Op]]]:
-        """Of each stage, the first ops of a kind on all its ranks, the second ones, and so on."""
+        """For each stage, the first ops of a kind on all its ranks, then the second ones, and so
+        on."""
         turns: dict[int, list[list[Op]]] = defaultdict(list)
         for ops in self.ranks:
             seen: Counter[int] = Counter()

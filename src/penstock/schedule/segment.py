@@ -17,7 +17,7 @@ from functools import lru_cache
 from math import lcm
 
 from penstock.schedule.op import Kind, Op
-from penstock.schedule.rounds import Rounds, warm_up
+from penstock.schedule.rounds import Rounds, filling
 from penstock.schedule.schedule import Schedule
 
 _ENTRANCES = frozenset({Kind.FORWARD, Kind.RECV_FORWARD})
@@ -31,7 +31,7 @@ class Segment:
     """What the ranks do for one minibatch.
 
     Attributes:
-        schedule: of the window; for a synchronous minibatch, all there is.
+        schedule: the whole window's; for a synchronous minibatch, all there is.
         ranks: the ops of each rank, from ``schedule``.
         begins: nothing is in flight before it.
         ends: nothing is in flight after it.
@@ -53,16 +53,14 @@ class Windows:
 
     Args:
         lower: builds and lowers a stream.
-        replicas: of every stage.
+        replicas: how many every stage has.
         by_minibatch: whether minibatches are rounds; otherwise microbatches are.
     """
 
     def __init__(self, lower: Lower, replicas: Sequence[int], *, by_minibatch: bool) -> None:
         self._replicas = tuple(replicas)
         self._by_minibatch = by_minibatch
-        self._needed = max(
-            (warm_up(replicas, stage) + 1) * count for stage, count in enumerate(replicas)
-        )
+        self._needed = filling(replicas)
         self._lower = lower
         self._stream = lru_cache(maxsize=64)(self._lowered)
         self._cut = lru_cache(maxsize=64)(self._boundary)
@@ -117,7 +115,9 @@ class Windows:
         schedule = self._stream((*sizes, self._more))
         return tuple(
             next(
-                at for at, op in enumerate(ops) if op.kind in _ENTRANCES and op.microbatch >= count
+                position
+                for position, op in enumerate(ops)
+                if op.kind in _ENTRANCES and op.microbatch >= count
             )
             for ops in schedule.ranks
         )

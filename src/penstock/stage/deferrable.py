@@ -26,7 +26,7 @@ class Split(NamedTuple):
         input: what is neither weight nor bias.
         parameters: which gradients the formula gives.
         run: the call itself, of the input, with detached parameters.
-        formula: of the deferred part.
+        formula: gives the deferred part.
     """
 
     input: Tensor
@@ -201,10 +201,10 @@ def _embedding(
     ignored = -1 if padding_idx is None else padding_idx % weight.shape[0]
 
     def gradients(gradient: Tensor, given: Tensor) -> tuple[Tensor, ...]:
-        found: Tensor = torch.ops.aten.embedding_backward(
+        weight_gradient: Tensor = torch.ops.aten.embedding_backward(
             gradient, given, fixed.shape[0], ignored, scale_grad_by_freq, False
         )
-        return (found,)
+        return (weight_gradient,)
 
     return Split(
         input,

@@ -35,22 +35,25 @@ def explain_overwritten(layers: Sequence[NamedLayer], error: RuntimeError) -> No
     is computed by nothing. Several buffers may fit; then all of them are named.
 
     Args:
-        layers: that it went through.
+        layers: those that it went through.
         error: what autograd raised.
 
     Raises:
         ModelError: it is; the buffer is named.
     """
-    found = _OVERWRITTEN.search(str(error))
-    if found is None or "is output" in found[3]:
+    match = _OVERWRITTEN.search(str(error))
+    if match is None or "is output" in match[3]:
         return
-    shape = tuple(int(size) for size in found[2].split(",") if size.strip())
+    shape = tuple(int(size) for size in match[2].split(",") if size.strip())
     holders: dict[int, list[tuple[NamedLayer, str]]] = {}
     for layer in layers:
         for name, buffer in layer.module.named_buffers():
-            if buffer.is_inference() or (buffer.type(), tuple(buffer.shape)) != (found[1], shape):
+            if buffer.is_inference() or (buffer.type(), tuple(buffer.shape)) != (
+                match[1],
+                shape,
+            ):
                 continue
-            if buffer._version == int(found[4]):
+            if buffer._version == int(match[4]):
                 holders.setdefault(id(buffer), []).append((layer, name))
     if holders:
         raise ModelError(
@@ -102,7 +105,7 @@ class LayerRuns:
         streams: where layers draw random numbers.
         recompute: keep only what each layer is given, and run it again when its backward comes.
             Layers of a captured model run again block by block.
-        num_slices: of a microbatch.
+        num_slices: how many slices a microbatch has.
 
     Attributes:
         carries: keys of what layers leave for the next slice.
@@ -141,7 +144,7 @@ class LayerRuns:
 
         Args:
             value: the input of the first.
-            skips: that earlier stages, or slices, left.
+            skips: what earlier stages, or slices, left.
             where: for random streams.
             again: the whole stage will run again, so no layer needs to prepare for that.
         """

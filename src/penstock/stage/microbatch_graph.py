@@ -193,5 +193,5 @@ def _keep_apart(parameters: Iterable[Tensor], handed: Iterable[Tensor]) -> None:
 
 
 def _address(tensor: Tensor) -> int | None:
-    """Of its memory, if it has some that others may share."""
+    """The address of its memory, if it has some that others may share."""
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None

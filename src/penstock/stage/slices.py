@@ -33,7 +33,7 @@ from torch import nn
 from penstock.errors import InputError, ModelError
 from penstock.model.spine import NamedLayer, call_layer, parted
 
-__all__ = ["Call", "Relay", "call_of", "check_sliceable", "slice_name"]
+__all__ = ["LayerCall", "Relay", "call_of", "check_sliceable", "slice_name"]
 
 V = TypeVar("V")
 
@@ -45,7 +45,7 @@ _BY_POSITION: tuple[type[nn.Module], ...] = (
 """What torch has that treats each position by itself, whatever its arguments are."""
 
 
-class Call(Protocol):
+class LayerCall(Protocol):
     """How a layer is called: with its input and what it recalls; gives what it stashes, too."""
 
     def __call__(
@@ -84,7 +84,7 @@ def _runs_as(module: nn.Module, kind: type[nn.Module]) -> bool:
     return isinstance(module, kind) and type(module).forward is kind.forward
 
 
-def call_of(layer: NamedLayer, num_slices: int) -> tuple[Call, str | None]:
+def call_of(layer: NamedLayer, num_slices: int) -> tuple[LayerCall, str | None]:
     """How to call a layer, and the key of its carry if it has one."""
     if num_slices == 1 or not _carries(layer.module):
         return call_layer, None
@@ -114,8 +114,8 @@ class Relay:
 
     Args:
         stage: its number, for errors.
-        keys: of the carries.
-        num_slices: of a microbatch.
+        keys: the names of the carries.
+        num_slices: how many slices a microbatch has.
         backward: gradients, which the last slice leaves first.
     """
 
@@ -142,12 +142,12 @@ class Relay:
             raise InputError(f"on stage {self._stage}, {before} must come before {after}")
         return self._left.pop(number)
 
-    def leave(self, number: int, found: Mapping[str, V]) -> dict[str, V]:
+    def leave(self, number: int, made: Mapping[str, V]) -> dict[str, V]:
         """Keep a slice's carries for the next one; gives back what is none."""
         if number % self._num_slices != self._last:
-            own = {key: value for key, value in found.items() if key in self._keys}
+            own = {key: value for key, value in made.items() if key in self._keys}
             self._left[number + self._ahead] = own
-        return {key: value for key, value in found.items() if key not in self._keys}
+        return {key: value for key, value in made.items() if key not in self._keys}
 
     def forget(self) -> None:
         """Drop what was left, after a failed step."""

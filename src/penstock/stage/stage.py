@@ -19,11 +19,9 @@ Where microbatches are sliced, this happens to each slice; forwards in order, ba
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
-from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,36 +44,12 @@ from penstock.stage.microbatch_graph import (
     sent,
     trained,
 )
+from penstock.stage.protocol import NO_SKIPS, Criterion, Keep, Produced
 from penstock.stage.slices import Relay, slice_name
 
 __all__ = ["Criterion", "Gradients", "InputGradients", "Keep", "Produced", "Stage"]
 
-Criterion = Callable[[Any], Tensor]
-"""From a stage's output to the loss of that microbatch."""
-
 K = TypeVar("K")
-
-_NO_SKIPS: Mapping[str, Any] = MappingProxyType({})
-
-
-class Keep(Enum):
-    """What a forward keeps, by what will come after it."""
-
-    EVERYTHING = "one full backward will come"
-    SPLIT = "backward_input will come, then backward_weight"
-    INPUT = "recompute will come, so nothing but the input is kept"
-
-
-class Produced(NamedTuple):
-    """What a forward gives, detached.
-
-    Attributes:
-        value: the output, or the loss if there is a criterion.
-        skips: what layers stashed for later stages, by key.
-    """
-
-    value: Any
-    skips: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -100,10 +74,13 @@ class Stage:
         recompute_layers: keep only each layer's input, and run the layer again when its backward
             comes; layers of a captured model block by block. Only the first run changes buffers;
             forward hooks of users may fire in both.
-        num_slices: of a microbatch. With more than one, the number of a microbatch stands for that
-            of a slice in all functions: microbatch × ``num_slices`` + slice.
+        num_slices: how many slices a microbatch has. With more than one, the number of a microbatch
+            stands for that of a slice in all functions: microbatch × ``num_slices`` + slice.
 
     Attributes:
+        index: the stage's number.
+        layers: of the model, in order.
+        layer_modules: their modules.
         recalls: keys of the skips that it takes from earlier stages.
     """
 
@@ -129,8 +106,9 @@ class Stage:
         carries = self._layer_runs.carries
         self._carried = Relay(index, carries, num_slices, backward=False)
         self._carried_back = Relay(index, carries, num_slices, backward=True)
-        modules = [layer.module for layer in self.layers]
-        self._modules = tuple({id(m): m for module in modules for m in module.modules()}.values())
+        self.layer_modules = tuple(layer.module for layer in self.layers)
+        every = (module for layer in self.layer_modules for module in layer.modules())
+        self._modules = tuple({id(module): module for module in every}.values())
         self._undeferred = undeferred_parameters(self._modules)
         stashed = {key for layer in self.layers for key in layer.stashes}
         self.recalls = tuple(
@@ -152,7 +130,7 @@ class Stage:
         step: int = 0,
         criterion: Criterion | None = None,
         keep: Keep = Keep.EVERYTHING,
-        skips: Mapping[str, Any] = _NO_SKIPS,
+        skips: Mapping[str, Any] = NO_SKIPS,
         first: int = 0,
     ) -> Produced:
         """F: run the layers on one microbatch; keep what is asked if gradients are enabled.
@@ -209,15 +187,15 @@ class Stage:
         self,
         microbatch: int,
         gradients: Gradients,
-        skip_gradients: Mapping[str, Gradients] = _NO_SKIPS,
+        skip_gradients: Mapping[str, Gradients] = NO_SKIPS,
     ) -> InputGradients:
         """B: full backward of one microbatch; accumulates into ``.grad`` of the parameters.
 
         Args:
             microbatch: one that ``forward`` or ``recompute`` has run.
-            gradients: of the output.
-            skip_gradients: of the skips that the forward produced, by key; none where missing. If
-                several are of one value, they are summed in this order: the last reader's first.
+            gradients: those of the output's leaves.
+            skip_gradients: those of the skips that the forward made, by key; none where missing.
+                If several are of one value, they are summed in this order: the last reader's first.
 
         Raises:
             InputError: there is nothing to go back through.
@@ -232,7 +210,7 @@ class Stage:
         self,
         microbatch: int,
         gradients: Gradients,
-        skip_gradients: Mapping[str, Gradients] = _NO_SKIPS,
+        skip_gradients: Mapping[str, Gradients] = NO_SKIPS,
     ) -> InputGradients:
         """I: the gradients of the input; ``backward_weight`` must follow.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from penstock.errors import InputError
@@ -10,6 +10,8 @@ from penstock.schedule.op import Kind, Op
 from penstock.values import amount, is_number, items_of, shown
 
 PerStage = float | Sequence[float]
+
+_COMPUTE = ("forward", "backward_input", "backward_weight", "backward", "recompute")
 
 
 @dataclass(frozen=True)
@@ -113,10 +115,34 @@ class Costs:
         """The costs of each stage where plain numbers are those of a whole rank's layers, so that
         schedules with one stage per rank and with several train the same model: an even share of
         the compute. Lists are per stage already, and a hop takes as long as before."""
-        shared = ("forward", "backward_input", "backward_weight", "backward", "update", "recompute")
-        values = {name: getattr(self, name) for name in shared}
+        values = {name: getattr(self, name) for name in (*_COMPUTE, "update")}
         numbers = {name: value for name, value in values.items() if isinstance(value, float)}
         return replace(self, **{name: value / stages_per_rank for name, value in numbers.items()})
+
+    def scaled(self, factor: float) -> Costs:
+        """These costs with all durations times ``factor``."""
+        return self._multiplied(factor, [field.name for field in fields(self)])
+
+    def of_slices(self, num_slices: int) -> Costs:
+        """The costs of one slice where these are those of a whole microbatch: an even share of the
+        compute; a hop is paid per message, and an update once."""
+        return self._multiplied(1 / num_slices, _COMPUTE)
+
+    def with_longer_hops(self, seconds: float) -> Costs:
+        """These costs with so much added to every hop."""
+        if isinstance(self.hop, float):
+            return replace(self, hop=self.hop + seconds)
+        return replace(self, hop=[hop + seconds for hop in self.hop])
+
+    def _multiplied(self, factor: float, names: Iterable[str]) -> Costs:
+        changed: dict[str, PerStage] = {}
+        for name in names:
+            value: PerStage | None = getattr(self, name)
+            if isinstance(value, float):
+                changed[name] = value * factor
+            elif value is not None:
+                changed[name] = [cost * factor for cost in value]
+        return replace(self, **changed)
 
 
 def _at(value: PerStage, stage: int) -> float:

@@ -30,7 +30,7 @@ from penstock.timing.measured import usual_lengths
 from penstock.timing.timeline import BUSY, Timeline
 
 _ROUNDING = 1e-9
-"""Of the makespan; sums of the same times in another order differ by less."""
+"""The share of the makespan by which sums of the same times in another order may differ."""
 
 
 class Idle(NamedTuple):
@@ -60,7 +60,7 @@ def idle_of(timeline: Timeline) -> tuple[Idle, ...]:
     negative: a rank that was itself slower than usual waits less, which counts as less bubble.
 
     Args:
-        timeline: of a whole minibatch, predicted or measured, with or without messages.
+        timeline: a whole minibatch, predicted or measured, with or without messages.
 
     Raises:
         ScheduleError: it lacks ops that others need.
@@ -68,18 +68,19 @@ def idle_of(timeline: Timeline) -> tuple[Idle, ...]:
     usual = usual_lengths(timeline)
     took = {span.op: span.end - span.start for span in timeline.spans if span.op.kind in BUSY}
     schedule = timeline.schedule
+    # The three steps of the module's docstring; the third is the timeline itself.
     ideal = _makespan(schedule, usual, [0.0] * timeline.num_ranks)
     undelayed = _makespan(schedule, took, _begins(timeline))
     dust = _ROUNDING * timeline.makespan
-    found = []
+    parts = []
     for ops, busy in zip(schedule.ranks, timeline.busy, strict=True):
         idle = max(timeline.makespan - busy, 0.0)
         # In this order, so that clocks that disagree leave no part below zero.
         without_messages = _at_most(undelayed - busy, idle, dust)
         forced = ideal - sum(map(usual.get, ops, repeat(0.0)))
         bubble = _at_most(forced, without_messages, dust)
-        found.append(Idle(bubble, without_messages - bubble, idle - without_messages))
-    return tuple(found)
+        parts.append(Idle(bubble, without_messages - bubble, idle - without_messages))
+    return tuple(parts)
 
 
 def _at_most(part: float, whole: float, dust: float) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import NamedTuple
 
+from penstock.schedule.channels import RECEIVES, SENDS
 from penstock.schedule.op import Kind, Op
 from penstock.schedule.schedule import Schedule
 from penstock.timing.costs import Costs
@@ -37,7 +38,7 @@ def measured_costs(timeline: Timeline) -> Costs:
     waited so early, the quickest message is the best bound.
 
     Args:
-        timeline: of a whole minibatch, predicted or measured. Without receive ops, hops are seen
+        timeline: a whole minibatch, predicted or measured. Without receive ops, hops are seen
             only where a rank stood idle before an op.
 
     Raises:
@@ -76,12 +77,12 @@ def _lengths(timeline: Timeline) -> dict[tuple[int, Kind], float]:
         if span.op.kind in BUSY:
             alike[span.op.stage, span.op.kind].append(span.end - span.start)
     return {
-        (stage, kind): median(found) * (1 if kind is Kind.UPDATE else timeline.num_slices)
-        for (stage, kind), found in alike.items()
+        (stage, kind): median(lengths) * (1 if kind is Kind.UPDATE else timeline.num_slices)
+        for (stage, kind), lengths in alike.items()
     }
 
 
-class _Arrival(NamedTuple):
+class _Delivery(NamedTuple):
     """A result that came from another rank: made at ``made``, awaited from ``awaited`` on, and
     usable at ``usable``."""
 
@@ -93,32 +94,33 @@ class _Arrival(NamedTuple):
 def _delays(timeline: Timeline) -> Mapping[tuple[int, bool], float]:
     """How long results take to other ranks: by edge between stages, and by stage for the sums of
     gradients, which the second part of the key tells."""
-    alike: dict[tuple[int, bool], list[_Arrival]] = defaultdict(list)
-    for key, arrival in _arrivals(timeline):
-        alike[key].append(arrival)
-    found = {}
-    for key, arrivals in alike.items():
-        early = [one.usable - one.made for one in arrivals if one.awaited <= one.made]
-        bound = min(one.usable - one.made for one in arrivals)
+    alike: dict[tuple[int, bool], list[_Delivery]] = defaultdict(list)
+    for key, delivery in _deliveries(timeline):
+        alike[key].append(delivery)
+    delays = {}
+    for key, deliveries in alike.items():
+        awaited_early = [d.usable - d.made for d in deliveries if d.awaited <= d.made]
+        quickest = min(delivery.usable - delivery.made for delivery in deliveries)
         # Where clocks disagree, a message may seem to arrive before it is sent.
-        found[key] = max(median(early) if early else bound, 0.0)
-    return found
+        delays[key] = max(median(awaited_early) if awaited_early else quickest, 0.0)
+    return delays
 
 
-def _arrivals(timeline: Timeline) -> Iterator[tuple[tuple[int, bool], _Arrival]]:
+def _deliveries(timeline: Timeline) -> Iterator[tuple[tuple[int, bool], _Delivery]]:
     schedule = timeline.schedule
     end = {span.op: span.end for span in timeline.spans}
     for rank, spans in enumerate(timeline.by_rank):
         free = 0.0
         for span in spans:
-            made = [end[one] for one in _makers(schedule, span.op, rank) if one in end]
+            made = [end[maker] for maker in _makers(schedule, span.op, rank) if maker in end]
             if made:
                 sums = span.op.kind is Kind.UPDATE
-                stages = [span.op.stage, *(one.stage for one in schedule.dependencies(span.op))]
-                receives = span.op.kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
+                needed = schedule.dependencies(span.op)
+                first_stage = min(op.stage for op in (span.op, *needed))
+                receives = span.op.kind in RECEIVES
                 # A receive's span is its wait; any other op waits before it starts.
                 window = (span.start, span.end) if receives else (free, span.start)
-                yield (min(stages), sums), _Arrival(max(made), *window)
+                yield (first_stage, sums), _Delivery(max(made), *window)
             free = span.end
 
 
@@ -127,5 +129,5 @@ def _makers(schedule: Schedule, op: Op, rank: int) -> Iterator[Op]:
     sends."""
     for needed in schedule.dependencies(op):
         if schedule.where.get(needed, rank) != rank:
-            sends = needed.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+            sends = needed.kind in SENDS
             yield schedule.dependencies(needed)[0] if sends else needed

@@ -31,7 +31,7 @@ class Cause(NamedTuple):
     Attributes:
         what: ``"op"``: the op itself; ``"pause"``: from the end of ``after`` until the op started;
             ``"begin"``: from the start of the step until the op started, the first of its rank.
-        op: which op.
+        op: the op that took, or began at, another time.
         rank: where it ran.
         after: the op that it followed, where ``what`` is ``"pause"``.
         after_rank: where that ran; another rank than ``rank`` if its result had to travel.
@@ -89,7 +89,7 @@ def find_parting(
     Raises:
         InputError: the timelines do not show the same compute ops on the same ranks.
     """
-    pair = _Pair(predicted, measured)
+    pair = _BothTimelines(predicted, measured)
     allowed = max(tolerance * predicted.makespan, _NOISES * _scatter(measured))
     for span in sorted(pair.measured.values(), key=lambda span: (span.start, span.rank)):
         before = pair.predicted[span.op]
@@ -107,13 +107,13 @@ def _scatter(timeline: Timeline) -> float:
     return median([abs(span.end - span.start - usual[span.op]) for span in busy] or [0.0])
 
 
-class _Pair:
+class _BothTimelines:
     """The work that both timelines show."""
 
     def __init__(self, predicted: Timeline, measured: Timeline) -> None:
         ours, theirs = _work(predicted), _work(measured)
-        for one, other, where in ((ours, theirs, "measured"), (theirs, ours, "predicted")):
-            for op, span in one.items():
+        for shown, other, where in ((ours, theirs, "measured"), (theirs, ours, "predicted")):
+            for op, span in shown.items():
                 there = other.get(op)
                 if op.kind in COMPUTE and (there is None or there.rank != span.rank):
                     raise InputError(
@@ -159,9 +159,9 @@ class _Pair:
     def _followed(self, op: Op, shown: Mapping[Op, Span]) -> Op | None:
         """The op that ``op`` directly followed."""
         span, local = shown[op], self._previous.get(op)
-        needed = [one for one in self._schedule.dependencies(op) if one in shown]
-        remote = [one for one in needed if shown[one].rank != span.rank]
-        last = max(remote, key=lambda one: shown[one].end, default=None)
+        needed = [need for need in self._schedule.dependencies(op) if need in shown]
+        remote = [need for need in needed if shown[need].rank != span.rank]
+        last = max(remote, key=lambda need: shown[need].end, default=None)
         if last is None or local is None:
             return last or local
         # An idle rank waited for the result, if that could have been under way for so long.

@@ -86,7 +86,7 @@ class Timeline:
     Attributes:
         rows: one per rank, each in order of start. Times are kept as columns, so that a schedule
             of millions of ops stays small.
-        name: of the schedule, for people.
+        name: the schedule's, for people.
         source: ``"predicted"`` or ``"measured"``.
     """
 
@@ -125,7 +125,7 @@ class Timeline:
                 reads none.
 
         Raises:
-            InputError: of another number of ranks, or not one per op.
+            InputError: there are versions of another number of ranks, or not one per op.
         """
         if len(versions) != self.num_ranks:
             raise InputError(
@@ -162,11 +162,11 @@ class Timeline:
             InputError: it is not known which versions ops read.
         """
         self.check_versions()
-        found: dict[int, dict[int, int]] = {}
+        delays: dict[int, dict[int, int]] = {}
         for row in self.rows:
             for stage, microbatch, delay in _row_delays(row):
-                found.setdefault(stage, {})[microbatch] = delay
-        return {stage: dict(sorted(found[stage].items())) for stage in sorted(found)}
+                delays.setdefault(stage, {})[microbatch] = delay
+        return {stage: dict(sorted(delays[stage].items())) for stage in sorted(delays)}
 
     def check_versions(self) -> None:
         """Raise ``InputError`` if it is not known which versions ops read."""
@@ -371,7 +371,7 @@ def _idle_share(busy: tuple[float, ...], length: float) -> float:
 
 
 def _extent(row: Row) -> float:
-    working = [at for at, op in enumerate(row.ops) if op.kind in BUSY]
-    if not working:
+    busy = [index for index, op in enumerate(row.ops) if op.kind in BUSY]
+    if not busy:
         return 0.0
-    return max(row.ends[at] for at in working) - min(row.starts[at] for at in working)
+    return max(row.ends[index] for index in busy) - min(row.starts[index] for index in busy)

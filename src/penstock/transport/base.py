@@ -48,7 +48,7 @@ class Patience(NamedTuple):
     """How long a message may take, and what gives it longer.
 
     Attributes:
-        seconds: how long.
+        seconds: the most that it may take.
         argument: the name of the argument that says so, for errors.
     """
 
@@ -72,7 +72,7 @@ class Transport(ABC):
 
         Args:
             edge: to whom.
-            number: of the message, 0 … ``LARGEST_NUMBER``; both ends agree on it.
+            number: the message's, 0 … ``LARGEST_NUMBER``; both ends agree on it.
             value: its tensors may be overwritten as soon as this returns, except between threads,
                 which hand over tensors as they are. May be ``Noted``.
 
@@ -88,7 +88,7 @@ class Transport(ABC):
 
         Args:
             edge: from whom.
-            number: which one.
+            number: the message's.
             waiting: what waits, for errors; for example ``"rank 0, waiting at 0RECV_B3"``.
 
         Returns:
@@ -131,7 +131,7 @@ class OnTop(Transport):
     """A transport on top of another, which does all that it does not do itself.
 
     Args:
-        inner: the other one.
+        inner: the transport below.
     """
 
     def __init__(self, inner: Transport) -> None:
@@ -163,7 +163,7 @@ def overdue(waiting: str, rank: int, patience: Patience) -> str:
 
     Args:
         waiting: what waits for it.
-        rank: that did not answer.
+        rank: the one that did not answer.
         patience: how long it had.
     """
     return (

@@ -49,14 +49,14 @@ class Notice(NamedTuple):
     number: int = 0
     text: str = ""
     descriptor: int = -1
-    """Of a segment; the receiver closes it."""
+    """That of a segment; the receiver closes it."""
 
 
-class Link:
+class PeerLink:
     """One end of the socket.
 
     Args:
-        rank: whose end.
+        rank: the one at this end.
         peer: the rank at the other end.
         connection: a connected ``SOCK_SEQPACKET`` socket.
     """

@@ -3,6 +3,17 @@
 The sockets' addresses are in Linux's abstract namespace, so no file remains, and random. The secret
 that a rank must know to be let in is not part of an address, since addresses can be listed. And the
 kernel says whose process is at the other end: ranks of one job are one user's.
+
+How two ranks come to a connection; the numbers stand at the lines below:
+
+1. Each opens a doorway: a listening socket at a random address, and a secret.
+2. They exchange these invitations where both are already: before the fork, or in the job's store.
+3. Each knocks at the doorways of lower ranks. That succeeds before their owners look, so all can
+   knock first and open afterwards without waiting for each other in a circle.
+4. Who knocks has the kernel say whose process listens, then tells the secret and its rank.
+5. Each opens to higher ranks: a stranger of another user is turned away unheard; from others a
+   message is read when it is there, and nobody waits for one that says nothing.
+6. Who knows the secret is let in, the first for each missing rank.
 """
 
 from __future__ import annotations
@@ -48,7 +59,7 @@ class Doorway:
     """
 
     def __init__(self, num_guests: int) -> None:
-        self.invitation = Invitation(
+        self.invitation = Invitation(  # [1]
             f"\0penstock-{secrets.token_hex(16)}", secrets.token_bytes(_SECRET_BYTES)
         )
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -77,22 +88,22 @@ class Doorway:
         """
         end = time.monotonic() + deadline_seconds
         with contextlib.ExitStack() as stack:
-            found = {}
-            for other in sorted(hosts):
+            connections = {}
+            for other in sorted(hosts):  # [3]
                 if other < rank:
-                    found[other] = stack.enter_context(_knock(rank, hosts[other], end))
+                    connections[other] = stack.enter_context(_knock(rank, hosts[other], end))
             missing = {other for other in hosts if other > rank}
             with _Guests(self._socket, self.invitation.secret) as guests:
                 while missing:
                     for guest, connection in guests.admitted(end, rank, min(missing)):
                         stack.enter_context(connection)
-                        if guest in missing:
+                        if guest in missing:  # [6]
                             missing.remove(guest)
-                            found[guest] = connection
+                            connections[guest] = connection
                         else:
                             connection.close()
             stack.pop_all()
-        return found
+        return connections
 
 
 class _Guests:
@@ -146,7 +157,7 @@ class _Guests:
 
     def _open(self) -> None:
         guest, _ = self._door.accept()
-        if not _is_own(guest):
+        if not _is_own(guest):  # [5]
             guest.close()
             return
         guest.setblocking(False)
@@ -180,6 +191,7 @@ def _knock(rank: int, invitation: Invitation, end: float) -> socket.socket:
         connection.connect(invitation.address)
         if not _is_own(connection):
             raise PermissionError("a process of another user has taken the rank's address")
+        # [4]
         connection.send(invitation.secret + rank.to_bytes(_RANK_BYTES, "big"))
     except OSError:
         connection.close()
@@ -193,7 +205,7 @@ class SharedMemoryExchange:
     Make it, fork, call ``transport(rank)`` in each child and ``close()`` in the parent.
 
     Args:
-        num_ranks: how many processes.
+        num_ranks: how many processes there will be.
         deadline_seconds: how long they may take to come, and a message to arrive.
 
     Raises:
@@ -223,6 +235,7 @@ class SharedMemoryExchange:
         for other in self._doorways:
             if other is not doorway:
                 other.close()
+        # [2] The invitations were there before the fork.
         hosts = {k: other.invitation for k, other in enumerate(self._doorways) if k != rank}
         try:
             connections = doorway.connections(rank, hosts, self._deadline_seconds)

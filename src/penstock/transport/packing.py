@@ -60,15 +60,15 @@ class Prefix(NamedTuple):
     text: bytes
 
 
-class Place(NamedTuple):
+class BlockPlace(NamedTuple):
     """Where a tensor lies in a block.
 
     Attributes:
         offset: bytes from the block's start.
         num_values: how many numbers it has.
-        num_bytes: of all of them.
+        num_bytes: how much memory they take.
         shape, strides: in numbers; without strides, its dimensions lie in their order.
-        dtype: of the tensor.
+        dtype: the tensor's.
     """
 
     offset: int
@@ -96,25 +96,25 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class BlockLayout:
     """How a value lies in a block: everything but the bytes of its tensors.
 
     Attributes:
         description: as it travels.
         node: the same, read.
-        places: of its tensors.
-        num_bytes: of the whole block.
+        places: where its tensors lie.
+        num_bytes: the size of the whole block.
         signature: equal for values of equal layout; ``None`` if that takes describing to tell.
     """
 
     description: bytes
     node: wire.Node
-    places: Sequence[Place]
+    places: Sequence[BlockPlace]
     num_bytes: int
     signature: Any = field(default=None)
 
     @classmethod
-    def read(cls, description: bytes, codec: Codec, signature: Any = None) -> Layout:
+    def read(cls, description: bytes, codec: Codec, signature: Any = None) -> BlockLayout:
         """The layout that a description tells.
 
         Raises:
@@ -125,7 +125,7 @@ class Layout:
         for slot in slots:
             num_bytes, dtype = slot.num_bytes, wire.DTYPES[slot.dtype]
             count = num_bytes // dtype.itemsize
-            places.append(Place(offset, count, num_bytes, slot.shape, slot.strides, dtype))
+            places.append(BlockPlace(offset, count, num_bytes, slot.shape, slot.strides, dtype))
             offset += _aligned(num_bytes)
         return cls(description, node, places, offset, signature)
 
@@ -139,10 +139,10 @@ class Packer:
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
-        self._sent: dict[Edge, Layout] = {}
-        self._received: dict[Edge, Layout] = {}
+        self._sent: dict[Edge, BlockLayout] = {}
+        self._received: dict[Edge, BlockLayout] = {}
 
-    def describe(self, edge: Edge, value: Any) -> tuple[Layout, list[Tensor]]:
+    def describe(self, edge: Edge, value: Any) -> tuple[BlockLayout, list[Tensor]]:
         """The layout of a value, which is the edge's last one if nothing has changed; and its
         tensors.
 
@@ -159,10 +159,10 @@ class Packer:
                 raise RunError(
                     f"rank {edge.source} cannot send this value to rank {edge.target}: {error}"
                 ) from None
-            last = self._sent[edge] = Layout.read(description, self._codec, signature)
+            last = self._sent[edge] = BlockLayout.read(description, self._codec, signature)
         return last, [tensor.detach() for tensor in tensors]
 
-    def recognise(self, edge: Edge, description: bytes) -> Layout:
+    def recognise(self, edge: Edge, description: bytes) -> BlockLayout:
         """The layout that a description tells, which is the edge's last one if it is the same.
 
         Raises:
@@ -171,12 +171,12 @@ class Packer:
         last = self._received.get(edge)
         if last is None or last.description != description:
             try:
-                last = self._received[edge] = Layout.read(description, self._codec)
+                last = self._received[edge] = BlockLayout.read(description, self._codec)
             except Garbled as error:
                 refuse(edge, error)
         return last
 
-    def unpack(self, edge: Edge, block: Bytes, layout: Layout, note: bytes = b"") -> Any:
+    def unpack(self, edge: Edge, block: Bytes, layout: BlockLayout, note: bytes = b"") -> Any:
         """The value in a block, ``Noted`` if there is a note with it; its tensors use the block as
         their memory and keep it alive.
 
@@ -242,7 +242,7 @@ def refuse(edge: Edge, why: object) -> NoReturn:
     )
 
 
-def pack(number: int, layout: Layout, tensors: list[Tensor], note: bytes = b"") -> Tensor:
+def pack(number: int, layout: BlockLayout, tensors: list[Tensor], note: bytes = b"") -> Tensor:
     """A block with a value, as a tensor of bytes."""
     block = torch.empty(layout.num_bytes, dtype=torch.uint8)
     write_header(memory_of(block), number, layout, note)
@@ -250,14 +250,14 @@ def pack(number: int, layout: Layout, tensors: list[Tensor], note: bytes = b"") 
     return block
 
 
-def write_header(memory: memoryview, number: int, layout: Layout, note: bytes) -> None:
+def write_header(memory: memoryview, number: int, layout: BlockLayout, note: bytes) -> None:
     """Write all of a block but its tensors."""
     description = layout.description
     data = PREFIX.pack(BlockKind.VALUE, number, note, len(description)) + description
     memory[: len(data)] = data
 
 
-def places(block: Tensor, layout: Layout) -> list[Tensor | None]:
+def places(block: Tensor, layout: BlockLayout) -> list[Tensor | None]:
     """Where in a block each tensor belongs; ``None`` for an empty one."""
     return [place.write_end(block) for place in layout.places]
 

@@ -33,12 +33,12 @@ class ProcessTransport(Transport):
     comes to everyone who waits.
 
     Args:
-        hosts: of all ranks.
+        hosts: the host of every rank.
         far: to all ranks; ``None`` if all of them are near.
         near: to the ranks of this host, or ``None``.
 
     Attributes:
-        hosts: of all ranks; equal where they share a clock and memory.
+        hosts: the host of every rank; equal where they share a clock and memory.
         near_ranks: the ranks with which this one shares memory.
     """
 
@@ -127,7 +127,7 @@ def connect(
     """Connect all processes of the job; every one must call it.
 
     Args:
-        meeting: of all processes.
+        meeting: where all processes meet.
         deadline_seconds: how long a message may take, unless ``patience`` is changed; so too
             connecting.
         host: processes that give the same text share memory; default: found out.

@@ -7,6 +7,16 @@ nothing that comes over the network can run code.
 torch's store answers over a socket, and most of its calls wait for the answer for ever: a process
 that keeps the store and is stopped would hang all others. So every call is made in a thread of its
 own, which is left behind at the deadline.
+
+An exchange, as every rank performs it; the numbers stand at the lines below:
+
+1. Write what this rank brings under a key of its own, with which process it is.
+2. Count itself among those who have come; when the count is full, all keys are there.
+3. Until then look again and again (after 1 ms, and later each 0.1 s): whether a rank has written
+   that it fails, whether a process that was seen in an earlier exchange is gone without having
+   come, and whether the deadline has passed.
+4. Delete this rank's key of the exchange before: who has come to this one has read all of that.
+5. Read all keys, strictly; remember the processes of this host, for 3.
 """
 
 from __future__ import annotations
@@ -90,16 +100,16 @@ class Rendezvous:
     same exchanges. A rank that gives up a meeting still has been there.
 
     Args:
-        store: of the job, the same on all ranks.
-        rank: of this process.
+        store: the job's, the same on all ranks.
+        rank: this process's.
         num_ranks: how many processes there are.
         purpose: what they do together, for example ``"building a Pipeline"``.
         seconds: how long ranks wait for each other in each exchange.
         remedy: what to do if ranks need longer, for example ``"raise startup_seconds"``.
 
     Attributes:
-        rank: of this process.
-        num_ranks: how many processes there are.
+        rank, num_ranks: as given.
+
 
     Raises:
         PeerError: the store is gone.
@@ -162,9 +172,9 @@ class Rendezvous:
     def _gathered(self, store: Store, turn: int, text: str, asked: str, end: float) -> list[bytes]:
         """What all ranks have brought, as soon as all have come."""
         keys = [_key(turn, rank) for rank in range(self.num_ranks)]
-        store.set(keys[self.rank], text)
-        num_arrived, pause = store.add(_count(turn), 1), _FIRST_PAUSE_SECONDS
-        while num_arrived < self.num_ranks:
+        store.set(keys[self.rank], text)  # [1]
+        num_arrived, pause = store.add(_count(turn), 1), _FIRST_PAUSE_SECONDS  # [2]
+        while num_arrived < self.num_ranks:  # [3]
             self._check_hope(store, keys, asked)
             if time.monotonic() > end:
                 missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
@@ -172,8 +182,9 @@ class Rendezvous:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             num_arrived = store.add(_count(turn), 0)
-        if turn > 1:  # who has come to this exchange has read all of the one before
+        if turn > 1:  # [4]
             store.delete_key(_key(turn - 1, self.rank))
+        # [5]
         if store.has_extended_api():  # type: ignore[attr-defined]
             return store.multi_get(keys)
         return [store.get(key) for key in keys]

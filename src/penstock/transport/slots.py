@@ -4,6 +4,8 @@ The sender owns a slot and fills it; the receiver's tensors lie in it; when the 
 dropped, the slot is the sender's again. So there are as many slots as messages have been under way
 or in use at once, and no more. A slot begins with a byte that says whose it is, which both
 processes see: giving a slot back costs neither side a system call.
+
+Marks like [3] are the steps of a hand-over, which ``shared_memory`` describes.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ from torch import Tensor
 
 from penstock.transport import packing
 from penstock.transport.base import Edge
-from penstock.transport.packing import Bytes, Layout, Prefix
+from penstock.transport.packing import BlockLayout, Bytes, Prefix
 
 _BLOCK_START = 64
-"""Of the block in a slot; the state has a cache line of its own."""
+"""Where the block begins in a slot, in bytes; the state has a cache line of its own."""
 
 _PAGE_BYTES = mmap.PAGESIZE
 _IDLE_STEPS = 16
@@ -44,8 +46,8 @@ class Slot:
 
     Attributes:
         index: its number in the pool, by which the receiver knows it.
-        capacity_bytes: of the largest block that fits.
-        tag, number: of the edge whose message it held last, and of the message.
+        capacity_bytes: the size of the largest block that fits.
+        tag, number: those of the message that it held last.
     """
 
     def __init__(self, index: int, memory: mmap.mmap) -> None:
@@ -54,7 +56,7 @@ class Slot:
         self._state = memoryview(memory)[:1]
         self._bytes = memoryview(memory)[_BLOCK_START:]
         self._block = torch.frombuffer(memory, dtype=torch.uint8, offset=_BLOCK_START)
-        self._layout: Layout | None = None
+        self._layout: BlockLayout | None = None
         self._places: list[Tensor | None] = []
         self._idle_steps = 0
         self.tag = self.number = 0
@@ -65,11 +67,12 @@ class Slot:
         return self._state[0]
 
     def fill(
-        self, tag: int, number: int, layout: Layout, tensors: list[Tensor], note: bytes = b""
+        self, tag: int, number: int, layout: BlockLayout, tensors: list[Tensor], note: bytes = b""
     ) -> None:
         """Write a message, which the receiver must then be told of."""
         if layout is not self._layout:
             self._layout, self._places = layout, packing.places(self._block, layout)
+        # [3] The mark is written last: who sees it finds a whole message.
         packing.write_header(self._bytes, number, layout, note)
         packing.write_tensors(self._places, tensors)
         self._idle_steps, self.tag, self.number = 0, tag, number
@@ -167,7 +170,7 @@ class RemoteSlot:
 
     def take(self) -> None:
         """Let the sender send more on the message's edge."""
-        self._state[0] = SlotState.TAKEN
+        self._state[0] = SlotState.TAKEN  # [6]
 
     def give_back(self) -> None:
         """Nothing in it will be used."""
@@ -176,6 +179,7 @@ class RemoteSlot:
     def lend(self) -> Bytes:
         """The block, for one message; when the last tensor in it is dropped it is given back."""
         block = self._block[_BLOCK_START:]
+        # [7] The tensors made of it keep it alive.
         # At the end of the process there is no one left to give it to.
         weakref.finalize(block, _free, self._state, os.getpid()).atexit = False
         return block

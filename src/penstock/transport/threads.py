@@ -35,7 +35,7 @@ class ThreadExchange:
     """The inboxes of all ranks of one process.
 
     Args:
-        num_ranks: how many.
+        num_ranks: how many ranks there are.
         deadline_seconds: how long a receive waits, unless its transport's ``patience`` is changed.
     """
 

@@ -56,11 +56,11 @@ class _Node(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """A part of a description."""
 
 
-class Slot(_Node, frozen=True, tag="tensor"):
+class TensorNode(_Node, frozen=True, tag="tensor"):
     """Stands for a tensor.
 
     Attributes:
-        shape: of the tensor.
+        shape: the tensor's.
         dtype: its name in ``torch``.
         strides: in numbers, of a tensor without gaps whose dimensions lie in memory in another
             order than they are counted, such as a transposed one; else empty.
@@ -76,39 +76,39 @@ class Slot(_Node, frozen=True, tag="tensor"):
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-class Plain(_Node, frozen=True, tag="plain"):
+class PlainNode(_Node, frozen=True, tag="plain"):
     """A value that is no tensor."""
 
     value: bool | int | float | str | None
 
 
-class Text(_Node, frozen=True, tag="text"):
+class TextNode(_Node, frozen=True, tag="text"):
     """A value that has a text from which it can be made again."""
 
     kind: Literal["int", "bytes", "complex", "dtype", "device"]
     text: str
 
 
-class Series(_Node, frozen=True, tag="series"):
+class SeriesNode(_Node, frozen=True, tag="series"):
     """Values one after the other."""
 
     kind: Literal["tuple", "list", "torch.Size"]
     parts: tuple[Node, ...]
 
 
-class Table(_Node, frozen=True, tag="table"):
+class TableNode(_Node, frozen=True, tag="table"):
     """Values with keys, in their order."""
 
     kind: Literal["dict", "OrderedDict"]
-    keys: tuple[Plain, ...]
+    keys: tuple[PlainNode, ...]
     parts: tuple[Node, ...]
 
 
-class Record(_Node, frozen=True, tag="record"):
+class ObjectNode(_Node, frozen=True, tag="record"):
     """An object of a class that the receiving program has named.
 
     Attributes:
-        name: of the class.
+        name: the class's.
         context: what there is beside its parts: an enumeration's member, keys of a class that is
             registered with torch's pytree.
         parts: its fields.
@@ -119,9 +119,9 @@ class Record(_Node, frozen=True, tag="record"):
     parts: tuple[Node, ...]
 
 
-Node: TypeAlias = "Slot | Plain | Text | Series | Table | Record"
+Node: TypeAlias = "TensorNode | PlainNode | TextNode | SeriesNode | TableNode | ObjectNode"
 
-_NOTHING = Plain(None)
+_NOTHING = PlainNode(None)
 _SERIES: dict[type, Literal["tuple", "list", "torch.Size"]] = {
     tuple: "tuple",
     list: "list",
@@ -170,7 +170,7 @@ class Codec:
         self._classes = {name: kind for kind, name in self._names.items()}
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
-            Slot | Plain | Text | Series | Table | Record
+            TensorNode | PlainNode | TextNode | SeriesNode | TableNode | ObjectNode
         )
 
     def describe(self, value: Any) -> tuple[bytes, list[Tensor]]:
@@ -183,7 +183,7 @@ class Codec:
         node = self._apart(value, tensors, 0)
         return self._encoder.encode(node), tensors
 
-    def read(self, description: bytes) -> tuple[Node, list[Slot]]:
+    def read(self, description: bytes) -> tuple[Node, list[TensorNode]]:
         """What is described, and its tensors' slots in their order.
 
         Raises:
@@ -193,25 +193,25 @@ class Codec:
             node: Node = self._decoder.decode(description)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise Garbled(str(error)) from None
-        slots: list[Slot] = []
+        slots: list[TensorNode] = []
         self._check(node, slots, 0)
         return node, slots
 
-    def _check(self, node: Node, slots: list[Slot], depth: int) -> None:
+    def _check(self, node: Node, slots: list[TensorNode], depth: int) -> None:
         """Raise unless a value can be made of a node; and collect its slots."""
         if depth > DEEPEST:
             raise Garbled(f"values are nested more than {DEEPEST} deep")
-        if isinstance(node, Slot):
+        if isinstance(node, TensorNode):
             _check_slot(node)
             slots.append(node)
             return
-        if isinstance(node, Table) and len({*map(_identity, node.keys)}) != len(node.parts):
+        if isinstance(node, TableNode) and len({*map(_identity, node.keys)}) != len(node.parts):
             raise Garbled("a dictionary's keys and values do not match")
-        if isinstance(node, Record):
+        if isinstance(node, ObjectNode):
             if node.name not in self._classes:
                 raise Garbled(f"it holds a {node.name!r}, which message_types does not name")
             self._check(node.context, [], depth + 1)
-        if isinstance(node, Series | Table | Record):
+        if isinstance(node, SeriesNode | TableNode | ObjectNode):
             for part in node.parts:
                 self._check(part, slots, depth + 1)
 
@@ -221,16 +221,16 @@ class Codec:
         Raises:
             Exception: whatever the constructor of a named class raises.
         """
-        if isinstance(node, Slot):
+        if isinstance(node, TensorNode):
             return next(tensors)
-        if isinstance(node, Plain):
+        if isinstance(node, PlainNode):
             return node.value
-        if isinstance(node, Text):
+        if isinstance(node, TextNode):
             return _MAKERS[node.kind](node.text)
         parts = [self.build(part, tensors) for part in node.parts]
-        if isinstance(node, Series):
+        if isinstance(node, SeriesNode):
             return _MAKERS[node.kind](parts)
-        if isinstance(node, Table):
+        if isinstance(node, TableNode):
             return _MAKERS[node.kind](zip((key.value for key in node.keys), parts, strict=True))
         context = self.build(node.context, repeat(_NO_TENSOR))
         return self._ways[self._classes[node.name]].together(context, parts)
@@ -246,12 +246,12 @@ class Codec:
         if kind in self._ways:
             context, parts = self._ways[kind].apart(value)
             beside = self._apart(context, [], depth + 1)
-            return Record(self._names[kind], beside, self._all(parts, tensors, depth))
+            return ObjectNode(self._names[kind], beside, self._all(parts, tensors, depth))
         if kind in _SERIES:
-            return Series(_SERIES[kind], self._all(value, tensors, depth))
+            return SeriesNode(_SERIES[kind], self._all(value, tensors, depth))
         if kind in _TABLES:
             keys = tuple(map(_key, value))
-            return Table(_TABLES[kind], keys, self._all(value.values(), tensors, depth))
+            return TableNode(_TABLES[kind], keys, self._all(value.values(), tensors, depth))
         return _leaf(value)
 
     def _all(self, parts: Iterable[Any], tensors: list[Tensor], depth: int) -> tuple[Node, ...]:
@@ -261,7 +261,7 @@ class Codec:
 _NO_TENSOR = torch.empty(0)
 
 
-def slot_of(tensor: Tensor) -> Slot:
+def slot_of(tensor: Tensor) -> TensorNode:
     """What stands for a tensor.
 
     Raises:
@@ -274,7 +274,7 @@ def slot_of(tensor: Tensor) -> Slot:
         raise Unsendable("it holds a sparse or nested tensor; make it dense with to_dense()")
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())
     keeps = strides != _contiguous(shape) and tensor.numel() and is_dense(shape, strides)
-    return Slot(shape, name, strides if keeps else ())
+    return TensorNode(shape, name, strides if keeps else ())
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
@@ -296,7 +296,7 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-def _check_slot(slot: Slot) -> None:
+def _check_slot(slot: TensorNode) -> None:
     if slot.dtype not in DTYPES:
         raise Garbled(f"{slot.dtype!r} is no dtype")
     if slot.strides and (
@@ -305,34 +305,34 @@ def _check_slot(slot: Slot) -> None:
         raise Garbled(f"strides {slot.strides} do not fit shape {slot.shape}")
 
 
-def _identity(key: Plain) -> tuple[type, Any]:
+def _identity(key: PlainNode) -> tuple[type, Any]:
     return type(key.value), key.value
 
 
-def _key(key: Any) -> Plain:
+def _key(key: Any) -> PlainNode:
     leaf = _leaf(key)
-    if not isinstance(leaf, Plain):
+    if not isinstance(leaf, PlainNode):
         raise Unsendable(f"it holds a dictionary with the key {key!r}; use texts")
     return leaf
 
 
-def _leaf(value: Any) -> Plain | Text:
+def _leaf(value: Any) -> PlainNode | TextNode:
     """A value without parts."""
     kind = type(value)
     if kind is int:
-        return Plain(value) if value in _MACHINE_INTEGERS else Text("int", hex(value))
+        return PlainNode(value) if value in _MACHINE_INTEGERS else TextNode("int", hex(value))
     if kind is str and not _is_unicode(value):
         raise Unsendable("it holds a text with characters that no encoding has")
     if kind in _PLAIN:
-        return Plain(value)
+        return PlainNode(value)
     if kind is bytes:
-        return Text("bytes", value.hex())
+        return TextNode("bytes", value.hex())
     if kind is complex:
-        return Text("complex", repr(value))
+        return TextNode("complex", repr(value))
     if kind is torch.device:
-        return Text("device", str(value))
+        return TextNode("device", str(value))
     if kind is torch.dtype and value in _NAMES:
-        return Text("dtype", _NAMES[value])
+        return TextNode("dtype", _NAMES[value])
     name = f"{kind.__module__}.{kind.__qualname__}"
     raise Unsendable(
         f"it holds a {name}; hand on tensors, numbers and texts in tuples, lists and dicts, or "

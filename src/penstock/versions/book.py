@@ -13,12 +13,12 @@ from penstock.versions.policies import Policy
 
 @dataclass(frozen=True)
 class Trace:
-    """What weights the ops of one rank read.
+    """The versions of the weights that the ops of one rank read.
 
     Attributes:
-        versions: of each op: what an F, B, I, W or R reads; of an UPDATE, how many came before it;
-            −1 of all others.
-        held: the most versions that are alive at once, by stage.
+        versions: one number per op: the version that an F, B, I, W or R reads; how many updates
+            came before an UPDATE; −1 for all others.
+        held: by stage, the most versions that are alive at once.
     """
 
     versions: tuple[int, ...]
@@ -29,10 +29,10 @@ def trace(ops: Sequence[Op], policy: Policy, rounds: Rounds, num_stages: int) ->
     """Follow one rank of a stream and say which version every op reads, as the runtime does.
 
     Args:
-        ops: of the rank, with updates (``schedule.lower.add_updates``).
-        policy: which.
-        rounds: of the stream.
-        num_stages: of the pipeline.
+        ops: all that the rank performs, updates included (``schedule.lower.add_updates``).
+        policy: says which version a pass reads.
+        rounds: say which update a microbatch's gradient is part of.
+        num_stages: how many the pipeline has.
     """
     stages: dict[int, VersionBook] = {}
     versions = []
@@ -43,24 +43,23 @@ def trace(ops: Sequence[Op], policy: Policy, rounds: Rounds, num_stages: int) ->
 
 
 def versions_read(stream: Schedule, policy: Policy, rounds: Rounds) -> list[tuple[int, ...]]:
-    """``trace`` of every rank: the version that each op reads.
+    """The version that each op of a stream reads: one tuple per rank, as ``trace`` gives it.
 
     Args:
         stream: with updates.
-        policy: which.
-        rounds: of the stream.
+        policy: says which version a pass reads.
+        rounds: say which update a microbatch's gradient is part of.
     """
-    traces = (trace(ops, policy, rounds, stream.num_stages) for ops in stream.ranks)
-    return [one.versions for one in traces]
+    return [trace(ops, policy, rounds, stream.num_stages).versions for ops in stream.ranks]
 
 
 class VersionBook:
     """Keeps account of one stage's versions on one rank: what each op reads, and what must be kept.
 
     Attributes:
-        newest: updates made so far.
-        live: versions that a pass has read or will read.
-        most: of them at once.
+        newest: the version that the last update made; how many updates there have been.
+        live: the versions that a pass in flight has read or a coming one will read.
+        most: the most of them that were alive at once.
     """
 
     def __init__(self, policy: Policy, rounds: Rounds, stage: int, num_stages: int) -> None:
@@ -74,7 +73,7 @@ class VersionBook:
         self._next_round = 0
 
     def read(self, op: Op) -> int:
-        """The version that an op reads; of an update, the number of those before it; or −1."""
+        """The version that an op reads; for an update, how many came before it; else −1."""
         match op.kind:
             case Kind.FORWARD:
                 return self._forward(op.microbatch)

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 from penstock.errors import InputError
 from penstock.schedule import Schedule
-from penstock.schedule.rounds import Rounds, warm_up
+from penstock.schedule.rounds import Rounds, fewest_per_update, warm_up
 from penstock.versions.policies import DoubleBuffer, PipeMare, Place, Policy, VerticalSync
 
 
 def place_of(policy: Policy, replicas: Sequence[int], stage: int, num_microbatches: int) -> Place:
-    """Where a stage stands.
+    """Where a stage stands in its pipeline, as far as a policy asks about it.
 
     Args:
         policy: says what an update is made of.
-        replicas: of each stage.
-        stage: which.
-        num_microbatches: per minibatch.
+        replicas: how many each stage has.
+        stage: its number, from 0.
+        num_microbatches: how many a minibatch has.
     """
     whole = policy.updates == "minibatch"
     per_update = num_microbatches / replicas[stage] if whole else 1.0
@@ -29,10 +29,14 @@ def rounds_of(policy: Policy, schedule: Schedule, minibatch: int) -> Rounds:
 
     Args:
         policy: says what an update is made of.
-        schedule: of the stream.
-        minibatch: microbatches of each but perhaps the last.
+        schedule: of the whole stream.
+        minibatch: microbatches of each minibatch but perhaps the last.
+
+    Raises:
+        InputError: minibatches are too short for the policy.
     """
     replicas = tuple(schedule.copies[stage] for stage in range(schedule.num_stages))
+    check_policy(policy, policy.family, replicas, minibatch)
     if policy.updates == "microbatch":
         return Rounds(replicas)
     return Rounds.of_minibatches(replicas, minibatch, schedule.num_microbatches)
@@ -46,9 +50,7 @@ def weight_copies(policy: Policy, place: Place) -> int:
 def least_minibatch(policy: Policy, replicas: Sequence[int]) -> int:
     """The fewest microbatches of a minibatch with which a policy keeps what it promises: under 2BW,
     as many as may be in flight behind it, p−1 without replicas."""
-    if not isinstance(policy, DoubleBuffer):
-        return 1
-    return max(warm_up(replicas, stage) * count for stage, count in enumerate(replicas))
+    return fewest_per_update(replicas) if isinstance(policy, DoubleBuffer) else 1
 
 
 def check_policy(
@@ -57,10 +59,10 @@ def check_policy(
     """Raise ``InputError`` if a policy does not go with a plan.
 
     Args:
-        policy: which.
-        schedule: name of the family.
-        replicas: of each stage.
-        num_microbatches: per minibatch.
+        policy: the plan's.
+        schedule: the name of the plan's family.
+        replicas: how many each stage has.
+        num_microbatches: how many a minibatch has.
     """
     if policy.asynchronous and policy.family != schedule:
         raise InputError(

@@ -18,7 +18,7 @@ class Place:
 
     Attributes:
         stage: its number, from 0.
-        num_stages: of the pipeline.
+        num_stages: how many the pipeline has.
         warm_up: forwards that it (each of its replicas) runs before its first backward.
         per_update: microbatches (of each replica) that make one update.
     """
@@ -51,9 +51,9 @@ class _Policy(Value, frozen=True, tag_field="policy"):
         """The version that a forward reads.
 
         Args:
-            round: of its microbatch: the update that its gradient will be part of.
-            newest: updates made so far at the stage.
-            num_stages: of the pipeline.
+            round: which update of the stage its gradient will be part of, from 0.
+            newest: how many updates the stage has made so far.
+            num_stages: how many the pipeline has.
         """
         return newest
 

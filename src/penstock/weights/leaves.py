@@ -17,7 +17,7 @@ Leaves = list[nn.Parameter]
 """One for each trained parameter."""
 
 
-class _Slot(NamedTuple):
+class _Socket(NamedTuple):
     """Where a module holds a parameter."""
 
     holder: dict[str, nn.Parameter | None]
@@ -46,23 +46,23 @@ class Sockets:
         """Look again at what is trained: layers may be frozen and freed."""
         self.live: Leaves = []
         self._names: list[str] = []
-        self._slots: list[_Slot] = []
-        at: dict[int, int] = {}
+        self._places: list[_Socket] = []
+        numbers: dict[int, int] = {}
         for module in self._modules:
             for name, parameter in module._parameters.items():
                 if parameter is None or not parameter.requires_grad:
                     continue  # what never changes has one version
                 _check(parameter, f"{type(module).__name__}.{name}")
-                if id(parameter) not in at:
-                    at[id(parameter)] = len(self.live)
+                if id(parameter) not in numbers:
+                    numbers[id(parameter)] = len(self.live)
                     self.live.append(parameter)
                     self._names.append(f"{type(module).__name__}.{name}")
-                self._slots.append(_Slot(module._parameters, name, at[id(parameter)]))
+                self._places.append(_Socket(module._parameters, name, numbers[id(parameter)]))
 
     def leaves(self) -> Leaves:
         """Parameters of their own with the memory that the live ones have now. Each has a version
         counter of its own, so that autograd does not mind what becomes of the live one."""
-        return [nn.Parameter(one.data) for one in self.live]
+        return [nn.Parameter(live.data) for live in self.live]
 
     @contextmanager
     def holding(self, leaves: Leaves | None) -> Iterator[None]:
@@ -70,12 +70,12 @@ class Sockets:
         if leaves is None:
             yield
             return
-        for holder, name, number in self._slots:
+        for holder, name, number in self._places:
             holder[name] = leaves[number]
         try:
             yield
         finally:
-            for holder, name, number in self._slots:
+            for holder, name, number in self._places:
                 holder[name] = self.live[number]
         for leaf, name in zip(leaves, self._names, strict=True):
             if leaf._version:

@@ -30,22 +30,22 @@ def predicted(optimizer: torch.optim.Optimizer, steps: int) -> dict[nn.Parameter
 
     Args:
         optimizer: one that ``check_predictable`` accepts.
-        steps: how many.
+        steps: how many updates ahead.
 
     Returns:
         New tensors, by parameter; a parameter that has not been updated yet is its own prediction.
     """
-    found = {}
+    foreseen = {}
     with torch.no_grad():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 direction = _direction(optimizer, group, parameter)
                 if steps and direction is not None:
                     distance = steps * float(group["lr"])
-                    found[parameter] = parameter.detach() - distance * direction
+                    foreseen[parameter] = parameter.detach() - distance * direction
                 else:
-                    found[parameter] = parameter.detach()
-    return found
+                    foreseen[parameter] = parameter.detach()
+    return foreseen
 
 
 def _direction(

@@ -10,6 +10,26 @@ Policies that do not stash let go of the weights after the forward. What autogra
 of them (parameters, and views of their memory) is looked up again when the backward asks for it, in
 the weights of that time; all else that it saved is from the forward: inputs, masks, statistics, and
 what a layer has computed from its weights.
+
+The life of a version that is stashed; the numbers stand at the lines below:
+
+1. The book says which version an op reads.
+2. The first op that reads a version which may outlive an update makes its leaves: they share the
+   memory of the model's parameters.
+3. The leaves stand in the model's place while the op runs; autograd saves them.
+4. What a backward adds to their gradients is moved to the model's parameters.
+5. Before an update, the newest version gets leaves too if an op will still read it.
+6. Right before the optimizer's step, each parameter with a gradient whose memory a version still
+   has moves out: it gets a copy, the version keeps the old memory. Others are updated in place.
+7. With its last reader a version is dropped, and its memory with it.
+
+Without stashing:
+
+a. A forward reads the newest weights, or leaves with those that are foreseen.
+b. Of weights, autograd saves only which part of which parameter it was (``Later``).
+c. After the forward the leaves let go of their values.
+d. When the backward asks, it is given that part of the weights of that time, corrected as the
+   policy says.
 """
 
 from __future__ import annotations
@@ -28,6 +48,7 @@ from penstock.schedule.op import RELEASING
 from penstock.schedule.rounds import Rounds
 from penstock.versions import PipeMare, Place, Policy, Predict, VersionBook
 from penstock.weights.leaves import Leaves, Sockets
+from penstock.weights.pipemare import Drift, LoweredRates
 from penstock.weights.prediction import check_predictable, predicted
 
 _FORWARDS = (Kind.FORWARD, Kind.RECOMPUTE)
@@ -40,9 +61,9 @@ class Held(NamedTuple):
     """What a stage keeps of its weights.
 
     Attributes:
-        versions: of the parameter with most of them.
-        version_bytes: of all versions, the newest included; memory that is shared counts once.
-        extra_bytes: of buffers that corrections need.
+        versions: how many there are of the parameter with most of them.
+        version_bytes: memory of all versions, the newest included; what is shared counts once.
+        extra_bytes: memory of buffers that corrections need.
     """
 
     versions: int
@@ -64,6 +85,7 @@ class Later:
 
     def unpack(self) -> Tensor:
         """The same part of the same parameter, now."""
+        # [d]
         now = self._store.now(self._index)
         return now.as_strided(self._size, self._stride, now.storage_offset() + self._offset)
 
@@ -72,11 +94,11 @@ class WeightStore:
     """The versions of one stage's weights on one rank.
 
     Args:
-        modules: of the stage.
+        modules: the stage's, each once.
         policy: which versions passes read; not ``Flush``, under which there is only one.
-        place: of the stage.
-        replicas: of every stage.
-        optimizer: that updates the weights; ``None`` if there is nothing to train.
+        place: where the stage stands in the pipeline.
+        replicas: how many copies each stage has.
+        optimizer: updates the weights; ``None`` if there is nothing to train.
 
     Raises:
         ModelError: a parameter is of a class of its own, or has hooks, which the leaves would not
@@ -97,21 +119,13 @@ class WeightStore:
         self._replicas = tuple(replicas)
         self._optimizer = optimizer
         self._sockets = Sockets(modules)
-        self._drifts: dict[nn.Parameter, Tensor] = {}
-        self._drift: list[Tensor] = []
+        self._drift = Drift.of(policy, place)
         if isinstance(policy, Predict) and optimizer is not None:
             check_predictable(optimizer)
-        self._corrects = (
-            isinstance(policy, PipeMare) and policy.t2 is not None and policy.tau(place) > 0
-        )
-        self._num_updates = 0
         if isinstance(policy, PipeMare) and policy.t1 is not None and optimizer is not None:
-            # Around the step alone, so that schedulers do not see it.
-            optimizer.register_step_pre_hook(self._lower_rates)
-            optimizer.register_step_post_hook(self._restore_rates)
-        self._rates: list[Any] = []
+            LoweredRates(policy, place, optimizer, lambda: self.synchronous)
         if policy.stashes and optimizer is not None:
-            # Right before the step, when it is clear which parameters will change.
+            # [6] Right before the step, when it is clear which parameters will change.
             optimizer.register_step_pre_hook(self._make_room)
         self.synchronous = False
         self.begin()
@@ -119,10 +133,8 @@ class WeightStore:
     def begin(self) -> None:
         """A new stream: versions count from 0 again."""
         self._sockets.find()
-        if self._corrects:
-            for one in self._live:
-                self._drifts.setdefault(one, torch.zeros_like(one))
-            self._drift = [self._drifts[one] for one in self._live]
+        if self._drift is not None:
+            self._drift.begin(self._live)
         self._ends: list[int] = []
         ends = None if self._policy.updates == "microbatch" else self._ends
         rounds = Rounds(self._replicas, ends)
@@ -149,19 +161,20 @@ class WeightStore:
     @contextmanager
     def reading(self, op: Op) -> Iterator[int]:
         """Put the weights that an F, B, I, W or R reads in their place; yields their version."""
-        version = self._book.read(op)
+        version = self._book.read(op)  # [1]
         if self._policy.stashes:
-            used = gathered = self._stashed(version)
+            used = gathered = self._stashed(version)  # [2]
         else:
-            used, gathered = self._of_now(op)
+            used, gathered = self._of_now(op)  # [a]
+        # [4]
         gathering = nullcontext() if op.kind in _FORWARDS else self._sockets.gathering(gathered)
-        with self._sockets.holding(used), gathering:
+        with self._sockets.holding(used), gathering:  # [3]
             yield version
         if op.kind in _FORWARDS and not self._policy.stashes:
-            self._let_go(used)
+            self._let_go(used)  # [c]
         if op.kind in RELEASING:
             self._own.pop(op.microbatch, None)
-            self._drop_unread()
+            self._drop_unread()  # [7]
         self._now = {}
 
     def _stashed(self, version: int) -> Leaves | None:
@@ -182,7 +195,7 @@ class WeightStore:
         if op.kind is not Kind.FORWARD and self._moves:
             # Layers that run again in a backward read what the backward reads.
             moved = [self.now(index) for index in range(len(self._live))]
-        used = None if moved is None else [nn.Parameter(one.data) for one in moved]
+        used = None if moved is None else [nn.Parameter(value.data) for value in moved]
         if op.kind not in _FORWARDS:
             return used, self._own.get(op.microbatch)
         if used is None:
@@ -198,8 +211,8 @@ class WeightStore:
         steps = policy.forward_steps(place) if forward else policy.backward_steps(place)
         if not steps or self.synchronous:
             return None
-        found = predicted(self._optimizer, steps)
-        return [found.get(one, one.detach()) for one in self._live]
+        foreseen = predicted(self._optimizer, steps)
+        return [foreseen.get(live, live.detach()) for live in self._live]
 
     @property
     def _moves(self) -> bool:
@@ -208,18 +221,15 @@ class WeightStore:
             return False
         if isinstance(self._policy, Predict):
             return self._policy.backward_steps(self._place) > 0
-        return bool(self._drift)
+        return self._drift is not None
 
     def now(self, index: int) -> Tensor:
         """A parameter as backwards of this moment read it."""
         if not self._moves:
             return self._live[index].detach()
         if index not in self._now:
-            live = self._live[index].detach()
-            if self._drift:
-                assert isinstance(self._policy, PipeMare)
-                tau = self._policy.tau(self._place)
-                self._now[index] = live.sub(self._drift[index], alpha=tau)
+            if self._drift is not None:
+                self._now[index] = self._drift.before(self._live[index])
             else:
                 foreseen = self._foreseen(forward=False)
                 assert foreseen is not None
@@ -236,22 +246,24 @@ class WeightStore:
         """For the forward of a microbatch: what autograd is to save in the place of weights.
 
         Args:
-            microbatch: which.
+            microbatch: its number in the stream.
             counts: whether activations are counted, of which stashed weights are none.
         """
         if self._policy.stashes:
             return self._uncounted() if counts else None
         installed = self._own.get(microbatch, self._live)
-        at: dict[int, list[int]] = {}
-        for index, one in enumerate(installed):
-            at.setdefault(one.untyped_storage().data_ptr(), []).append(index)
+        parameters_at: dict[int, list[int]] = {}
+        for index, parameter in enumerate(installed):
+            address = parameter.untyped_storage().data_ptr()
+            parameters_at.setdefault(address, []).append(index)
 
         def substitute(tensor: Tensor) -> Later | None:
             if tensor.layout is not torch.strided:
                 return None
-            for index in at.get(tensor.untyped_storage().data_ptr(), ()):
+            for index in parameters_at.get(tensor.untyped_storage().data_ptr(), ()):
                 offset = int(tensor.storage_offset() - installed[index].storage_offset())
                 if 0 <= offset < max(1, installed[index].numel()):
+                    # [b]
                     return Later(self, index, tensor, offset)
             return None
 
@@ -259,7 +271,7 @@ class WeightStore:
 
     def _uncounted(self) -> Instead:
         sets = [self._live, *self._versions.values()]
-        weights = {one.untyped_storage().data_ptr() for leaves in sets for one in leaves}
+        weights = {leaf.untyped_storage().data_ptr() for leaves in sets for leaf in leaves}
 
         def substitute(tensor: Tensor) -> Saved | None:
             is_weight = (
@@ -278,25 +290,10 @@ class WeightStore:
             if version not in self._book.live:
                 self._versions.pop(version, None)
             elif version not in self._versions:
-                self._versions[version] = self._sockets.leaves()
-        with self._following_drift():
+                self._versions[version] = self._sockets.leaves()  # [5]
+        with self._drift.following() if self._drift is not None else nullcontext():
             yield version
         self._most = Held(*map(max, self._most, self.held()))
-
-    @contextmanager
-    def _following_drift(self) -> Iterator[None]:
-        """δ ← γδ + (1−γ)(w_{t+1} − w_t)."""
-        if not self._drift:
-            yield
-            return
-        assert isinstance(self._policy, PipeMare) and self._policy.t2 is not None
-        decay = self._policy.t2 ** (1 / self._policy.tau(self._place))
-        with torch.no_grad():
-            for drift, live in zip(self._drift, self._live, strict=True):
-                drift.mul_(decay).sub_(live, alpha=1 - decay)
-            yield
-            for drift, live in zip(self._drift, self._live, strict=True):
-                drift.add_(live, alpha=1 - decay)
 
     def _make_room(self, *_: Any) -> None:
         """New memory for parameters that a step is about to change, where a version that is still
@@ -309,35 +306,21 @@ class WeightStore:
             if any(leaf.untyped_storage().data_ptr() == address for leaf in kept):
                 live.data = live.data.clone()
 
-    def _lower_rates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        assert isinstance(self._policy, PipeMare)
-        self._rates = [group["lr"] for group in optimizer.param_groups]
-        if self.synchronous:
-            return
-        factor = self._policy.rate_factor(self._place, self._num_updates)
-        self._num_updates += 1
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * factor
-
-    def _restore_rates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = rate
-
     def _drop_unread(self) -> None:
         live = self._book.live
-        for version in [one for one in self._versions if one not in live]:
-            del self._versions[version]
+        self._versions = {
+            version: leaves for version, leaves in self._versions.items() if version in live
+        }
 
     def held(self) -> Held:
         """What is kept now, by unique memory."""
         sets: list[Leaves] = [self._live, *self._versions.values()]
         most = total = 0
         for column in zip(*sets, strict=True):
-            storages = {one.untyped_storage().data_ptr(): one for one in column}
+            storages = {leaf.untyped_storage().data_ptr(): leaf for leaf in column}
             most = max(most, len(storages))
-            total += sum(one.untyped_storage().nbytes() for one in storages.values())
-        extra = sum(one.untyped_storage().nbytes() for one in self._drift)
-        return Held(most, total, extra)
+            total += sum(leaf.untyped_storage().nbytes() for leaf in storages.values())
+        return Held(most, total, 0 if self._drift is None else self._drift.num_bytes)
 
     @property
     def most(self) -> Held:

@@ -1,11 +1,15 @@
-"""Every rank trains asynchronous pipelines and, beside each, replays its delays alone; then it
-reports what differs."""
+"""Ranks train asynchronous pipelines and compare with replays of their delays, of which each has
+made some alone; then they report what differs."""
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
+from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,12 +19,14 @@ import penstock as pk
 from penstock.errors import RunError
 from penstock.trial.reference.delayed_replay import DelayedReplay
 from penstock.trial.reference.single_device import SingleDevice
+from tests.kit.sharing import spread
 from tests.kit.streams import batches, cuts_of, layered_model, plan_for
 from tests.numerics.test_asynchronous import OPTIMIZERS, POLICIES, SIZES
 
 REPLICAS = {3: ("2-1", "1-2"), 4: ("2-1-1", "3-1", "2-2")}
 # Sums in another order: of drifts and predictions, and of replicas.
 TOLERANCE = 1e-12
+LATER = (8, 8)
 
 
 def pipeline_of(model, plan, optimizer, transport):
@@ -31,12 +37,11 @@ def pipeline_of(model, plan, optimizer, transport):
         optimizer=optimizer,
         transport=transport,
         seed=3,
-        deadline_seconds=30,
+        deadline_seconds=60,
     )
 
 
-def weights_differ(pipeline, model):
-    state = model.state_dict()
+def weights_differ(pipeline, state):
     for key, value in pipeline.state_dict().items():
         if not torch.allclose(value, state[key], rtol=TOLERANCE, atol=TOLERANCE):
             yield key
@@ -47,38 +52,62 @@ def losses_differ(losses, expected):
         yield "losses"
 
 
-def replayed(policy, replicas, transport):
-    num_ranks = dist.get_world_size()
-    stages = None if replicas else num_ranks
+class Replayed(NamedTuple):
+    """What a pipeline is to do.
+
+    Attributes:
+        losses: of the minibatches.
+        state: of the model after them.
+        delays: (stage, microbatch, delay) of each read.
+        later_losses: of two more minibatches, each drained.
+        later_state: after these.
+    """
+
+    plan: pk.Plan
+    losses: list
+    state: dict
+    delays: list
+    later_losses: list
+    later_state: dict
+
+
+def replay_of(policy, replicas) -> Replayed:
+    """Without any pipeline."""
+    stages = None if replicas else dist.get_world_size()
     plan = plan_for(POLICIES[policy], stages, microbatches=4, replicas=replicas)
-    model, other = layered_model(), layered_model()
-    optimizer = OPTIMIZERS["adam"]
+    model = layered_model()
     replay = DelayedReplay(
-        other,
+        model,
         cuts_of(plan),
         plan.versions,
         4,
         nn.functional.mse_loss,
-        optimizer,
+        OPTIMIZERS["adam"],
         replicas=plan.replicas,
         seed=3,
     )
-    expected = replay.train(batches(SIZES))
-    with pipeline_of(model, plan, optimizer, transport) as pipeline:
+    losses, state = replay.train(batches(SIZES)), copy.deepcopy(model.state_dict())
+    delays = [(read.stage, read.microbatch, read.delay) for read in replay.reads]
+    later = [loss for batch in batches(LATER, seed=6) for loss in replay.train([batch])]
+    return Replayed(plan, losses, state, delays, later, model.state_dict())
+
+
+def differences(replayed: Replayed, transport):
+    plan = replayed.plan
+    with pipeline_of(layered_model(), plan, OPTIMIZERS["adam"], transport) as pipeline:
         losses = list(pipeline.steps(batches(SIZES)))
-        yield from losses_differ(losses, expected)
-        yield from weights_differ(pipeline, other)
+        yield from losses_differ(losses, replayed.losses)
+        yield from weights_differ(pipeline, replayed.state)
         known = plan.versions.name not in ("flush", "pipemare")  # whose first ones are synchronous
         delays = pipeline.timeline.delays if known else {}
-        for one in replay.reads if known else ():
-            if delays[one.stage][one.microbatch] != one.delay:
-                yield f"delay of {one.stage}F{one.microbatch}"
+        for stage, microbatch, delay in replayed.delays if known else ():
+            if delays[stage][microbatch] != delay:
+                yield f"delay of {stage}F{microbatch}"
         # Drained, it can evaluate, and go on.
         pipeline.evaluate(batches(SIZES)[0][0])
-        again = [pipeline.step(*one) for one in batches((8, 8), seed=6)]
-        for loss, one in zip(again, batches((8, 8), seed=6), strict=True):
-            yield from losses_differ([loss], replay.train([one]))
-        yield from weights_differ(pipeline, other)
+        later = [pipeline.step(*batch) for batch in batches(LATER, seed=6)]
+        yield from losses_differ(later, replayed.later_losses)
+        yield from weights_differ(pipeline, replayed.later_state)
 
 
 def synchronous(replicas, transport):
@@ -93,7 +122,7 @@ def synchronous(replicas, transport):
         with pipeline_of(model, plan, optimizer, transport) as pipeline:
             for one in batches(SIZES):
                 yield from losses_differ([pipeline.step(*one)], [reference.step(*one)])
-            yield from weights_differ(pipeline, other)
+            yield from weights_differ(pipeline, other.state_dict())
 
 
 def failing(transport):
@@ -147,12 +176,15 @@ def uneven(transport):
 def main(transport, folder):
     dist.init_process_group("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    found = []
-    for policy in POLICIES:
-        found += [f"{policy}: {one}" for one in replayed(policy, None, transport)]
+    cases = [(policy, None) for policy in POLICIES]
+    cases += product(("stash", "latest", "2bw", "pipeoptim"), REPLICAS.get(num_ranks, ()))
+    replays = spread([partial(replay_of, *case) for case in cases])
+    found = [
+        f"{case}: {difference}"
+        for case, replayed in zip(cases, replays, strict=True)
+        for difference in differences(replayed, transport)
+    ]
     for replicas in REPLICAS.get(num_ranks, ()):
-        for policy in ("stash", "latest", "2bw", "pipeoptim"):
-            found += [f"{policy} {replicas}: {o}" for o in replayed(policy, replicas, transport)]
         found += [f"1f1b {replicas}: {one}" for one in synchronous(replicas, transport)]
     found += failing(transport)
     found += uneven(transport)

@@ -218,6 +218,7 @@ def outcome_of(fault: Fault, transport: str) -> dict:
     # The first step of each kind may take longer; only then do the others' deadlines hold.
     pipeline.step(*make_batch(8))
     pipeline.evaluate(make_batch(8)[0])
+    dist.barrier()  # or who is done fails while others still evaluate
     culprit.armed = True
     start = time.monotonic()
     try:

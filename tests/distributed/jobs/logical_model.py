@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import penstock as pk
 from penstock.demo import gpt
 from penstock.errors import ModelError, RunError
 from penstock.trial.reference.single_device import SingleDevice
-from tests.kit.helpers import make_batch, make_mlp, make_plan, same_order_families
+from tests.kit import training
+from tests.kit.helpers import make_batch, make_mlp, same_order_families
 from tests.kit.one_device import OneDevice, same
 from tests.kit.tiny_models import conv_batch, gpt_batch, make_conv_net, make_gpt
+from tests.kit.training import adamw
 from tests.numerics.test_one_logical_model_shared import (
     TiedGPT,
     UNet,
@@ -33,14 +34,11 @@ Found = Iterator[str]
 SKIP_CASES = [("1f1b", "layers"), ("zb-v", "stage"), ("interleaved-1f1b", "none")]
 
 
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-2)
-
-
-def pipeline_of(transport, model, schedule, num_microbatches=4, recompute="none", **options):
-    plan = make_plan(model, dist.get_world_size(), num_microbatches, schedule, None, recompute)
-    options = {"loss": F.cross_entropy, "seed": 3, "deadline_seconds": 30, **options}
-    return pk.Pipeline(model, plan, transport=transport, optimizer=adamw, **options)
+def pipeline_of(transport, model, schedule, num_microbatches=4, **options):
+    num_ranks, options = dist.get_world_size(), {"optimizer": adamw, **options}
+    return training.pipeline_of(
+        model, schedule, num_ranks, num_microbatches, transport=transport, **options
+    )
 
 
 def weights_differ(pipeline, model, tolerance=0.0) -> Found:

@@ -24,7 +24,9 @@ from torch import Tensor, nn
 import penstock as pk
 from penstock.errors import PenstockError
 from penstock.trial.reference.single_device import SingleDevice
-from tests.kit.helpers import make_batch, make_mlp, make_plan
+from tests.kit import training
+from tests.kit.helpers import make_batch, make_mlp
+from tests.kit.training import sgd
 
 
 class Pair(NamedTuple):
@@ -49,10 +51,6 @@ class Unpack(nn.Module):
         return pair.hidden * 1
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
 def warned(read: Callable[[], object]) -> int:
     """How often reading warns."""
     with warnings.catch_warnings(record=True) as caught:
@@ -62,17 +60,8 @@ def warned(read: Callable[[], object]) -> int:
 
 
 def pipeline_of(model: nn.Module, transport: str, schedule: str = "1f1b", **options) -> pk.Pipeline:
-    plan = make_plan(model, dist.get_world_size(), 4, schedule, options.pop("cuts", None))
-    return pk.Pipeline(
-        model,
-        plan,
-        loss=F.cross_entropy,
-        optimizer=sgd,
-        transport=transport,
-        seed=3,
-        deadline_seconds=60,
-        **options,
-    )
+    options = {"optimizer": sgd, "transport": transport, **options}
+    return training.pipeline_of(model, schedule, dist.get_world_size(), **options)
 
 
 def reading(transport: str) -> dict[str, object]:

@@ -7,28 +7,11 @@ import subprocess
 import sys
 
 import pytest
-from click.testing import CliRunner
 
-from penstock import errors, schedules, simulate
-from penstock.cli import penstock
+from penstock import schedules, simulate
+from penstock.cli import main
 from penstock.plans import Plan, StagePlan
-
-
-def run(*arguments: str) -> str:
-    """Standard output of a verb that succeeds."""
-    result = CliRunner().invoke(penstock, arguments, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def refused(*arguments: str) -> str:
-    """The message of a verb that is refused."""
-    result = CliRunner().invoke(penstock, arguments)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        assert isinstance(result.exception, errors.PenstockError), result.exception
-        return str(result.exception)
-    assert result.exit_code == 2
-    return result.output
+from tests.kit.command_line import refused, run
 
 
 def test_schedules_lists_every_family_with_its_paper():
@@ -142,7 +125,8 @@ def test_check_reads_torchs_csv(tmp_path):
 def test_profile_plan_train_report_hand_files_on(tmp_path):
     graph, plan, folder = tmp_path / "graph.json", tmp_path / "plan.json", tmp_path / "report"
     workload = "tests.kit.small_workload:workload"
-    assert "kept MiB" in run("profile", workload, "-m", "4", "--repeats", "2", "-o", str(graph))
+    told = run("profile", workload, "-m", "4", "--repeats", "2", "--ranks", "0", "-o", str(graph))
+    assert "kept MiB" in told
     found = run(
         "plan",
         str(graph),
@@ -176,6 +160,7 @@ def test_profile_plan_train_report_hand_files_on(tmp_path):
     assert "1f1b, measured" in run("draw", str(folder / "run.json"))
 
 
+@pytest.mark.usefixtures("small_demo")
 def test_demo_does_the_whole_job(tmp_path):
     answer = json.loads(run("demo", "--steps", "2", "-o", str(tmp_path), "--json"))
     assert answer["largest_loss_difference"] == 0
@@ -218,16 +203,8 @@ def test_wrong_input_gets_one_clear_message(arguments, message):
 
 def test_a_plan_for_another_model_or_with_an_unknown_key_is_refused(tmp_path):
     graph, plan = tmp_path / "graph.json", tmp_path / "plan.json"
-    run(
-        "profile",
-        "tests.kit.small_workload:workload",
-        "-m",
-        "4",
-        "--repeats",
-        "1",
-        "-o",
-        str(graph),
-    )
+    workload = "tests.kit.small_workload:workload"
+    run("profile", workload, "-m", "4", "--repeats", "1", "--ranks", "0", "-o", graph)
     run("plan", str(graph), "-m", "4", "-o", str(plan))
     assert "made for another model" in refused("train", "--plan", str(plan))
     plan.write_text(plan.read_text().replace('"schedule"', '"shedule"'))
@@ -296,20 +273,23 @@ def test_an_option_that_cannot_be_is_refused_in_one_line(source, message):
     assert "\n" not in told.strip()
 
 
-def in_a_shell(*arguments):
-    command = [sys.executable, "-c", "from penstock.cli import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def started(monkeypatch, capsys, *arguments):
+    """Exit status, standard output and standard error of what a shell starts."""
+    monkeypatch.setattr(sys, "argv", ["penstock", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code, *capsys.readouterr()
 
 
-def test_what_click_refuses_is_one_line_too():
+def test_what_click_refuses_is_one_line_too(monkeypatch, capsys):
     for arguments in (["draw"], ["nonsense"], ["simulate", "1f1b", "-p", "x"]):
-        done = in_a_shell(*arguments)
-        assert done.returncode == 2
-        assert done.stderr.startswith("penstock: ")
-        assert done.stderr.count("\n") == 1
-    assert "compare" in in_a_shell("--help").stdout
-    assert in_a_shell("--help").returncode == 0
-    assert in_a_shell().stderr.startswith("Usage: ")
+        code, _, told = started(monkeypatch, capsys, *arguments)
+        assert code == 2
+        assert told.startswith("penstock: ")
+        assert told.count("\n") == 1
+    code, out, _ = started(monkeypatch, capsys, "--help")
+    assert code == 0 and "compare" in out
+    assert started(monkeypatch, capsys)[2].startswith("Usage: ")
 
 
 @pytest.mark.parametrize(

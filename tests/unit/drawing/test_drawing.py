@@ -8,15 +8,16 @@ import pytest
 
 from penstock import Costs, Kind, Op, Schedule, Span, Timeline, draw, errors, schedules, simulate
 from penstock.drawing import draw_stacked, stacked
+from penstock.drawing.axes import tick_label, ticks
 from penstock.drawing.chart import line_chart, thinned
 from penstock.drawing.markup import escaped, shortened, text_width
 from penstock.drawing.timeline.html import page
 from penstock.drawing.timeline.labels import Names
 from penstock.drawing.timeline.svg import svg
 from penstock.drawing.timeline.text import columns_of_shortest, stacked_text, text
-from penstock.drawing.units import bytes_, number, seconds, tick_label, ticks
 from penstock.schedule.lower import add_communication, add_recompute, add_update, lower
 from penstock.timing.timeline import BUSY
+from penstock.units import four_digits, picture_bytes, picture_seconds
 from tests.kit.paths import GOLDEN
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -378,9 +379,13 @@ def test_ticks_are_round_and_inside(low, length):
 
 
 def test_numbers():
-    assert (number(12340), number(0.12345), number(3.3e8)) == ("12340", "0.1235", "3.3e+08")
-    assert seconds(0.0105) == f"10.5{NBSP}ms" and seconds(2e-6) == f"2{NBSP}µs"
-    assert [bytes_(n).replace(NBSP, " ") for n in (0, 1023, 1024, 9.4e6, 5e15)] == [
+    assert (four_digits(12340), four_digits(0.12345), four_digits(3.3e8)) == (
+        "12340",
+        "0.1235",
+        "3.3e+08",
+    )
+    assert picture_seconds(0.0105) == f"10.5{NBSP}ms" and picture_seconds(2e-6) == f"2{NBSP}µs"
+    assert [picture_bytes(n).replace(NBSP, " ") for n in (0, 1023, 1024, 9.4e6, 5e15)] == [
         "0 B",
         "1023 B",
         "1 KiB",

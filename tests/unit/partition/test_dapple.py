@@ -7,8 +7,9 @@ import pytest
 from penstock.cluster import Cluster, Device, Group, Link
 from penstock.errors import InputError, PlanError
 from penstock.graph import Layer, LayerGraph
-from penstock.partition.dapple import dapple_candidates, latency, lower_bound, pivot, placements
+from penstock.partition.dapple import dapple_candidates
 from penstock.partition.dapple.rules import servers, take
+from tests.kit.dapple_estimate import latency, lower_bound, pivot, placements
 from tests.laws.test_dapple_laws import step
 
 TWO_SERVERS = Cluster.tree((4, 2), (Link(bytes_per_second=1e9), Link(bytes_per_second=1e6)))
@@ -68,30 +69,6 @@ def test_nor_where_a_link_is_the_pivot_and_messages_do_not_wait_for_each_other()
     assert lower_bound([1, 1], [1, 1], [0, 0], 32, hops=[10]) <= measured
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ([], [], [], 4),
-        ([1], [1, 2], [0], 4),
-        ([1], [1], [0, 0], 4),
-        ([1], [1], [0], 0),
-        ([-1], [1], [0], 4),
-        ([float("nan")], [1], [0], 4),
-    ],
-)
-def test_estimates_refuse_what_is_no_pipeline(arguments):
-    for estimate in (latency, lower_bound):
-        with pytest.raises(InputError):
-            estimate(*arguments)
-
-
-def test_bounds_refuse_wrong_hops_and_replicas():
-    with pytest.raises(InputError, match="hops has 2 numbers"):
-        lower_bound([1, 1], [1, 1], [0, 0], 4, hops=[1, 1])
-    with pytest.raises(InputError, match="replicas"):
-        lower_bound([1, 1], [1, 1], [0, 0], 4, replicas=(1, 0))
-
-
 def test_servers_are_the_innermost_groups():
     assert servers(TWO_SERVERS) == ((0, 1, 2, 3), (4, 5, 6, 7))
     rack = Cluster.tree((2, 2, 2), (Link(), Link(), Link()))
@@ -116,11 +93,9 @@ def test_of_used_servers_fresh_first_takes_the_emptiest_and_append_first_the_ful
     assert take("scatter-first", [4, 4, 4], [3, 1, 0], 4) == (1, 1, 2)
 
 
-def test_placements_refuse_too_many_and_nothing():
-    with pytest.raises(PlanError, match="9 replicas do not fit on 8 devices"):
-        placements(TWO_SERVERS, (5, 4))
-    with pytest.raises(InputError, match="for every stage"):
-        placements(TWO_SERVERS, ())
+def test_rules_refuse_too_many_replicas_and_have_names():
+    with pytest.raises(PlanError, match="9 replicas do not fit on 8 free devices"):
+        take("fresh-first", [4, 4], [0, 0], 9)
     with pytest.raises(InputError, match="rule"):
         take("first", [1], [0], 1)
 

@@ -15,20 +15,19 @@ from benchmarks.planning.learned_placement import (
     series_parallel,
     two_towers,
 )
+from benchmarks.planning.placers import brute_force_placement, random_placement
 from penstock import schedules, simulate
 from penstock.cluster import Link
 from penstock.errors import InputError, PlanError
 from penstock.graph import Layer, LayerGraph
 from penstock.partition import balance
 from penstock.partition.placement import (
-    brute_force_placement,
     greedy_placement,
     learned_placement,
     make_space,
-    random_placement,
     stage_costs,
 )
-from penstock.partition.placement.learned import _Policy
+from penstock.partition.placement.learned import _DevicePolicy
 from tests.kit.paths import DOCS
 
 PLACERS = [random_placement, greedy_placement, learned_placement]
@@ -97,13 +96,13 @@ def test_only_pipelines_are_scored_and_budgets_are_kept(place, seed):
     graph = series_parallel(seed, 14)
     score = Counting(graph, beat(graph))
     found = place(graph, 3, score, num_samples=60, seed=seed, **EVERY_LAYER)
-    assert len(score.asked) == found.num_scores <= 60
+    assert len(score.asked) == len(found.history) <= 60
     assert len(set(score.asked)) == len(score.asked)
     assert 1 <= len(found.stages) <= 3
     assert found.seconds == min(map(score.score, score.asked)) == score.score(found.stages)
     assert list(found.history) == sorted(found.history, reverse=True)
     assert found.history[-1] == found.seconds
-    assert found.num_draws >= found.num_scores + found.num_invalid
+    assert found.num_draws >= len(found.history) + found.num_invalid
 
 
 def test_the_policy_draws_what_is_no_pipeline_and_is_not_scored_for_it():
@@ -159,7 +158,7 @@ def test_on_a_chain_nobody_beats_the_exact_programme(place, seed):
 
 def chance_of_wanted(learns):
     """The mean chance of a wanted device after 400 batches whose rewards count wrong devices."""
-    policy = _Policy.of(make_space(series_parallel(2, 12), 3, **EVERY_LAYER), seed=5)
+    policy = _DevicePolicy.of(make_space(series_parallel(2, 12), 3, **EVERY_LAYER), seed=5)
     wanted = [at % 3 for at in range(12)]
     for _ in range(400):
         drawn = policy.draw()

@@ -15,13 +15,12 @@ import penstock as pk
 from penstock.errors import InputError
 from penstock.schedule import Kind, Op
 from penstock.trial.reference.single_device import SingleDevice
+from tests.kit import training
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 
 
-def pipeline_of(model, num_stages=2, num_microbatches=2, **options):
-    options = {"loss": F.cross_entropy, "seed": 3, "deadline_seconds": 20, **options}
-    plan = make_plan(model, num_stages, num_microbatches, cuts=options.pop("cuts", None))
-    return pk.Pipeline(model, plan, **options)
+def pipeline_of(model, num_ranks=2, num_microbatches=2, **options):
+    return training.pipeline_of(model, "1f1b", num_ranks, num_microbatches, **options)
 
 
 def gradients(model):

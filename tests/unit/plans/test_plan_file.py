@@ -10,12 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from penstock import errors
-from penstock.cli import penstock
 from penstock.cluster import Device
 from penstock.plans import Alternative, Plan, StagePlan
+from tests.kit.command_line import refused, succeed
 from tests.kit.paths import ROOT
 
 GONE = object()
@@ -183,9 +182,7 @@ def test_one_wrong_thing_gets_one_message_that_names_the_file(edits, message, tm
     assert message in told
     assert len(told.splitlines()) == 1
     # The command line reads it no other way.
-    done = CliRunner().invoke(penstock, ["draw", str(path)])
-    assert isinstance(done.exception, errors.FileError)
-    assert str(done.exception) == told
+    assert refused("draw", path) == told
 
 
 RIGHT = [
@@ -206,7 +203,7 @@ def test_what_may_be_edited_is_read_and_drawn(edit, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(edited(edit))
     assert Plan.load(path) != PLAN
-    assert CliRunner().invoke(penstock, ["draw", str(path)], catch_exceptions=False).exit_code == 0
+    succeed("draw", path)
 
 
 def test_the_page_about_plans_names_every_key_and_its_script_runs(capsys, monkeypatch):

@@ -7,10 +7,8 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from click.testing import CliRunner
 
 from penstock import errors, versions
-from penstock.cli import penstock
 from penstock.cluster import Device
 from penstock.drawing import draw_plan
 from penstock.drawing.plan.sheet import shortened_layers, wrapped
@@ -20,6 +18,7 @@ from penstock.plans import Alternative, Plan, StagePlan
 from penstock.plans.picture import picture_of
 from penstock.schedule import families
 from penstock.schedule.op import Kind
+from tests.kit.command_line import run
 from tests.kit.paths import DOCS, GOLDEN
 
 GOLDEN_PLAN = GOLDEN / "plan_vgg_2-1.txt"
@@ -254,8 +253,7 @@ def test_the_chosen_row_is_known():
 def test_a_file_has_the_plan_and_its_timeline(tmp_path, suffix):
     path, target = tmp_path / "plan.json", tmp_path / f"picture{suffix}"
     REPLICATED.save(path)
-    done = CliRunner().invoke(penstock, ["draw", str(path), "-o", str(target)])
-    assert done.exit_code == 0, done.output
+    run("draw", path, "-o", target)
     written = target.read_text()
     if suffix == ".json":
         assert len(json.loads(written)["traceEvents"]) > 24
@@ -286,19 +284,18 @@ def test_a_file_has_the_plan_and_its_timeline(tmp_path, suffix):
 def test_the_picture_in_the_docs_is_that_of_its_file(tmp_path):
     # docs/plans.md shows this command.
     drawn = tmp_path / "plan.svg"
-    done = CliRunner().invoke(penstock, ["draw", str(IMAGES / "plan.json"), "-o", str(drawn)])
-    assert done.exit_code == 0, done.output
+    run("draw", IMAGES / "plan.json", "-o", drawn)
     assert drawn.read_text() == (IMAGES / "plan.svg").read_text()
 
 
 def test_versions_and_policies_are_drawn_too(tmp_path):
     path = tmp_path / "plan.json"
     made("pipedream", ranks=2).save(path)
-    told = CliRunner().invoke(penstock, ["draw", str(path), "--policy", "latest"]).stdout
+    told = run("draw", path, "--policy", "latest")
     assert told.startswith("pipedream: 2 stages on 2 ranks, 8 microbatches, versions: latest")
     assert "weight versions" not in told
     assert "reads  │" in told
-    plain = CliRunner().invoke(penstock, ["draw", str(path)]).stdout
+    plain = run("draw", path)
     assert "2 weight versions" in plain
     assert "reads  │" not in plain
 

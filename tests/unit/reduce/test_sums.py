@@ -22,7 +22,7 @@ from penstock.transport.base import Patience
 from penstock.transport.tags import SHARED_TAGS
 from penstock.transport.threads import ThreadTransport
 from tests.kit.alive import Alive
-from tests.unit.transport.test_transport_shared_memory import connected
+from tests.unit.transport.test_shared_memory import connected
 
 DEADLINE_SECONDS = 60.0
 SHAPES = [

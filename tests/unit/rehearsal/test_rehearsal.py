@@ -19,8 +19,7 @@ from penstock import Costs, Plan, Schedule, schedules, simulate, versions
 from penstock.errors import InputError, RunError, ScheduleError
 from penstock.plans import StagePlan
 from penstock.rehearsal import rehearse
-from penstock.rehearsal.conduct import performable
-from penstock.rehearsal.costs import costs_of_slices, default_costs, scaled
+from penstock.rehearsal.conduct import default_costs, performable
 from penstock.rehearsal.job import Job, flattened
 from penstock.rehearsal.performance import perform
 from penstock.rehearsal.result import rehearsal_of
@@ -227,7 +226,7 @@ def test_flattening_keeps_the_times_of_the_simulator(family, half):
     name, options = family
     schedule = lower(build(name, 2, 2 * half, **options))
     costs = Costs(1.0, [2.0, 3.0], 1.5, hop=0.25, update=0.5)
-    flat = simulate(flattened(schedule), costs_of_slices(costs, schedule.num_slices))
+    flat = simulate(flattened(schedule), costs.of_slices(schedule.num_slices))
     for row, other in zip(flat.rows, simulate(schedule, costs).rows, strict=True):
         assert list(row.ends) == pytest.approx(list(other.ends))
 
@@ -237,7 +236,7 @@ def test_scaled_costs_scale_the_timeline(factor, per_stage):
     forward = [1.0, 2.0] if per_stage else 1.5
     costs = Costs(forward, 1.0, 2.0, hop=0.5, update=1.0, recompute=3.0, reduce=0.5)
     schedule = lower(add_recompute(build("1f1b")))
-    assert simulate(schedule, scaled(costs, factor)).makespan == pytest.approx(
+    assert simulate(schedule, costs.scaled(factor)).makespan == pytest.approx(
         factor * simulate(schedule, costs).makespan
     )
 

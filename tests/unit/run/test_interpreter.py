@@ -12,47 +12,50 @@ from penstock.schedule import Op
 OPS = [Op.parse(text) for text in ("0F0", "0F1", "0B0", "0B1")]
 
 
-class Performer:
-    """Notes what it is asked; raises at one op."""
+class Step:
+    """Notes its op in a list; or raises."""
 
-    def __init__(self, error=None, at=None):
-        self.done = []
+    def __init__(self, op, error=None):
+        self.op = op
         self.error = error
-        self.at = at
 
-    def perform(self, op):
-        if str(op) == self.at:
+    def perform(self, work):
+        if self.error is not None:
             raise self.error
-        self.done.append(op)
+        work.append(self.op)
 
 
-def test_ops_are_performed_in_order_and_recorded():
-    performer = Performer()
-    journal = Journal()
-    perform_all(iter(OPS), performer, journal)
+def steps(error=None, at=None):
+    """Steps of which the one with an op may raise."""
+    return [Step(op, error if str(op) == at else None) for op in OPS]
+
+
+def test_steps_are_performed_in_order_and_recorded():
+    done, journal = [], Journal()
+    perform_all(iter(steps()), done, journal)
     records = journal.records
     assert journal.current is None
-    assert performer.done == [record.op for record in records] == OPS
+    assert done == [record.op for record in records] == OPS
     times = [time for record in records for time in (record.start, record.end)]
     assert times == sorted(times)
 
 
 def test_an_error_names_stage_microbatch_and_op_and_keeps_the_original():
     original = ValueError("boom")
-    performer = Performer(original, at="0B1")
+    done, journal = [], Journal()
     with pytest.raises(
         StageError, match=r"^stage 0, microbatch 1, op 0B1: ValueError: boom$"
     ) as caught:
-        perform_all(OPS, performer, journal := Journal())
+        perform_all(steps(original, at="0B1"), done, journal)
     assert caught.value.__cause__ is original
-    assert performer.done == OPS[:3]
+    assert done == OPS[:3]
     assert journal.current == OPS[3]  # for whoever asks what the rank did last
 
 
 @pytest.mark.parametrize("error", [PeerError("gone", "gone"), KeyboardInterrupt(), Restart()])
 def test_what_is_no_error_of_the_stage_passes_as_it_is(error):
-    performer = Performer(error, at="0F1")
+    done = []
     with pytest.raises(type(error)) as caught:
-        perform_all(OPS, performer, Journal())
+        perform_all(steps(error, at="0F1"), done, Journal())
     assert caught.value is error
-    assert performer.done == OPS[:1]
+    assert done == OPS[:1]

@@ -13,21 +13,22 @@ def ops(count):
 
 
 def test_a_rank_that_has_done_nothing_says_so():
-    assert Journal().text(2, {}) == "rank 2: did nothing; idle"
+    assert Journal().text(2) == "rank 2: did nothing; idle"
 
 
 def test_only_the_last_ops_are_told_in_their_order():
     journal = Journal()
     journal.records = [Record(op, 0.0, 1.0) for op in ops(NUM_SHOWN + 3)]
     shown = " ".join(f"0F{k}" for k in range(3, NUM_SHOWN + 3))
-    assert journal.text(0, {}) == f"rank 0: did {shown}; idle"
+    assert journal.text(0) == f"rank 0: did {shown}; idle"
 
 
 def test_the_current_op_is_told_with_its_age_and_what_it_waits_for():
-    journal = Journal()
     receive = Op.parse("1RECV_F0")
+    journal = Journal({receive: "rank 1, waiting at 1RECV_F0 for 0SEND_F0 of rank 0"})
     journal.current, journal.since = receive, time.perf_counter() - 2
-    text = journal.text(1, {receive: "rank 1, waiting at 1RECV_F0 for 0SEND_F0 of rank 0"})
+    text = journal.text(1)
     assert text.startswith("rank 1: did nothing; at 1RECV_F0 for 2")
     assert text.endswith(" s (rank 1, waiting at 1RECV_F0 for 0SEND_F0 of rank 0)")
-    assert "waiting" not in journal.text(1, {})
+    journal.end()
+    assert "waiting" not in journal.text(1)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.run.rank.program import Program, SkipRoute
+from penstock.run.rank.program import RankProgram, SkipRoute
 from penstock.schedule import Kind, Op, families
 from penstock.schedule.lower import add_communication, add_recompute, split_backward
 from penstock.schedule.segment import Segment
@@ -25,7 +25,7 @@ def test_every_send_has_one_receive_on_the_same_edge(name, num_ranks):
     schedule = lowered(name, num_ranks)
     sends, receives = {}, {}
     for rank in range(num_ranks):
-        program = Program(Segment.whole(schedule), rank)
+        program = RankProgram(Segment.whole(schedule), rank)
         for op, edge in program.edges.items():
             sending = op.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
             (sends if sending else receives).setdefault((edge, op.microbatch), []).append(op)
@@ -49,7 +49,7 @@ def test_every_send_has_one_receive_on_the_same_edge(name, num_ranks):
 )
 def test_a_forward_keeps_what_its_backward_needs(change, first, again):
     schedule = change(families.build("1f1b", num_ranks=2, num_microbatches=3))
-    program = Program(Segment.whole(schedule), 1)
+    program = RankProgram(Segment.whole(schedule), 1)
     assert program.keeps == {(1, k): first for k in range(3)}
     assert program.keeps_again == {(1, k): again for k in range(3)}
 
@@ -57,7 +57,7 @@ def test_a_forward_keeps_what_its_backward_needs(change, first, again):
 def test_skips_go_straight_to_their_stage_and_within_a_rank_nowhere():
     # zb-v with two ranks: stages 0 and 3 on rank 0, stages 1 and 2 on rank 1.
     routes = [SkipRoute("a", 0, 3, 0), SkipRoute("b", 0, 2, 1), SkipRoute("c", 1, 2, 2)]
-    program = Program(Segment.whole(lowered("zb-v")), 0, routes)
+    program = RankProgram(Segment.whole(lowered("zb-v")), 0, routes)
     across = [program.skip_edge(route, 0, backward=False) for route in routes]
     assert across[0] is None
     assert across[2] is None
@@ -72,7 +72,7 @@ def test_skips_go_straight_to_their_stage_and_within_a_rank_nowhere():
 
 def test_the_tags_of_skips_and_of_the_chain_differ():
     routes = [SkipRoute(str(index), 0, 3, index) for index in range(3)]
-    program = Program(Segment.whole(lowered("1f1b", 4)), 0, routes)
+    program = RankProgram(Segment.whole(lowered("1f1b", 4)), 0, routes)
     skips = {program.skip_edge(r, 0, backward=b).tag for r in routes for b in (False, True)}
     assert len(skips) == 6
     assert not skips & {edge.tag for edge in program.edges.values()}

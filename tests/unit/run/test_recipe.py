@@ -11,10 +11,7 @@ from torch import nn
 from penstock.errors import InputError
 from penstock.model.optimizer_factory import Parameters
 from penstock.run.recipe import LossScale, Recipe
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
+from tests.kit.training import sgd
 
 
 @given(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.errors import DeadlineError, StageError
+from penstock.errors import DeadlineError
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import spine_of
 from penstock.run.minibatch import Minibatch
+from penstock.run.rank.compiler import KINDS
 from penstock.run.rank.updater import Holding, Updater
 from penstock.run.rank.worker import Worker
 from penstock.run.recipe import Recipe
@@ -116,7 +119,7 @@ def test_forward_and_backward_messages_have_channels_of_their_own():
 
 def test_without_targets_there_are_outputs_and_no_gradients():
     worker = worker_of(0, [0, 1], 2, Notebook())
-    harvest = worker.run(segment("0F0,1F0\n"), Minibatch(0, [torch.ones(2, 3)]))
+    harvest = worker.run(segment("0F0,1F0\n"), Minibatch(0, [torch.ones(2, 3)], trains=False))
     assert not harvest.outputs[0].requires_grad
     assert harvest.losses == {}
 
@@ -130,12 +133,16 @@ def test_gradients_do_not_depend_on_the_callers_mode(around):
     assert next(worker.stages[0].parameters()).grad is not None
 
 
-def test_a_kind_that_it_does_not_know_is_an_error_that_names_the_op():
-    worker = worker_of(0, [0], 1, Notebook())
-    assert worker.kinds == set(Kind)
-    worker._perform.pop(Kind.BACKWARD)
-    with pytest.raises(StageError, match="stage 0, microbatch 0, op 0B0: KeyError"):
-        worker.run(segment("0F0,0B0\n"), minibatch())
+def test_every_kind_of_op_has_a_step():
+    assert set(Kind) == KINDS
+
+
+def test_steps_are_bound_once_per_segment():
+    worker, once = worker_of(0, [0], 1, Notebook()), segment("0F0,0B0\n")
+    bound = worker._compiler.steps(once, True)
+    worker.run(once, minibatch())
+    assert worker._compiler.steps(once, True) is bound
+    assert [step.op for step in bound] == [*once.ranks[0]]
 
 
 def sgd(parameters):
@@ -161,7 +168,7 @@ def test_a_failed_step_leaves_neither_gradients_nor_messages():
         worker.run(schedule, data)
     assert worker.updater.num_updates == 0
     assert all(parameter.grad is None for parameter in worker.stages[1].parameters())
-    assert worker._mail is None  # which held what had come and not been used
+    assert not worker._mail.values  # which held what had come and not been used
     assert not worker.stages[1].in_flight
 
 
@@ -199,9 +206,10 @@ def test_autocast_holds_for_the_forward_and_not_for_backward_or_update():
 
     model = nn.Sequential(Layer(3, 3))
     worker = worker_of(0, [0], 1, Notebook(), model, lambda p: Optimizer(p, lr=1.0))
-    with torch.autocast("cpu", torch.bfloat16):
-        worker.run(segment("0F0,0B0,0UPDATE0\n"), minibatch())
-        assert torch.is_autocast_enabled("cpu")
+    data = replace(minibatch(), autocast={"cpu": torch.bfloat16})
+    with torch.autocast("cpu", torch.float16):  # of the thread, which does not count
+        worker.run(segment("0F0,0B0,0UPDATE0\n"), data)
+        assert torch.get_autocast_dtype("cpu") is torch.float16
     assert seen == {
         "forward": True,
         "dtype": torch.bfloat16,

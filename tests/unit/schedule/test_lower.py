@@ -9,11 +9,11 @@ from penstock.schedule.lower import (
     add_recompute,
     add_reduce,
     add_update,
-    compute_only,
     forward_only,
     lower,
     split_backward,
 )
+from tests.kit.helpers import compute_only
 
 
 def build(name="1f1b", p=2, m=2):

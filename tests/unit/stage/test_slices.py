@@ -16,7 +16,7 @@ from penstock.errors import InputError, ModelError
 from penstock.model.microbatches import split_sequence
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import spine_of
-from penstock.run.rank.program import Program
+from penstock.run.rank.program import RankProgram
 from penstock.schedule import Schedule, families
 from penstock.schedule.lower import add_recompute
 from penstock.schedule.segment import Segment
@@ -275,10 +275,10 @@ def test_draws_differ_from_slice_to_slice_and_the_first_draws_as_a_whole_would()
 
 def test_a_program_numbers_slices_through():
     schedule = add_recompute(families.build("seq1f1b", num_ranks=2, num_microbatches=3))
-    program = Program(Segment.whole(schedule), 1)
+    program = RankProgram(Segment.whole(schedule), 1)
     assert sorted(program.keeps) == [(1, unit) for unit in range(6)]
     assert set(program.keeps.values()) == {Keep.INPUT}
     forwards = [op for op in program.ops if str(op)[1] == "F"]
     assert sorted(map(program.unit, forwards)) == list(range(6))
-    mixed = Program(Segment.whole(Schedule.parse("0F0,0F0.1,0I0.1,0B0,0W0.1\n")), 0)
+    mixed = RankProgram(Segment.whole(Schedule.parse("0F0,0F0.1,0I0.1,0B0,0W0.1\n")), 0)
     assert mixed.keeps == {(0, 0): Keep.EVERYTHING, (0, 1): Keep.SPLIT}

@@ -17,6 +17,7 @@ from penstock.stage.stage import Stage
 from penstock.tracing import capture
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.helpers import Lambda, make_plan
+from tests.kit.training import pipeline_of, sgd
 
 
 class Counter(nn.Module):
@@ -69,13 +70,9 @@ def chain():
 BATCH = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(1, -1, 32).view(8, 4)
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
 def pipeline(model, schedule="1f1b", recompute="none", **options):
-    plan = make_plan(model, 2, 4, schedule=schedule, recompute=recompute)
-    return pk.Pipeline(model, plan, loss=F.mse_loss, optimizer=sgd, deadline_seconds=30, **options)
+    options = {"loss": F.mse_loss, "optimizer": sgd, "recompute": recompute, **options}
+    return pipeline_of(model, schedule, **options)
 
 
 @pytest.mark.parametrize("count_memory", [False, True])

@@ -11,15 +11,15 @@ from torch import nn
 
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.helpers import make_batch, make_mlp
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+from tests.kit.training import momentum
 
 
 def test_one_microbatch_is_plain_training_to_the_bit():
     ours, theirs = make_mlp(dropout=0.0), make_mlp(dropout=0.0)
-    reference, optimizer = SingleDevice(ours, 1, F.cross_entropy, sgd), sgd(theirs.parameters())
+    reference, optimizer = (
+        SingleDevice(ours, 1, F.cross_entropy, momentum),
+        momentum(theirs.parameters()),
+    )
     for seed in range(3):
         inputs, targets = make_batch(7, seed=seed)
         loss = F.cross_entropy(theirs(inputs), targets)

@@ -1,6 +1,6 @@
 """``PlanPicture``: what the picture of a plan shows, as plain values.
 
-Drawing knows nothing of plans; ``planner.picture`` makes these of one.
+Drawing knows nothing of plans; ``plans.picture`` makes these of one.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.drawing.units import bytes_, seconds
+from penstock.drawing.layer_names import first_to_last
 from penstock.schedule.op import Kind
+from penstock.units import picture_bytes, picture_seconds
 
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "other")
 """What memory is spent on, in the order of ``DeviceRow.memory``. Other: buffers, and room to
@@ -65,11 +66,11 @@ class DeviceRow:
     def memory_words(self) -> str:
         """What it needs, and of how much; nothing where nobody knows."""
         if not self.memory_bytes:
-            return f"of {bytes_(self.limit_bytes)}" if self.limit_bytes else ""
-        needed = bytes_(self.memory_bytes)
+            return f"of {picture_bytes(self.limit_bytes)}" if self.limit_bytes else ""
+        needed = picture_bytes(self.memory_bytes)
         if self.over_bytes:
-            return f"{needed}, {bytes_(self.over_bytes)} over"
-        return f"{needed} of {bytes_(self.limit_bytes)}" if self.limit_bytes else needed
+            return f"{needed}, {picture_bytes(self.over_bytes)} over"
+        return f"{needed} of {picture_bytes(self.limit_bytes)}" if self.limit_bytes else needed
 
 
 @dataclass(frozen=True)
@@ -103,9 +104,7 @@ class Heading:
     @property
     def layer_words(self) -> str:
         """The first and last layer and how many."""
-        if len(self.layers) == 1:
-            return self.layers[0]
-        return f"{self.layers[0]} … {self.layers[-1]} ({len(self.layers)} layers)"
+        return first_to_last(self.layers)
 
 
 @dataclass(frozen=True)
@@ -143,8 +142,8 @@ class Flow:
     def words(self) -> str:
         """Which stages, how many bytes, how long."""
         between = ", ".join(f"{stage}→{stage + 1}" for stage in self.stages)
-        numbers = [bytes_(self.num_bytes)] if self.num_bytes else []
-        numbers += [seconds(self.seconds)] if self.seconds else []
+        numbers = [picture_bytes(self.num_bytes)] if self.num_bytes else []
+        numbers += [picture_seconds(self.seconds)] if self.seconds else []
         told = " in ".join(numbers)
         return f"{between}: {told}" if told else between
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from penstock.drawing.layer_names import first_to_last, how_many
 from penstock.drawing.markup import coordinate, lines, shortened, tag, text_width, write
 from penstock.drawing.plan.picture import Choices
 
@@ -37,10 +38,9 @@ def shortened_layers(names: Sequence[str], size: float, width: float) -> str:
     because layers of one model differ at their ends."""
     if len(names) == 1:
         return without_beginning(names[0], size, width)
-    count = f" ({len(names)} layers)"
-    shown = f"{names[0]} … {names[-1]}{count}"
-    if text_width(shown, size) <= width:
-        return shown
+    if text_width(first_to_last(names), size) <= width:
+        return first_to_last(names)
+    count = how_many(names)
     each = (width - text_width(f" … {count}", size)) / 2
     first, last = (without_beginning(name, size, each) for name in (names[0], names[-1]))
     return f"{first} … {last}{count}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from penstock.drawing.axes import tick_label, ticks
 from penstock.drawing.markup import (
     coordinate,
     document,
@@ -39,8 +40,8 @@ from penstock.drawing.plan.sheet import (
     wrapped,
 )
 from penstock.drawing.timeline.boxes import LETTERS, WORDS, ink, paint, patterns
-from penstock.drawing.units import Unit, bytes_, seconds, tick_label, ticks, unit_of_seconds
 from penstock.schedule.op import Kind
+from penstock.units import TimeUnit, picture_bytes, picture_seconds, unit_of_seconds
 
 NARROWEST, WIDEST = 1040.0, 1600.0
 """The least and the most pixels that a figure is wide by itself."""
@@ -73,7 +74,7 @@ class _Frame:
     right: float
     memory_left: float
     card_right: float
-    unit: Unit
+    unit: TimeUnit
     parts: list[str] = field(default_factory=list)
     cards: list[tuple[float, float]] = field(default_factory=list)
     beat_path: str = ""
@@ -242,7 +243,7 @@ def _block(frame: _Frame, block: Block, count: int, place: tuple[float, float, f
 def _part(block: Block, kind: Kind, length: float, place: _Place) -> str:
     x, top, width, height = place
     gap = 0.5 if width > 4 else 0.0
-    told = f"stage {block.stage}, {WORDS[kind]}: {seconds(length)} per microbatch"
+    told = f"stage {block.stage}, {WORDS[kind]}: {picture_seconds(length)} per microbatch"
     inner = (x + gap, top, max(width - 2 * gap, 0.8), height)
     corner = 2.0 if width > 8 else 0.0
     parts = [tag("title", told), _rectangle(inner, rx=corner, **paint(kind, block.shade))]
@@ -268,7 +269,7 @@ def _memory(frame: _Frame, device: DeviceRow, top: float) -> None:
     for index, (name, amount) in enumerate(zip(MEMORY_PARTS, device.memory, strict=True)):
         width = amount * scale
         if width:
-            title = tag("title", f"{name} {bytes_(amount)}")
+            title = tag("title", f"{name} {picture_bytes(amount)}")
             parts.append(_rectangle((x, y, width, height), title, class_=f"m{index}"))
         x += width
     limit = frame.memory_left + device.limit_bytes * scale

@@ -16,7 +16,7 @@ from penstock.drawing.plan.picture import (
     RankRow,
 )
 from penstock.drawing.timeline.boxes import LETTERS, WORDS
-from penstock.drawing.units import seconds
+from penstock.units import picture_seconds
 
 _TIME, _MEMORY, _WIDTH = 40, 24, 108
 _IDLE, _FREE, _LIMIT, _OVER = "·", "·", "|", "!"
@@ -96,7 +96,7 @@ def _legend(picture: PlanPicture) -> Iterator[str]:
     present = {kind for kind, _ in picture.kinds}
     work = [f"{letter} {WORDS[kind]}" for kind, letter in LETTERS.items() if kind in present]
     if picture.beat:
-        told = f"full width: the beat, {seconds(picture.beat)} per microbatch"
+        told = f"full width: the beat, {picture_seconds(picture.beat)} per microbatch"
         yield " · ".join([*work, told])
     used = [
         f"{letter} {name}"

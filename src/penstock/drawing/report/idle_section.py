@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from penstock.drawing.markup import escaped, lines, tag
-from penstock.drawing.units import seconds
 from penstock.errors import InputError
 from penstock.timing import Idle, idle_of
 from penstock.timing.timeline import Timeline
+from penstock.units import picture_seconds
 
 HINT = (
     "Bubble: what the schedule's order forces. Waiting: what slow ops and late starts of other "
@@ -61,9 +61,9 @@ def _cells(title: str, idle: Idle, most: float) -> str:
     segments = ""
     for (name, style), part in zip(_STYLES.items(), idle, strict=True):
         width = f"{100 * part / most:.3g}%"
-        words = f"{name} {seconds(part)}"
+        words = f"{name} {picture_seconds(part)}"
         segments += f'<i class="{style}" style="width:{width}" title="{words}"></i>' if part else ""
-    numbers = "".join(tag("td", escaped(seconds(part))) for part in (idle.total, *idle))
+    numbers = "".join(tag("td", escaped(picture_seconds(part))) for part in (idle.total, *idle))
     return (
         f'<td class="step">{escaped(title.lower())}</td>'
         f'<td class="wide"><div class="stack">{segments}</div></td>{numbers}'

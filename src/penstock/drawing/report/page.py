@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.drawing.axes import UnitName
 from penstock.drawing.chart import line_chart
+from penstock.drawing.layer_names import first_to_last
 from penstock.drawing.markup import escaped, lines, tag
 from penstock.drawing.report import idle_section
 from penstock.drawing.report.run_report import Fact, Report, Series, StageRow
 from penstock.drawing.report.words import departure
 from penstock.drawing.timeline.html import document, scroll, viewer
 from penstock.drawing.timeline.svg import PAGE_WIDTHS, stacked
-from penstock.drawing.units import UnitName, bytes_, seconds
 from penstock.errors import InputError, ScheduleError
 from penstock.timing import find_parting
 from penstock.timing.timeline import Timeline
+from penstock.units import picture_bytes, picture_seconds
 
 TIMELINES_UNIT: UnitName = "seconds"
 """A report is of a run, so that its times are seconds, also the predicted ones."""
@@ -139,11 +141,11 @@ def _table(stages: Sequence[StageRow]) -> str:
 def _table_row(index: int, stage: StageRow) -> str:
     cells = [
         str(stage.rank),
-        seconds(stage.forward_seconds),
-        seconds(stage.backward_seconds),
-        *(bytes_(amount) for _, amount in stage.memory),
+        picture_seconds(stage.forward_seconds),
+        picture_seconds(stage.backward_seconds),
+        *(picture_bytes(amount) for _, amount in stage.memory),
         f"{stage.peak_activations:.3g}",
-        bytes_(stage.memory_bytes),
+        picture_bytes(stage.memory_bytes),
     ]
     numbers = "".join(tag("td", escaped(cell)) for cell in cells)
     return f'<tr><th scope="row">{index}</th>{_layers(stage.layers)}{numbers}</tr>'
@@ -151,9 +153,7 @@ def _table_row(index: int, stage: StageRow) -> str:
 
 def _layers(names: Sequence[str]) -> str:
     """The first and last layer and how many; all of them on hover."""
-    shown = ", ".join(names)
-    if len(names) > _MOST_LAYERS:
-        shown = f"{names[0]} … {names[-1]} ({len(names)} layers)"
+    shown = first_to_last(names) if len(names) > _MOST_LAYERS else ", ".join(names)
     return tag("td", escaped(shown) or " ", class_="words", title=", ".join(names))
 
 
@@ -172,12 +172,12 @@ def _memory(stages: Sequence[StageRow]) -> str:
 def _memory_row(index: int, stage: StageRow, most: int) -> str:
     segments, numbers = "", ""
     for style, (name, amount) in enumerate(stage.memory):
-        words = f"{name} {bytes_(amount)}"
+        words = f"{name} {picture_bytes(amount)}"
         numbers += f'<span><i class="key m{style}"></i>{words}</span>'
         if amount:
             share = f"{100 * amount / most:.3g}"
             segments += f'<i class="m{style}" style="width:{share}%" title="{words}"></i>'
-    total = f"<b>{bytes_(stage.memory_bytes)}</b>"
+    total = f"<b>{picture_bytes(stage.memory_bytes)}</b>"
     return (
         f'<li><div class="head"><span>stage {index}, rank {stage.rank}</span>{total}</div>'
         f'<div class="stack">{segments}</div><div class="parts">{numbers}</div></li>'

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.drawing.units import seconds
 from penstock.timing import TOLERANCE, Cause, Parting
+from penstock.units import picture_seconds
 
 
 def departure(parting: Parting | None) -> str:
@@ -20,17 +20,23 @@ def reason(parting: Parting) -> str:
     cause = parting.cause
     if cause.op == parting.measured.op and cause.what != "pause":
         return f"it {_what(cause)}"
-    start = f"{seconds(parting.measured.start)} instead of {seconds(parting.predicted.start)}"
+    start = _instead_of(parting.measured.start, parting.predicted.start)
     most = abs(cause.excess) > 0.6 * abs(parting.start_excess)
     because = "because" if most else "for several reasons, the largest that"
     return f"it started at {start}, {because} {cause.op} on rank {cause.rank} {_what(cause)}"
 
 
 def _what(cause: Cause) -> str:
-    lengths = f"{seconds(max(cause.measured, 0.0))} instead of {seconds(cause.predicted)}"
+    lengths = (
+        f"{picture_seconds(max(cause.measured, 0.0))} instead of {picture_seconds(cause.predicted)}"
+    )
     if cause.what == "op":
         return f"took {lengths}"
     if cause.after is None:
         return f"began the rank's work at {lengths}"
     where = "" if cause.after_rank == cause.rank else f" of rank {cause.after_rank}"
     return f"followed {cause.after}{where} after {lengths}"
+
+
+def _instead_of(measured: float, predicted: float) -> str:
+    return f"{picture_seconds(measured)} instead of {picture_seconds(predicted)}"

@@ -15,9 +15,9 @@ from penstock.drawing.timeline.version_marks import (
     in_words,
     update_tick,
 )
-from penstock.drawing.units import Unit, seconds
 from penstock.schedule.op import COMPUTE, Kind
 from penstock.timing.timeline import BUSY, Span, Timeline
+from penstock.units import TimeUnit, picture_seconds
 
 LETTERS: Mapping[Kind, str] = {
     Kind.FORWARD: "F",
@@ -157,7 +157,7 @@ def box(
     span: Span,
     place: Place,
     style: LabelStyle | None,
-    unit: Unit,
+    unit: TimeUnit,
     versions: bool = False,
 ) -> str:
     """The element of one busy span at ``place``; with ``versions``, the one that it read stands at
@@ -214,7 +214,7 @@ def ink(kind: Kind, level: int) -> str:
     return "on-dark" if kind is Kind.UPDATE or (kind is Kind.BACKWARD and level == 0) else ""
 
 
-def tooltip(span: Span, unit: Unit) -> str:
+def tooltip(span: Span, unit: TimeUnit) -> str:
     """What a span is, in words."""
     op = span.op
     what = f"{WORDS[op.kind]}, stage {op.stage}"
@@ -223,5 +223,5 @@ def tooltip(span: Span, unit: Unit) -> str:
         what += f", slice {op.slice}" if op.slice else ""
     times = f"{unit.show(span.start)} → {unit.show(span.end)}"
     length = span.end - span.start
-    took = seconds(length) if unit.suffix else unit.show(length)
+    took = picture_seconds(length) if unit.suffix else unit.show(length)
     return f"{op}: {what}, rank {span.rank}; {times} ({took})"

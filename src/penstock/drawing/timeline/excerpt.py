@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
-from penstock.drawing.units import Titled, unit_for
+from penstock.drawing.axes import Titled, unit_for
 from penstock.schedule.memory import Curve
 from penstock.timing.timeline import Row, Timeline
 

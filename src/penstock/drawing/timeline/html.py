@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from penstock.drawing.axes import Titled
 from penstock.drawing.markup import escaped, lines, resource, tag
 from penstock.drawing.timeline.svg import PAGE_WIDTHS, stacked
-from penstock.drawing.units import Titled
 from penstock.timing.timeline import Timeline
 
 _WIDE, _SHRINKS_TO, _GROWS_TO = 1200, 0.8, 1.35

@@ -13,15 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from penstock.drawing.axes import Titled, UnitName, longest, tick_label, ticks, unit_for
 from penstock.drawing.markup import document, lines, shortened, tag, text_width, write
 from penstock.drawing.timeline import version_marks
 from penstock.drawing.timeline.boxes import LabelStyle, box, hatches, label_styles, widest_label
 from penstock.drawing.timeline.excerpt import excerpts, whole_of
 from penstock.drawing.timeline.labels import Names
 from penstock.drawing.timeline.legend import legend
-from penstock.drawing.units import Titled, Unit, UnitName, longest, tick_label, ticks, unit_for
 from penstock.schedule.op import COMPUTE, WAITING, Kind
 from penstock.timing.timeline import BUSY, Span, Timeline
+from penstock.units import TimeUnit
 
 FIGURE_WIDTHS, PAGE_WIDTHS = (800.0, 2400.0), (1000.0, 6000.0)
 """The least and the most pixels that a picture is wide: one for paper, one that can be scrolled."""
@@ -93,7 +94,7 @@ class _Frame:
     left: float
     right: float
     extent: float
-    unit: Unit
+    unit: TimeUnit
     bar: float
     area: float
     most_held: float
@@ -156,7 +157,7 @@ def _document(frame: _Frame, height: float, parts: list[str], panels: list[Title
     return document("timeline", size, named or "no timeline", "timeline.css", parts, definitions)
 
 
-def _facts(timeline: Timeline, unit: Unit) -> str:
+def _facts(timeline: Timeline, unit: TimeUnit) -> str:
     if not timeline.spans:
         return "no op ran"
     return (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from penstock.drawing.axes import Titled, longest
 from penstock.drawing.timeline.excerpt import excerpts
 from penstock.drawing.timeline.labels import Names, headline
 from penstock.drawing.timeline.version_marks import READING
-from penstock.drawing.units import Titled, longest
 from penstock.schedule.op import Kind
 from penstock.timing.timeline import BUSY, Span, Timeline
 

@@ -2,12 +2,11 @@
 
 Fan et al., PPoPP 2021, arXiv 2007.01045, section 4. ``search`` (``dapple_candidates``) adds stages
 from the first to the last; ``rules`` says which devices the replicas of each may take, and
-``estimate`` how long a step with these stages is at least. Candidates come out best first, for a
+``bound`` how long a step with these stages is at least. Candidates come out best first, for a
 simulator to rank.
 """
 
-from penstock.partition.dapple.estimate import latency, lower_bound, pivot
-from penstock.partition.dapple.rules import RULES, Rule, placements
+from penstock.partition.dapple.rules import RULES, Rule
 from penstock.partition.dapple.search import DappleCandidate, dapple_candidates
 
 __all__ = [
@@ -15,8 +14,4 @@ __all__ = [
     "DappleCandidate",
     "Rule",
     "dapple_candidates",
-    "latency",
-    "lower_bound",
-    "pivot",
-    "placements",
 ]

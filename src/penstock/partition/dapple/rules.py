@@ -17,11 +17,11 @@ taken in the cluster's order, and servers that a rule does not tell apart in the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 from penstock.cluster import Cluster, Topology
-from penstock.errors import InputError, PlanError
+from penstock.errors import PlanError
 from penstock.values import one_of
 
 Rule = Literal["fresh-first", "append-first", "scatter-first"]
@@ -33,10 +33,10 @@ def servers(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     paths = Topology(cluster).paths
     if not any(paths):
         return (tuple(range(len(paths))),)
-    found: dict[object, list[int]] = {}
+    members: dict[object, list[int]] = {}
     for device, path in enumerate(paths):
-        found.setdefault(path[-1] if path else ("alone", device), []).append(device)
-    return tuple(map(tuple, found.values()))
+        members.setdefault(path[-1] if path else ("alone", device), []).append(device)
+    return tuple(map(tuple, members.values()))
 
 
 def take(
@@ -91,39 +91,6 @@ def _scattered(free: Sequence[int], num_replicas: int) -> tuple[int, ...]:
     return tuple(taken)
 
 
-def placements(cluster: Cluster, replicas: Sequence[int]) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """The devices of every stage when all stages follow the same rule.
-
-    Args:
-        cluster: whose innermost groups are the servers.
-        replicas: of each stage.
-
-    Returns:
-        By the rule's name: for every stage, places in ``cluster.devices``, ascending; none twice.
-
-    Raises:
-        InputError: no stage, or a count below 1.
-        PlanError: more replicas than devices.
-    """
-    if not replicas or min(replicas) < 1:
-        raise InputError(f"replicas is {tuple(replicas)}; give a count ≥ 1 for every stage")
-    if sum(replicas) > len(cluster.devices):
-        raise PlanError(
-            f"{sum(replicas)} replicas do not fit on {len(cluster.devices)} devices; ask for fewer"
-        )
-    return {rule: tuple(_by_rule(rule, servers(cluster), replicas)) for rule in RULES}
-
-
-def _by_rule(
-    rule: Rule, groups: Sequence[Sequence[int]], replicas: Sequence[int]
-) -> Iterator[tuple[int, ...]]:
-    sizes, used = [len(group) for group in groups], [0] * len(groups)
-    for count in replicas:
-        taken = take(rule, sizes, used, count)
-        yield devices_of(groups, used, taken)
-        used = [before + more for before, more in zip(used, taken, strict=True)]
-
-
 def devices_of(
     groups: Sequence[Sequence[int]], used: Sequence[int], taken: Sequence[int]
 ) -> tuple[int, ...]:
@@ -135,4 +102,6 @@ def devices_of(
         taken: how many more to take.
     """
     rows = zip(groups, used, taken, strict=True)
-    return tuple(sorted(one for group, gone, more in rows for one in group[gone : gone + more]))
+    return tuple(
+        sorted(device for group, gone, more in rows for device in group[gone : gone + more])
+    )

@@ -4,7 +4,7 @@ Fan et al., arXiv 2007.01045, section 4.3. The paper's dynamic programme fixes s
 to the last and keeps one plan for each prefix of layers and number of devices, judged as if all
 that is left were one stage. Here a prefix keeps as many plans as the beam is wide for each way in
 which the devices that are gone are spread over the servers, and what a plan carries is all that
-``lower_bound`` needs to go on; so a beam that drops nothing is exact.
+the bound needs to go on; so a beam that drops nothing is exact.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from heapq import nsmallest
-from itertools import accumulate, combinations, pairwise, product
+from itertools import accumulate, combinations, product
 from math import inf
 from operator import add, le
 
@@ -21,7 +21,7 @@ from penstock.cluster import Cluster, Link, Topology
 from penstock.errors import InputError
 from penstock.graph import LayerGraph
 from penstock.partition.cost_models import CostModel, cost_model
-from penstock.partition.dapple.estimate import Reached, busiest, latency
+from penstock.partition.dapple.bound import Reached, busiest
 from penstock.partition.dapple.rules import RULES, devices_of, servers, take
 
 Fits = Callable[[int, int, int], bool]
@@ -42,19 +42,15 @@ class DappleCandidate:
 
     Attributes:
         cuts: where stages begin and end, as ``balance`` gives them.
-        replicas: of each stage.
-        devices: of each stage, places in ``Cluster.devices``, ascending.
-        bound_seconds: no 1F1B step with these costs is shorter (``lower_bound``); what was made
-            small.
-        latency_seconds: the paper's estimate (``latency``), in which replicas share a microbatch,
-            so that each stage takes 1/r of its seconds.
+        replicas: how many each stage has.
+        devices: those of each stage: places in ``Cluster.devices``, ascending.
+        bound_seconds: no 1F1B step with these costs is shorter; what was made small.
     """
 
     cuts: tuple[int, ...]
     replicas: tuple[int, ...]
     devices: tuple[tuple[int, ...], ...]
     bound_seconds: float
-    latency_seconds: float
 
 
 @dataclass(frozen=True)
@@ -62,9 +58,9 @@ class _Prefix:
     """Stages so far.
 
     Attributes:
-        cuts, devices: of them.
+        cuts, devices: where they begin and end, and on which devices they are.
         used: devices that are gone, per server.
-        reached: their ``lower_bound``, and what it needs to go on: the less the better, each.
+        reached: their bound, and what it needs to go on: the less the better, each.
     """
 
     cuts: tuple[int, ...] = (0,)
@@ -93,7 +89,7 @@ class _Chain:
 
     @cached_property
     def sums(self) -> tuple[tuple[float, ...], ...]:
-        """Of forward seconds, backward seconds and parameter bytes: of the first k layers."""
+        """Forward seconds, backward seconds and parameter bytes of the first k layers, summed."""
         layers = self.graph.layers
         columns = (
             (layer.forward_seconds for layer in layers),
@@ -130,7 +126,7 @@ class _Chain:
         """The speed of the slowest of some devices, and the links among them."""
 
         def facts(devices: Devices) -> tuple[float, frozenset[Link]]:
-            speed = min(self.topology.cluster.devices[at].speed for at in devices)
+            speed = min(self.topology.cluster.devices[device].speed for device in devices)
             return speed, frozenset(self.topology.link(*pair) for pair in combinations(devices, 2))
 
         return cache(facts)
@@ -178,26 +174,7 @@ class _Chain:
     @cached_property
     def _speed_of(self) -> Callable[[Devices], float]:
         devices = self.topology.cluster.devices
-        return cache(lambda chosen: sum(devices[at].speed for at in chosen))
-
-    def candidate(self, prefix: _Prefix) -> DappleCandidate:
-        """A prefix that has come to the last layer."""
-        pairs = list(pairwise(prefix.cuts))
-        rows = zip(pairs, prefix.devices, strict=True)
-        forward, backward, reduce = zip(
-            *(self.times(*bounds, devices) for bounds, devices in rows), strict=True
-        )
-        counts = tuple(map(len, prefix.devices))
-        hops = [
-            self.hop(stop, *neighbours)[0]
-            for (_, stop), neighbours in zip(pairs, pairwise(prefix.devices), strict=False)
-        ]
-        ahead, behind = (
-            [seconds / count for seconds, count in zip(column, counts, strict=True)]
-            for column in (forward, backward)
-        )
-        estimate = latency(ahead, behind, reduce, self.num_microbatches, hops=hops)
-        return DappleCandidate(prefix.cuts, counts, prefix.devices, prefix.bound, estimate)
+        return cache(lambda chosen: sum(devices[device].speed for device in chosen))
 
 
 def dapple_candidates(
@@ -211,7 +188,7 @@ def dapple_candidates(
     count: int = 8,
     max_cuts: int = 20,
 ) -> tuple[DappleCandidate, ...]:
-    """The best few ways to cut, replicate and place a chain, judged by ``lower_bound``.
+    """The best few ways to cut, replicate and place a chain, judged by their bound.
 
     Each stage may follow another of the three rules of ``dapple.rules``. On 300 random chains
     of up to 6 layers on 2 servers of 2 devices, the default beam found the optimum over all cuts,
@@ -228,9 +205,9 @@ def dapple_candidates(
             (start, stop, replicas).
         beam: prefixes kept for every last layer and number of devices that are gone.
         count: how many candidates to return.
-        max_cuts: of more places to cut, those with the fewest crossing bytes in as many stretches
-            of equal compute. On more than 8 devices, replica counts are powers of two, whole
-            servers, all that is left, and all but one.
+        max_cuts: the most places to cut. Where there are more, those with the fewest crossing bytes
+            in as many stretches of equal compute. On more than 8 devices, replica counts are powers
+            of two, whole servers, all that is left, and all but one.
 
     Returns:
         Best first, all different; empty if nothing fits.
@@ -248,14 +225,17 @@ def dapple_candidates(
         num_microbatches,
         fits or (lambda start, stop, replicas: True),
     )
-    search = _Search(chain, servers(cluster), beam, count)
+    search = _BeamSearch(chain, servers(cluster), beam, count)
     stops = [*_places(chain, max_cuts), len(graph.layers)]
-    for at, start in enumerate([0, *stops[:-1]]):
-        search.grow(start, stops[at:])
-    return tuple(chain.candidate(prefix) for prefix in search.finished)
+    for index, start in enumerate([0, *stops[:-1]]):
+        search.grow(start, stops[index:])
+    return tuple(
+        DappleCandidate(prefix.cuts, tuple(map(len, prefix.devices)), prefix.devices, prefix.bound)
+        for prefix in search.finished
+    )
 
 
-class _Search:
+class _BeamSearch:
     """The beams, one for each (last layer, devices gone), and the best plans so far."""
 
     def __init__(
@@ -298,10 +278,12 @@ class _Search:
 
     def _finish(self, prefix: _Prefix) -> None:
         # Equal servers give the same plan several times.
-        if all(one.shape != prefix.shape for one in self.finished):
+        if all(known.shape != prefix.shape for known in self.finished):
             # Of equally long ones, the one with fewer devices is the better plan.
             self.finished.append(prefix)
-            self.finished.sort(key=lambda one: (one.bound, sum(one.used), one.cuts, one.devices))
+            self.finished.sort(
+                key=lambda plan: (plan.bound, sum(plan.used), plan.cuts, plan.devices)
+            )
             del self.finished[self.count :]
 
     def _rank(self, prefix: _Prefix) -> tuple[float, ...]:
@@ -324,7 +306,8 @@ class _Search:
             return list(range(1, most + 1))
         powers = [2**power for power in range(most.bit_length())]
         whole = accumulate(sorted(self.sizes))
-        return sorted({one for one in (*powers, *whole, left - 1, left) if 1 <= one <= most})
+        counts = {*powers, *whole, left - 1, left}
+        return sorted(count for count in counts if 1 <= count <= most)
 
 
 def _slowest(links: Collection[Link], num_bytes: float) -> Link:
@@ -336,7 +319,7 @@ def _slowest(links: Collection[Link], num_bytes: float) -> Link:
 def _undominated(prefixes: Sequence[_Prefix]) -> list[_Prefix]:
     """Without those that are nowhere better than one with the same devices gone and at the end."""
     kept: dict[object, list[_Prefix]] = {}
-    for prefix in sorted(prefixes, key=lambda one: one.reached):
+    for prefix in sorted(prefixes, key=lambda prefix: prefix.reached):
         rivals = kept.setdefault((prefix.used, prefix.devices[-1:]), [])
         if not any(all(map(le, rival.reached, prefix.reached)) for rival in rivals):
             rivals.append(prefix)

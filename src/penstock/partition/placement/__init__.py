@@ -1,18 +1,15 @@
 """Layers of a graph with branches on devices, found by trial and error under a budget of scores.
 
 ``space`` puts layers into groups and knows which maps of groups to devices are pipelines. A placer
-draws such maps and has them scored: ``learned`` is the one that learns, ``rivals`` are those that
-do not. All are a ``Placer`` and write into a ``ledger``, which keeps to a budget of scores and
-remembers the best. The caller brings the score, for example a simulated step under ``stage_costs``.
+draws such maps and has them scored: ``learned`` is the one that learns, ``climbing`` moves one
+group at a time. Both are a ``Placer`` and write into a ``ledger``, which keeps to a budget of
+scores and remembers the best. The caller brings the score, for example a simulated step under
+``stage_costs``.
 """
 
+from penstock.partition.placement.climbing import greedy_placement
 from penstock.partition.placement.learned import learned_placement
 from penstock.partition.placement.ledger import Placement, Placer
-from penstock.partition.placement.rivals import (
-    brute_force_placement,
-    greedy_placement,
-    random_placement,
-)
 from penstock.partition.placement.space import Score, Stages, make_space, stage_costs
 
 __all__ = [
@@ -20,10 +17,8 @@ __all__ = [
     "Placer",
     "Score",
     "Stages",
-    "brute_force_placement",
     "greedy_placement",
     "learned_placement",
     "make_space",
-    "random_placement",
     "stage_costs",
 ]

@@ -16,17 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from penstock.partition.arrays import Floats, Ints, np
 from penstock.partition.placement.ledger import Ledger, Placer
 from penstock.partition.placement.space import Space
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    Floats = npt.NDArray[np.float64]
-    Ints = npt.NDArray[np.int64]
 
 _BATCH = 10
 _RATE = 0.1
@@ -37,7 +31,7 @@ _FLATTER = 0.9
 
 
 def _learn(space: Space, ledger: Ledger, seed: int) -> None:
-    policy = _Policy.of(space, seed)
+    policy = _DevicePolicy.of(space, seed)
     list(_rewards(space, ledger, policy.favourite))  # even cuts of the execution order: a pipeline
     while not ledger.is_spent:
         drawn, before = policy.draw(), ledger.num_stale
@@ -75,7 +69,7 @@ def _rewards(space: Space, ledger: Ledger, drawn: Ints) -> Iterator[float]:
 
 
 @dataclass
-class _Policy:
+class _DevicePolicy:
     """A softmax over devices for each group, and what learning it needs."""
 
     logits: Floats
@@ -86,9 +80,7 @@ class _Policy:
     num_updates: int = 0
 
     @classmethod
-    def of(cls, space: Space, seed: int) -> _Policy:
-        import numpy as np
-
+    def of(cls, space: Space, seed: int) -> _DevicePolicy:
         seconds = np.asarray(space.seconds)
         middle = (np.cumsum(seconds) - seconds / 2) / (seconds.sum() or 1.0)
         device = np.arange(space.num_devices) + 0.5
@@ -98,17 +90,13 @@ class _Policy:
 
     @property
     def chances(self) -> Floats:
-        """Of each device, for each group."""
-        import numpy as np
-
+        """The chance of each device, for each group."""
         raised = np.exp(self.logits - self.logits.max(axis=1, keepdims=True))
         chances: Floats = raised / raised.sum(axis=1, keepdims=True)
         return chances
 
     def draw(self) -> Ints:
         """A batch of placements: a device for each group."""
-        import numpy as np
-
         borders = np.cumsum(self.chances, axis=1)[None, :, :-1]
         dice = self.generator.random((_BATCH, len(self.logits), 1))
         drawn: Ints = (dice > borders).sum(axis=2)
@@ -122,8 +110,6 @@ class _Policy:
 
     def learn(self, drawn: Ints, rewards: Sequence[float]) -> None:
         """One step of Adam (arXiv 1412.6980) along an estimated gradient of the reward."""
-        import numpy as np
-
         if not rewards:
             return
         mean = sum(rewards) / len(rewards)
@@ -143,8 +129,6 @@ class _Policy:
         self.logits = _FLATTER * self.logits
 
     def _climb(self, gradient: Floats) -> None:
-        import numpy as np
-
         self.num_updates += 1
         self.first_moment = 0.9 * self.first_moment + 0.1 * gradient
         self.second_moment = 0.99 * self.second_moment + 0.01 * gradient**2

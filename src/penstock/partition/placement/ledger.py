@@ -23,7 +23,7 @@ class Placement:
         seconds: its score.
         history: the best score so far, after each one.
         num_draws: placements drawn, valid or not, new or not.
-        num_invalid: of them, those that were no pipeline.
+        num_invalid: how many of these were no pipeline.
     """
 
     stages: Stages
@@ -31,11 +31,6 @@ class Placement:
     history: tuple[float, ...]
     num_draws: int
     num_invalid: int
-
-    @property
-    def num_scores(self) -> int:
-        """How often the score was asked for."""
-        return len(self.history)
 
 
 @dataclass

@@ -9,7 +9,7 @@ they are all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush
@@ -112,16 +112,16 @@ class Space:
     @cached_property
     def producers(self) -> tuple[tuple[int, ...], ...]:
         """Whom each group reads from."""
-        found: list[list[int]] = [[] for _ in self.groups]
+        producers: list[list[int]] = [[] for _ in self.groups]
         for source, reader in self.edges:
-            found[reader].append(source)
-        return tuple(map(tuple, found))
+            producers[reader].append(source)
+        return tuple(map(tuple, producers))
 
     @cached_property
     def seconds(self) -> tuple[float, ...]:
         """Forward and backward of each group."""
         layers = self.graph.layers
-        return tuple(sum(layers[at].compute_seconds for at in group) for group in self.groups)
+        return tuple(sum(layers[layer].compute_seconds for layer in group) for group in self.groups)
 
     def order_of(self, devices: Sequence[int]) -> tuple[int, ...] | None:
         """The devices in use, in a topological order (of several, the one whose groups come
@@ -138,7 +138,7 @@ class Space:
         for targets in readers.values():
             for target in targets:
                 waits[target] += 1
-        first = {device: at for at, device in reversed(list(enumerate(devices)))}
+        first = {device: group for group, device in reversed(list(enumerate(devices)))}
         ready = [(first[device], device) for device, count in waits.items() if not count]
         heapify(ready)
         order = []
@@ -162,25 +162,7 @@ class Space:
         for group, device in zip(self.groups, devices, strict=True):
             held[device] += group
         names = [layer.name for layer in self.graph.layers]
-        return tuple(tuple(names[at] for at in sorted(held[device])) for device in order)
-
-    def labellings(self) -> Iterator[tuple[int, ...]]:
-        """Every way to number the groups by stages such that none reads from a later one, and no
-        stage is empty; so every placement, in every order that its devices allow."""
-        labels: list[int] = []
-
-        def extend() -> Iterator[tuple[int, ...]]:
-            if len(labels) == len(self.groups):
-                if len(set(labels)) == max(labels) + 1:
-                    yield tuple(labels)
-                return
-            least = max((labels[one] for one in self.producers[len(labels)]), default=0)
-            for label in range(least, self.num_devices):
-                labels.append(label)
-                yield from extend()
-                labels.pop()
-
-        return extend()
+        return tuple(tuple(names[layer] for layer in sorted(held[device])) for device in order)
 
 
 def make_space(
@@ -212,7 +194,7 @@ def make_space(
         raise PlanError(
             f"{len(graph.layers)} layers cannot fill {num_devices} devices; ask for fewer devices"
         )
-    space = Space(graph, tuple((at,) for at in range(len(graph.layers))), num_devices)
+    space = Space(graph, tuple((layer,) for layer in range(len(graph.layers))), num_devices)
     total = sum(space.seconds)
     while len(space.groups) > num_devices:
         lightest = min(range(len(space.groups)), key=space.seconds.__getitem__)
@@ -228,7 +210,7 @@ def _joined(space: Space, group: int) -> Space:
     # A group without edges may join any.
     partner = min(near or [group - 1 if group else 1], key=space.seconds.__getitem__)
     merged = tuple(sorted(space.groups[group] + space.groups[partner]))
-    rest = [one for at, one in enumerate(space.groups) if at not in (group, partner)]
+    rest = [own for index, own in enumerate(space.groups) if index not in (group, partner)]
     return Space(space.graph, _sorted_groups(space.graph, [*rest, merged]), space.num_devices)
 
 
@@ -239,4 +221,4 @@ def _sorted_groups(
     space = Space(graph, tuple(sorted(groups)), len(groups))
     order = space.order_of(range(len(groups)))
     assert order is not None  # joining closes no cycle
-    return tuple(space.groups[at] for at in order)
+    return tuple(space.groups[group] for group in order)

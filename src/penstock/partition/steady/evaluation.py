@@ -50,7 +50,7 @@ class Partition:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Of each stage."""
+        """How many devices each stage has."""
         return tuple(stage.replicas for stage in self.stages)
 
 
@@ -73,7 +73,7 @@ def evaluate(
         cluster: whose devices the partition names.
         cost_model: what stages and cuts cost.
         partition: ``bottleneck_seconds`` is not looked at.
-        updates: per microbatch, as in ``CostModel.stage_seconds``.
+        updates: per microbatch, as in ``CostModel.shared_seconds``.
 
     Raises:
         InputError: a layer is missing or there twice, a stage reads from a later one, or a device
@@ -92,11 +92,11 @@ def evaluate(
         )
         compute = sum(layer.compute_seconds for layer in own) / pace
         beats.append(cost_model.shared_seconds(compute, exchange, stage.replicas, updates))
-    for (one, other), num_bytes in zip(
+    for (stage, following), num_bytes in zip(
         pairwise(partition.stages), _cuts(graph, partition), strict=True
     ):
-        fewer = min(one.replicas, other.replicas)
-        link = _link_between(topology, one.devices, other.devices)
+        fewer = min(stage.replicas, following.replicas)
+        link = _link_between(topology, stage.devices, following.devices)
         beats.append(cost_model.cut_seconds(num_bytes, fewer, link))
     return max(beats)
 
@@ -112,7 +112,7 @@ def exchange_lines(
     lines = [cost_model.reduce_line(count, link) for count, link in levels]
     # The paper lets the levels of its recursion overlap.
     combine = max if cost_model.name == PAPER else sum
-    return whole, (combine(one for one, _ in lines), combine(other for _, other in lines))
+    return whole, (combine(slope for slope, _ in lines), combine(base for _, base in lines))
 
 
 def exchange_seconds(lines: Sequence[Line], parameter_bytes: float) -> float:

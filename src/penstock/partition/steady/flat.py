@@ -16,18 +16,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from math import ceil, inf
-from typing import TYPE_CHECKING, Any
 
 from penstock.cluster import Link
+from penstock.partition.arrays import Array, np
 from penstock.partition.chain import ROUNDING
 from penstock.partition.cost_models import CostModel
 from penstock.partition.steady.pieces import Fits, Piece, all_fit
 from penstock.partition.steady.states import States
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Array = NDArray[Any]
 
 _NEVER = 1 << 30
 """More replicas than anyone has; still a number, so that sums of it are."""
@@ -42,9 +37,9 @@ class FlatTask:
         cost_model: what stages and cuts cost.
         link: between any two devices.
         num_devices: at most so many are used.
-        updates: per microbatch.
-        most_replicas: of a stage; 1 for straight pipelines.
-        speed: of every device.
+        updates: how many there are per microbatch.
+        most_replicas: the most that a stage may have; 1 for straight pipelines.
+        speed: how fast every device is.
         fits: whether a stage may be like that; all may by default.
     """
 
@@ -87,7 +82,7 @@ _TINY = 1e-100
 """Seconds, in the place of none, so that one can divide by them."""
 
 _STEP = 1 << 20
-"""Of devices when they are compared first and numbers of stages second."""
+"""Counts of devices in steps of this, so that they compare first and numbers of stages second."""
 
 _MANY = 64
 """Stages; among plans with more of them the number does not matter."""
@@ -98,7 +93,7 @@ _Choice = dict[int, tuple[int, int]]
 
 def search_flat(task: FlatTask, below: float = inf) -> FlatResult | None:
     """The optimum, or ``None`` if there is no partition (faster than ``below``)."""
-    search = _Search(task)
+    search = _FlatSearch(task)
     best = search.under(below * (1 - ROUNDING))
     if best is None:
         return None
@@ -117,20 +112,18 @@ def search_flat(task: FlatTask, below: float = inf) -> FlatResult | None:
             ceiling = (lowest + best.seconds) / 2
         if ceiling <= lowest:
             break  # closer than numbers can tell
-        found = search.under(ceiling)
-        if found is None:
+        faster = search.under(ceiling)
+        if faster is None:
             lowest = ceiling
         else:
-            best = found
+            best = faster
     return search.spread(search.shortest(best))
 
 
-class _Search:
+class _FlatSearch:
     """Answers for one ceiling after the other; remembers what a lower one cannot change."""
 
     def __init__(self, task: FlatTask) -> None:
-        import numpy as np
-
         self.task = task
         states, model = task.states, task.cost_model
         self.most = min(task.most_replicas, task.num_devices)
@@ -209,18 +202,16 @@ class _Search:
         return self.task.fits is None or all_fit(self.task.fits, stages)
 
     def _result(self, choices: Iterable[_Choice]) -> FlatResult:
-        pieces, at = [], 0
+        pieces, start = [], 0
         for choice in choices:
-            pieces.append(Piece(at, *choice[at]))
-            at = pieces[-1].stop
-            if at == len(self.cuts) - 1:
+            pieces.append(Piece(start, *choice[start]))
+            start = pieces[-1].stop
+            if start == len(self.cuts) - 1:
                 break
         return FlatResult(tuple(pieces), max(self._beats(pieces)))
 
     def _nothing_behind(self) -> Array:
         """Devices · _STEP + stages behind the last state, and too many behind all others."""
-        import numpy as np
-
         ranks = np.full(len(self.cuts), _NEVER * _STEP, dtype=np.int64)
         ranks[-1] = 0
         return ranks
@@ -232,8 +223,6 @@ class _Search:
         A stage of m replicas takes work(m) / m seconds, and work never falls with m. So m must be
         at least work(m) / ceiling, and going there again and again ends at the least m that does.
         """
-        import numpy as np
-
         known = self.known
         least = self._least_for_cuts(ceiling)
         before, behind = self._at_least(ceiling)
@@ -258,8 +247,6 @@ class _Search:
 
     def _at_least(self, ceiling: float) -> tuple[Array, Array]:
         """Devices that the layers before each state need, and those behind it."""
-        import numpy as np
-
         before = _whole(self.seconds * ((1 - 1e-9) / ceiling))
         rest = self.seconds[-1] - self.seconds
         behind = _whole(rest * ((1 - 1e-9) / ceiling))
@@ -267,16 +254,12 @@ class _Search:
 
     def _work(self, compute: Array, parameters: Array, replicas: Array) -> Array:
         """``CostModel.shared_seconds`` times the number of replicas."""
-        import numpy as np
-
         exchange = self.slope[replicas] * parameters + self.base[replicas]
         exchange = exchange * np.minimum(replicas * self.task.updates, 1.0)
         return self.task.cost_model.together(compute, exchange)
 
     def _least_for_cuts(self, ceiling: float) -> Array:
-        """Of both stages at a cut behind each state."""
-        import numpy as np
-
+        """The fewest replicas of both stages at a cut behind each state."""
         ratio = self.cuts / ceiling * (1 - ROUNDING)
         if self.task.cost_model.shares_cuts:
             return _whole(ratio)
@@ -293,8 +276,6 @@ class _Search:
             ceiling: of each.
             behind: what the layers behind the first stage need; by default as little as possible.
         """
-        import numpy as np
-
         ranks = self._nothing_behind()
         behind = ranks if behind is None else behind
         choice: _Choice = {}
@@ -324,24 +305,22 @@ class _Search:
         for index in totals.argsort(kind="stable"):
             if totals[index] >= least:
                 break
-            at = first + int(index)
-            stop = int(stages.stops[at])
-            replicas = self._fitting(stages, at, int(ranks[stop]) // _STEP, ceiling)
+            stage = first + int(index)
+            stop = int(stages.stops[stage])
+            replicas = self._fitting(stages, stage, int(ranks[stop]) // _STEP, ceiling)
             rank = int(ranks[stop]) + replicas * _STEP + 1
             if rank < least:
                 least, chosen = rank, (stop, replicas)
         return least, chosen
 
-    def _fitting(self, stages: _Stages, at: int, behind: int, ceiling: float) -> int:
+    def _fitting(self, stages: _Stages, stage: int, behind: int, ceiling: float) -> int:
         """The fewest replicas on which a stage fits and is fast enough."""
-        import numpy as np
-
         fits = self.task.fits
         assert fits is not None
-        layers = self.task.states.between(int(stages.starts[at]), int(stages.stops[at]))
+        layers = self.task.states.between(int(stages.starts[stage]), int(stages.stops[stage]))
         most = min(self.most, self.task.num_devices - behind)
-        for count in range(int(stages.replicas[at]), most + 1):
-            work = self._work(stages.compute[at], stages.parameters[at], np.array(count))
+        for count in range(int(stages.replicas[stage]), most + 1):
+            work = self._work(stages.compute[stage], stages.parameters[stage], np.array(count))
             fast = work * ((1 - ROUNDING) / ceiling) <= count
             if fast and fits(layers, count, 1 + ceil(behind / count)):
                 return count
@@ -357,8 +336,6 @@ class _Search:
         return beats
 
     def _stage_seconds(self, piece: Piece) -> float:
-        import numpy as np
-
         compute = self.seconds[piece.stop] - self.seconds[piece.start]
         sizes = self.task.states.parameter_bytes
         parameters = sizes[piece.stop] - sizes[piece.start]
@@ -366,8 +343,6 @@ class _Search:
 
     def _forget(self, stages: _Stages, fewest: Array, ceiling: float) -> None:
         """Keep only stages that may be part of something faster; none will need fewer replicas."""
-        import numpy as np
-
         self.behind = np.minimum(fewest, self.task.num_devices + 1)
         before, behind = self._at_least(ceiling)
         total = before[stages.starts] + stages.replicas + behind[stages.stops]
@@ -377,6 +352,4 @@ class _Search:
 
 def _whole(numbers: Array) -> Array:
     """Rounded up; what is beyond all numbers of replicas stays just beyond."""
-    import numpy as np
-
     return np.asarray(np.minimum(np.ceil(numbers), _NEVER).astype(np.int64))

@@ -13,20 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from math import ceil, inf
-from typing import TYPE_CHECKING, Any
 
 from penstock.cluster import Link, Topology
+from penstock.partition.arrays import Array, np
 from penstock.partition.chain import ROUNDING
 from penstock.partition.cost_models import CostModel
 from penstock.partition.steady.evaluation import exchange_lines
 from penstock.partition.steady.pieces import Fits, Piece
 from penstock.partition.steady.states import States
 from penstock.partition.steady.tree import usual_seconds
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -44,20 +39,18 @@ class OrderTask:
     @cached_property
     def links(self) -> tuple[Link, ...]:
         """Between neighbours in the order of devices, fastest first."""
-        found = {self.topology.link(at, at + 1) for at in range(self.num_devices - 1)}
-        return tuple(sorted(found, key=usual_seconds)) or (Link(),)
+        used = {self.topology.link(index, index + 1) for index in range(self.num_devices - 1)}
+        return tuple(sorted(used, key=usual_seconds)) or (Link(),)
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
-        """Of the devices."""
+        """How fast each device is."""
         devices = self.topology.cluster.devices
         return tuple(device.speed for device in devices[: self.num_devices])
 
     @cached_property
     def cuts(self) -> Array:
         """Seconds ``[link, state]`` of a cut between single devices."""
-        import numpy as np
-
         sizes = self.states.cut_bytes[1:-1]
         rows = [
             [self.cost_model.cut_seconds(size, 1, link) for size in sizes] for link in self.links
@@ -65,8 +58,10 @@ class OrderTask:
         return np.pad(np.array(rows).reshape(len(self.links), -1), ((0, 0), (1, 1)))
 
     def slowest(self, first: int, last: int) -> int:
-        """Of the links from one device to another, by its place in ``links``."""
-        between = [self.links.index(self.topology.link(at, at + 1)) for at in range(first, last)]
+        """The slowest link from one device to another, by its place in ``links``."""
+        between = [
+            self.links.index(self.topology.link(index, index + 1)) for index in range(first, last)
+        ]
         return max(between, default=0)
 
 
@@ -86,11 +81,11 @@ def search_in_order(task: OrderTask, below: float) -> tuple[int, tuple[Piece, ..
     Returns:
         Its first device, and its stages; devices follow each other.
     """
-    return _Search(task, below).result()
+    return _OrderSearch(task, below).result()
 
 
 @dataclass
-class _Search:
+class _OrderSearch:
     task: OrderTask
     below: float
     table: dict[int, _Choices] = field(default_factory=dict)
@@ -98,17 +93,15 @@ class _Search:
     def result(self) -> tuple[int, tuple[Piece, ...]] | None:
         end = self.task.num_devices
         self.table[end] = self._blank()
-        found = None
+        first_device = None
         for device in range(end - 1, -1, -1):
             self.table[device] = self._from(device)
             seconds = float(self.table[device].seconds[-1, 0])
             if seconds < self.below * (1 - ROUNDING):
-                self.below, found = seconds, device
-        return None if found is None else (found, self._pieces(found))
+                self.below, first_device = seconds, device
+        return None if first_device is None else (first_device, self._pieces(first_device))
 
     def _blank(self) -> _Choices:
-        import numpy as np
-
         shape = self.task.cuts.shape
         numbers = [np.zeros(shape, dtype=np.int32) for _ in range(3)]
         blank = _Choices(np.full(shape, inf), *numbers)
@@ -125,7 +118,7 @@ class _Search:
         return tuple(pieces)
 
     def _from(self, device: int) -> _Choices:
-        """Of what begins on a device: the best for every state and every slowest link before it."""
+        """The best that begins on a device, for every state and every slowest link before it."""
         made = self._blank()
         rows = self._reachable(device)
         last = min(self.task.num_devices, device + self.task.most_replicas)
@@ -135,8 +128,6 @@ class _Search:
 
     def _reachable(self, device: int) -> Array:
         """States that a partition faster than ``below`` may have before a device."""
-        import numpy as np
-
         seconds, speeds = self.task.states.compute_seconds, self.task.speeds
         before, after = sum(speeds[:device]), sum(speeds[device:])
         early = seconds <= self.below * before * (1 + 1e-9)
@@ -145,8 +136,6 @@ class _Search:
 
     def _try(self, made: _Choices, rows: Array, device: int, behind: int) -> None:
         """Stages on the devices from ``device`` up to ``behind``."""
-        import numpy as np
-
         task, count = self.task, behind - device
         own = task.slowest(device, behind - 1)
         shared = count if task.cost_model.shares_cuts else 1
@@ -166,16 +155,14 @@ class _Search:
         for before in range(own, len(task.links)):
             seconds = np.maximum(least, task.cuts[before, rows] / shared)
             better = seconds < np.minimum(made.seconds[before, rows], self.below)
-            at, stop = rows[better], columns[best[better]]
-            made.seconds[before, at] = seconds[better]
-            made.next_device[before, at] = behind
-            made.next_state[before, at] = stop
-            made.next_link[before, at] = link[stop] + to_next
+            state, stop = rows[better], columns[best[better]]
+            made.seconds[before, state] = seconds[better]
+            made.next_device[before, state] = behind
+            made.next_state[before, state] = stop
+            made.next_link[before, state] = link[stop] + to_next
 
     def _stages(self, rows: Array, columns: Array, device: int, behind: int) -> Array:
         """Seconds of stages between states ``[row, column]``; infinite where there is none."""
-        import numpy as np
-
         task, states = self.task, self.task.states
         pace = min(task.speeds[device:behind])
         compute = states.compute_seconds[columns][None] - states.compute_seconds[rows][:, None]
@@ -189,8 +176,6 @@ class _Search:
 
     def _forbid(self, beats: Array, rows: Array, columns: Array, count: int, behind: int) -> None:
         """Make infinite what does not fit."""
-        import numpy as np
-
         in_flight = 1 + ceil(behind / count)
         for row, column in np.argwhere(beats < self.below):
             if not self._fits(int(rows[row]), int(columns[column]), count, in_flight):

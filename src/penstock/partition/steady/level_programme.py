@@ -6,18 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, prod
-from typing import TYPE_CHECKING, Any
 
 from penstock.cluster import Link
 from penstock.graph import LayerGraph
+from penstock.partition.arrays import Array, np
 from penstock.partition.chain import ROUNDING
 from penstock.partition.cost_models import RELEASED, CostModel
 from penstock.partition.steady.states import States, prefixes
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Array = NDArray[Any]
 
 MOST_STEPS = 1_500_000_000
 """Numbers that the programme may compare; beyond that it takes seconds."""
@@ -30,7 +25,7 @@ class Levels:
     Attributes:
         counts: members of a group of each level, innermost first.
         links: between the members of a group of each level.
-        devices: of the cluster, by index, those of a group next to each other.
+        devices: the cluster's, by index, those of a group next to each other.
     """
 
     counts: tuple[int, ...]
@@ -91,12 +86,12 @@ def steps(num_states: int, counts: Sequence[int], updates: float) -> int:
 
 
 @dataclass
-class _Table:
+class _LevelTable:
     """What a level knows, for components from state ``[i]`` to state ``[j]``.
 
     Attributes:
         first: by m − 1, T^k on m groups.
-        later: by m − 1, likewise, of what is not first in its pipeline, with the cut before it.
+        later: the same for what is not first in its pipeline, with the cut before it.
         handing_on: by m − 1, the best on at most m groups, with the cut behind j.
         whole: the best on all groups of the level, without that cut.
     """
@@ -112,7 +107,7 @@ class Programme:
 
     Args:
         states: that may be cut behind.
-        levels: of the tree.
+        levels: the cluster's tree.
         cost_model: what stages and cuts cost.
         updates: per microbatch of the whole plan.
     """
@@ -122,13 +117,11 @@ class Programme:
     ) -> None:
         self.states, self.levels = states, levels
         self.cost_model, self.updates = cost_model, updates
-        self.tables: dict[tuple[int, float], _Table] = {}
+        self.tables: dict[tuple[int, float], _LevelTable] = {}
 
     @cached_property
     def layers(self) -> tuple[Array, Array]:
         """(seconds, parameter bytes) of a component; infinitely long where there is none."""
-        import numpy as np
-
         seconds, sizes = self.states.compute_seconds, self.states.parameter_bytes
         compute = np.where(self.states.nested, seconds[None] - seconds[:, None], inf)
         return compute, np.maximum(sizes[None] - sizes[:, None], 0.0)
@@ -144,15 +137,13 @@ class Programme:
         """A of a group of the level below."""
         return self._table(level - 1, updates).whole if level else self.layers[0]
 
-    def _table(self, level: int, updates: float) -> _Table:
+    def _table(self, level: int, updates: float) -> _LevelTable:
         key = (level, updates)
         if key not in self.tables:
             self.tables[key] = self._filled(level, updates)
         return self.tables[key]
 
-    def _filled(self, level: int, updates: float) -> _Table:
-        import numpy as np
-
+    def _filled(self, level: int, updates: float) -> _LevelTable:
         count = self.levels.counts[level]
         # Nobody asks the outermost level for components that begin behind the model's input.
         rows = 1 if level == len(self.levels.counts) - 1 else len(self.states.sets)
@@ -170,15 +161,15 @@ class Programme:
             best = first[total - 1][:rows].copy()
             behind = np.maximum(best, cuts[total - 1])
             for last in range(1, total):
-                found = _through(handing_on[total - last - 1], later[last - 1])
-                np.minimum(best, found, out=best)
-                np.minimum(behind, np.maximum(found, cuts[last - 1]), out=behind)
+                two_parts = _through(handing_on[total - last - 1], later[last - 1])
+                np.minimum(best, two_parts, out=best)
+                np.minimum(behind, np.maximum(two_parts, cuts[last - 1]), out=behind)
             if handing_on:
                 np.minimum(best, whole, out=best)
                 np.minimum(behind, handing_on[-1], out=behind)
             handing_on.append(behind)
             whole = best
-        return _Table(first, later, handing_on, whole)
+        return _LevelTable(first, later, handing_on, whole)
 
     def _parts(self, level: int, updates: float, number: int) -> tuple[Array, Array]:
         """(compute, exchange of gradients) of components on so many groups, per microbatch."""
@@ -189,8 +180,6 @@ class Programme:
 
     def _cuts(self, level: int) -> list[Array]:
         """By m − 1, seconds of a cut behind each state, of a component on m groups."""
-        import numpy as np
-
         model, link = self.cost_model, self.levels.links[level]
         return [
             np.array([model.cut_seconds(size, number, link) for size in self.states.cut_bytes])
@@ -200,26 +189,26 @@ class Programme:
     def _components(self, level: int, updates: float, start: int, stop: int) -> Iterator[Component]:
         """The plan that a group of a level has for a component: what gave its value."""
         table, cuts = self._table(level, updates), self._cuts(level)
-        found: list[Component] = []
+        backwards: list[Component] = []
         left, sought, is_last = self.levels.counts[level], float(table.whole[start, stop]), True
         while stop > start:
-            at, number = self._last_stage(table, cuts, (start, stop), left, sought, is_last)
+            begin, number = self._last_stage(table, cuts, (start, stop), left, sought, is_last)
             inner: tuple[Component, ...] = ()
             if level:
                 rate = min(1.0, updates * number)
-                inner = tuple(self._components(level - 1, rate, at, stop))
-            found.append(Component(self._layer(at), self._layer(stop), number, inner))
-            left, stop, is_last = left - number, at, False
+                inner = tuple(self._components(level - 1, rate, begin, stop))
+            backwards.append(Component(self._layer(begin), self._layer(stop), number, inner))
+            left, stop, is_last = left - number, begin, False
             if stop > start:
                 sought = float(table.handing_on[left - 1][start, stop])
-        return reversed(found)
+        return reversed(backwards)
 
     def _layer(self, state: int) -> int:
         return self.states.sets[state].bit_length()
 
     def _last_stage(
         self,
-        table: _Table,
+        table: _LevelTable,
         cuts: Sequence[Array],
         bounds: tuple[int, int],
         left: int,
@@ -227,8 +216,6 @@ class Programme:
         is_last: bool,
     ) -> tuple[int, int]:
         """(where it begins, groups) of a last stage that is no slower than what is sought."""
-        import numpy as np
-
         start, stop = bounds
         limit = sought * (1 + ROUNDING)
         for number in range(left, 0, -1):
@@ -239,9 +226,9 @@ class Programme:
             if number < left and stop > start + 1:
                 before = table.handing_on[left - number - 1][start]
                 worst = np.maximum(before, table.later[number - 1][:, stop])[start + 1 : stop]
-                at = int(worst.argmin())
-                if worst[at] <= limit:
-                    return start + 1 + at, number
+                place = int(worst.argmin())
+                if worst[place] <= limit:
+                    return start + 1 + place, number
         raise AssertionError("a value of the programme came from none of its choices")
 
 
@@ -252,14 +239,12 @@ def _through(before: Array, after: Array) -> Array:
         before: to each place, a row for each start.
         after: from each place.
     """
-    import numpy as np
-
-    found = np.full((len(before), after.shape[1]), inf)
+    least = np.full((len(before), after.shape[1]), inf)
     if len(before) == 1:
-        np.minimum(found, np.maximum(before[0][:, None], after).min(axis=0), out=found)
-        return found
+        np.minimum(least, np.maximum(before[0][:, None], after).min(axis=0), out=least)
+        return least
     for place in range(1, after.shape[1] - 1):
-        part = found[:place, place + 1 :]
-        one = np.maximum(before[:place, place, None], after[None, place, place + 1 :])
-        np.minimum(part, one, out=part)
-    return found
+        part = least[:place, place + 1 :]
+        way = np.maximum(before[:place, place, None], after[None, place, place + 1 :])
+        np.minimum(part, way, out=part)
+    return least

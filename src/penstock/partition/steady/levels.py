@@ -8,7 +8,7 @@ Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training"
 - T^k(i→j, m): a component of layers i to j, planned as A^{k−1}(i→j, m_{k−1}), on each of m groups
 - A^k(i→j, m) = min{T^k(i→j, m), min_{s,m'} max{A^k(i→s, m−m'), cut behind s, T^k(s+1→j, m')}}
 
-What T^k and a cut take is up to the cost model: ``CostModel.stage_seconds``, with a component's
+What T^k and a cut take is up to the cost model: ``CostModel.shared_seconds``, with a component's
 seconds in the place of compute, and ``CostModel.cut_seconds``. ``pipedream-released`` has a quirk:
 where a component is the first of its pipeline, the published optimizer divides its exchange of
 gradients by the devices of a group, as if they shared the work.
@@ -40,7 +40,7 @@ class NestedPartition:
     """What the programme found.
 
     Attributes:
-        components: of the outermost level, from the model's input to its output.
+        components: those of the outermost level, from the model's input to its output.
         objective_seconds: A^L of the whole model, the programme's own value. It takes the exchange
             of a replicated component as one that all its parameters make together, once for each
             microbatch that a group gets.
@@ -94,7 +94,7 @@ def nested_partition(
             each.
         cluster: a regular tree.
         cost_model: what stages and cuts cost.
-        updates: per microbatch, as in ``CostModel.stage_seconds``. A group that gets every m-th
+        updates: per microbatch, as in ``CostModel.shared_seconds``. A group that gets every m-th
             microbatch has m times as many per microbatch of its own.
 
     Raises:
@@ -118,10 +118,10 @@ def _flat(graph: LayerGraph, levels: Levels, components: Sequence[Component]) ->
     """Nested components as stages with devices."""
     stages = tuple(
         PartitionedStage(
-            tuple(layer.name for layer in graph.layers[one.start : one.stop]),
+            tuple(layer.name for layer in graph.layers[component.start : component.stop]),
             tuple(levels.devices[place] for place in places),
         )
-        for one, places in _placed(levels, len(levels.counts) - 1, components, [0])
+        for component, places in _placed(levels, len(levels.counts) - 1, components, [0])
     )
     return Partition(stages, inf, "PipeDream's programme, level by level")
 
@@ -134,12 +134,12 @@ def _placed(
     Args:
         groups: the first place of each, in the order in which they get microbatches.
     """
-    size, at = prod(levels.counts[:level]), 0
-    for one in components:
+    size, taken = prod(levels.counts[:level]), 0
+    for component in components:
         # Which of the groups comes first: then a microbatch stays in its own from stage to stage.
-        own = [group + (at + k) * size for k in range(one.replicas) for group in groups]
-        at += one.replicas
+        own = [group + (taken + k) * size for k in range(component.replicas) for group in groups]
+        taken += component.replicas
         if level:
-            yield from _placed(levels, level - 1, one.inner, own)
+            yield from _placed(levels, level - 1, component.inner, own)
         else:
-            yield one, own
+            yield component, own

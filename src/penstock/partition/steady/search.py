@@ -54,7 +54,7 @@ def best_partition(
         graph: the model.
         cluster: where it may run.
         cost_model: what stages and cuts cost.
-        updates: per microbatch, as in ``CostModel.stage_seconds``; 1/m for synchronous training
+        updates: per microbatch, as in ``CostModel.shared_seconds``; 1/m for synchronous training
             with m microbatches.
         straight: whether every stage has one device.
         order: ``"any"`` also cuts where no prefix of the execution order ends. A graph with more
@@ -88,18 +88,18 @@ def best_partition(
         speed=min(speeds),
         fits=fits,
     )
-    found = search_flat(task)
-    if found is None:
+    flat = search_flat(task)
+    if flat is None:
         raise PlanError(
             f"no partition on {count} devices fits: a stage breaks its limit however layers are "
             "cut; raise the limits, use more devices or recompute"
         )
-    best = _partition(task, cluster, 0, found.pieces, method)
+    best = _partition(task, cluster, 0, flat.pieces, method)
     if _is_uniform(topology, count):
         return best
     best = _with_true_links(task, topology, best)
     nested = _level_by_level(task, cluster)
-    return min((best, *nested), key=lambda one: one.bottleneck_seconds)
+    return min((best, *nested), key=lambda made: made.bottleneck_seconds)
 
 
 def _level_by_level(task: FlatTask, cluster: Cluster) -> list[Partition]:
@@ -129,12 +129,12 @@ def _with_true_links(task: FlatTask, topology: Topology, best: Partition) -> Par
         most_replicas=task.most_replicas,
         fits=task.fits,
     )
-    found = search_in_order(in_order, best.bottleneck_seconds)
+    faster = search_in_order(in_order, best.bottleneck_seconds)
     method = f"{best.method}, devices in order"
-    if found is None:
+    if faster is None:
         return replace(best, method=method)
-    made = _partition(task, topology.cluster, *found, method)
-    return min(made, best, key=lambda one: one.bottleneck_seconds)
+    made = _partition(task, topology.cluster, *faster, method)
+    return min(made, best, key=lambda partition: partition.bottleneck_seconds)
 
 
 def _is_uniform(topology: Topology, num_devices: int) -> bool:
@@ -158,12 +158,12 @@ def _partition(
     task: FlatTask, cluster: Cluster, first: int, pieces: Sequence[Piece], method: str
 ) -> Partition:
     names = [layer.name for layer in task.states.graph.layers]
-    stages, at = [], first
+    stages, device = [], first
     for piece in pieces:
         layers = task.states.between(piece.start, piece.stop)
-        devices = tuple(range(at, at + piece.replicas))
+        devices = tuple(range(device, device + piece.replicas))
         stages.append(PartitionedStage(tuple(names[index] for index in layers), devices))
-        at += piece.replicas
+        device += piece.replicas
     made = Partition(tuple(stages), inf, method)
     graph = task.states.graph
     seconds = evaluate(graph, cluster, task.cost_model, made, task.updates)

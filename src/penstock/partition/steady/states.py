@@ -10,16 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
 
 from penstock.graph import LayerGraph
+from penstock.partition.arrays import Array, Floats, np
 from penstock.partition.readers import handed_on
-
-if TYPE_CHECKING:
-    from numpy import float64
-    from numpy.typing import NDArray
-
-    Floats = NDArray[float64]
 
 MOST_STATES = 2500
 """Beyond so many, all pairs of states take more memory and time than a plan is worth."""
@@ -31,7 +25,7 @@ class States:
 
     Attributes:
         graph: whose layers they are sets of.
-        sets: of each state its layers, as a bit per layer.
+        sets: the layers of each state, as a bit per layer.
         is_all: whether these are all states of the graph, not just prefixes.
     """
 
@@ -40,13 +34,11 @@ class States:
     is_all: bool
 
     @cached_property
-    def members(self) -> NDArray[Any]:
+    def members(self) -> Array:
         """Booleans ``[state, layer]``: whether the state has the layer."""
-        import numpy as np
-
         num_layers = len(self.graph.layers)
         width = (num_layers + 7) // 8
-        rows = b"".join(one.to_bytes(width, "little") for one in self.sets)
+        rows = b"".join(layers.to_bytes(width, "little") for layers in self.sets)
         octets = np.frombuffer(rows, dtype=np.uint8).reshape(len(self.sets), width)
         return np.unpackbits(octets, axis=1, bitorder="little")[:, :num_layers].astype(bool)
 
@@ -57,20 +49,16 @@ class States:
 
     @cached_property
     def parameter_bytes(self) -> Floats:
-        """Of each state's layers."""
+        """Parameter bytes of each state's layers."""
         return self._sums([float(layer.parameter_bytes) for layer in self.graph.layers])
 
     def _sums(self, numbers: Sequence[float]) -> Floats:
-        import numpy as np
-
         sums: Floats = self.members @ np.array(numbers)
         return sums
 
     @cached_property
     def cut_bytes(self) -> Floats:
         """What travels over a cut behind each state in one direction, every output once."""
-        import numpy as np
-
         total = np.zeros(len(self.sets))
         for source, readers, num_bytes in handed_on(self.graph):
             leaves = self.members[:, source] & ~self.members[:, readers].all(axis=1)
@@ -78,10 +66,8 @@ class States:
         return total
 
     @cached_property
-    def nested(self) -> NDArray[Any]:
+    def nested(self) -> Array:
         """Booleans ``[a, b]``: whether state a is part of the larger state b."""
-        import numpy as np
-
         count = len(self.sets)
         if not self.is_all:
             return np.triu(np.ones((count, count), dtype=bool), 1)
@@ -111,7 +97,7 @@ def all_states(graph: LayerGraph, most: int = MOST_STATES) -> States | None:
     putting them elsewhere.
     """
     pieces, everywhere = _Pieces(graph).result()
-    found = {0}
+    known = {0}
     edge = [0]
     while edge:
         bigger = set()
@@ -119,11 +105,13 @@ def all_states(graph: LayerGraph, most: int = MOST_STATES) -> States | None:
             for need, own in pieces:
                 if need & state == need and own & state != own:
                     bigger.add(state | own | everywhere)
-        edge = list(bigger - found)
-        found |= bigger
-        if len(found) > most:
+        edge = list(bigger - known)
+        known |= bigger
+        if len(known) > most:
             return None
-    return States(graph, tuple(sorted(found, key=lambda one: (one.bit_count(), one))), is_all=True)
+    return States(
+        graph, tuple(sorted(known, key=lambda layers: (layers.bit_count(), layers))), is_all=True
+    )
 
 
 class _Pieces:

@@ -19,7 +19,7 @@ def members_at(
     """What each group has inside, of those that are so deep in the tree.
 
     Args:
-        topology: of the cluster; its groups are equally deep.
+        topology: the cluster's; its groups are equally deep.
         depth: 0 for the cluster itself.
         devices: indices; what has none of them is left out.
 
@@ -41,5 +41,5 @@ def link_within(topology: Topology, path: Path) -> Link:
 
 
 def usual_seconds(link: Link) -> float:
-    """Of a message of usual size, to compare links by."""
+    """Seconds of a message of usual size, to compare links by."""
     return link.seconds(_USUAL_BYTES)

@@ -66,7 +66,7 @@ class Solution(NamedTuple):
 
     Attributes:
         sharings: in execution order.
-        seconds: of a minibatch.
+        seconds: what a minibatch takes.
         exact: whether nothing that is allowed is faster.
     """
 
@@ -75,13 +75,13 @@ class Solution(NamedTuple):
     exact: bool
 
 
-class Problem:
+class LayoutProblem:
     """One model on one group.
 
     Args:
         graph: the profile.
         ring: the group.
-        num_microbatches: per minibatch.
+        num_microbatches: how many a minibatch has.
     """
 
     def __init__(self, graph: LayerGraph, ring: Ring, num_microbatches: int) -> None:
@@ -96,17 +96,17 @@ class Problem:
     def _collect_values(self) -> None:
         layers = self.graph.layers
         place = {layer.name: index for index, layer in enumerate(layers)}
-        sources = [set(found) for found in sources_of(self.graph)]
+        sources = [set(own) for own in sources_of(self.graph)]
         readers: list[list[int]] = [[] for _ in layers]
-        for index, found in enumerate(sources):
-            for source in found:
+        for index, own in enumerate(sources):
+            for source in own:
                 readers[source].append(index)
         for index, layer in enumerate(layers):
             for name in layer.skip_bytes:
                 sources[place[name]].add(index)
         trains: list[bool] = []
         for index, layer in enumerate(layers):
-            trained = layer.parameter_bytes > 0 or any(trains[one] for one in sources[index])
+            trained = layer.parameter_bytes > 0 or any(trains[source] for source in sources[index])
             trains.append(trained)
             self._add_value(index, readers[index], layer.output_bytes, trained)
             for name, num_bytes in layer.skip_bytes.items():
@@ -124,19 +124,19 @@ class Problem:
         best: dict[State, tuple[float, _Trail | None]] = {(): (0.0, None)}
         exact = True
         for index, layer in enumerate(self.graph.layers):
-            found: dict[State, tuple[float, _Trail | None]] = {}
+            reached: dict[State, tuple[float, _Trail | None]] = {}
             for sharing in allowed(layer):
                 work = self._work_seconds(layer, sharing)
                 for state, (seconds, trail) in best.items():
                     step = self._step(state, index, sharing)
                     talk = step.forward.seconds + step.backward.seconds
                     total = seconds + work + self.num_microbatches * talk
-                    if step.state not in found or total < found[step.state][0]:
-                        found[step.state] = (total, _Trail(sharing, trail))
-            if len(found) > _MOST_STATES:
+                    if step.state not in reached or total < reached[step.state][0]:
+                        reached[step.state] = (total, _Trail(sharing, trail))
+            if len(reached) > _MOST_STATES:
                 exact = False
-                found = dict(sorted(found.items(), key=lambda item: item[1][0])[:_MOST_STATES])
-            best = found
+                reached = dict(sorted(reached.items(), key=lambda item: item[1][0])[:_MOST_STATES])
+            best = reached
         seconds, last = min(best.values(), key=lambda entry: entry[0])
         return Solution(_unwound(last), seconds, exact)
 

@@ -126,7 +126,7 @@ class Ring:
     Attributes:
         num_ranks: how many, at least 1.
         link: between any two of them.
-        num_rows: of a microbatch. A device has ``ceil(num_rows / num_ranks)`` of them at most.
+        num_rows: rows of a microbatch; a device has ``ceil(num_rows / num_ranks)`` of them at most.
     """
 
     num_ranks: int

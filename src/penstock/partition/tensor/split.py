@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from penstock.cluster import Link
 from penstock.errors import InputError
 from penstock.graph import Layer, LayerGraph
-from penstock.partition.tensor.layout_search import Problem, Solution, Step
+from penstock.partition.tensor.layout_search import LayoutProblem, Solution, Step
 from penstock.partition.tensor.layouts import Layout, Ring, Sharing, Split, ways
 from penstock.values import is_whole
 
@@ -28,11 +28,11 @@ class TensorSplit:
     """How a group shares a model.
 
     Attributes:
-        splits: of each layer by its name, as the plan says it; empty for one rank. ``"data"``: each
-            device has its part of the rows; ``"column"``: of the outputs; ``"row"``: of the inputs;
-            ``"any"``: it works in the layout of its values (see ``layouts``), on all of them where
-            that is ``"whole"``.
-        layouts: of each layer's output, by the layer's name: ``"rows"``, ``"whole"`` or
+        splits: how each layer is split, by its name, as the plan says it; empty for one rank.
+            ``"data"``: each device has its part of the rows; ``"column"``: of the outputs;
+            ``"row"``: of the inputs; ``"any"``: it works in the layout of its values (see
+            ``layouts``), on all of them where that is ``"whole"``.
+        layouts: how each layer's output lies, by the layer's name: ``"rows"``, ``"whole"`` or
             ``"features"``; empty for one rank.
         graph: the same layers as the group sees them. Times are those of the busiest device, with
             communication in ``forward_seconds``, ``backward_input_seconds`` and, for the sum of
@@ -86,16 +86,18 @@ def split_layers(
     for what, count in counts.items():
         if not is_whole(count) or count < 1:
             raise InputError(f"{what} is {count!r}, but must be a whole number ≥ 1")
-    problem = Problem(graph, Ring(num_tensor_ranks, link, graph.microbatch_size), num_microbatches)
+    problem = LayoutProblem(
+        graph, Ring(num_tensor_ranks, link, graph.microbatch_size), num_microbatches
+    )
     data = problem.solve(_by_rows)
     tensor = problem.solve(_by_parameters)
-    found = problem.solve(ways)
+    searched = problem.solve(ways)
     # A search that had to leave something out may have left these out.
-    best = min(found, data, tensor, key=lambda solution: solution.seconds)
+    best = min(searched, data, tensor, key=lambda solution: solution.seconds)
     alone = num_tensor_ranks == 1
     return TensorSplit(
-        splits={} if alone else {name: one.split for name, one in _named(problem, best)},
-        layouts={} if alone else {name: one.gives for name, one in _named(problem, best)},
+        splits={} if alone else {name: sharing.split for name, sharing in _named(problem, best)},
+        layouts={} if alone else {name: sharing.gives for name, sharing in _named(problem, best)},
         graph=graph if alone else _as_seen(problem, best),
         seconds=best.seconds,
         moved_bytes=problem.moved_bytes(best.sharings),
@@ -103,11 +105,11 @@ def split_layers(
         data_moved_bytes=problem.moved_bytes(data.sharings),
         tensor_seconds=tensor.seconds,
         tensor_moved_bytes=problem.moved_bytes(tensor.sharings),
-        exact=found.exact,
+        exact=searched.exact,
     )
 
 
-def _named(problem: Problem, solution: Solution) -> list[tuple[str, Sharing]]:
+def _named(problem: LayoutProblem, solution: Solution) -> list[tuple[str, Sharing]]:
     names = (layer.name for layer in problem.graph.layers)
     return list(zip(names, solution.sharings, strict=True))
 
@@ -122,18 +124,18 @@ def _by_parameters(layer: Layer) -> list[Sharing]:
     return divided or there
 
 
-def _as_seen(problem: Problem, solution: Solution) -> LayerGraph:
+def _as_seen(problem: LayoutProblem, solution: Solution) -> LayerGraph:
     """The graph as one device of the group sees it, its communication included."""
     share = problem.ring.share(solution.sharings[0].reads)
     return replace(
         problem.graph,
-        layers=tuple(_layer_as_seen(problem, *one) for one in problem.walk(solution.sharings)),
+        layers=tuple(_layer_as_seen(problem, *step) for step in problem.walk(solution.sharings)),
         input_bytes=_part(problem.graph.input_bytes, share),
         other_sizes=(),
     )
 
 
-def _layer_as_seen(problem: Problem, layer: Layer, sharing: Sharing, step: Step) -> Layer:
+def _layer_as_seen(problem: LayoutProblem, layer: Layer, sharing: Sharing, step: Step) -> Layer:
     ring = problem.ring
     work, parameters = ring.share(sharing.divides), ring.parameter_share(sharing)
     reads, gives = ring.share(sharing.reads), ring.share(sharing.gives)

@@ -19,10 +19,10 @@ from penstock.model.microbatches import Microbatches
 from penstock.model.optimizer_factory import OptimizerFactory
 from penstock.pipeline import Pipeline
 from penstock.plans import Plan
-from penstock.plans.table import format_bytes
 from penstock.profiler.alone import Alone, Sample, measure_uncut
 from penstock.schedule import Kind
 from penstock.timing.timeline import Timeline
+from penstock.units import format_bytes
 
 FAMILIES: dict[Mode, str] = {"whole": "1f1b", "split": "zb-h1", "stream": "pipedream"}
 """The schedule that stands for each mode."""

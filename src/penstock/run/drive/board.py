@@ -1,4 +1,4 @@
-"""Where ranks of several processes tell each other why they failed, beside their channels."""
+"""Where processes write why they failed, so that others can say more than that somebody is gone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Board:
     that it is gone; and of ranks that wait for each other in a row, all run out at once.
 
     Args:
-        meeting: of all ranks, where they have built the pipeline.
+        meeting: where all ranks have built the pipeline.
     """
 
     def __init__(self, meeting: Rendezvous) -> None:

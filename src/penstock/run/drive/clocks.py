@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.transport import ProcessTransport
+from penstock.transport.rendezvous import translated
+
 NUM_EXCHANGES = 32
 """Per host."""
 
@@ -31,7 +34,7 @@ def clock_offsets(
     asks again from time to time.
 
     Args:
-        group: of processes that exchange CPU tensors (gloo).
+        group: processes that exchange CPU tensors (gloo).
         host_ids: what tells the host of each rank; ranks with equal ones read the same clock, so
             that those on rank 0's host have exactly 0.
         clock: what this rank reads, in seconds.
@@ -48,9 +51,24 @@ def clock_offsets(
             own = _asked(group, clock)
         elif rank == 0:
             _answer(group, speaker, clock)
-    found = [torch.zeros(1, dtype=torch.float64) for _ in host_ids]
-    dist.all_gather(found, torch.tensor([own], dtype=torch.float64), group=group)
-    return tuple(float(found[speakers[host]]) for host in host_ids)
+    offsets = [torch.zeros(1, dtype=torch.float64) for _ in host_ids]
+    dist.all_gather(offsets, torch.tensor([own], dtype=torch.float64), group=group)
+    return tuple(float(offsets[speakers[host]]) for host in host_ids)
+
+
+def offsets_of_clocks(transport: ProcessTransport) -> tuple[float, ...]:
+    """By how many seconds each rank's clock is ahead of rank 0's; collective.
+
+    Raises:
+        PeerError, DeadlineError: another rank has ended, or does not answer.
+    """
+    group = transport.group
+    if group is None or len(set(transport.hosts)) == 1:
+        return (0.0,) * len(transport.hosts)
+    seconds, argument = transport.patience
+    where = f"rank {dist.get_rank()}, comparing its clock with those of other hosts"
+    with translated(where, seconds, f"raise {argument}"):
+        return clock_offsets(group, transport.hosts)
 
 
 def _asked(group: dist.ProcessGroup, clock: Clock) -> float:

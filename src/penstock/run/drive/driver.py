@@ -12,8 +12,8 @@ from typing import Generic, NamedTuple, Self, TypeVar
 from torch import Tensor
 
 from penstock.errors import InputError, PeerError, PenstockError, StageError
-from penstock.run.minibatch import Minibatch
-from penstock.run.outcome import Outcome
+from penstock.run.minibatch import Minibatch, StreamPosition
+from penstock.run.outcome import MinibatchOutcome
 from penstock.schedule.segment import Segment
 from penstock.transport import Transport
 from penstock.transport.base import Patience
@@ -68,7 +68,7 @@ class Driver(ABC, Generic[T]):
     ``T`` is what stands for a submitted minibatch until it is collected.
 
     Args:
-        transports: of the ranks in this process.
+        transports: those of the ranks in this process.
         deadlines: how long they wait.
     """
 
@@ -90,11 +90,17 @@ class Driver(ABC, Generic[T]):
         self._num_proofs[minibatch.trains] += num_proofs
 
     @abstractmethod
-    def submit(self, segment: Segment, minibatch: Minibatch) -> T:
-        """Begin one minibatch."""
+    def submit(self, segment: Segment, minibatch: Minibatch, position: StreamPosition) -> T:
+        """Begin one minibatch.
+
+        Args:
+            segment: of the schedule, which the ranks perform.
+            minibatch: what they perform it on.
+            position: where it stands in its stream.
+        """
 
     @abstractmethod
-    def collect(self, ticket: T) -> Outcome:
+    def collect(self, ticket: T) -> MinibatchOutcome:
         """Wait for a minibatch; every rank gets the same loss or outputs.
 
         Raises:
@@ -104,17 +110,13 @@ class Driver(ABC, Generic[T]):
     def break_off(self) -> None:
         """Stop what was submitted and will not be collected; by default nothing runs then."""
 
-    def run(self, segment: Segment, minibatch: Minibatch) -> Outcome:
-        """Run one minibatch from beginning to end."""
-        return self.collect(self.submit(segment, minibatch))
-
     @abstractmethod
     def gather(self, states: States, expected: Segment) -> States:
         """The states of all ranks' stages, where this process is rank 0; elsewhere nothing. Every
         process must call it.
 
         Args:
-            states: of this process's stages, by number.
+            states: those of this process's stages, by number.
             expected: what a rank would run that does something else meanwhile.
 
         Raises:

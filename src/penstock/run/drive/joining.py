@@ -44,7 +44,7 @@ def joined(transport: TransportName, seconds: float, num_ranks: int) -> Iterator
     Args:
         transport: what was asked for.
         seconds: how long ranks wait for each other, each time.
-        num_ranks: of the plan, for advice.
+        num_ranks: how many ranks the plan has, for advice.
 
     Raises:
         InputError: there is no such transport, or this is not a process of a job.
@@ -107,7 +107,7 @@ def _store_of_job(seconds: float) -> tuple[Store, int, int]:
     )
     try:
         # Twice as long: torch gives up by itself, unless whoever keeps the store is stopped.
-        found: tuple[Store, int, int] = within(
+        place: tuple[Store, int, int] = within(
             2 * seconds, lambda: next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
         )
     except TimeoutError:
@@ -117,7 +117,7 @@ def _store_of_job(seconds: float) -> tuple[Store, int, int]:
     except RuntimeError as error:
         first_line = str(error).partition("\n")[0]  # says how many came, if this is rank 0
         raise DeadlineError(f"{late} ({first_line})") from error
-    return found
+    return place
 
 
 def _leave_group() -> None:

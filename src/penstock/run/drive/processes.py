@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import DeadlineError, InputError, ModelError, PeerError, RunError
-from penstock.plans import Plan
+from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.run import outcome
 from penstock.run.counting import Peak
 from penstock.run.drive.board import Board
-from penstock.run.drive.clocks import clock_offsets
 from penstock.run.drive.driver import Deadlines, Driver, States, failure_notice, named, naming
-from penstock.run.minibatch import Harvest, Minibatch
-from penstock.run.outcome import Outcome
+from penstock.run.minibatch import Harvest, Minibatch, StreamPosition, seal_of
+from penstock.run.outcome import MinibatchOutcome
 from penstock.run.rank.journal import Record
 from penstock.run.rank.worker import NUMBERS_PER_RUN, Worker
 from penstock.run.seals import Call, Seal, SealedTransport, check_alike
 from penstock.schedule.segment import Segment
 from penstock.timing.timeline import Row
-from penstock.transport import Edge, Noted, ProcessTransport
+from penstock.transport import Edge, Noted
 from penstock.transport.base import LARGEST_NUMBER
-from penstock.transport.rendezvous import Rendezvous, translated
+from penstock.transport.rendezvous import Rendezvous
 from penstock.transport.tags import AGREEMENT_TAG, FIRST_EXCHANGE, REPORT_TAG, STATE_TAG
 from penstock.weights.store import Held
 
 
-class Report(NamedTuple):
+class RankReport(NamedTuple):
     """What a rank tells all others at the end of a step.
 
     It travels as plain data. ``times`` holds (start, end) of every op of its program, which all
@@ -55,32 +51,38 @@ class Report(NamedTuple):
         return (*self[:-2], peak, held)
 
     @classmethod
-    def unpacked(cls, packed: tuple[Any, ...]) -> Report:
+    def unpacked(cls, packed: tuple[Any, ...]) -> RankReport:
         """Undo ``packed``."""
         times, versions, losses, outputs, metrics, peak, held = packed
         peak, held = peak and Peak(*peak), held and Held(*held)
         return cls(times, versions, losses, outputs, metrics, peak, held)
 
 
-class Ticket(NamedTuple):
-    """A minibatch of which this rank's ops are done."""
+class ProcessTicket(NamedTuple):
+    """A minibatch of which this rank's ops are done.
+
+    Attributes:
+        seal: what other ranks must have been given, too.
+    """
 
     segment: Segment
     minibatch: Minibatch
+    position: StreamPosition
     harvest: Harvest
+    seal: bytes
 
 
-class ProcessDriver(Driver[Ticket]):
+class ProcessDriver(Driver[ProcessTicket]):
     """Runs this process's worker and exchanges results with the other processes.
 
     Args:
-        worker: of this process's rank.
-        transport: its transport.
-        sealed: the same, as the worker uses it.
-        meeting: of all ranks, where they have built the pipeline.
+        worker: this process's rank.
+        transport: the one that the worker uses.
+        meeting: where all ranks have built the pipeline.
         deadlines: how long ranks wait for each other.
         num_threads: torch's intra-op threads, until it is closed.
-        record: exchange records too, so that every rank can draw the whole timeline.
+        clock_offsets: by how many seconds each rank's clock is ahead of rank 0's; records are
+            exchanged too, so that every rank can draw the whole timeline. ``None``: they are not.
         share_results: tell losses, metrics and outputs to every rank; otherwise only the ranks
             that computed them have them.
     """
@@ -88,13 +90,12 @@ class ProcessDriver(Driver[Ticket]):
     def __init__(
         self,
         worker: Worker,
-        transport: ProcessTransport,
-        sealed: SealedTransport,
+        transport: SealedTransport,
         meeting: Rendezvous,
         deadlines: Deadlines,
         *,
         num_threads: int,
-        record: bool,
+        clock_offsets: Sequence[float] | None,
         share_results: bool,
     ) -> None:
         super().__init__([transport], deadlines)
@@ -102,45 +103,46 @@ class ProcessDriver(Driver[Ticket]):
         torch.set_num_threads(num_threads)
         self._worker = worker
         self._transport = transport
-        self._sealed = sealed
         self._num_ranks = meeting.num_ranks
         self._others = [rank for rank in range(meeting.num_ranks) if rank != meeting.rank]
-        self._record = record
+        self._records = clock_offsets is not None
+        self._clock_offsets = clock_offsets or [0.0] * meeting.num_ranks
         self._share_results = share_results
-        self._clock_offsets = offsets_of_clocks(transport) if record else None
         self._failure: str | None = None
         self._board = Board(meeting)
 
-    def submit(self, segment: Segment, minibatch: Minibatch) -> Ticket:
+    def submit(
+        self, segment: Segment, minibatch: Minibatch, position: StreamPosition
+    ) -> ProcessTicket:
         """Perform this rank's ops and tell their results; the other ranks do likewise."""
         self._check_usable()
         self._be_patient(minibatch)
         with self._telling_failures(segment, minibatch.step):
-            self._sealed.seal = minibatch.seal
-            self._sealed.synchronous = minibatch.synchronous
-            harvest = self._worker.run(segment, minibatch)
+            seal = self._transport.seal = seal_of(minibatch, position)
+            self._transport.synchronous = position.synchronous
+            harvest = self._worker.run(segment, minibatch, position)
             if self._worker.rank in self._telling(segment):
-                own = Noted(self._report(harvest).packed(), minibatch.seal)
+                own = Noted(self._report(harvest).packed(), seal)
                 for edge in self._edges_to_all(REPORT_TAG):
                     self._transport.send(edge, FIRST_EXCHANGE + harvest.number, own)
-        return Ticket(segment, minibatch, harvest)
+        return ProcessTicket(segment, minibatch, position, harvest, seal)
 
     def _check_usable(self) -> None:
         if self._failure:
             raise RunError(f"this pipeline has failed ({self._failure}); start the job again")
 
-    def collect(self, ticket: Ticket) -> Outcome:
-        segment, minibatch, harvest = ticket
+    def collect(self, ticket: ProcessTicket) -> MinibatchOutcome:
+        segment, minibatch, harvest = ticket.segment, ticket.minibatch, ticket.harvest
         with self._telling_failures(segment, minibatch.step):
-            reports = self._reports(segment, harvest, minibatch)
-            if not minibatch.more_follow:
+            reports = self._reports(ticket)
+            if not ticket.position.more_follow:
                 self._transport.flush()
         all_told = len(reports) == self._num_ranks
         self._went_through(minibatch, num_proofs=2 if all_told else 1)
-        return Outcome.of(
+        return MinibatchOutcome.of(
             reports,
             minibatch.weights,
-            self._rows(ticket, reports) if self._record and any(segment.ranks) else None,
+            self._rows(ticket, reports) if self._records and any(segment.ranks) else None,
             harvest.norm,
             begins=segment.begins,
         )
@@ -172,9 +174,9 @@ class ProcessDriver(Driver[Ticket]):
                 raise explained from error.__cause__
             raise
 
-    def _report(self, harvest: Harvest) -> Report:
+    def _report(self, harvest: Harvest) -> RankReport:
         times = None
-        if self._record:
+        if self._records:
             pairs = [(start, end) for _, start, end in harvest.records]
             times = torch.tensor(pairs, dtype=torch.float64)
         versions = torch.tensor(harvest.versions, dtype=torch.int64)
@@ -182,30 +184,30 @@ class ProcessDriver(Driver[Ticket]):
             results = harvest.losses, harvest.outputs, harvest.metrics
         else:
             results = {}, {}, {}
-        return Report(times, versions, *results, harvest.peak, harvest.held)
+        return RankReport(times, versions, *results, harvest.peak, harvest.held)
 
-    def _reports(self, segment: Segment, harvest: Harvest, minibatch: Minibatch) -> list[Report]:
+    def _reports(self, ticket: ProcessTicket) -> list[RankReport]:
         """Every rank's report that holds anything; of the others nothing is sent."""
-        rank = self._worker.rank
+        rank, harvest = self._worker.rank, ticket.harvest
         own = self._report(harvest)._replace(
             losses=harvest.losses, outputs=harvest.outputs, metrics=harvest.metrics
         )
         return [
-            own if other == rank else self._report_of(other, harvest.number, minibatch)
-            for other in sorted({rank, *self._telling(segment)})
+            own if other == rank else self._report_of(other, ticket)
+            for other in sorted({rank, *self._telling(ticket.segment)})
         ]
 
-    def _report_of(self, other: int, number: int, minibatch: Minibatch) -> Report:
+    def _report_of(self, other: int, ticket: ProcessTicket) -> RankReport:
         """What another rank tells.
 
         Raises:
             RunError: it was given something else than this rank.
         """
-        rank = self._worker.rank
-        waiting = (
-            f"rank {rank}, waiting at the end of step {minibatch.step} for rank {other}'s results"
+        rank, step = self._worker.rank, ticket.minibatch.step
+        waiting = f"rank {rank}, waiting at the end of step {step} for rank {other}'s results"
+        return RankReport.unpacked(
+            self._told_by(other, ticket.harvest.number, ticket.seal, waiting)
         )
-        return Report.unpacked(self._told_by(other, number, minibatch.seal, waiting))
 
     def _told_by(self, other: int, number: int, seal: bytes, waiting: str) -> Any:
         """What another rank tells all others of what they do together.
@@ -214,38 +216,38 @@ class ProcessDriver(Driver[Ticket]):
             RunError: it does something else.
         """
         rank = self._worker.rank
-        edge = Edge(other, rank, REPORT_TAG)
-        message = self._transport.recv(edge, FIRST_EXCHANGE + number, waiting)
-        if type(message) is Noted:
-            message, its_seal = message
+        told = self._transport.recv(Edge(other, rank, REPORT_TAG), FIRST_EXCHANGE + number, waiting)
+        if type(told) is Noted:
+            told, its_seal = told
             check_alike(seal, its_seal, (rank, other), waiting)
-        return message
+        return told
 
     def _telling(self, segment: Segment) -> set[int]:
         """The ranks that have something to tell: records, peaks, or results of the last stage."""
         if not any(segment.ranks):
             return set()  # others may be in the middle of something
-        if self._record or self._worker.counts_memory:
+        if self._records or self._worker.counts_memory:
             return set(range(self._num_ranks))
         last = segment.schedule.num_stages - 1
         have_results = set(segment.schedule.ranks_of(last))
         return have_results if self._share_results else set()
 
-    def _rows(self, ticket: Ticket, reports: list[Report]) -> list[Row]:
+    def _rows(self, ticket: ProcessTicket, reports: list[RankReport]) -> list[Row]:
         self._check_alike(ticket, reports)
-        offsets = self._clock_offsets or [0.0] * self._num_ranks
         return [
             outcome.row(
                 [Record(op, *times) for op, times in zip(ops, report.times.tolist(), strict=True)],
                 report.versions.tolist(),
-                ticket.minibatch.base,
+                ticket.position.base,
                 offset,
             )
-            for ops, report, offset in zip(ticket.segment.ranks, reports, offsets, strict=True)
+            for ops, report, offset in zip(
+                ticket.segment.ranks, reports, self._clock_offsets, strict=True
+            )
             if report.times is not None
         ]
 
-    def _check_alike(self, ticket: Ticket, reports: list[Report]) -> None:
+    def _check_alike(self, ticket: ProcessTicket, reports: list[RankReport]) -> None:
         """Ranks go through the same stream. Seals tell if not, except where a loader has raised,
         which is told by itself: behind it that rank has drained, and others have not."""
         for rank, (ops, report) in enumerate(zip(ticket.segment.ranks, reports, strict=True)):
@@ -279,7 +281,7 @@ class ProcessDriver(Driver[Ticket]):
         """Tell the others, also those that do something else: they find it in the place of the
         first message that they wait for."""
         announcement = Noted(None, Seal(Call.GATHER).packed())
-        for edge, unit in self._worker.program(expected).first_units().items():
+        for edge, unit in self._worker.first_units(expected).items():
             self._transport.send(edge, number + unit, announcement)
         # Nobody waits for these if all is well.
         self._transport.discard(number + NUMBERS_PER_RUN)
@@ -300,68 +302,3 @@ class ProcessDriver(Driver[Ticket]):
         if not self._failure:
             self._board.write(f"rank {self._worker.rank} closed its pipeline ({reason})")
         self._transport.close(reason)
-
-
-class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank would build.
-
-    Attributes:
-        model: fingerprint of its model.
-        seed: of its random layers.
-        plan: as JSON; only rank 0's counts, so that only rank 0 tells it.
-        settings: arguments of ``Pipeline`` that must be alike, as text.
-    """
-
-    model: str
-    seed: int
-    plan: str | None
-    settings: dict[str, str]
-
-
-def agree(
-    meeting: Rendezvous, plan: Plan, model: str, seed: int, settings: dict[str, str]
-) -> tuple[Plan, int]:
-    """Rank 0's plan and seed, on every process: each profiles and plans a little differently.
-
-    Args:
-        meeting: of all processes.
-        plan: this process's.
-        model: fingerprint of this process's model.
-        seed: this process's.
-        settings: its arguments that must be alike everywhere, as text by their names.
-
-    Raises:
-        ModelError: the processes have built different models.
-        InputError: their settings differ.
-        PeerError, DeadlineError: another rank did not come.
-    """
-    own = _Offer(model, seed, None if meeting.rank else plan.to_json(), settings)
-    offers = meeting.exchange(own, _Offer, "to its Pipeline")
-    others = [rank for rank, offer in enumerate(offers) if offer.model != offers[0].model]
-    if others:
-        raise ModelError(
-            f"rank {others[0]} has built another model than rank 0; build the same one everywhere"
-        )
-    for rank, offer in enumerate(offers):
-        for name, value in offers[0].settings.items():
-            if offer.settings.get(name) != value:
-                raise InputError(
-                    f"{name} is {value} on rank 0, but {offer.settings.get(name)} on rank {rank}; "
-                    "give Pipeline the same on every rank"
-                )
-    return Plan.from_json(offers[0].plan or "", "rank 0's plan"), offers[0].seed
-
-
-def offsets_of_clocks(transport: ProcessTransport) -> tuple[float, ...]:
-    """By how many seconds each rank's clock is ahead of rank 0's; collective.
-
-    Raises:
-        PeerError, DeadlineError: another rank has ended, or does not answer.
-    """
-    group = transport.group
-    if group is None or len(set(transport.hosts)) == 1:
-        return (0.0,) * len(transport.hosts)
-    seconds, argument = transport.patience
-    where = f"rank {dist.get_rank()}, comparing its clock with those of other hosts"
-    with translated(where, seconds, f"raise {argument}"):
-        return clock_offsets(group, transport.hosts)

@@ -21,8 +21,8 @@ import torch
 from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.run import outcome
 from penstock.run.drive.driver import Deadlines, Driver, States, failure_notice, naming
-from penstock.run.minibatch import Harvest, Minibatch
-from penstock.run.outcome import Outcome
+from penstock.run.minibatch import Harvest, Minibatch, StreamPosition
+from penstock.run.outcome import MinibatchOutcome
 from penstock.run.rank.worker import Worker
 from penstock.schedule.segment import Segment
 from penstock.transport import Edge, ThreadTransport
@@ -35,7 +35,7 @@ Task = Callable[[], Harvest]
 
 
 @dataclass(eq=False)
-class Ticket:
+class ThreadTicket:
     """A submitted minibatch, and what the ranks will have of it.
 
     ``num_updates`` holds how many steps each rank's optimizers had begun when it was through.
@@ -43,11 +43,12 @@ class Ticket:
 
     segment: Segment
     minibatch: Minibatch
+    position: StreamPosition
     futures: list[Future[Harvest]]
     num_updates: list[int]
 
 
-class ThreadDriver(Driver[Ticket]):
+class ThreadDriver(Driver[ThreadTicket]):
     """One thread per rank, for the life of the pipeline.
 
     Args:
@@ -63,7 +64,7 @@ class ThreadDriver(Driver[Ticket]):
         self._inboxes: list[queue.SimpleQueue[tuple[Task, Future[Harvest]] | None]] = []
         self._threads = []
         self._unusable: str | None = None
-        self._under_way: list[Ticket] = []
+        self._under_way: list[ThreadTicket] = []
         self._failed = False
         self._updates_before = [worker.updater.num_updates for worker in workers]
         for worker in workers:
@@ -81,14 +82,15 @@ class ThreadDriver(Driver[Ticket]):
         self._end = weakref.finalize(self, _end, self._inboxes)
         self._end.atexit = False
 
-    def submit(self, segment: Segment, minibatch: Minibatch) -> Ticket:
-        if self._under_way and not self._under_way[-1].minibatch.more_follow:
+    def submit(
+        self, segment: Segment, minibatch: Minibatch, position: StreamPosition
+    ) -> ThreadTicket:
+        if self._under_way and not self._under_way[-1].position.more_follow:
             self.break_off()  # who called has lost it to an interrupt
         if self._unusable:
             raise RunError(f"{self._unusable}; restore the weights and build a new Pipeline")
-        ticket = Ticket(
-            segment, minibatch, [Future() for _ in self._workers], [0] * len(self._workers)
-        )
+        futures: list[Future[Harvest]] = [Future() for _ in self._workers]
+        ticket = ThreadTicket(segment, minibatch, position, futures, [0] * len(self._workers))
         self._be_patient(minibatch)
         with self._until_we_know_better():
             self._under_way.append(ticket)
@@ -98,7 +100,7 @@ class ThreadDriver(Driver[Ticket]):
         self._unusable = None
         return ticket
 
-    def collect(self, ticket: Ticket) -> Outcome:
+    def collect(self, ticket: ThreadTicket) -> MinibatchOutcome:
         futures = ticket.futures
         if ticket not in self._under_way:
             raise RunError("this step was cancelled because the one before it failed")
@@ -118,10 +120,10 @@ class ThreadDriver(Driver[Ticket]):
         self._unusable = None
         harvests = [future.result() for future in futures]
         rows = [
-            outcome.row(harvest.records, harvest.versions, ticket.minibatch.base)
+            outcome.row(harvest.records, harvest.versions, ticket.position.base)
             for harvest in harvests
         ]
-        return Outcome.of(
+        return MinibatchOutcome.of(
             harvests,
             ticket.minibatch.weights,
             rows,
@@ -149,15 +151,15 @@ class ThreadDriver(Driver[Ticket]):
         for worker in self._workers:
             worker.transport.fail("the run was interrupted", ())
 
-    def _run(self, worker: Worker, ticket: Ticket) -> Harvest:
-        minibatch = ticket.minibatch
+    def _run(self, worker: Worker, ticket: ThreadTicket) -> Harvest:
+        minibatch, position = ticket.minibatch, ticket.position
         if self._failed:
             raise PeerError("the minibatch before this one failed")
         try:
             with naming(worker.rank, minibatch.step):
-                harvest = worker.run(ticket.segment, minibatch)
+                harvest = worker.run(ticket.segment, minibatch, position)
             ticket.num_updates[worker.rank] = worker.updater.num_updates
-            if not minibatch.more_follow:
+            if not position.more_follow:
                 self._await_next(worker, harvest, minibatch.step)
             return harvest
         except BaseException as error:
@@ -200,7 +202,7 @@ class ThreadDriver(Driver[Ticket]):
         elif any(updater.pending for updater in updaters):
             self._unusable = "updates were made on trust, which the failed step did not validate"
 
-    def _cause(self, begun: Sequence[Ticket]) -> BaseException:
+    def _cause(self, begun: Sequence[ThreadTicket]) -> BaseException:
         """The failure that made the others fail, with what every rank did last as notes."""
         futures = [future for ticket in begun for future in ticket.futures]
         errors = [e for f in futures if f.done() and (e := f.exception()) is not None]

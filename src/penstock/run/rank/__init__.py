@@ -1,12 +1,18 @@
 """One rank: what it does with its part of a schedule.
 
-``program`` is that part, with all that is known before it runs; ``interpreter`` walks it, and
-``worker`` has one function per kind of op. ``at_hand`` is the minibatch that is worked on, ``mail``
-what passes between ops and ranks, ``observers`` who looks on, ``journal`` what was done when;
-``updater`` makes weights of gradients, and ``undo`` takes an update back.
+``program`` is that part, with all that follows from it before it runs. ``compiler`` binds each op
+to what performs it, once per segment: a step of ``steps`` or ``forward`` knows its stage, its
+channels, its unit and who looks on. ``interpreter`` performs the steps on a ``work``, which is one
+minibatch with its place in the stream, and writes down when. ``worker`` goes from minibatch to
+minibatch. ``mail`` is what passes between stages, ``observers`` are those who look on, ``journal``
+says what was done when; ``updater`` makes weights of gradients, and ``undo`` takes an update back.
 
 Decisions:
 
 An error computed with weights on trust counts only if the verdict lets them stand. Until it is
 read, a rank hands on a placeholder, so that all others get to where they read it.
+
+Steps hold nothing that changes from one minibatch to the next, so a segment's steps are made once
+and need not be asked which minibatch they are for: that is the work they are performed on. Whether
+a minibatch trains is known when steps are bound, since evaluation reads the newest weights.
 """

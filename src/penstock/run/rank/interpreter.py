@@ -1,47 +1,60 @@
-"""The interpreter: perform a rank's ops in order, and record when.
+"""The interpreter: perform a rank's steps in order, and record when.
 
-It knows kinds of op, never the name of a schedule.
+It knows neither kinds of op nor the name of a schedule: a step is bound to what performs it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from penstock.errors import RunError, StageError
 from penstock.run.rank.journal import Journal, Record
 from penstock.schedule import Op
 
+W_contra = TypeVar("W_contra", contravariant=True)
 
-class Performer(Protocol):
-    """Whatever can perform ops."""
 
-    def perform(self, op: Op) -> None:
-        """Do what ``op`` says."""
+class RankStep(Protocol[W_contra]):
+    """One op, bound to all that it needs but the work at hand."""
+
+    @property
+    def op(self) -> Op:
+        """What it does, to which microbatch, counted from the beginning of its window."""
+
+    def perform(self, work: W_contra) -> None:
+        """Do it."""
 
 
 class Restart(Exception):
-    """What the ops so far have computed is void; the caller is to perform all of them again."""
+    """What the steps so far have computed is void; the caller is to perform all of them again."""
 
 
-def perform_all(ops: Iterable[Op], performer: Performer, journal: Journal, base: int = 0) -> None:
-    """Perform ops in order, and write down when each began and ended.
+def perform_all(
+    steps: Iterable[RankStep[W_contra]], work: W_contra, journal: Journal, base: int = 0
+) -> None:
+    """Perform steps in order, and write down when each began and ended.
 
-    ``base`` is how many microbatches come before those of the ops, for errors.
+    Args:
+        steps: of one rank.
+        work: what they are performed on.
+        journal: where it is written down.
+        base: how many microbatches come before those of the steps' ops, for errors.
 
     Raises:
         StageError: the user's code raised; stage, microbatch and op are named, and the original is
             the cause.
         RunError: as raised by a transport.
-        Restart: as raised by an op.
+        Restart: as raised by a step.
     """
     write = journal.records.append
-    for op in ops:
+    for step in steps:
+        op = step.op
         journal.current = op
         journal.since = start = time.perf_counter()
         try:
-            performer.perform(op)
+            step.perform(work)
         except (RunError, Restart):
             raise
         except Exception as error:
@@ -53,6 +66,6 @@ def perform_all(ops: Iterable[Op], performer: Performer, journal: Journal, base:
 def stage_error(op: Op, error: Exception) -> StageError:
     """What the user's code raised, with where."""
     where = f"stage {op.stage}, microbatch {op.microbatch}, op {op}"
-    found = StageError(f"{where}: {type(error).__name__}: {error}")
-    found.__cause__ = error
-    return found
+    named = StageError(f"{where}: {type(error).__name__}: {error}")
+    named.__cause__ = error
+    return named

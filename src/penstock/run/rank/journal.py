@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from penstock.schedule import Op
 
 NUM_SHOWN = 10
+
+_NO_WAITS: Mapping[Op, str] = MappingProxyType({})
 
 
 class Record(NamedTuple):
@@ -20,32 +23,35 @@ class Record(NamedTuple):
 
 
 class Journal:
-    """Of one rank during one minibatch; written by its thread, read by any.
+    """What one rank does for one minibatch; written by its thread, read by any.
+
+    Args:
+        waiting: what ops that receive wait for.
 
     Attributes:
-        records: of the ops that are done.
+        records: when the ops ran that are done.
         current: the op that is being performed.
         since: when it began.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, waiting: Mapping[Op, str] = _NO_WAITS) -> None:
         self.records: list[Record] = []
         self.current: Op | None = None
         self.since = 0.0
+        self._waiting = waiting
 
-    def text(self, rank: int, waiting: Mapping[Op, str]) -> str:
-        """One line: the last ops, and what the rank does now.
+    def end(self) -> None:
+        """The minibatch has ended, well or not: nothing is waited for any more."""
+        self._waiting = _NO_WAITS
 
-        Args:
-            rank: whose journal it is.
-            waiting: what ops that receive wait for.
-        """
+    def text(self, rank: int) -> str:
+        """One line: the last ops, and what the rank does now."""
         done = " ".join(str(record.op) for record in self.records[-NUM_SHOWN:]) or "nothing"
         op = self.current
         if op is None:
             return f"rank {rank}: did {done}; idle"
         seconds = time.perf_counter() - self.since
         doing = f"at {op} for {seconds:.3g} s"
-        if op in waiting:
-            doing += f" ({waiting[op]})"
+        if op in self._waiting:
+            doing += f" ({self._waiting[op]})"
         return f"rank {rank}: did {done}; {doing}"

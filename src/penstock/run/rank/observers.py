@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 
 from torch import nn
@@ -10,11 +10,13 @@ from torch import nn
 from penstock.device.activation_meter import saving
 from penstock.run.counting import Counter, Peak
 from penstock.run.minibatch import Minibatch
+from penstock.run.rank.interpreter import RankStep
+from penstock.run.rank.work import Work
 from penstock.run.recipe import Recipe
-from penstock.schedule import Kind, Op
+from penstock.schedule import Kind
 from penstock.schedule.op import COMPUTE
 from penstock.stage.batch_norm import MinibatchStatistics
-from penstock.stage.stage import Stage
+from penstock.stage.protocol import RunnableStage
 from penstock.weights.store import Instead
 
 _WATCHED = COMPUTE | {Kind.RECOMPUTE}
@@ -22,18 +24,18 @@ _FORWARDS = frozenset({Kind.FORWARD, Kind.RECOMPUTE})
 
 
 class Observers:
-    """Of one worker.
+    """Those who look on while one rank computes.
 
     Args:
-        stages: of its rank.
-        recipe: which of them it asks for.
+        stages: the rank's, by number.
+        recipe: says which observers there are.
 
     Raises:
         InputError: a module has statistics that cannot be gathered over a minibatch.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], recipe: Recipe) -> None:
-        self._modules = [layer.module for stage in stages.values() for layer in stage.layers]
+    def __init__(self, stages: Mapping[int, RunnableStage], recipe: Recipe) -> None:
+        self._modules = [module for stage in stages.values() for module in stage.layer_modules]
         self._gathers = recipe.batch_norm == "minibatch"
         if self._gathers:
             MinibatchStatistics(self._modules).close()  # refuses now what it would refuse later
@@ -53,7 +55,7 @@ class Observers:
     def attend(self, minibatch: Minibatch) -> None:
         """A minibatch begins. Hooks of statistics must not get into copies of the model that are
         made between steps, so they come and go."""
-        gathers = self._gathers and minibatch.targets
+        gathers = self._gathers and minibatch.trains
         self._statistics = MinibatchStatistics(self._modules) if gathers else None
 
     def leave(self) -> None:
@@ -67,22 +69,25 @@ class Observers:
         if self._counter is not None:
             self._counter.begin()
 
+    def look_on(self, kind: Kind) -> bool:
+        """Whether anybody may be interested in ops of a kind."""
+        return kind in _WATCHED and (self._gathers or self._counter is not None)
+
     def watch(
-        self, op: Op, unit: int, perform: Callable[[Op], None], instead: Instead | None
+        self, step: RankStep[Work], work: Work, unit: int, instead: Instead | None = None
     ) -> None:
-        """Perform an op under all eyes that are interested.
+        """Perform a compute step under all eyes that are interested.
 
         Args:
-            op: which.
-            unit: that it works on.
-            perform: does it.
+            step: what is performed.
+            work: the minibatch it is performed on.
+            unit: its number in the stream.
             instead: what autograd is to save in the place of weights, if anything.
         """
-        if op.kind not in _WATCHED or (
-            self._statistics is None and self._counter is None and instead is None
-        ):
-            perform(op)
+        if self._statistics is None and self._counter is None and instead is None:
+            step.perform(work)
             return
+        op = step.op
         with ExitStack() as stack:
             if self._statistics is not None and op.kind is not Kind.FORWARD:
                 # What runs forward again counts no second time.
@@ -91,7 +96,7 @@ class Observers:
                 stack.enter_context(self._counter.watching(op.stage, unit, instead))
             elif instead is not None:
                 stack.enter_context(saving(instead))
-            perform(op)
+            step.perform(work)
         if self._counter is not None:
             self._counter.after(op.stage, unit)
 

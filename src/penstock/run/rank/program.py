@@ -10,12 +10,13 @@ through, microbatch × number of slices + slice, so that one number names a mess
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from penstock.schedule import Kind, Op
+from penstock.schedule.op import BACKWARD
 from penstock.schedule.segment import Segment
-from penstock.stage.stage import Keep
+from penstock.stage.protocol import Keep
 from penstock.transport import Edge
 from penstock.transport.tags import SKIP_TAGS
 
@@ -31,7 +32,7 @@ class SkipRoute(NamedTuple):
     Attributes:
         key: its name in the model.
         source, target: the stages that stash and recall it.
-        number: of the route, which tells its messages from others.
+        number: tells the messages of this route from those of others.
     """
 
     key: str
@@ -40,21 +41,38 @@ class SkipRoute(NamedTuple):
     number: int
 
 
-class Program:
-    """What one rank does for one minibatch.
-
-    Args:
-        segment: of a lowered schedule.
-        rank: which.
-        skips: of the model.
+class SkipChannel(NamedTuple):
+    """How a skip of one microbatch, or its gradient, gets from one stage to another.
 
     Attributes:
-        ops: in order.
-        num_slices: of a microbatch.
+        route: between which stages.
+        backward: whether it is the gradient.
+        edge: on which it travels; ``None`` within a rank.
+        waiting: what to say if it does not come.
+    """
+
+    route: SkipRoute
+    backward: bool
+    edge: Edge | None
+    waiting: str = ""
+
+
+class RankProgram:
+    """What one rank does for one minibatch, and what follows from it.
+
+    Args:
+        segment: a part of a lowered schedule.
+        rank: the rank whose part this is.
+        skips: the model's values that travel beside the chain.
+
+    Attributes:
+        ops: this rank's, in order.
+        last_stage: the number of the pipeline's last stage.
+        num_slices: how many slices a microbatch has.
         keeps: what the forward of a (stage, unit) keeps for its backward.
-        keeps_again: likewise what its recomputation keeps.
-        edges: of every send and receive.
-        waiting: of every receive, what to say if nothing comes.
+        keeps_again: what its recomputation keeps.
+        edges: the edge of every send and receive.
+        waiting: for every receive, what to say if nothing comes.
         stashes, recalls: the skip routes that begin and end at a stage, in the order in which the
             model recalls them.
     """
@@ -90,8 +108,8 @@ class Program:
 
         split, again = set(units(Kind.BACKWARD_INPUT)), set(units(Kind.RECOMPUTE))
         forwards = units(Kind.FORWARD)
-        complete = {one: Keep.SPLIT if one in split else Keep.EVERYTHING for one in forwards}
-        return {one: Keep.INPUT if one in again else complete[one] for one in forwards}, complete
+        complete = {key: Keep.SPLIT if key in split else Keep.EVERYTHING for key in forwards}
+        return {key: Keep.INPUT if key in again else complete[key] for key in forwards}, complete
 
     def _route(self, op: Op) -> None:
         if op.kind in _SENDS:
@@ -99,9 +117,9 @@ class Program:
         elif op.kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD):
             needed = self.schedule.dependencies(op)[0]
             edge = self.edges[op] = self._edge(needed)
-            self.waiting[op] = self.awaiting(op, f"{needed} of rank {edge.source}")
+            self.waiting[op] = self._awaiting(op, f"{needed} of rank {edge.source}")
         elif op.kind is Kind.AGREE:
-            self.waiting[op] = self.awaiting(op, "the norms of all ranks' gradients")
+            self.waiting[op] = self._awaiting(op, "the norms of all ranks' gradients")
 
     def _edge(self, send: Op) -> Edge:
         """The edge on which a send op sends: forward and backward messages have tags of their own,
@@ -111,7 +129,7 @@ class Program:
         where = self.schedule.where
         return Edge(where[send], where[target], 2 * send.stage + backward)
 
-    def awaiting(self, op: Op, what: str) -> str:
+    def _awaiting(self, op: Op, what: str) -> str:
         """How an error names a wait."""
         return f"rank {self.rank}, waiting at {op} for {what}"
 
@@ -126,6 +144,33 @@ class Program:
         tag = SKIP_TAGS + 2 * route.number + backward
         return Edge(target, source, tag) if backward else Edge(source, target, tag)
 
+    def arriving(self, op: Op) -> tuple[SkipChannel, ...]:
+        """Where the skips come from that a forward recalls; of a backward, the gradients of what
+        its stage has stashed: that which is recalled last in the model comes first."""
+        if op.kind in BACKWARD:
+            return self._channels(op, reversed(self.stashes[op.stage]), backward=True)
+        return self._channels(op, self.recalls[op.stage], backward=False)
+
+    def leaving(self, op: Op) -> tuple[SkipChannel, ...]:
+        """Where the skips go that a forward stashes; of a backward, the gradients of what its stage
+        has recalled."""
+        backward = op.kind in BACKWARD
+        routes = self.recalls if backward else self.stashes
+        return self._channels(op, routes[op.stage], backward=backward)
+
+    def _channels(
+        self, op: Op, routes: Iterable[SkipRoute], *, backward: bool
+    ) -> tuple[SkipChannel, ...]:
+        return tuple(self._channel(op, route, backward) for route in routes)
+
+    def _channel(self, op: Op, route: SkipRoute, backward: bool) -> SkipChannel:
+        edge = self.skip_edge(route, op.microbatch, backward=backward)
+        if edge is None or edge.source == self.rank:
+            return SkipChannel(route, backward, edge)
+        what = "the gradient of skip" if backward else "skip"
+        waiting = self._awaiting(op, f"{what} {route.key!r} of rank {edge.source}")
+        return SkipChannel(route, backward, edge, waiting)
+
     def first_units(self) -> dict[Edge, int]:
         """The unit of the first message on every edge of the chain on which this rank sends."""
         units: dict[Edge, int] = {}
@@ -136,12 +181,10 @@ class Program:
 
     def outgoing(self) -> set[Edge]:
         """The edges on which others may wait for this rank's values and gradients."""
-        found = {self.edges[op] for op in self._all_ops if op.kind in _SENDS}
-        forwards = [op for op in self._all_ops if op.kind is Kind.FORWARD]
-        for op in forwards:
-            for routes, backward in ((self.stashes, False), (self.recalls, True)):
-                edges = (
-                    self.skip_edge(r, op.microbatch, backward=backward) for r in routes[op.stage]
-                )
-                found.update(edge for edge in edges if edge is not None)
-        return found
+        edges = {self.edges[op] for op in self._all_ops if op.kind in _SENDS}
+        for op in self._all_ops:
+            if op.kind is Kind.FORWARD:
+                for routes, backward in ((self.stashes, False), (self.recalls, True)):
+                    channels = self._channels(op, routes[op.stage], backward=backward)
+                    edges |= {channel.edge for channel in channels if channel.edge is not None}
+        return edges

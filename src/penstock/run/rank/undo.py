@@ -24,10 +24,10 @@ class Undo:
     """What it takes to take back an optimizer's next step.
 
     Args:
-        optimizer: that will step. All that it keeps in tensors, lists, dictionaries, tuples and
-            plain values is remembered, and likewise of optimizers inside of it. An optimizer with
-            a ``state_dict`` of its own may keep more: what that tells is remembered as well.
-        parameters: that it may change, and whose gradients it may.
+        optimizer: the one that will step. All that it keeps in tensors, lists, dictionaries, tuples
+            and plain values is remembered, and likewise of optimizers inside of it. An optimizer
+            with a ``state_dict`` of its own may keep more: what that tells is remembered as well.
+        parameters: what it may change, values and gradients.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
@@ -39,7 +39,7 @@ class Undo:
         # Gradients are cloned, since some optimizers work in their memory.
         self._gradients = [(p, None if p.grad is None else p.grad.clone()) for p in own.values()]
         memory = _Memory()
-        self._give_back = [memory.of(one) for one in ({**own, **in_groups}, optimizer)]
+        self._give_back = [memory.of(value) for value in ({**own, **in_groups}, optimizer)]
 
     def take_back(self) -> None:
         """Make everything what it was."""

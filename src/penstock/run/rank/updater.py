@@ -8,6 +8,23 @@ Three synchronous ways to update, all with the result of one device:
   the next minibatch is under way; where it was wrong to step, the step is undone and made again.
 
 In an asynchronous pipeline, each stage steps at the end of each of its rounds, on its own.
+
+Post-validation, which waits for nobody between gradients and steps (arXiv 2401.10241, section 4);
+the numbers stand at the lines here, in ``worker``, ``forward`` and ``steps``:
+
+1. A stage whose gradients are complete notes the norms of its parameters' gradients.
+2. With its last stage, the rank tells all others its norms, before it steps.
+3. It remembers weights, gradients and optimizer state, and steps: on trust.
+4. The next minibatch begins with the new weights. Its first forwards work on copies of the inputs,
+   and buffers are saved, since it may have to begin anew. If the user's code fails, that may be for
+   weights that will not stand: a void goes on in place of the value, and the error is kept.
+5. At the AGREE op, which stands where waiting costs least, the rank reads the others' norms. All
+   ranks come to the same verdict from the same numbers.
+6. The steps stand: what they remembered is dropped, and a kept error is raised after all.
+7. They do not: they are undone, made as the verdict says, and the minibatch begins anew with
+   messages of new numbers; those of the old attempt are discarded.
+
+Where no minibatch follows, 5 to 7 happen at the end of this one.
 """
 
 from __future__ import annotations
@@ -44,7 +61,7 @@ class Holding:
             rank use is in the first of them only.
         counted: those whose norm this rank tells, by their place in the model: of every weight,
             one of its holders does.
-        place: of the stage in the pipeline.
+        place: where the stage stands in the pipeline.
         delay: how many updates old its gradients are when they are applied.
         rate: what its learning rates are multiplied by.
     """
@@ -63,19 +80,19 @@ class Updater:
     """Applies the gradients of one rank's stages.
 
     Args:
-        rank: which.
+        rank: the one whose stages these are.
         num_ranks: how many take part in an agreement.
-        holdings: of this rank, by stage.
-        transport: of this rank.
+        holdings: what each stage of the rank trains.
+        transport: the rank's end of its channels.
         recipe: how to train.
         shared: weights of which this rank holds one of several copies.
 
     Attributes:
-        sums: of the gradients of ``shared``.
+        sums: the sums of the gradients of ``shared``.
         optimizers: by stage; a stage without parameters has none.
         num_updates: steps begun so far, over all stages.
         loss_scale: as of the last verdict.
-        norm: of all gradients at the last verdict, before clipping; ``None`` without one.
+        norm: that of all gradients at the last verdict, before clipping; ``None`` before any.
     """
 
     def __init__(
@@ -91,7 +108,7 @@ class Updater:
         self.loss_scale = recipe.loss_scale
         self.norm: Tensor | None = None
         # Where gradients of replicas are averaged, there are so many times fewer updates.
-        rates = {stage: one.rate if recipe.averages else 1.0 for stage, one in holdings.items()}
+        rates = {stage: held.rate if recipe.averages else 1.0 for stage, held in holdings.items()}
         self.optimizers = {
             stage: optimizer
             for stage, holding in holdings.items()
@@ -162,7 +179,9 @@ class Updater:
 
     def _counted(self) -> dict[int, nn.Parameter]:
         return {
-            place: one for held in self._holdings.values() for place, one in held.counted.items()
+            place: parameter
+            for held in self._holdings.values()
+            for place, parameter in held.counted.items()
         }
 
     def _unscale(self, stages: Iterable[int]) -> None:
@@ -218,14 +237,16 @@ class Updater:
         holding = self._holdings[stage]
         self.sums.complete(stage)
         self._unscale([stage])
+        # [1]
         share = Share.of(holding.counted)
         self._share = Share(self._share.norms | share.norms, self._share.finite and share.finite)
         if not self._to_update:
-            # All else that this step does is this rank's own affair: let the others go on.
+            # [2] All else that this step does is this rank's own affair: let the others go on.
             tell(self._transport, self._rank, self._num_ranks, self._number, self._share)
         optimizer = self.optimizers.get(stage)
         if optimizer is not None:
             self.num_updates += 1
+            # [3]
             self._undo[stage] = Undo(optimizer, holding.named.values())
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -243,9 +264,10 @@ class Updater:
         if self._pending is None:
             return True
         number, share, steps = self._pending
+        # [5]
         verdict = self._judge(number, share)
         stands = verdict.factor == 1.0 and (verdict.finite or self.loss_scale is None)
-        if not stands:
+        if not stands:  # [7]
             for stage, undo in steps.items():
                 undo.take_back()
                 self._step(stage, verdict)

@@ -12,7 +12,7 @@ from penstock.schedule.families.options import at_least
 from penstock.schedule.op import Kind
 from penstock.schedule.placement import snake
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.search import Problem, Rules, greedy, whole_ranks
+from penstock.schedule.search import OrderingProblem, Rules, greedy, whole_ranks
 
 
 def hanayo(num_ranks: int, num_microbatches: int, num_waves: int = 1) -> Schedule:
@@ -48,7 +48,7 @@ def hanayo(num_ranks: int, num_microbatches: int, num_waves: int = 1) -> Schedul
             f"{num_ranks}, so that a wave fills the pipeline; cut the minibatch finer, or take 1f1b"
         )
     placement = snake(num_ranks, 2 * num_waves)
-    problem = Problem(
+    problem = OrderingProblem(
         placement=placement,
         num_microbatches=num_microbatches,
         durations=WholeBackward(),

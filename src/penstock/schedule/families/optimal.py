@@ -77,9 +77,9 @@ def optimal(
     _check_costs(stages, num_microbatches, costs)
     room = _room(num_ranks, num_microbatches, stages, activation_limit)
     # Only here, so that everything else starts without numpy.
-    from penstock.schedule.optimal import Problem, minimise
+    from penstock.schedule.optimal import ExactProblem, minimise
 
-    problem = Problem.of(stages, num_microbatches, costs, room, objective == "stage")
+    problem = ExactProblem.of(stages, num_microbatches, costs, room, objective == "stage")
     limits = [has / stages.count(rank) for rank, has in enumerate(room)]
     good = zb_auto(
         num_ranks,

@@ -10,7 +10,7 @@ from penstock.errors import InputError
 from penstock.schedule.families.alternate import alternate
 from penstock.schedule.families.options import at_least
 from penstock.schedule.families.replicated import Replicas, replica_counts, round_robin
-from penstock.schedule.rounds import warm_up
+from penstock.schedule.rounds import fewest_per_update
 from penstock.schedule.schedule import Schedule
 
 
@@ -50,7 +50,7 @@ def pipedream_2bw(
     counts = replica_counts(family, replicas, num_ranks)
     if minibatch is not None:
         at_least(family, "minibatch", minibatch, 1)
-        least = max(warm_up(counts, stage) * count for stage, count in enumerate(counts))
+        least = fewest_per_update(counts)
         if minibatch < least:
             raise InputError(
                 f"{family}: a minibatch of {minibatch} microbatches is too short: a stage would "

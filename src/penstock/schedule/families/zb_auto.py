@@ -31,8 +31,8 @@ from penstock.schedule.placement import loop, snake
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.search import (
     Objective,
+    OrderingProblem,
     Orders,
-    Problem,
     check_objective,
     search,
     whole_ranks,
@@ -109,7 +109,7 @@ def zb_auto(
                     f"zb-auto: sizes: stage {stage} keeps {part} for its weight gradient, more "
                     f"than its whole activation of {whole}; a split backward frees no memory there"
                 )
-    problem = Problem(
+    problem = OrderingProblem(
         placement=ranks,
         num_microbatches=num_microbatches,
         durations=costs,
@@ -131,7 +131,7 @@ def _limits(
     return one_per_rank("zb-auto", "activation_limit", limit, num_ranks)
 
 
-def _seeds(problem: Problem) -> list[Orders]:
+def _seeds(problem: OrderingProblem) -> list[Orders]:
     """The orders of the fixed families with this placement, as they are and with B split."""
     num_ranks, num_microbatches = problem.num_ranks, problem.num_microbatches
     built = []

@@ -22,17 +22,24 @@ from time import monotonic
 import numpy as np
 
 from penstock.errors import InputError, ScheduleError
-from penstock.schedule.optimal.problem import NEVER, Floats, Order, Problem, Windows, objective_of
-from penstock.schedule.optimal.program import Program, load_solver
+from penstock.schedule.optimal.problem import (
+    NEVER,
+    ExactProblem,
+    Floats,
+    Order,
+    StartWindows,
+    objective_of,
+)
+from penstock.schedule.optimal.program import LinearProgram, load_solver
 
-__all__ = ["PRECISION", "Order", "Problem", "minimise"]
+__all__ = ["PRECISION", "ExactProblem", "Order", "minimise"]
 
 PRECISION = 1e-6
 """An order may exceed the optimum by this part of it, to which the solver computes."""
 
 
-def minimise(problem: Problem, known: Order, time_limit_seconds: float) -> Order:
-    """Of each rank, the ops in the order whose objective is least, to one part in a million.
+def minimise(problem: ExactProblem, known: Order, time_limit_seconds: float) -> Order:
+    """The order of each rank's ops whose objective is least, to one part in a million.
 
     Args:
         problem: what is to be ordered.
@@ -43,18 +50,21 @@ def minimise(problem: Problem, known: Order, time_limit_seconds: float) -> Order
         InputError: not proven in time, or scipy is not installed.
         ScheduleError: the solver's answer does not stand up to a recount.
     """
+    # 1. Bounds: the known order from above, one-machine bounds from below.
     solve = load_solver()
     deadline = monotonic() + time_limit_seconds
-    windows = Windows(problem, problem.gap)
+    windows = StartWindows(problem, problem.gap)
     least = windows.lower_bound(problem)
     bound = objective_of(problem, known)
     cutoff = bound * (1 - PRECISION)
     if least >= cutoff:
         return known
+    # 2. Orders of two ops that cannot beat what is known are ruled out.
     narrowed = _rule_out(problem, windows, cutoff)
     if narrowed is None:
         return known
-    program = Program(problem, *narrowed, bounds=(least, cutoff))
+    # 3. What is left open, the solver decides.
+    program = LinearProgram(problem, *narrowed, bounds=(least, cutoff))
     status, promised, values = solve(program, deadline - monotonic(), PRECISION)
     if status == "infeasible":
         # Nothing is below the cutoff, so what was known is the best.
@@ -65,17 +75,20 @@ def minimise(problem: Problem, known: Order, time_limit_seconds: float) -> Order
             f"{bound:g} is known, and none is below {least:g}; raise time_limit_seconds, or take "
             "zb-auto, which searches without proof"
         )
+    # 4. Its answer is an order, which is counted again by other means.
     order = _decode(problem, program, values)
-    found = objective_of(problem, order)
-    if found > promised + 3 * PRECISION * bound:
+    recounted = objective_of(problem, order)
+    if recounted > promised + 3 * PRECISION * bound:
         raise ScheduleError(
-            f"optimal: the solver promised {promised:g}, but its order takes {found:g}; leave out "
-            "costs that are next to nothing beside the others, or take zb-auto"
+            f"optimal: the solver promised {promised:g}, but its order takes {recounted:g}; leave "
+            "out costs that are next to nothing beside the others, or take zb-auto"
         )
     return order
 
 
-def _rule_out(problem: Problem, windows: Windows, cutoff: float) -> tuple[Floats, Windows] | None:
+def _rule_out(
+    problem: ExactProblem, windows: StartWindows, cutoff: float
+) -> tuple[Floats, StartWindows] | None:
     """Add to the gaps each order of two ops without which the objective would exceed ``cutoff``;
     ``None`` if nothing can stay within it."""
     gap, duration, rank = problem.gap, problem.duration, np.array(problem.rank)
@@ -91,11 +104,11 @@ def _rule_out(problem: Problem, windows: Windows, cutoff: float) -> tuple[Floats
         if not forced.any():
             return gap, windows
         gap = np.where(forced, duration[:, None], gap)
-        windows = Windows(problem, gap)
+        windows = StartWindows(problem, gap)
     return None
 
 
-def _decode(problem: Problem, program: Program, values: Floats) -> Order:
+def _decode(problem: ExactProblem, program: LinearProgram, values: Floats) -> Order:
     """The order that the binaries say; starts decide only where times of zero leave a circle."""
     done: set[int] = set()
     order: Order = [[] for _ in problem.room]

@@ -17,7 +17,7 @@ Floats = npt.NDArray[np.float64]
 NEVER = -np.inf
 
 Order = list[list[int]]
-"""Of each rank, the numbers of its ops."""
+"""The numbers of the ops of each rank, in their order."""
 
 Gaps = tuple[tuple[int, float], ...]
 """Ops, and how long after the start of one of two the other can start."""
@@ -26,16 +26,16 @@ _KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class ExactProblem:
     """What is to be ordered; op number n is ``ops[n]``.
 
     Attributes:
         ops: all of them, by stage, kind and microbatch.
-        rank: of each op.
-        duration: of each op.
+        rank: the rank of each op.
+        duration: how long each op takes.
         gap: ``gap[a, b]`` is how long after the start of a, b can start at the earliest; −∞ where b
             does not need a.
-        room: per rank, how many forwards may be held at once.
+        room: how many forwards each rank may hold at once.
         by_stage: whether each rank's end counts from its own first start, not from time 0.
     """
 
@@ -54,7 +54,7 @@ class Problem:
         costs: Durations,
         room: tuple[int, ...],
         by_stage: bool = False,
-    ) -> Problem:
+    ) -> ExactProblem:
         """The ops of a split backward with their dependencies."""
         ops = tuple(
             Op(stage, kind, microbatch)
@@ -104,7 +104,7 @@ class Problem:
         return _gaps(self.gap.T)
 
 
-def objective_of(problem: Problem, order: Order) -> float:
+def objective_of(problem: ExactProblem, order: Order) -> float:
     """The objective if every op runs as early as the order lets it; infinite if it deadlocks."""
     before = {b: a for numbers in order for a, b in pairwise(numbers)}
     start: dict[int, float] = {}
@@ -135,7 +135,7 @@ def _gaps(rows: Floats) -> tuple[Gaps, ...]:
     )
 
 
-class Windows:
+class StartWindows:
     """When each op can run, and what that says about the objective.
 
     Attributes:
@@ -146,7 +146,7 @@ class Windows:
         possible: whether no op comes before itself.
     """
 
-    def __init__(self, problem: Problem, gap: Floats) -> None:
+    def __init__(self, problem: ExactProblem, gap: Floats) -> None:
         far = gap.copy()
         np.fill_diagonal(far, 0.0)
         for via in range(len(far)):
@@ -162,18 +162,18 @@ class Windows:
             begin = np.array([self.head[problem.members[rank][0]] for rank in problem.rank])
         self.tail: Floats = (far + problem.duration - begin).max(axis=1) - problem.duration
 
-    def lower_bound(self, problem: Problem) -> float:
-        """Jackson's one-machine bound: of any ops of one rank, the first starts no earlier than the
-        least head, and behind the last comes no less than the least tail."""
-        found = float((self.head + problem.duration + self.tail).max())
+    def lower_bound(self, problem: ExactProblem) -> float:
+        """Jackson's one-machine bound: the first of any ops of one rank starts no earlier than
+        their least head, and behind the last comes no less than their least tail."""
+        bound = float((self.head + problem.duration + self.tail).max())
         for numbers in map(list, problem.members):
             head, duration, tail = (x[numbers] for x in (self.head, problem.duration, self.tail))
             for least in np.unique(head):
                 by_tail = np.argsort(-np.where(head >= least, tail, NEVER))
                 by_tail = by_tail[: int((head >= least).sum())]
                 work = np.cumsum(duration[by_tail])
-                found = max(found, float((least + work + tail[by_tail]).max()))
-        return found
+                bound = max(bound, float((least + work + tail[by_tail]).max()))
+        return bound
 
     def is_open(self, a: int, b: int) -> bool:
         """Whether either of two ops may come first."""

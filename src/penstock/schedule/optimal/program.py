@@ -13,9 +13,9 @@ import numpy as np
 
 from penstock.errors import InputError
 from penstock.schedule.op import Kind
-from penstock.schedule.optimal.problem import NEVER, Floats, Problem, Windows
+from penstock.schedule.optimal.problem import NEVER, ExactProblem, Floats, StartWindows
 
-Solver = Callable[["Program", float, float], tuple[str, float, Floats]]
+Solver = Callable[["LinearProgram", float, float], tuple[str, float, Floats]]
 """From a program, a time limit in seconds and a relative precision: "optimal", "infeasible" or why
 neither is known; the objective; the value of every column."""
 
@@ -25,7 +25,7 @@ _ANSWERS = {0: "optimal", 2: "infeasible"}
 _INFEASIBLE_OR_UNBOUNDED = 4
 
 
-class Program:
+class LinearProgram:
     """Rows of terms that come to something at least, in the form that scipy takes. Columns are the
     starts, the binaries (1: the first of the two ops comes first), and the objective.
 
@@ -37,7 +37,7 @@ class Program:
     """
 
     def __init__(
-        self, problem: Problem, gap: Floats, windows: Windows, bounds: tuple[float, float]
+        self, problem: ExactProblem, gap: Floats, windows: StartWindows, bounds: tuple[float, float]
     ) -> None:
         least, most = bounds
         self.unit = most / _SCALE
@@ -81,12 +81,12 @@ class Program:
 
     def first_of(self, b: int, values: Floats) -> set[int]:
         """The ops of b's rank that come before b by the binaries' values."""
-        found = set()
+        first = set()
         for a in self.problem.members[self.problem.rank[b]]:
             surely, terms = self.before(a, b)
             if a != b and surely + sum(f * values[c] for c, f in terms.items()) > 0.5:
-                found.add(a)
-        return found
+                first.add(a)
+        return first
 
     def _add(self, terms: Mapping[int, float], at_least: float) -> None:
         self.row += [len(self.at_least)] * len(terms)
@@ -126,7 +126,7 @@ class Program:
             self._add(rest, behind)
 
     def _transitivity(self, numbers: tuple[int, ...]) -> None:
-        """Of a before b, b before c and c before a, one or two hold."""
+        """One or two of a before b, b before c and c before a hold."""
         for a, b, c in combinations(numbers, 3):
             around = [self.before(*pair) for pair in ((a, b), (b, c), (c, a))]
             terms = {column: factor for _, part in around for column, factor in part.items()}
@@ -181,7 +181,9 @@ def load_solver() -> Solver:
             "optimal needs scipy, which is not installed; pip install 'penstock[search]'"
         ) from None
 
-    def solve(program: Program, seconds: float, precision: float) -> tuple[str, float, Floats]:
+    def solve(
+        program: LinearProgram, seconds: float, precision: float
+    ) -> tuple[str, float, Floats]:
         shape = len(program.at_least), program.objective + 1
         matrix = coo_array((program.factor, (program.row, program.column)), shape=shape).tocsr()
         cost = np.zeros(shape[1])

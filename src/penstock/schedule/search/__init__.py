@@ -14,16 +14,16 @@ from penstock.schedule.search.climb import search
 from penstock.schedule.search.greedy import Rules, greedy
 from penstock.schedule.search.problem import (
     Objective,
+    OrderingProblem,
     Orders,
-    Problem,
     check_objective,
     whole_ranks,
 )
 
 __all__ = [
     "Objective",
+    "OrderingProblem",
     "Orders",
-    "Problem",
     "Rules",
     "check_objective",
     "greedy",

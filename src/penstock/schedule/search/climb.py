@@ -1,4 +1,4 @@
-"""The search itself: seeds, a grid of rules, then a climb in the space of rules, then single moves.
+"""The search itself: 1. seeds, 2. a grid of rules, 3. a climb in their space, 4. single moves.
 
 A rule says what a rank prefers (``Rules``); changing the rules of a rank changes its whole order in
 a consistent way, which climbs far better than moving single ops. Single moves come last: they find
@@ -13,9 +13,9 @@ from functools import partial
 from itertools import product
 from math import inf
 
-from penstock.schedule.search.evaluate import Outcome, evaluate
+from penstock.schedule.search.evaluate import OrderScore, evaluate
 from penstock.schedule.search.greedy import Rules, greedy
-from penstock.schedule.search.problem import NUM_KINDS, Orders, Problem
+from penstock.schedule.search.problem import NUM_KINDS, OrderingProblem, Orders
 
 _MOST_CLIMBS, _MOST_MOVES = 500, 2000
 _GRID_OPS, _CLIMB_OPS, _MOVE_OPS = 600_000, 900_000, 300_000
@@ -28,7 +28,7 @@ _GRID = tuple(product((0, 1, 2), (1.0, 0.5, 0.1, 0.01), (0.0, 0.2, 0.45, 0.7)))
 _DEEP = ((True, True), (True, False), (False, True), (False, False))
 
 
-def search(problem: Problem, seeds: Iterable[Orders], effort: float = 1.0) -> Orders:
+def search(problem: OrderingProblem, seeds: Iterable[Orders], effort: float = 1.0) -> Orders:
     """The best order found. Never worse than any of the seeds that fits; always the same for the
     same arguments.
 
@@ -37,11 +37,11 @@ def search(problem: Problem, seeds: Iterable[Orders], effort: float = 1.0) -> Or
         seeds: orders to begin with, over the same ops.
         effort: 2 looks at twice as many orders, 0 only at the seeds and the grid.
     """
-    return _Search(problem, effort).run(seeds)
+    return _Climb(problem, effort).run(seeds)
 
 
-class _Search:
-    def __init__(self, problem: Problem, effort: float) -> None:
+class _Climb:
+    def __init__(self, problem: OrderingProblem, effort: float) -> None:
         self.problem = problem
         self.random = random.Random(0)
         count = sum(len(stages) for stages in problem.stages_of) * problem.num_microbatches * 3
@@ -50,7 +50,7 @@ class _Search:
         self.moves = round(effort * min(_MOST_MOVES, _MOVE_OPS // count))
         self.good_enough = problem.least * _CLOSE
         self.best: Orders = []
-        self.outcome = Outcome(inf, inf)
+        self.outcome = OrderScore(inf, inf)
         self.rules: list[Rules] = []
         self.rules_outcome = self.outcome
         often = (self._patience, self._gap, self._eager)
@@ -58,9 +58,11 @@ class _Search:
         self.changes = (*often * 3, self._lag, *(self._stages,) * several)
 
     def run(self, seeds: Iterable[Orders]) -> Orders:
+        # 1. The seeds: nothing worse is ever given back.
         for seed in seeds:
             if all(self.problem.fits(rank, order) for rank, order in enumerate(seed)):
                 self._offer(seed)
+        # 2.–4. Better ones, until nothing can be better.
         for step in self._steps():
             if self.outcome.objective <= self.good_enough:
                 break
@@ -68,21 +70,25 @@ class _Search:
         return self.best
 
     def _steps(self) -> Iterator[Callable[[], None]]:
+        # 2. A grid: the same rules on every rank.
         for rules in self._grid():
             yield partial(self._try, rules)
+        # 3. The climb: from the best rules so far, change those of some ranks.
         for _ in range(self.climbs):
             yield partial(self._try, self._changed(self.rules))
+        # 4. Single ops, which no rule moves.
         for _ in range(self.moves):
             yield self._move
 
-    def _offer(self, orders: Orders) -> Outcome:
+    def _offer(self, orders: Orders) -> OrderScore:
         """Keep these orders if none better are known."""
-        found = evaluate(self.problem, orders)
-        if found is None:
-            return Outcome(inf, inf)
-        if found[0] < self.outcome:
-            self.outcome, self.best = found[0], orders
-        return found[0]
+        evaluated = evaluate(self.problem, orders)
+        if evaluated is None:
+            return OrderScore(inf, inf)
+        score, _ = evaluated
+        if score < self.outcome:
+            self.outcome, self.best = score, orders
+        return score
 
     def _try(self, rules: list[Rules]) -> None:
         outcome = self._offer(greedy(self.problem, rules))
@@ -113,51 +119,51 @@ class _Search:
 
     def _patience(self, rules: list[Rules], _: int) -> list[Rules]:
         patience = self.random.choice(_PATIENCE)
-        return [one._replace(patience=patience) for one in rules]
+        return [rule._replace(patience=patience) for rule in rules]
 
     def _gap(self, rules: list[Rules], _: int) -> list[Rules]:
         gap = self.random.choice(_GAPS)
-        return [one._replace(gap=gap) for one in rules]
+        return [rule._replace(gap=gap) for rule in rules]
 
     def _eager(self, rules: list[Rules], behind: int) -> list[Rules]:
         """``behind`` ranks, the first of these included, are left to the end of the pipeline."""
         changed = []
-        for at, one in enumerate(rules):
-            left = behind - at
-            eager = (0, left, 2 * left - 1, one.forward_first + 1, one.forward_first - 1)
-            changed.append(one._replace(forward_first=self.random.choice(eager)))
+        for index, rule in enumerate(rules):
+            left = behind - index
+            eager = (0, left, 2 * left - 1, rule.forward_first + 1, rule.forward_first - 1)
+            changed.append(rule._replace(forward_first=self.random.choice(eager)))
         return changed
 
     def _lag(self, rules: list[Rules], _: int) -> list[Rules]:
         lag = self.random.choice((inf, inf, 0, 1, 2, 4))
-        return [one._replace(lag=lag) for one in rules]
+        return [rule._replace(lag=lag) for rule in rules]
 
     def _stages(self, rules: list[Rules], _: int) -> list[Rules]:
         forward, backward = (self.random.random() < 0.5 for _ in range(2))
-        return [one._replace(deep_forward=forward, deep_backward=backward) for one in rules]
+        return [rule._replace(deep_forward=forward, deep_backward=backward) for rule in rules]
 
     def _move(self) -> None:
         """Move one op some places to the front or back of its rank; keep what is no worse."""
         problem = self.problem
         rank = self.random.randrange(problem.num_ranks)
         order = list(self.best[rank])
-        at, ahead = self.random.randrange(len(order)), self.random.choice((-1, 1))
+        place, ahead = self.random.randrange(len(order)), self.random.choice((-1, 1))
         for _ in range(self.random.choice((1, 1, 2, 3, 5))):
-            to = at + ahead
-            if not 0 <= to < len(order) or not self._may_swap(order[at], order[to]):
+            to = place + ahead
+            if not 0 <= to < len(order) or not self._may_swap(order[place], order[to]):
                 break
-            order[at], order[to] = order[to], order[at]
-            at = to
+            order[place], order[to] = order[to], order[place]
+            place = to
         else:
             if problem.fits(rank, order):
                 moved = [order if r == rank else own for r, own in enumerate(self.best)]
-                found = evaluate(problem, moved)
-                if found is not None and found[0] <= self.outcome:
-                    self.outcome, self.best = found[0], moved
+                evaluated = evaluate(problem, moved)
+                if evaluated is not None and evaluated[0] <= self.outcome:
+                    self.outcome, self.best = evaluated[0], moved
 
-    def _may_swap(self, one: int, other: int) -> bool:
+    def _may_swap(self, first: int, second: int) -> bool:
         # Microbatches are alike: that each kind runs them in order loses nothing.
-        stage, other_stage = (n // NUM_KINDS % self.problem.num_stages for n in (one, other))
-        same_microbatch = one // NUM_KINDS == other // NUM_KINDS
-        same_kind = stage == other_stage and one % NUM_KINDS == other % NUM_KINDS
+        stage, other_stage = (n // NUM_KINDS % self.problem.num_stages for n in (first, second))
+        same_microbatch = first // NUM_KINDS == second // NUM_KINDS
+        same_kind = stage == other_stage and first % NUM_KINDS == second % NUM_KINDS
         return not same_microbatch and not same_kind

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from penstock.schedule.search.problem import NUM_KINDS, Orders, Problem
+from penstock.schedule.search.problem import NUM_KINDS, OrderingProblem, Orders
 
 UNKNOWN = -1.0
 
 
-class Outcome(NamedTuple):
+class OrderScore(NamedTuple):
     """What an order comes to. Compares as a tuple."""
 
     objective: float
@@ -19,7 +19,7 @@ class Outcome(NamedTuple):
     """The sum over ranks of what the objective is the largest of: among equals, slack is better."""
 
 
-def evaluate(problem: Problem, orders: Orders) -> tuple[Outcome, list[float]] | None:
+def evaluate(problem: OrderingProblem, orders: Orders) -> tuple[OrderScore, list[float]] | None:
     """The outcome of ``orders``, and the end of each op by its number; ``None`` for a deadlock.
 
     Within a rank, each microbatch must run F, then I, then W; that is not checked.
@@ -54,10 +54,10 @@ def evaluate(problem: Problem, orders: Orders) -> tuple[Outcome, list[float]] | 
             if number in waiting:
                 runnable.append(waiting.pop(number))
         position[rank], free[rank] = at, time
-    if any(at < len(order) for at, order in zip(position, orders, strict=True)):
+    if any(done < len(order) for done, order in zip(position, orders, strict=True)):
         return None
     if problem.objective == "makespan":
         lengths = free
     else:
         lengths = [last - start for last, start in zip(free, first, strict=True)]
-    return Outcome(max(lengths), sum(lengths)), end
+    return OrderScore(max(lengths), sum(lengths)), end

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import product
 from math import inf
 from typing import NamedTuple
 
@@ -17,8 +18,8 @@ from penstock.schedule.search.problem import (
     BACKWARD_WEIGHT,
     FORWARD,
     SLACK,
+    OrderingProblem,
     Orders,
-    Problem,
 )
 
 
@@ -43,7 +44,7 @@ class Rules(NamedTuple):
     deep_backward: bool = True
 
 
-def greedy(problem: Problem, rules: Sequence[Rules]) -> Orders:
+def greedy(problem: OrderingProblem, rules: Sequence[Rules]) -> Orders:
     """The order that these rules, one set per rank, lead to."""
     run = _Run(problem, rules)
     queue = [(0.0, rank) for rank in range(problem.num_ranks)]
@@ -58,8 +59,8 @@ def greedy(problem: Problem, rules: Sequence[Rules]) -> Orders:
 class _Run:
     """What has happened so far."""
 
-    def __init__(self, problem: Problem, rules: Sequence[Rules]) -> None:
-        self.problem, self.rules = problem, rules
+    def __init__(self, problem: OrderingProblem, rules: Sequence[Rules]) -> None:
+        self.problem, self.rules, self.sizes = problem, rules, problem.sizes
         stages, count = problem.num_stages, problem.num_microbatches
         self.orders: Orders = [[] for _ in range(problem.num_ranks)]
         self.free = [0.0] * problem.num_ranks
@@ -70,7 +71,9 @@ class _Run:
         # is known.
         self.done = [[0] * stages for _ in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)]
         self.arrivals: list[list[list[float]]] = [[[] for _ in range(stages)] for _ in range(2)]
-        self.arrivals[FORWARD][0] = [0.0] * count
+        for kind, stage in product((FORWARD, BACKWARD_INPUT), range(stages)):
+            if problem.awaited[kind][stage] is None:
+                self.arrivals[kind][stage] = [0.0] * count
         self.limits = [limit + SLACK for limit in problem.limits]
         # What it takes to bring one microbatch through this and all later stages of the rank: a
         # forward that leaves less room could never be followed by the others.
@@ -128,24 +131,26 @@ class _Run:
         self.done[kind][stage] += 1
         self.orders[rank].append(problem.number(kind, stage, microbatch))
         end = self.free[rank] = time + problem.taken[kind][stage]
-        kept = problem.sizes.kept_for_weight[stage]
-        if kind == BACKWARD_WEIGHT:
-            self.held[rank] -= kept
-            self.weights_waiting[rank] -= 1
-            return [(end, rank)]
+        self._account(kind, stage, rank)
+        awake = [(end, rank)]
+        for later, target, delay in problem.followers[kind][stage]:
+            if later != BACKWARD_WEIGHT:
+                arrival = end + delay
+                self.arrivals[later][target].append(arrival)
+                if target != stage:
+                    awake.append((arrival, problem.placement[target]))
+        return awake
+
+    def _account(self, kind: int, stage: int, rank: int) -> None:
+        """What an op changes in what its rank holds and has waiting."""
+        whole, kept = self.sizes.activation[stage], self.sizes.kept_for_weight[stage]
         if kind == FORWARD:
-            self.held[rank] += problem.sizes.activation[stage]
+            self.held[rank] += whole
             self.ahead[rank] += 1
-            further, delays = stage + 1, problem.forward_delay
-            if further == problem.num_stages:
-                self.arrivals[BACKWARD_INPUT][stage].append(end)
-        else:
-            self.held[rank] -= problem.sizes.activation[stage] - kept
+        elif kind == BACKWARD_INPUT:
+            self.held[rank] -= whole - kept
             self.ahead[rank] -= 1
             self.weights_waiting[rank] += 1
-            further, delays = stage - 1, problem.backward_delay
-        if not 0 <= further < problem.num_stages:
-            return [(end, rank)]
-        arrival = end + delays[further]
-        self.arrivals[kind][further].append(arrival)
-        return [(end, rank), (arrival, problem.placement[further])]
+        else:
+            self.held[rank] -= kept
+            self.weights_waiting[rank] -= 1

@@ -10,7 +10,7 @@ from typing import Literal
 from penstock.errors import InputError
 from penstock.schedule.durations import Durations
 from penstock.schedule.memory import Sizes
-from penstock.schedule.op import Kind, Op
+from penstock.schedule.op import Kind, Op, dependencies
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.values import one_of
@@ -19,11 +19,12 @@ Objective = Literal["makespan", "stage"]
 OBJECTIVES: tuple[Objective, ...] = ("makespan", "stage")
 
 Orders = list[list[int]]
-"""The ops of each rank as numbers: ``Problem.number``."""
+"""The ops of each rank as numbers: ``OrderingProblem.number``."""
 
 FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, BACKWARD = range(4)
 NUM_KINDS = 4
 _KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.BACKWARD)
+_CODES = {kind: code for code, kind in enumerate(_KINDS)}
 
 SLACK = 1e-9
 """Sums of parts such as 1/3 miss the whole by less than this."""
@@ -38,19 +39,19 @@ def whole_ranks(placement: Placement, kept_for_weight: float = 1.0) -> Sizes:
     """A microbatch keeps 1 at every rank, in equal parts at the rank's stages, and the given share
     of that from I until W."""
     whole = [1 / placement.count(rank) for rank in placement]
-    return Sizes(whole, [kept_for_weight * one for one in whole])
+    return Sizes(whole, [kept_for_weight * share for share in whole])
 
 
 @dataclass(frozen=True)
-class Problem:
+class OrderingProblem:
     """A pipeline to find an order for.
 
     Attributes:
         placement: the rank of each stage.
-        num_microbatches: per minibatch.
-        durations: of ops and messages.
+        num_microbatches: how many a minibatch has.
+        durations: how long ops and messages take.
         sizes: what a microbatch keeps at each stage.
-        limits: per rank, the most that may be held at once, in the unit of the sizes.
+        limits: the most that each rank may hold at once, in the unit of the sizes.
         objective: ``"makespan"``, or ``"stage"`` for the longest time any rank needs from its
             first op to its last.
     """
@@ -99,41 +100,74 @@ class Problem:
         )
 
     @cached_property
-    def forward_delay(self) -> tuple[float, ...]:
-        """How long the input of each stage is under way."""
-        stages = range(self.num_stages)
-        return tuple(self._delay(stage - 1, stage, Kind.FORWARD) for stage in stages)
+    def awaited(self) -> tuple[tuple[Op | None, ...], ...]:
+        """``awaited[kind][stage]``: of what an op of microbatch 0 needs, the result that comes
+        last; ``None`` where it needs nothing.
+
+        What comes from another stage comes last: all else that an op needs is of its own rank and
+        was there before that stage could begin.
+        """
+        present = {
+            Op(stage, kind, 0) for stage in range(self.num_stages) for kind in _KINDS[:BACKWARD]
+        }
+
+        def last_needed(op: Op) -> Op | None:
+            needed = dependencies(op, self.num_stages - 1, present)
+            elsewhere = (other for other in needed if other.stage != op.stage)
+            return next(elsewhere, needed[-1] if needed else None)
+
+        return tuple(
+            tuple(last_needed(Op(stage, kind, 0)) for stage in range(self.num_stages))
+            for kind in _KINDS
+        )
 
     @cached_property
-    def backward_delay(self) -> tuple[float, ...]:
-        """How long the gradient of each stage's output is under way."""
-        stages = range(self.num_stages)
-        return tuple(self._delay(stage + 1, stage, Kind.BACKWARD_INPUT) for stage in stages)
+    def followers(self) -> tuple[tuple[tuple[tuple[int, int, float], ...], ...], ...]:
+        """``followers[kind][stage]``: the (kind, stage) whose awaited result an op gives, and how
+        long that is under way; full backwards left out."""
+        followers: list[list[list[tuple[int, int, float]]]] = [
+            [[] for _ in range(self.num_stages)] for _ in range(BACKWARD)
+        ]
+        for kind, row in enumerate(self.awaited[:BACKWARD]):
+            for stage, needed in enumerate(row):
+                if needed is not None:
+                    follower = kind, stage, self.delays[kind][stage]
+                    followers[_CODES[needed.kind]][needed.stage].append(follower)
+        return tuple(tuple(map(tuple, row)) for row in followers)
 
-    def _delay(self, source: int, target: int, kind: Kind) -> float:
-        inside = 0 <= source < self.num_stages
-        if not inside or self.placement[source] == self.placement[target]:
+    @cached_property
+    def delays(self) -> tuple[tuple[float, ...], ...]:
+        """``delays[kind][stage]``: how long the awaited result is under way; 0 within a rank."""
+        return tuple(
+            tuple(
+                self._delay(needed, Op(stage, kind, 0))
+                for stage, needed in enumerate(self.awaited[code])
+            )
+            for code, kind in enumerate(_KINDS)
+        )
+
+    def _delay(self, needed: Op | None, op: Op) -> float:
+        if needed is None or self.placement[needed.stage] == self.placement[op.stage]:
             return 0.0
-        return self.durations.delay(Op(source, kind, 0), Op(target, kind, 0))
+        return self.durations.delay(needed, op)
 
     @cached_property
     def arcs(self) -> tuple[tuple[int, int, float, float], ...]:
         """For each stage and kind, as in ``number``: (from its number to the number of its result,
         from its number to that of the result it needs from another stage or 0, how long that is
-        under way, how long the op takes)."""
-        found = []
-        to_gradient = BACKWARD_INPUT - BACKWARD
-        for stage in range(self.num_stages):
-            ahead, behind = stage > 0, stage < self.num_stages - 1
-            there, back = self.forward_delay[stage], self.backward_delay[stage]
-            taken = [self.taken[kind][stage] for kind in range(NUM_KINDS)]
-            found += [
-                (0, -NUM_KINDS if ahead else 0, there, taken[FORWARD]),
-                (0, NUM_KINDS if behind else 0, back, taken[BACKWARD_INPUT]),
-                (0, 0, 0.0, taken[BACKWARD_WEIGHT]),
-                (to_gradient, to_gradient + NUM_KINDS if behind else 0, back, taken[BACKWARD]),
-            ]
-        return tuple(found)
+        under way, how long the op takes). A full backward's result is a gradient, as that of its
+        input half."""
+        return tuple(
+            self._arc(kind, stage) for stage in range(self.num_stages) for kind in range(NUM_KINDS)
+        )
+
+    def _arc(self, kind: int, stage: int) -> tuple[int, int, float, float]:
+        result = BACKWARD_INPUT - BACKWARD if kind == BACKWARD else 0
+        needed, offset = self.awaited[kind][stage], 0
+        # What comes from the own stage is earlier in the rank's order.
+        if needed is not None and needed.stage != stage:
+            offset = self.number(_CODES[needed.kind], needed.stage, 0) - self.number(kind, stage, 0)
+        return result, offset, self.delays[kind][stage], self.taken[kind][stage]
 
     @cached_property
     def least(self) -> float:
@@ -144,14 +178,14 @@ class Problem:
         bounds: list[float] = []
         for stage in range(self.num_stages):
             own = self.stages_of[self.placement[stage]]
-            work = sum(taken[one] for one in own for taken in self.taken[:BACKWARD])
+            work = sum(taken[mine] for mine in own for taken in self.taken[:BACKWARD])
             # The stage objective looks at no rank before its own first op.
             wait = head if self.objective == "makespan" else 0.0
             bounds += self._ways_through(stage, wait)
             if stage == own[0]:
                 bounds.append(wait + self.num_microbatches * work)
             if stage + 1 < self.num_stages:
-                head += self.taken[FORWARD][stage] + self.forward_delay[stage + 1]
+                head += self.taken[FORWARD][stage] + self.delays[FORWARD][stage + 1]
         return max(bounds, default=0.0)
 
     def _ways_through(self, first: int, wait: float) -> Iterator[float]:
@@ -163,8 +197,8 @@ class Problem:
             narrow = self.num_microbatches * (forward[stage] + gradient[stage])
             yield wait + there + narrow + back + weight[first]
             if stage + 1 < self.num_stages:
-                there += forward[stage] + self.forward_delay[stage + 1]
-                back += gradient[stage] + self.backward_delay[stage]
+                there += forward[stage] + self.delays[FORWARD][stage + 1]
+                back += gradient[stage] + self.delays[BACKWARD_INPUT][stage]
 
     def number(self, kind: int, stage: int, microbatch: int) -> int:
         """An op as a number. One stage further is ``NUM_KINDS`` more."""
@@ -182,9 +216,8 @@ class Problem:
 
     def orders(self, schedule: Schedule) -> Orders:
         """The orders of a schedule with this placement."""
-        codes = {kind: code for code, kind in enumerate(_KINDS)}
         return [
-            [self.number(codes[op.kind], op.stage, op.microbatch) for op in ops]
+            [self.number(_CODES[op.kind], op.stage, op.microbatch) for op in ops]
             for ops in schedule.ranks
         ]
 

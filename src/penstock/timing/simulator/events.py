@@ -43,46 +43,27 @@ class _Links:
     """When each message begins its way, where links carry one at a time.
 
     Attributes:
-        left: of the op that made it.
+        left: when the result of an op began its way.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self._schedule = schedule
         self._costs = costs
         self._free: dict[tuple[int, int], float] = {}
-        self._lowered = any(op.kind in COMMUNICATION for op in schedule.where)
+        self._reader = {
+            needed: op
+            for op, rank in schedule.where.items()
+            if op.kind is not Kind.UPDATE  # sums of gradients go another way
+            for needed in schedule.dependencies(op)
+            if schedule.where.get(needed, rank) != rank
+        }
         self.left: dict[Op, float] = {}
 
     def send(self, rank: int, op: Op, end: float) -> None:
         """Put the result of an op of ``rank`` on its way, if another rank gets it."""
-        if (op.kind in COMMUNICATION) is not self._lowered:
-            return
-        target = next(
-            (self._schedule.where[one] for one in _takers(op) if self._is_there(one)), rank
-        )
-        if target != rank:
+        if op in self._reader:
+            reader = self._reader[op]
+            target = self._schedule.where[reader]
             left = max(end, self._free.get((rank, target), 0.0))
             self.left[op] = left
-            first = op.stage if op.kind in _ONWARD else op.stage - 1
-            self._free[rank, target] = left + self._costs.occupies(first)
-
-    def _is_there(self, op: Op) -> bool:
-        return op in self._schedule.where
-
-
-_ONWARD = {Kind.FORWARD, Kind.SEND_FORWARD}
-
-
-def _takers(op: Op) -> tuple[Op, ...]:
-    """The ops that may be waiting for this one's message."""
-    match op.kind:
-        case Kind.FORWARD:
-            return (op._replace(stage=op.stage + 1),)
-        case Kind.BACKWARD | Kind.BACKWARD_INPUT:
-            kinds = (Kind.BACKWARD_INPUT, Kind.BACKWARD)
-            return tuple(op._replace(stage=op.stage - 1, kind=kind) for kind in kinds)
-        case Kind.SEND_FORWARD:
-            return (op._replace(stage=op.stage + 1, kind=Kind.RECV_FORWARD),)
-        case Kind.SEND_BACKWARD:
-            return (op._replace(stage=op.stage - 1, kind=Kind.RECV_BACKWARD),)
-    return ()
+            self._free[rank, target] = left + self._costs.occupies(min(op.stage, reader.stage))

@@ -37,16 +37,19 @@ def by_waves(schedule: Schedule, costs: Costs) -> Timeline | None:
     position, limit = columns.first[:-1].copy(), columns.first[1:]
     active = np.flatnonzero(position < limit)
     while active.size:
-        at = position[active]
-        arrival = end[columns.needed[:, at]] + columns.delay[:, at]
+        # 1. When all that the next op of each rank needs is there; infinite if it is not known yet.
+        next_ops = position[active]
+        arrival = end[columns.needed[:, next_ops]] + columns.delay[:, next_ops]
         ready = arrival.max(axis=0)
+        # 2. Those that can run do, all in one wave.
         can = ready < np.inf
-        runs, at = active[can], at[can]
-        if not runs.size:
+        ranks, ops = active[can], next_ops[can]
+        if not ranks.size:
             return None
-        start[at] = np.maximum(free[runs], ready[can])
-        end[at] = free[runs] = start[at] + columns.duration[at]
-        position[runs] += 1
+        start[ops] = np.maximum(free[ranks], ready[can])
+        end[ops] = free[ranks] = start[ops] + columns.duration[ops]
+        # 3. Their ranks go on to the op behind.
+        position[ranks] += 1
         active = active[position[active] < limit[active]]
     borders = zip(schedule.ranks, columns.first, columns.first[1:], strict=False)
     rows = (Row(ops, _column(start[a:b]), _column(end[a:b])) for ops, a, b in borders)
@@ -62,7 +65,7 @@ class _Columns:
 
     Attributes:
         first: the number of each rank's first op, and the count of all ops.
-        duration: of each op.
+        duration: how long each op takes.
         nothing: the number that stands for no need, one behind the last op; one further stands for
             an op that is missing, and never ends.
         needed: for each need and op, the number of the op that meets it.
@@ -107,8 +110,8 @@ class _Columns:
                 row[mine] = self.count + 1
                 for offset, other in reversed(choices):
                     if other in _CODE:
-                        found = number[stage[mine] + 1 + offset, _CODE[other], microbatch[mine]]
-                        row[mine] = np.where(found <= self.nothing, found, row[mine])
+                        meets = number[stage[mine] + 1 + offset, _CODE[other], microbatch[mine]]
+                        row[mine] = np.where(meets <= self.nothing, meets, row[mine])
         return needed
 
     def _delays(self, costs: Costs, num_stages: int, stage: Ints, lengths: list[int]) -> Floats:

@@ -78,9 +78,9 @@ class ReplayedStage(nn.Module):
         named = {names.pop(id(parameter)): parameter for parameter in self._own.values()}
         if not named:
             return
-        place = self._place
-        delay = self._policy.delay(place)
-        made = optimizer(Parameters([*named.items()], place.stage, place.num_stages, delay))
+        place, delay = self._place, self._policy.delay(self._place)
+        pairs = tuple(named.items())
+        made = optimizer(Parameters(pairs, place.stage, place.num_stages, delay))
         if isinstance(self._policy, Predict):
             _check_foreseeable(made)
         if self._policy.updates == "microbatch" and self._replicas > 1 and averages:

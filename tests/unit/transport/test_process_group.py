@@ -14,7 +14,7 @@ import torch.distributed as dist
 from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.transport import Edge, Noted, ProcessGroupTransport, groups
 from penstock.transport.base import NOTE_BYTES
-from tests.kit.launch import torchrun
+from tests.kit.launch import forked
 
 DEADLINE_SECONDS = 2.0
 FORWARD, BACKWARD = Edge(0, 1, 0), Edge(1, 0, 1)
@@ -208,7 +208,7 @@ def main():
 
 
 def test_messages_between_two_processes():
-    job = torchrun(__file__, 2)
+    job = forked(__file__, 2)
     assert set(job.reports) == {0, 1}, job.output
     zero, one = job.reports[0], job.reports[1]
     for where in range(2):  # on one host, between hosts

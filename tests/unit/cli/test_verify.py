@@ -22,7 +22,7 @@ from tests.kit.small_workload import workload
 from tests.kit.streams import plan_for
 
 SMALL = "tests.kit.small_workload:workload"
-HERE = "tests.unit.cli.test_cli_verify"
+HERE = "tests.unit.cli.test_verify"
 
 
 def two_rates():

@@ -1,4 +1,4 @@
-"""The minibatch that a worker has at hand: what its ops take from it and leave behind."""
+"""A minibatch while a rank works on it: what the steps take from it and leave behind."""
 
 from __future__ import annotations
 
@@ -8,46 +8,67 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import InputError
+from penstock.errors import InputError, StageError
 from penstock.model import tree
 from penstock.model.copying import copy_of
-from penstock.run.minibatch import Harvest, Minibatch
+from penstock.run.minibatch import Harvest, Minibatch, StreamPosition
+from penstock.run.rank.mail import Mail
 from penstock.run.recipe import Recipe
-from penstock.stage.stage import Criterion
+from penstock.schedule import Op
+from penstock.stage.protocol import Criterion
 from penstock.values import shown
 
 
-class AtHand:
-    """One minibatch, its units by their numbers in the stream.
+class Work:
+    """One minibatch at work on one rank; its units are numbered from the beginning of the stream.
 
     Args:
-        minibatch: which.
+        minibatch: what is worked on.
+        position: where it stands in its stream.
         recipe: how to train.
-        number: tells this run of the worker from others.
+        mail: what passes between stages, for as long as the stream lasts.
 
     Attributes:
-        minibatch: which.
+        minibatch, position, mail: as given.
         harvest: what comes out of it.
+        versions: which version of the weights each op read, where there are several.
+        failed_on_trust: the first error that was computed with weights on trust; it counts only if
+            the verdict lets these stand.
     """
 
-    def __init__(self, minibatch: Minibatch, recipe: Recipe, number: int = 0) -> None:
+    def __init__(
+        self, minibatch: Minibatch, position: StreamPosition, recipe: Recipe, mail: Mail
+    ) -> None:
         self.minibatch = minibatch
-        self.harvest = Harvest(number=number)
+        self.position = position
+        self.mail = mail
+        self.harvest = Harvest(number=mail.number + position.index)
+        self.versions: dict[Op, int] = {}
+        self.failed_on_trust: StageError | None = None
         self._recipe = recipe
-        self._first = minibatch.first * minibatch.num_slices
+        self._first_unit = position.first * minibatch.num_slices
+        self._base_unit = position.base * minibatch.num_slices
+
+    def unit(self, unit: int) -> int:
+        """The number in the stream of a unit that is numbered from the beginning of its window."""
+        return self._base_unit + unit
+
+    def numbered(self, op: Op) -> Op:
+        """An op with the number of its microbatch in the stream."""
+        return Op(op.stage, op.kind, op.microbatch + self.position.base, op.slice)
 
     def input(self, unit: int, *, copied: bool) -> Any:
         """What the first stage works on; a copy if the minibatch may have to begin anew, since the
         first layer may overwrite it."""
-        value = self.minibatch.inputs[unit - self._first]
+        value = self.minibatch.inputs[unit - self._first_unit]
         return tree.replace(Tensor, copy_of, value) if copied else value
 
     def criterion(self, unit: int) -> Criterion | None:
         """From the output of the last stage to the loss; ``None`` where outputs are wanted."""
         loss, metrics = self._recipe.loss, self._recipe.metrics
-        if not self.minibatch.targets or loss is None:
+        if not self.minibatch.trains or loss is None:
             return None
-        own = unit - self._first
+        own = unit - self._first_unit
         targets = self.minibatch.targets[own]
 
         def criterion(outputs: Any) -> Tensor:
@@ -66,8 +87,8 @@ class AtHand:
         Raises:
             ArithmeticError: the loss is not finite, and is to stop the run.
         """
-        own = unit - self._first
-        if not self.minibatch.targets:
+        own = unit - self._first_unit
+        if not self.minibatch.trains:
             self.harvest.outputs[own] = produced
             return
         # The mean of no terms is NaN, and counts for nothing.
@@ -88,9 +109,9 @@ class AtHand:
             unit: a microbatch or a slice.
             scale: what small gradients are multiplied by so that they survive.
         """
-        own = unit - self._first
+        own = unit - self._first_unit
         weight = self.minibatch.weights[own]
-        if weight and not self.minibatch.synchronous and self._recipe.updates == "microbatch":
+        if weight and not self.position.synchronous and self._recipe.updates == "microbatch":
             weight = 1.0  # it is a minibatch of its own
         weight *= self.minibatch.share
         if not weight:

@@ -17,24 +17,16 @@ import penstock as pk
 from penstock.errors import DeadlineError, InputError, ModelError, PeerError, RunError, StageError
 from penstock.run.drive import threads
 from penstock.trial.reference.single_device import SingleDevice
+from tests.kit import training
 from tests.kit.helpers import make_batch, make_mlp, make_plan
+from tests.kit.training import sgd
 
 SOON_SECONDS = 60  # far more than any of these needs, far less than the deadline
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def pipeline_of(model, num_stages=3, num_microbatches=4, **options):
-    options = {
-        "loss": F.cross_entropy,
-        "optimizer": sgd,
-        "deadline_seconds": 600,
-        "seed": 3,
-        **options,
-    }
-    return pk.Pipeline(model, make_plan(model, num_stages, num_microbatches), **options)
+def pipeline_of(model, num_ranks=3, **options):
+    options = {"optimizer": sgd, "deadline_seconds": 600, **options}
+    return training.pipeline_of(model, num_ranks=num_ranks, **options)
 
 
 class Trouble:

@@ -8,8 +8,8 @@ import pytest
 
 import penstock as pk
 from penstock.errors import InputError
+from tests.kit.command_line import refused, run
 from tests.kit.small_workload import workload
-from tests.unit.cli.test_cli import refused, run
 
 WORKLOAD = "tests.kit.small_workload:workload"
 

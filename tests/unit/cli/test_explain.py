@@ -7,13 +7,13 @@ import math
 import re
 import subprocess
 import sys
+from functools import partial
 
 import click
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from click.testing import CliRunner
 from torch import nn
 
 from penstock import Cluster, Layer, LayerGraph, versions
@@ -24,6 +24,7 @@ from penstock.plans.explanation import check_stability, explain, stability_bound
 from penstock.schedule.op import Kind
 from penstock.trial import Workload
 from penstock.trial.reference.delayed_replay import _Account
+from tests.kit.command_line import refused, run, succeed
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.tiny_models import Once
 
@@ -69,11 +70,7 @@ def plan_of(policy, stages="4", microbatches=4, **how):
     )
 
 
-def run(*arguments):
-    """What the verb says on standard output."""
-    result = CliRunner().invoke(penstock, ["explain", *arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
+explained = partial(run, "explain")
 
 
 @pytest.fixture
@@ -190,7 +187,7 @@ def test_several_stages_per_rank_and_recomputing_are_counted_by_stage():
 
 
 def test_a_synchronous_plan_says_so_and_has_one_version(saved):
-    told = run(saved(plan_of(versions.Flush(), schedule="1f1b")))
+    told = explained(saved(plan_of(versions.Flush(), schedule="1f1b")))
     assert "Synchronous:" in told and "gradients are never old" in told
     assert "forward reads" not in told
     rows = [line.split() for line in told.splitlines() if re.match(r"\d\s+2: ", line)]
@@ -212,7 +209,7 @@ def test_a_synchronous_plan_says_so_and_has_one_version(saved):
 )  # fmt: skip
 def test_policies_are_told_in_words_within_a_hundred_columns(saved, policy, words):
     path = saved(plan_of(policy))
-    told = run(path, "--learning-rate", "0.5", "--curvature", "14")
+    told = explained(path, "--learning-rate", "0.5", "--curvature", "14")
     assert all(len(line) <= 100 for line in told.splitlines())
     flat = " ".join(told.split())
     for word in [*words, "at k=1", "Momentum and Adam", "plain SGD on a quadratic"]:
@@ -221,7 +218,7 @@ def test_policies_are_told_in_words_within_a_hundred_columns(saved, policy, word
 
 def test_too_high_a_rate_is_warned_of_with_the_highest_that_is_not(saved):
     path = saved(plan_of(versions.Stash()))
-    told = " ".join(run(path, "--learning-rate", "0.1", "--curvature", "14").split())
+    told = " ".join(explained(path, "--learning-rate", "0.1", "--curvature", "14").split())
     assert (
         "warning: stage 0: learning rate 0.1 × curvature 14 = 1.4 is beyond 0.445, the bound for a "
         "delay of 3 updates: lower the learning rate below 0.032, or train with less delay "
@@ -233,14 +230,14 @@ def test_too_high_a_rate_is_warned_of_with_the_highest_that_is_not(saved):
         "stage 3: learning rate 0.1 × curvature 14 = 1.4 is within 2, the bound for gradients"
         in (told)
     )
-    assert "warning" not in run(path, "--learning-rate", "0.03", "--curvature", "14")
+    assert "warning" not in explained(path, "--learning-rate", "0.03", "--curvature", "14")
 
 
 def test_half_of_what_is_needed_gives_the_other_half(saved):
     path = saved(plan_of(versions.DoubleBuffer()))
-    rates = run(path, "--curvature", "20")
+    rates = explained(path, "--curvature", "20")
     assert "largest rate" in rates and " 0.05" in rates and "warning" not in rates
-    curvatures = run(path, "--learning-rate", "0.25")
+    curvatures = explained(path, "--learning-rate", "0.25")
     assert "largest curvature at 0.25" in curvatures and "  4\n" in curvatures
 
 
@@ -251,7 +248,7 @@ def test_replicas_multiply_the_rate(saved):
     assert [check.stable for check in checks] == [False, True]
     assert "× curvature 8 × 2 replicas = 1.6 is beyond 1" in checks[0].words
     assert checks[0].largest_rate == pytest.approx(1 / 16)
-    assert "multiplied by their number" in " ".join(run(saved(plan)).split())
+    assert "multiplied by their number" in " ".join(explained(saved(plan)).split())
     # An update per minibatch is a mean over all of it, and the rate is the user's.
     by_minibatch = explain(plan_of(versions.DoubleBuffer(), "2-1"))
     assert [stage.rate_factor for stage in by_minibatch.stages] == [1, 1]
@@ -301,27 +298,29 @@ class Twofold(nn.Module):
 def test_curvature_is_estimated_on_a_workload(saved):
     path = saved(make_plan(make_mlp(), 2, 4))
     answer = json.loads(
-        run(path, "--workload", "tests.unit.cli.test_cli_explain:small", "--learning-rate", "1000",
-            "--estimate-steps", "8", "--json")
+        explained(
+            path, "--workload", "tests.unit.cli.test_explain:small", "--learning-rate", "1000",
+            "--estimate-steps", "8", "--json",
+        )
     )  # fmt: skip
     assert all(0.01 < one < 10 for one in answer["curvatures"])
     assert [one["stable"] for one in answer["stability"]] == [False, False]
     assert answer["largest_rates"] == pytest.approx([2 / one for one in answer["curvatures"]])
     fewer = json.loads(
-        run(path, "--workload", "tests.unit.cli.test_cli_explain:small", "--estimate-steps", "1",
-            "--json")
+        explained(
+            path, "--workload", "tests.unit.cli.test_explain:small", "--estimate-steps", "1",
+            "--json",
+        )
     )  # fmt: skip
     assert all(a < b for a, b in zip(fewer["curvatures"], answer["curvatures"], strict=True))
 
 
 def test_without_a_second_derivative_the_rest_is_still_told(saved):
     path = saved(make_plan(Recurrent(), 2, 4))
-    result = CliRunner().invoke(
-        penstock,
-        ["explain", path, "--workload", "tests.unit.cli.test_cli_explain:only_once",
-         "--learning-rate", "0.1"],
+    result = succeed(
+        "explain", path, "--workload", "tests.unit.cli.test_explain:only_once",
+        "--learning-rate", "0.1",
     )  # fmt: skip
-    assert result.exit_code == 0
     assert "cannot be differentiated twice: Once" in result.stderr
     assert "give --curvature if you know it" in result.stderr
     assert "largest curvature at 0.1" in result.stdout
@@ -329,17 +328,14 @@ def test_without_a_second_derivative_the_rest_is_still_told(saved):
 
 def test_contradictions_and_other_models_are_refused(saved):
     path = saved(plan_of(versions.Stash()))
-    name = "tests.unit.cli.test_cli_explain:small"
-    both = CliRunner().invoke(penstock, ["explain", path, "--workload", name, "--curvature", "3"])
-    assert both.exit_code == 2 and "not both" in both.output
-    other = CliRunner().invoke(penstock, ["explain", path, "--workload", name])
-    assert isinstance(other.exception, PenstockError)
-    assert "another model" in str(other.exception)
-    assert CliRunner().invoke(penstock, ["explain", path, "--learning-rate", "-1"]).exit_code == 2
+    name = "tests.unit.cli.test_explain:small"
+    assert "not both" in refused("explain", path, "--workload", name, "--curvature", "3")
+    assert "another model" in refused("explain", path, "--workload", name)
+    assert "--learning-rate" in refused("explain", path, "--learning-rate", "-1")
 
 
 def test_json_has_it_all(saved):
-    answer = json.loads(run(saved(plan_of(versions.Stash())), "--json"))
+    answer = json.loads(explained(saved(plan_of(versions.Stash())), "--json"))
     first = answer["explanation"]["stages"][0]
     example = answer["explanation"]["example"]
     assert first["forward"] == {"formula": "k−3", "example": example - 3}
@@ -359,4 +355,4 @@ def test_explaining_leaves_torch_alone(saved):
 
 def test_it_has_a_name_and_help():
     assert isinstance(penstock.commands["explain"], click.Command)
-    assert "how fast it may learn" in CliRunner().invoke(penstock, ["explain", "-h"]).output
+    assert "how fast it may learn" in run("explain", "-h")

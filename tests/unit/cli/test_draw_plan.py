@@ -6,16 +6,13 @@ import os
 from threading import Thread
 
 import pytest
-from click.testing import CliRunner
 
-from penstock.cli import penstock
 from penstock.plans import Plan, StagePlan
+from tests.kit.command_line import run
 
 
 def drawn(path, *more):
-    result = CliRunner().invoke(penstock, ["draw", str(path), *more], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    return run("draw", path, *more)
 
 
 def two_stages(schedule):

@@ -5,32 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
-from click.testing import CliRunner
 
-from penstock import errors
-from penstock.cli import penstock
 from penstock.plans import Plan, StagePlan
+from tests.kit.command_line import refused, run, succeed
 
 QUICKLY = ("-p", "2", "-m", "3", "--op-ms", "2", "--steps", "2", "--transport", "threads")
 
 
-def run(*arguments: str):
-    result = CliRunner().invoke(penstock, ("rehearse", *arguments), catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result
-
-
-def refused(*arguments: str) -> str:
-    """The message of a verb that is refused."""
-    result = CliRunner().invoke(penstock, ("rehearse", *arguments))
-    if isinstance(result.exception, errors.PenstockError):
-        return str(result.exception)
-    assert result.exit_code == 2
-    return result.output
-
-
 def test_a_schedule_is_rehearsed_and_compared_with_its_prediction():
-    lines = run("zb-h1", *QUICKLY).stdout.splitlines()
+    lines = run("rehearse", "zb-h1", *QUICKLY).splitlines()
     assert lines[0].split() == ["zb-h1", "predicted", "measured", "difference"]
     assert [line.split("  ")[0] for line in lines[1:4]] == ["makespan", "bubble", "stage bubble"]
     assert lines[1].rstrip().endswith("%")
@@ -40,7 +23,7 @@ def test_a_schedule_is_rehearsed_and_compared_with_its_prediction():
 
 
 def test_processes_are_the_default():
-    answer = json.loads(run("1f1b", "-p", "2", "-m", "2", "--op-ms", "2", "--json").stdout)
+    answer = json.loads(run("rehearse", "1f1b", "-p", "2", "-m", "2", "--op-ms", "2", "--json"))
     assert answer["name"] == "1f1b"
     assert answer["num_ranks"] == 2
     assert len(answer["step_seconds"]) == 4
@@ -51,11 +34,11 @@ def test_processes_are_the_default():
 
 
 def test_costs_are_units_of_op_ms_for_a_whole_rank():
-    answer = json.loads(run("zb-v", *QUICKLY, "--costs", "3,2,1,5", "--json").stdout)
+    answer = json.loads(run("rehearse", "zb-v", *QUICKLY, "--costs", "3,2,1,5", "--json"))
     makespan, bubble = answer["makespan"]["predicted"], answer["bubble"]["predicted"]
     assert makespan * (1 - bubble) == pytest.approx(3 * (3 + 2 + 1) * 0.002)
     scaled = json.loads(
-        run("zb-v", *QUICKLY, "--costs", "3,2,1", "--scale", "0.5", "--json").stdout
+        run("rehearse", "zb-v", *QUICKLY, "--costs", "3,2,1", "--scale", "0.5", "--json")
     )
     makespan, bubble = scaled["makespan"]["predicted"], scaled["bubble"]["predicted"]
     assert makespan * (1 - bubble) == pytest.approx(3 * (3 + 2 + 1) * 0.001)
@@ -74,11 +57,11 @@ def test_a_plan_and_a_csv_are_rehearsed_too(tmp_path):
     )
     Plan(model="", schedule="gpipe", num_microbatches=2, stages=stages).save(tmp_path / "plan.json")
     quickly = ("--steps", "1", "--transport", "threads", "--json")
-    answer = json.loads(run(str(tmp_path / "plan.json"), *quickly).stdout)
+    answer = json.loads(run("rehearse", str(tmp_path / "plan.json"), *quickly))
     assert answer["name"] == "gpipe"
     assert answer["makespan"]["measured"] >= 0.012 * 0.98
     (tmp_path / "mine.csv").write_text("0F0,0B0\n1F0,1B0\n")
-    answer = json.loads(run(str(tmp_path / "mine.csv"), "--op-ms", "2", *quickly).stdout)
+    answer = json.loads(run("rehearse", str(tmp_path / "mine.csv"), "--op-ms", "2", *quickly))
     assert answer["name"] == "mine"
     assert answer["makespan"]["measured"] >= 0.012 * 0.98
 
@@ -86,16 +69,15 @@ def test_a_plan_and_a_csv_are_rehearsed_too(tmp_path):
 @pytest.mark.parametrize("suffix", ["svg", "html", "txt"])
 def test_the_picture_shows_the_prediction_above_the_measurement(suffix, tmp_path):
     path = tmp_path / f"picture.{suffix}"
-    assert f"wrote {path}" in run("1f1b", *QUICKLY, "-o", str(path)).stderr
+    assert f"wrote {path}" in succeed("rehearse", "1f1b", *QUICKLY, "-o", str(path)).stderr
     text = path.read_text()
     assert text.index("Predicted") < text.index("Measured")
 
 
 def test_what_was_found_is_a_report_that_draw_reads(tmp_path):
     path = tmp_path / "found.json"
-    run("zb-h1", *QUICKLY, "-o", str(path))
-    drawn = CliRunner().invoke(penstock, ("draw", str(path)), catch_exceptions=False)
-    assert drawn.stdout.startswith("zb-h1, measured:")
+    succeed("rehearse", "zb-h1", *QUICKLY, "-o", str(path))
+    assert run("draw", path).startswith("zb-h1, measured:")
     facts = [fact["label"] for fact in json.loads(path.read_text())["facts"]]
     assert facts[:5] == ["makespan", "bubble", "stage bubble", "steps", "a message takes"]
 
@@ -103,9 +85,9 @@ def test_what_was_found_is_a_report_that_draw_reads(tmp_path):
 @pytest.mark.parametrize("source", ["pipedream", "pipedream:replicas=1-1", "pipedream-2bw"])
 def test_of_a_stream_the_steady_state_is_told(source):
     quickly = ("-p", "2", "-m", "8", "--op-ms", "2", "--steps", "1", "--transport", "threads")
-    lines = run(source, *quickly).stdout.splitlines()
+    lines = run("rehearse", source, *quickly).splitlines()
     assert [line.split("  ")[0] for line in lines[4:6]] == ["steady seconds", "steady efficiency"]
-    answer = json.loads(run(source, *quickly, "--json").stdout)
+    answer = json.loads(run("rehearse", source, *quickly, "--json"))
     assert answer["steady_seconds"]["predicted"] >= 0.006
     assert answer["steady_seconds"]["measured"] >= 0.98 * 0.006
     efficiency = answer["steady_efficiency"]
@@ -114,9 +96,9 @@ def test_of_a_stream_the_steady_state_is_told(source):
 
 def test_microbatches_per_update_are_read_from_the_name():
     quickly = ("-p", "2", "-m", "12", "--op-ms", "1", "--steps", "1", "--transport", "threads")
-    answer = json.loads(run("pipedream-2bw:minibatch=6", *quickly, "--json").stdout)
+    answer = json.loads(run("rehearse", "pipedream-2bw:minibatch=6", *quickly, "--json"))
     assert "steady_seconds" in answer
-    answer = json.loads(run("pipedream-2bw:minibatch=7", *quickly, "--json").stdout)
+    answer = json.loads(run("rehearse", "pipedream-2bw:minibatch=7", *quickly, "--json"))
     assert "steady_seconds" not in answer  # the middle half of the stream is less than an update
 
 
@@ -133,4 +115,4 @@ def test_microbatches_per_update_are_read_from_the_name():
     ],
 )
 def test_what_makes_no_sense_is_one_clear_error(arguments, words):
-    assert words in refused(*arguments)
+    assert words in refused("rehearse", *arguments)

@@ -1,0 +1,93 @@
+"""Limits of memory: by how much a candidate misses them, and whose they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+from typing import NamedTuple
+
+from msgspec.structs import replace as with_fields
+
+from penstock.planner.setting import Setting
+from penstock.planner.task import Task
+from penstock.units import format_bytes
+
+
+class Excess(NamedTuple):
+    """By how many bytes a limit is missed (≤ 0: it is not), and where."""
+
+    num_bytes: float
+    held: float
+    limit: float
+    place: str
+
+    def __str__(self) -> str:
+        over = f"{format_bytes(self.num_bytes)} over the {format_bytes(self.limit)} allowed"
+        return f"{format_bytes(self.held)} {self.place}, {over}"
+
+
+NO_EXCESS = Excess(-inf, 0, inf, "")
+"""Where nothing is limited."""
+
+
+def worst_excess(task: Task, setting: Setting, rank_bytes: Sequence[int]) -> Excess:
+    """The limit that is missed most.
+
+    Args:
+        task: with the limits.
+        setting: says which device each rank has.
+        rank_bytes: what each rank needs.
+    """
+    names = [task.cluster.devices[device].name for device in setting.devices]
+    limits = [task.limits[device] for device in setting.devices]
+    found = [
+        _excess(held, limit, f"on rank {rank} ({names[rank]})")
+        for rank, (held, limit) in enumerate(zip(rank_bytes, limits, strict=True))
+    ]
+    for host, limit in task.topology.shared_memories:
+        own = [
+            held for held, device in zip(rank_bytes, setting.devices, strict=True) if device in host
+        ]
+        place = "on all ranks together, which share memory"
+        if len(own) < setting.num_ranks:
+            place = f"on the {len(own)} ranks that share a host's memory"
+        # Who shares layers with a rank shares its host's memory, too.
+        found.append(_excess(sum(own) * task.num_tensor_ranks, limit, place))
+    return max(found)
+
+
+def _excess(held: float, limit: float, place: str) -> Excess:
+    return Excess(held - limit if limit < inf else -inf, held, limit, place)
+
+
+def has_limits(task: Task) -> bool:
+    """Whether any memory is limited."""
+    return min(task.limits) < inf or bool(task.topology.shared_memories)
+
+
+def limited_like(task: Task, like: Task) -> Task:
+    """A task under the memory limits of another one's cluster, which has the same devices."""
+    ranks = range(len(like.cluster.devices))
+    limits = {
+        device.name: device.memory_bytes for rank in ranks for device in like.devices_at(rank)
+    }
+    shared = {group.name: group.memory_bytes for group in like.cluster.groups}
+
+    def limit(index: int) -> int:
+        own = (limits.get(device.name, 0) for device in task.devices_at(index))
+        return min(filter(None, own), default=0)
+
+    cluster = with_fields(
+        task.cluster,
+        devices=tuple(
+            with_fields(device, memory_bytes=limit(index))
+            for index, device in enumerate(task.cluster.devices)
+        ),
+        memory_bytes=like.cluster.memory_bytes,
+        groups=tuple(
+            with_fields(group, memory_bytes=shared.get(group.name, 0))
+            for group in task.cluster.groups
+        ),
+    )
+    return replace(task, cluster=cluster, memory_bytes=like.memory_bytes)

@@ -1,0 +1,116 @@
+"""What the stages of a candidate cost: seconds and bytes of layers, on the devices of a setting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.planner.setting import Setting
+from penstock.planner.task import Task
+from penstock.plans.stage_plan import Recompute, StagePlan
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """Layers cut into stages, before anything is known of the order of their ops.
+
+    Attributes:
+        task: what is planned.
+        setting: the schedule and its devices.
+        cuts: where stages begin; the last entry is the number of layers.
+        recomputes: what runs again, of each stage.
+    """
+
+    task: Task
+    setting: Setting
+    cuts: tuple[int, ...]
+    recomputes: tuple[Recompute, ...]
+
+    def stages(self) -> tuple[StagePlan, ...]:
+        """All stages, in execution order."""
+        return tuple(self._stage(index) for index in range(len(self.recomputes)))
+
+    def _stage(self, index: int) -> StagePlan:
+        start, stop = self.cuts[index : index + 2]
+        task, setting = self.task, self.setting
+        devices, layers = setting.devices_of[index], task.graph.layers[start:stop]
+        pace, more = task.pace(devices, setting.devices, setting.mode), task.graph.op_seconds
+        is_last = stop == task.num_layers
+        hop, busy = (
+            (0.0, 0.0) if is_last else task.hop(stop, devices, setting.devices_of[index + 1])
+        )
+
+        def seconds(name: str) -> float:
+            return pace.passes * task.sum(name, start, stop)
+
+        prepares = seconds("split_forward_seconds") if setting.splits_backward else 0.0
+        rank = setting.ranks_of[index][0]
+        return StagePlan(
+            layers=tuple(layer.name for layer in layers),
+            rank=rank,
+            forward_seconds=seconds("forward_seconds") + prepares + more,
+            backward_input_seconds=seconds("backward_input_seconds") + more,
+            backward_weight_seconds=seconds("backward_weight_seconds"),
+            split_seconds=seconds("split_seconds") + more,
+            recompute_seconds=seconds("recompute_seconds") + more,
+            update_seconds=pace.updates * task.sum("update_seconds", start, stop),
+            reduce_seconds=self._reduce_seconds(index, start, stop),
+            hop_seconds=hop,
+            link_seconds=busy,
+            transfer_bytes=0 if is_last else task.crossing_bytes[stop],
+            parameter_bytes=int(task.sum("parameter_bytes", start, stop)),
+            optimizer_bytes=int(task.sum("optimizer_bytes", start, stop)),
+            buffer_bytes=int(task.sum("buffer_bytes", start, stop)),
+            sum_bytes=self._sum_bytes(index, start, stop),
+            workspace_bytes=task.workspace_bytes(
+                start, stop, again=self.recomputes[index] == "layers"
+            ),
+            activation_bytes=task.activation_bytes(start, stop),
+            weight_kept_bytes=int(task.sum("weight_kept_bytes", start, stop)),
+            input_bytes=task.input_bytes[start],
+            layer_input_bytes=task.again_input_bytes(start, stop),
+            peak_activations=setting.peaks[rank],
+            weight_versions=setting.weight_versions(index, task.num_microbatches),
+            recompute=self.recomputes[index],
+            splits={} if task.groups is None else task.groups.splits([one.name for one in layers]),
+        )
+
+    def _reduce_seconds(self, index: int, start: int, stop: int) -> float:
+        """Until gradients of replicas and of weights tied across stages are summed."""
+        task, setting = self.task, self.setting
+        devices = setting.devices_of[index]
+        num_bytes = task.sum("parameter_bytes", start, stop)
+        link = task.topology.slowest_link(devices, num_bytes)
+        model = task.communication
+        whole = model.reduce_seconds(num_bytes, len(devices), link)
+        backward = task.sum("backward_input_seconds", start, stop) + task.sum(
+            "backward_weight_seconds", start, stop
+        )
+        pace = task.pace(devices, setting.devices, setting.mode).passes
+        hidden = model.overlap * min(whole, pace * backward)
+        rate = task.graph.sum_bytes_per_second
+        # Each replica adds what all others have of its own share.
+        others = (len(devices) - 1) / len(devices)
+        added = others * num_bytes / rate if rate else 0.0
+        return whole - hidden + added + self._tied_seconds(index, start, stop)
+
+    def _tied_seconds(self, index: int, start: int, stop: int) -> float:
+        task, setting = self.task, self.setting
+        total = 0.0
+        for tie in task.ties:
+            if tie.is_parted(start, stop):
+                elsewhere = tie.last if start <= tie.first else tie.first
+                other = setting.devices_of[self._stage_with(elsewhere)]
+                # One half goes there to be summed, and comes back as a sum.
+                half = (tie.num_bytes + 1) // 2
+                link = task.link_between(setting.devices_of[index], other, half)
+                total += 2 * link.seconds(half)
+        return total
+
+    def _sum_bytes(self, index: int, start: int, stop: int) -> int:
+        """Of the parameters whose gradients a rank of the stage sums with others."""
+        if len(self.setting.ranks_of[index]) > 1:
+            return int(self.task.sum("parameter_bytes", start, stop))
+        return sum(tie.num_bytes for tie in self.task.ties if tie.is_parted(start, stop))
+
+    def _stage_with(self, layer: int) -> int:
+        return next(stage for stage, stop in enumerate(self.cuts[1:]) if layer < stop)

@@ -1,0 +1,123 @@
+"""``Prediction``: what the stages of a plan, or of a candidate for one, are predicted to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+
+from penstock.plans.stage_plan import StagePlan, bytes_of_ranks, costs_of
+from penstock.plans.steady import steady_seconds, stream_of
+from penstock.schedule import Kind, Schedule
+from penstock.schedule.lower import add_update
+from penstock.timing.costs import Costs
+from penstock.timing.simulator import simulate
+from penstock.timing.timeline import Timeline
+from penstock.versions import Policy, place_of, versions_read
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Everything that follows from stages and the order of their ops. Each part is worked out when
+    it is first asked for, once.
+
+    Attributes:
+        stages: in execution order.
+        num_microbatches: per minibatch.
+        versions: which weights passes read.
+        replicas: how many ranks hold each stage.
+        placement: a schedule in which every rank has something to do: of one minibatch where the
+            pipeline drains, of a stream as long as fills it where it never does.
+        build: makes the schedule of another number of microbatches.
+    """
+
+    stages: tuple[StagePlan, ...]
+    num_microbatches: int
+    versions: Policy
+    replicas: tuple[int, ...]
+    placement: Schedule
+    build: Callable[[int], Schedule]
+
+    @property
+    def flushes(self) -> bool:
+        """Whether the pipeline drains at the end of each minibatch."""
+        return not self.versions.asynchronous
+
+    @cached_property
+    def costs(self) -> Costs:
+        """What each op takes, stage by stage."""
+        return costs_of(self.stages)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """One step with its update; where the pipeline never drains, the beginning and end of a
+        stream that is long enough to show the steady state."""
+        if self.flushes:
+            return simulate(add_update(self.placement), self.costs)
+        return self.stream(ceil(3 * self.placement.num_ranks / self.num_microbatches) + 1)
+
+    def stream(self, num_minibatches: int) -> Timeline:
+        """A stream of minibatches without a flush, from its beginning to its end, with the versions
+        that passes read. It is not kept, since it may be long."""
+        stream, rounds = stream_of(
+            self.build, self.versions, num_minibatches, self.num_microbatches, self.replicas
+        )
+        read = versions_read(stream, self.versions, rounds)
+        return simulate(stream, self.costs).with_versions(read)
+
+    @cached_property
+    def step_seconds(self) -> float:
+        """Seconds of a minibatch with its update; without a flush, in the steady state."""
+        if self.flushes:
+            return self.timeline.makespan
+        return steady_seconds(
+            self.build, self.versions, self.costs, self.num_microbatches, self.replicas
+        )
+
+    @property
+    def bubble(self) -> float:
+        """Idle rank-time over all rank-time of a minibatch, from 0 to 1."""
+        if self.flushes:
+            return self.timeline.bubble
+        if not self.step_seconds:
+            return 0.0
+        return max(0.0, 1 - self.work_seconds / (self.step_seconds * self.placement.num_ranks))
+
+    @cached_property
+    def work_seconds(self) -> float:
+        """Seconds that all ranks together work for a minibatch, updates included."""
+        compute = sum(
+            stage.compute_seconds + (stage.again_seconds if stage.recompute != "none" else 0.0)
+            for stage in self.stages
+        )
+        parts = zip(self.stages, self.updates_per_minibatch, self.replicas, strict=True)
+        updates = sum(stage.update_seconds * count * ranks for stage, count, ranks in parts)
+        return self.num_microbatches * compute + updates
+
+    @property
+    def updates_per_minibatch(self) -> tuple[float, ...]:
+        """How often each rank of each stage updates its weights."""
+        if self.versions.updates == "minibatch":
+            return (1.0,) * len(self.stages)
+        return tuple(self.num_microbatches / count for count in self.replicas)
+
+    @cached_property
+    def rank_bytes(self) -> tuple[int, ...]:
+        """Bytes of memory that each rank needs at its worst moment."""
+        return bytes_of_ranks(self.stages, self.placement)
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether backwards come in two halves."""
+        return any(op.kind is Kind.BACKWARD_INPUT for op in self.placement.where)
+
+    @property
+    def delay(self) -> float:
+        """Updates between the weights that a gradient is computed with and those that it is applied
+        to, at the stage where these are most."""
+        places = (
+            place_of(self.versions, self.replicas, stage, self.num_microbatches)
+            for stage in range(len(self.stages))
+        )
+        return max(map(self.versions.delay, places))

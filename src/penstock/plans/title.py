@@ -1,0 +1,52 @@
+"""What a plan is called: in a line of its own, and within a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from penstock.units import count_of
+from penstock.versions import Policy
+
+if TYPE_CHECKING:
+    from penstock.plans.plan import Plan
+
+
+def title(plan: Plan) -> str:
+    """The schedule and how many stages, ranks and microbatches, for text.
+
+    >>> from penstock.plans import Plan, StagePlan
+    >>> stage = StagePlan(layers=("a",), rank=0)
+    >>> title(Plan(model="m", schedule="1f1b", num_microbatches=8, stages=(stage,)))
+    '1f1b: 1 stage on 1 rank, 8 microbatches'
+    """
+    return ", ".join([_shape(plan), _microbatches(plan), *_versions(plan)])
+
+
+def full_title(plan: Plan) -> str:
+    """As ``title``, with devices per rank and rows per microbatch, for pictures."""
+    devices = [f"{plan.num_tensor_ranks} devices each"] if plan.num_tensor_ranks > 1 else []
+    rows = f" of {plan.microbatch_size}" if plan.microbatch_size else ""
+    return ", ".join([_shape(plan), *devices, _microbatches(plan) + rows, *_versions(plan)])
+
+
+def family_title(schedule: str, replicas: Sequence[int], versions: Policy) -> str:
+    """A schedule family with its replicas and its policy where it has any, as in
+    ``pipedream 2-1 (stash)``."""
+    words = [schedule]
+    words += ["-".join(map(str, replicas))] if replicas else []
+    words += [f"({versions.name})"] if versions.asynchronous else []
+    return " ".join(words)
+
+
+def _shape(plan: Plan) -> str:
+    stages, ranks = count_of(len(plan.stages), "stage"), count_of(plan.num_ranks, "rank")
+    return f"{plan.schedule}: {stages} on {ranks}"
+
+
+def _microbatches(plan: Plan) -> str:
+    return count_of(plan.num_microbatches, "microbatch", "es")
+
+
+def _versions(plan: Plan) -> list[str]:
+    return [f"versions: {plan.versions.name}"] if plan.versions.asynchronous else []

@@ -1,0 +1,177 @@
+"""From a rank's ops to steps: each is bound once per segment to what performs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+
+from penstock.run.rank.forward import Forward
+from penstock.run.rank.interpreter import RankStep
+from penstock.run.rank.observers import Observers
+from penstock.run.rank.program import RankProgram, SkipRoute
+from penstock.run.rank.steps import (
+    Agree,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Freed,
+    NewVersion,
+    ReceiveGradients,
+    ReceiveValue,
+    Recompute,
+    Reduce,
+    SendGradients,
+    SendValue,
+    Settle,
+    UpdateWeights,
+    Versioned,
+    Watched,
+)
+from penstock.run.rank.updater import Updater
+from penstock.run.rank.work import Work
+from penstock.run.shared_state import SharedState
+from penstock.schedule import Kind, Op
+from penstock.schedule.op import COMPUTE
+from penstock.schedule.segment import Segment
+from penstock.stage.protocol import RunnableStage
+from penstock.weights.store import WeightStore
+
+_MOST_PROGRAMS = 64
+_READING_WEIGHTS = COMPUTE | {Kind.RECOMPUTE}
+
+
+class Compiler:
+    """Makes a rank's programs and steps.
+
+    Args:
+        rank: the rank that performs them.
+        skips: values that travel beside the chain.
+        stages: of this rank, by number.
+        updater: makes weights of gradients.
+        stores: the versions of the stages' weights, where there are several.
+        shared: what forwards must not write.
+        observers: look on while stages compute.
+        post_validate: whether updates are made on trust.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        skips: Sequence[SkipRoute],
+        stages: Mapping[int, RunnableStage],
+        updater: Updater,
+        stores: Mapping[int, WeightStore],
+        shared: SharedState,
+        observers: Observers,
+        *,
+        post_validate: bool,
+    ) -> None:
+        self._rank = rank
+        self._skips = tuple(skips)
+        self._stages = stages
+        self._updater = updater
+        self._stores = stores
+        self._shared = shared
+        self._observers = observers
+        self._agree = Settle if post_validate else Agree
+        self.program = lru_cache(_MOST_PROGRAMS)(self._program)
+        self.steps = lru_cache(_MOST_PROGRAMS)(self._steps)
+
+    def _program(self, segment: Segment) -> RankProgram:
+        """This rank's part of a segment."""
+        return RankProgram(segment, self._rank, self._skips)
+
+    def _steps(self, segment: Segment, trains: bool) -> tuple[RankStep[Work], ...]:
+        """The steps of a segment; one that only evaluates reads the newest weights."""
+        program = self.program(segment)
+        stores = self._stores if trains else {}
+        return tuple(self._bound(op, program, stores.get(op.stage)) for op in program.ops)
+
+    def _bound(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
+        step = _BINDINGS[op.kind](self, op, program, store)
+        if op.kind in _READING_WEIGHTS:
+            if store is not None:
+                return Versioned(op, program.unit(op), step, self._observers, store)
+            if self._observers.look_on(op.kind):
+                return Watched(op, program.unit(op), step, self._observers)
+        return step
+
+    def _forward(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
+        unit = program.unit(op)
+        return Forward(
+            op,
+            unit,
+            self._stages[op.stage],
+            program.keeps[op.stage, unit],
+            op.stage == program.last_stage,
+            program.arriving(op),
+            program.leaving(op),
+            self._updater,
+            self._shared,
+            store,
+        )
+
+    def _backward(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+        kind = Backward if op.kind is Kind.BACKWARD else BackwardInput
+        return kind(
+            op,
+            program.unit(op),
+            self._stages[op.stage],
+            op.stage == program.last_stage,
+            program.arriving(op),
+            program.leaving(op),
+            self._updater,
+        )
+
+    def _backward_weight(
+        self, op: Op, program: RankProgram, _: WeightStore | None
+    ) -> RankStep[Work]:
+        return BackwardWeight(op, program.unit(op), self._stages[op.stage], self._updater)
+
+    def _recompute(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+        unit = program.unit(op)
+        return Recompute(op, unit, self._stages[op.stage], program.keeps_again[op.stage, unit])
+
+    def _send(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+        kind = SendValue if op.kind is Kind.SEND_FORWARD else SendGradients
+        return kind(op, program.unit(op), program.edges[op])
+
+    def _receive(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+        kind = ReceiveValue if op.kind is Kind.RECV_FORWARD else ReceiveGradients
+        return kind(op, program.unit(op), program.edges[op], program.waiting[op])
+
+    def _freed(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+        return Freed(op)
+
+    def _reduce(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+        return Reduce(op, self._updater, self._shared)
+
+    def _agreement(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+        return self._agree(op, self._updater, self._shared)
+
+    def _update(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
+        if store is not None:
+            return NewVersion(op, self._updater, self._shared, store)
+        return UpdateWeights(op, self._updater, self._shared)
+
+
+_Binding = Callable[[Compiler, Op, RankProgram, WeightStore | None], RankStep[Work]]
+
+_BINDINGS: Mapping[Kind, _Binding] = {
+    Kind.FORWARD: Compiler._forward,
+    Kind.RECOMPUTE: Compiler._recompute,
+    Kind.BACKWARD: Compiler._backward,
+    Kind.BACKWARD_INPUT: Compiler._backward,
+    Kind.BACKWARD_WEIGHT: Compiler._backward_weight,
+    Kind.SEND_FORWARD: Compiler._send,
+    Kind.RECV_FORWARD: Compiler._receive,
+    Kind.SEND_BACKWARD: Compiler._send,
+    Kind.RECV_BACKWARD: Compiler._receive,
+    Kind.FREE_INPUT_PART: Compiler._freed,
+    Kind.FREE: Compiler._freed,
+    Kind.REDUCE: Compiler._reduce,
+    Kind.AGREE: Compiler._agreement,
+    Kind.UPDATE: Compiler._update,
+}
+KINDS = frozenset(_BINDINGS)
+"""The kinds of op that a rank can perform."""

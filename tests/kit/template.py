@@ -1,0 +1,115 @@
+"""A process that has loaded what jobs of several ranks need, and forks itself into their ranks.
+
+    python -m tests.kit.template
+
+``launch.forked`` starts it and asks it for jobs, one after another. A rank begins in milliseconds
+where one under torchrun loads torch for three seconds; it has the same environment, a store that
+a process of its own keeps, and an interpreter that ends as after any script.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+# For the ranks, which then need not load them.
+import tests.kit.helpers
+import tests.numerics.test_asynchronous  # noqa: F401 - with what jobs share of it, and pytest
+
+
+def main() -> None:
+    """Serve requests, a line of JSON each, until there are no more."""
+    torch.set_num_threads(1)
+    # The first optimizer loads what takes longer than torch itself.
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    while line := sys.stdin.readline():
+        request = json.loads(line)
+        job = os.fork()
+        if job == 0:
+            be_job(request)
+            return  # in a rank: the interpreter ends as it would after a script
+        os.waitpid(job, 0)
+        print("done", flush=True)
+
+
+def be_job(request: dict) -> None:
+    """Start the ranks of a job and wait for them; returns in ranks only."""
+    os.setsid()  # whoever gives the job up ends this whole group of processes
+    redirect(request["output"])
+    Path(request["folder"], "job").write_text(str(os.getpid()))
+    here, there = socket.socketpair()
+    keeper = os.fork()
+    if keeper == 0:
+        keep_store(there)
+    port = int.from_bytes(here.recv(4), "big")
+    here.close()
+    there.close()
+    ranks = []
+    for rank in range(request["num_ranks"]):
+        child = os.fork()
+        if child == 0:
+            be_rank(request, rank, port)
+            return
+        ranks.append(child)
+    exits = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in ranks]
+    os.kill(keeper, signal.SIGKILL)
+    os.waitpid(keeper, 0)
+    Path(request["folder"], "exits").write_text(json.dumps(exits))
+    os._exit(0)
+
+
+def redirect(output: str) -> None:
+    """Let this process and its children read nothing and write into a file."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    written = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for source, target in ((nothing, 0), (written, 1), (written, 2)):
+        os.dup2(source, target)
+    os.close(nothing)
+    os.close(written)
+
+
+def keep_store(channel: socket.socket) -> None:
+    """Keep the job's store, as torchrun's agent does, until the job ends."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    channel.send(store.port.to_bytes(4, "big"))
+    while True:
+        time.sleep(1000)
+
+
+def be_rank(request: dict, rank: int, port: int) -> None:
+    """Run the script as torchrun would."""
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": request["num_ranks"],
+        "LOCAL_WORLD_SIZE": request["num_ranks"],
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
+    os.environ |= {name: str(value) for name, value in place.items()}
+    sys.argv = [request["script"], *request["arguments"]]
+    try:
+        runpy.run_path(request["script"], run_name="__main__")
+    except Exception:
+        print(f"rank {rank} of {Path(request['script']).name}:", file=sys.stderr)
+        traceback.print_exc()
+        raise SystemExit(1) from None
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""What a minibatch is, and where it stands: values that read nothing around them."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.model.microbatches import Weighting
+from penstock.run.cutter import Cutter
+from penstock.run.minibatch import Minibatch, StreamPosition, seal_of
+from penstock.run.seals import Call, Seal
+
+
+def cutter():
+    return Cutter(2, 1, Weighting("mean", None), False)
+
+
+def test_equal_minibatches_are_equal_wherever_they_are_made():
+    outside = Minibatch(3, ())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert Minibatch(3, ()) == outside
+
+
+def test_who_cuts_reads_the_callers_autocast_once():
+    rows = torch.zeros(4, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        training = cutter().to_train(rows, rows, step=0)
+        evaluating = cutter().to_evaluate(rows, step=0)
+    assert training.autocast == evaluating.autocast == {"cpu": torch.bfloat16}
+    assert cutter().to_train(rows, rows, step=0).autocast == {}
+
+
+def test_a_loop_says_whether_more_follow():
+    rows = torch.zeros(4, 2)
+    pairs = [*cutter().minibatches([(rows, rows)] * 3, first_step=5)]
+    assert [minibatch.step for minibatch, _ in pairs] == [5, 6, 7]
+    assert [position.more_follow for _, position in pairs] == [True, True, False]
+    seals = [Seal.unpacked(seal_of(*pair)) for pair in pairs]
+    assert {seal.call for seal in seals} == {Call.LOOP}
+    assert [seal.goes_on for seal in seals] == [True, True, False]
+
+
+def test_what_ends_a_stream_has_nothing_to_compare():
+    assert seal_of(Minibatch(0, ()), StreamPosition()) == b""
