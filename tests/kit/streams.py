@@ -52,14 +52,14 @@ def plan_for(policy, num_stages, *, microbatches, replicas=None, model=None, sch
         schedule = "1f1b"
     ranks = sum(map(int, replicas.split("-"))) if replicas else num_stages
     stages = None if replicas else num_stages
-    return _planned(graph, ranks, microbatches, stages, schedule, policy, replicas)
+    return _planned(graph.to_json(), ranks, microbatches, stages, schedule, policy, replicas)
 
 
 @cache
-def _planned(graph, ranks, microbatches, stages, schedule, policy, replicas) -> pk.Plan:
+def _planned(graph: str, ranks, microbatches, stages, schedule, policy, replicas) -> pk.Plan:
     """The planner takes longer than most trainings in tests; its plans never change."""
     return pk.plan(
-        graph,
+        pk.LayerGraph.from_json(graph),
         pk.Cluster.local(ranks),
         microbatches=microbatches,
         stages=stages,
