@@ -342,7 +342,7 @@ def test_a_process_that_dies_ends_everything_with_one_clear_error(
     with pytest.raises(RunError, match=words):
         costs = Costs(0.05, 0.05, 0.05, update=2.0)
         rehearse(build("1f1b", 3), costs, steps=3, progress=kill_one)
-    assert time.monotonic() - killed[0] < 15
+    assert time.monotonic() - killed[0] < 60
 
 
 def test_a_rank_that_fails_says_why(nothing_left_behind):
