@@ -28,7 +28,7 @@ from penstock.schedule import Kind
 from penstock.schedule.lower import add_communication, add_recompute, add_update, add_updates, lower
 from penstock.schedule.op import COMMUNICATION
 from penstock.schedule.rounds import Rounds
-from penstock.timing.timeline import BUSY
+from penstock.timing.spans import BUSY
 from tests.kit.helpers import amounts
 
 TWO_MS = Costs(0.002, 0.002, 0.002, update=0.001)
