@@ -23,6 +23,8 @@ TOLD = {
     "little memory": r"memory|rank {victim}",
 }
 """What a survivor's message must have in it."""
+EARLY = r"rank {victim} (did not come|is gone|has ended)"
+"""If the victim never came to its Pipeline: nobody there can know why."""
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(400)]
 
@@ -51,4 +53,6 @@ def check(fault, rank, report):
         "RunError",
         "InputError",
     ), told
-    assert re.search(TOLD[fault.means].format(victim=fault.victim), report["message"]), told
+    early = fault.moment == "before the pipeline"
+    expected = (EARLY if early else TOLD[fault.means]).format(victim=fault.victim)
+    assert re.search(expected, report["message"]), told

@@ -7,6 +7,7 @@ The same seed draws the same fault on every rank.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -128,7 +129,8 @@ def batches(fault: Fault, mine: bool, folder: Path):
             return
         if strikes and fault.means != "wrong data":
             act(fault, folder)
-        yield make_batch(8, seed=step + (100 if strikes else 0))
+        wrong = strikes and fault.means == "wrong data"
+        yield make_batch(8, seed=step + (100 if wrong else 0))
 
 
 def train(fault: Fault, mine: bool, folder: Path) -> None:
@@ -137,8 +139,11 @@ def train(fault: Fault, mine: bool, folder: Path) -> None:
     model = make_mlp()
     plan = make_plan(model, fault.num_ranks, 4, fault.schedule)
     if mine and fault.moment == "in the model":
+        calls = itertools.count()  # of the layers that this rank has
         for module in model:
-            module.register_forward_pre_hook(lambda *_: act(fault, folder))
+            module.register_forward_pre_hook(
+                lambda *_: act(fault, folder) if next(calls) == fault.step else None
+            )
     with pk.Pipeline(
         model,
         plan,
