@@ -17,7 +17,8 @@ TOLD = {
     "kill": r"rank {victim} (is gone|has ended|did not)|ended",
     "stop": r"rank {victim}|rank \d did not",
     "raise": r"boom",
-    "exit": r"exit|rank {victim} (is gone|closed|has ended|failed)",
+    # Who leaves a loop over steps first ends what is under way, for which others may be late.
+    "exit": r"exit|rank {victim} (is gone|closed|has ended|failed|did not answer)",
     "loader ends": r"closed its pipeline|loops|minibatches|rank {victim}",
     "wrong data": r"minibatch|data|same",
     "little memory": r"memory|rank {victim}",

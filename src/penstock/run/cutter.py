@@ -176,13 +176,13 @@ def with_more(minibatches: Iterable[Minibatch]) -> Iterator[tuple[Minibatch, Str
     """Each minibatch, with whether more follow; with the last one, what ended them if it was an
     error. Nothing is yielded if that comes first."""
     held: list[Minibatch] = []
-    failure: BaseException | None = None
+    failure: Exception | None = None
     try:
         for minibatch in minibatches:
             if held:
                 yield held.pop(), StreamPosition(in_loop=True, more_follow=True)
             held.append(minibatch)
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         if not held:
             raise
         failure = error

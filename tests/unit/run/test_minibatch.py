@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from penstock.model.microbatches import Weighting
@@ -38,19 +37,6 @@ def test_a_loop_says_whether_more_follow():
     seals = [Seal.unpacked(seal_of(*pair)) for pair in pairs]
     assert {seal.call for seal in seals} == {Call.LOOP}
     assert [seal.goes_on for seal in seals] == [True, True, False]
-
-
-@pytest.mark.parametrize("kind", [OSError, SystemExit])
-def test_whatever_ends_a_loader_is_told_with_its_last_minibatch(kind):
-    rows = torch.zeros(4, 2)
-
-    def loader():
-        yield from [(rows, rows)] * 2
-        raise kind("enough")
-
-    (_, first), (_, last) = cutter().minibatches(loader(), first_step=0)
-    assert first.failure is None
-    assert isinstance(last.failure, kind)
 
 
 def test_what_ends_a_stream_has_nothing_to_compare():
