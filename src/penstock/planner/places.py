@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from penstock.graph import LayerGraph
 
 
-def places_near(cuts: Sequence[int], num_layers: int, most: int) -> Iterator[int]:
+def places_near(cuts: Sequence[int], num_layers: int, most: int) -> set[int]:
     """Places around the inner ones of some cuts, about ``most`` in all."""
     inner = cuts[1:-1]
     reach = max(1, most // (2 * max(1, len(inner))))
-    for cut in inner:
-        yield from range(max(1, cut - reach), min(num_layers, cut + reach + 1))
+    return {
+        place
+        for cut in inner
+        for place in range(max(1, cut - reach), min(num_layers, cut + reach + 1))
+    }
 
 
 def spread_places(graph: LayerGraph, most: int) -> set[int]:
