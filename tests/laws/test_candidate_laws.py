@@ -17,9 +17,11 @@ from penstock.errors import InputError, PlanError
 from penstock.graph import Contention
 from penstock.planner.candidate import Candidate
 from penstock.planner.cuts import candidates
-from penstock.planner.offers import Offer, Wish
+from penstock.planner.limits import least_excess
+from penstock.planner.offers import Offer
 from penstock.planner.offers import offers as every_offer
 from penstock.planner.task import Task
+from penstock.planner.wish import Wish
 from penstock.versions import USUAL, Flush
 from tests.kit.planning import all_cuts, chain, clusters, devices, graphs, held_bytes
 
@@ -79,6 +81,12 @@ def test_no_bound_is_above_the_simulated_time(pair):
     offer, candidate = pair
     assert candidate.least_seconds <= candidate.seconds * (1 + 1e-9) + 1e-12
     assert offer.least_seconds(candidate.task) <= candidate.seconds * (1 + 1e-9) + 1e-12
+
+
+@given(any_candidates())
+def test_no_candidate_misses_its_limits_by_less_than_the_bound_says(pair):
+    _, candidate = pair
+    assert least_excess(candidate.task) <= candidate.excess.num_bytes
 
 
 @given(any_candidates())

@@ -164,7 +164,7 @@ def _start_here(num_ranks: int, deadline_seconds: float) -> None:
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "penstock.cli", *sys.argv[1:]],
+            [sys.executable, "-m", "penstock", *sys.argv[1:]],
             env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(num_ranks)

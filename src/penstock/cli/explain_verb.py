@@ -12,13 +12,8 @@ from penstock.cli import options, show, sources
 from penstock.drawing.layer_names import counted
 from penstock.errors import ModelError
 from penstock.plans import Plan
-from penstock.plans.explanation import (
-    ExplainedStage,
-    Explanation,
-    Stability,
-    check_stability,
-    explain,
-)
+from penstock.plans.explanation import ExplainedStage, Explanation, explain
+from penstock.plans.stability import Stability, check_stability
 from penstock.units import format_bytes
 
 _WIDTH = 100

@@ -150,7 +150,7 @@ def plan(
 
 
 def _first_devices(cluster: Cluster, count: int) -> Cluster:
-    """Of a cluster, only so many."""
+    """The cluster with its first ``count`` devices only."""
     if not 1 <= count <= len(cluster.devices):
         raise click.BadParameter(f"there are {len(cluster.devices)} devices, not {count}")
     return only(cluster, range(count))

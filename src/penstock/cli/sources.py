@@ -34,7 +34,8 @@ from penstock.schedule.memory import Sizes
 from penstock.schedule.op import Kind
 from penstock.timing.costs import Costs
 from penstock.timing.simulator import simulate
-from penstock.timing.timeline import BUSY, NO_VERSION, Timeline
+from penstock.timing.spans import BUSY, NO_VERSION
+from penstock.timing.timeline import Timeline
 from penstock.values import read_text, refused_as
 from penstock.versions import POLICIES, USUAL, Flush, Policy, rounds_of, versions_read
 
@@ -50,7 +51,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _STAGES_PER_RANK = {"v": 2}
-"""Of the placements with a name; a straight pipeline has one."""
+"""Stages per rank of the placements with a name; a straight pipeline has one."""
 
 
 class Source(NamedTuple):
@@ -165,7 +166,7 @@ def _spread(costs: Costs, schedule: Schedule) -> Costs:
 
 
 def _schedule(name: str, ranks: int, microbatches: int, costs: Costs) -> Schedule:
-    """Of a CSV or a family."""
+    """The schedule in a CSV, or of a family."""
     if _suffix(name) != ".csv":
         return _build(name, ranks, microbatches, costs)
     schedule = read_csv(name)

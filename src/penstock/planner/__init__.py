@@ -1,5 +1,11 @@
 """From a profile and a cluster to a plan.
 
+``task`` is what is planned and ``wish`` how, ``offers`` the schedules and devices worth building,
+``setting`` one that is built, ``cuts`` where its stages begin, ``candidate`` both together:
+``pricing`` says what its stages cost, ``moments`` and ``limits`` what it needs and may use,
+``bounds`` what it takes at least. ``race`` finds the best, ``why`` says what decided, ``shortfall``
+why there is none.
+
 Decisions:
 
 The planner has one judge, the simulator, and everything before it only saves its time. An exact
@@ -7,6 +13,9 @@ partition of the steady state, DAPPLE's bound and width × depth propose which s
 cuts are exact for each setting; lower bounds, never estimates, decide what need not be simulated,
 and a test holds each bound against the simulation. Replicas of the winner are then moved from stage
 to stage as long as that helps, because no proposal knows the start and the end of a step.
+
+What no memory holds is refused before anything is searched (``limits.least_excess``); a test holds
+that bound, too, against what candidates need.
 
 Memory is part of the cut, not a filter behind it: for every stage, first and last layer, a table
 tells how much the order of the ops keeps (``schedule.memory.loads``, exact for ranks with one

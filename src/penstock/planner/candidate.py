@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from math import ceil
 
 from penstock.graph import Contention
 from penstock.planner.bounds import least_steady_seconds, least_step_seconds
 from penstock.planner.limits import NO_EXCESS, Excess, has_limits, limited_like, worst_excess
+from penstock.planner.moments import StageSizes
 from penstock.planner.pricing import Pricing
 from penstock.planner.setting import Rooms, Setting
 from penstock.planner.task import Task
@@ -65,17 +67,42 @@ class Candidate:
     @cached_property
     def rank_bytes(self) -> tuple[int, ...]:
         """Predicted bytes of memory of each rank."""
-        setting, task = self.setting, self.task
-        if not setting.is_exact:
-            return bytes_of_ranks(self.stages, self.schedule)
-        # The same, without another walk through all ops.
-        rooms = Rooms(task, setting)
-        held = [0] * setting.num_ranks
+        again = {how == "stage" for how in self.recomputes}
+        if self.setting.is_exact:
+            return self._bytes_by_stage()
+        if self.setting.schedule.num_slices == 1 and len(again) == 1:
+            return self._bytes_by_moment(again=again.pop())
+        return bytes_of_ranks(self.stages, self.schedule)
+
+    def _bytes_by_stage(self) -> tuple[int, ...]:
+        """As ``bytes_of_ranks`` where every rank has one stage, without a walk through all ops."""
+        rooms = Rooms(self.task, self.setting)
+        held = [0] * self.setting.num_ranks
         for index, bounds in enumerate(pairwise(self.cuts)):
             needed = rooms.held_bytes(index, self.recomputes[index], *bounds)
-            for rank in setting.ranks_of[index]:
+            for rank in self.setting.ranks_of[index]:
                 held[rank] = needed
         return tuple(held)
+
+    def _bytes_by_moment(self, *, again: bool) -> tuple[int, ...]:
+        """As ``bytes_of_ranks`` where all stages run forward once, or ``again`` all do twice; with
+        one walk through all ops for all cuts."""
+        task, rooms = self.task, Rooms(self.task, self.setting)
+
+        def sizes(stage: int) -> StageSizes:
+            start, stop = self.cuts[stage : stage + 2]
+            numbers, layers = task.numbers(start, stop), self.recomputes[stage] == "layers"
+            whole = numbers["again_input_bytes" if layers else "activation_bytes"]
+            return task.input_bytes[start], whole, numbers["weight_kept_bytes"]
+
+        state = [
+            rooms.state_bytes(stage, self.recomputes[stage], *bounds)
+            for stage, bounds in enumerate(pairwise(self.cuts))
+        ]
+        return tuple(
+            sum(state[stage] for stage in rank.stages) + ceil(rank.most_bytes(sizes))
+            for rank in (self.setting.moments_again if again else self.setting.moments)
+        )
 
     @property
     def peak(self) -> float:

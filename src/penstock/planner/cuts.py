@@ -7,11 +7,12 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise, product
 from math import inf
-from typing import TYPE_CHECKING
 
 from penstock.errors import PlanError
-from penstock.partition.chain import balance, lightest
+from penstock.partition.arrays import Floats, np
+from penstock.partition.chain import Table, balance, lightest
 from penstock.planner.candidate import Candidate
+from penstock.planner.limits import least_excess
 from penstock.planner.setting import RecomputeRule, Rooms, Setting
 from penstock.planner.task import Task
 from penstock.plans.stage_plan import Recompute
@@ -23,10 +24,6 @@ _SQUEEZES: dict[RecomputeRule, tuple[Recompute, ...]] = {
     "stage": ("stage",),
     "layers": ("layers",),
 }
-
-if TYPE_CHECKING:
-    from penstock.partition.chain import Table
-    from penstock.planner.task import Vector
 
 
 def candidates(task: Task, setting: Setting, slack: float = 0.0) -> list[Candidate]:
@@ -45,7 +42,7 @@ def candidates(task: Task, setting: Setting, slack: float = 0.0) -> list[Candida
         Only what fits. Where every rank has one stage and a memory of its own, something is found
         if there is anything.
     """
-    if setting.num_stages > task.num_layers:
+    if setting.num_stages > task.num_layers or least_excess(task) > slack:
         return []
     # Several stages of a rank share its memory; they get even shares if they do not fit without.
     for shared in (True,) if setting.is_single else (False, True):
@@ -152,10 +149,8 @@ def _balance(task: Task, setting: Setting, rooms: Rooms) -> list[tuple[int, ...]
     return [tuple(task.places[number] for number in cuts) for cuts in dict.fromkeys(found)]
 
 
-def _hops(task: Task, setting: Setting, stage: int) -> Vector:
+def _hops(task: Task, setting: Setting, stage: int) -> Floats:
     """Seconds from a stage to the next if it ends at each place."""
-    import numpy as np
-
     if stage == setting.num_stages - 1:
         return np.zeros(len(task.places))
     ends = setting.devices_of[stage], setting.devices_of[stage + 1]
@@ -168,8 +163,6 @@ def _hops(task: Task, setting: Setting, stage: int) -> Vector:
 
 def _lightest(task: Task, setting: Setting, slack: float) -> Iterator[Candidate]:
     """The cuts that need the least memory in all, for ranks that share it."""
-    import numpy as np
-
     rooms = Rooms(task, setting, slack)
     ties = _split_ties(task, setting)
 
@@ -196,8 +189,6 @@ def _candidate(task: Task, setting: Setting, cuts: tuple[int, ...], rooms: Rooms
 def _split_ties(task: Task, setting: Setting) -> Table:
     """Infinite for stages that would part layers with tied weights, where that is not possible:
     without a flush, stages are never at the same update."""
-    import numpy as np
-
     count = len(task.places)
     table = np.zeros((count, count))
     if setting.versions.asynchronous:

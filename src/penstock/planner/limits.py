@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
@@ -64,6 +65,35 @@ def _excess(held: float, limit: float, place: str) -> Excess:
 def has_limits(task: Task) -> bool:
     """Whether any memory is limited."""
     return min(task.limits) < inf or bool(task.topology.shared_memories)
+
+
+def least_excess(task: Task) -> float:
+    """Bytes by which any candidate misses a limit, at least; ≤ 0 where one may fit.
+
+    Whoever has a layer has its weights, a gradient of them, its optimizer state and buffers, and at
+    some moment all that a microbatch keeps there, room to work included. All layers are somewhere.
+    """
+    if not has_limits(task):
+        return -inf
+    state = [
+        2 * layer.parameter_bytes + layer.optimizer_bytes + layer.buffer_bytes
+        for layer in task.graph.layers
+    ]
+    largest = max(
+        held + layer.activation_bytes + layer.workspace_bytes
+        for held, layer in zip(state, task.graph.layers, strict=True)
+    )
+    roomiest = sorted(task.limits, reverse=True)
+    # On the k devices with most memory, one has at least its share of what is missing.
+    spread = min(
+        (sum(state) - room) / count for count, room in enumerate(accumulate(roomiest), start=1)
+    )
+    everywhere = [
+        task.num_tensor_ranks * sum(state) - limit
+        for host, limit in task.topology.shared_memories
+        if len(host) == len(task.limits)
+    ]
+    return max(largest - roomiest[0], spread, *everywhere)
 
 
 def limited_like(task: Task, like: Task) -> Task:

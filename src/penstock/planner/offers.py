@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, permutations, product
 from math import ceil
-from typing import Any, Literal
+from typing import Any
 
 from penstock.errors import InputError, PlanError
 from penstock.graph import Mode
@@ -15,6 +15,7 @@ from penstock.partition import best_partition
 from penstock.partition.dapple import dapple_candidates
 from penstock.planner.setting import RecomputeRule, Setting, build_schedule
 from penstock.planner.task import Task
+from penstock.planner.wish import Wish
 from penstock.schedule import Schedule, families
 from penstock.schedule.rounds import filling
 from penstock.versions import USUAL, DoubleBuffer, Flush, Policy, Stash, check_policy
@@ -37,37 +38,6 @@ _QUICKLY_BUILT = 2_000
 """Ranks times microbatches beyond which some orders take seconds to build."""
 _DAPPLE_LIMIT = 5_000
 """Layers times devices beyond which DAPPLE's search takes seconds."""
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What a plan must be like.
-
-    Attributes:
-        schedule: its family; the best by default.
-        stages: how many; the best number by default.
-        versions: its weight-version policy; by default what belongs to the schedule.
-        replicas: of each stage; none, and ``any_replicas`` decides.
-        any_replicas: whether stages may be given replicas.
-        asynchronous: whether it may be a schedule that never flushes, or must be one.
-        least_stages: at least so many.
-        cuts: where stages begin, as ``Candidate.cuts``; none, and the best are found.
-        recompute: what may run forward twice.
-    """
-
-    schedule: str | None = None
-    stages: int | None = None
-    versions: Policy | None = None
-    replicas: tuple[int, ...] = ()
-    any_replicas: bool = True
-    asynchronous: Literal["no", "also", "only"] = "no"
-    least_stages: int = 1
-    cuts: tuple[int, ...] = ()
-    recompute: RecomputeRule = "where-needed"
-
-    def allows(self, num_stages: int) -> bool:
-        """Whether a plan may have so many stages."""
-        return num_stages >= self.least_stages and self.stages in (None, num_stages)
 
 
 @dataclass(frozen=True)
@@ -365,7 +335,7 @@ def _partitions(task: Task) -> Iterator[Shape]:
 
 
 def _shape(task: Task, stages: Sequence[Sequence[int]]) -> Iterator[Shape]:
-    """Of these devices, if stages have replicas and each replica has a microbatch."""
+    """The shape of stages on these devices, if any has replicas and each replica a microbatch."""
     counts = tuple(map(len, stages))
     if 1 < max(counts) <= task.num_microbatches:
         yield counts, tuple(chain.from_iterable(stages))

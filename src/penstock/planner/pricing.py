@@ -75,7 +75,7 @@ class Pricing:
         )
 
     def _reduce_seconds(self, index: int, start: int, stop: int) -> float:
-        """Until gradients of replicas and of weights tied across stages are summed."""
+        """Seconds until gradients of replicas, and of weights tied across stages, are summed."""
         task, setting = self.task, self.setting
         devices = setting.devices_of[index]
         num_bytes = task.sum("parameter_bytes", start, stop)
@@ -107,7 +107,7 @@ class Pricing:
         return total
 
     def _sum_bytes(self, index: int, start: int, stop: int) -> int:
-        """Of the parameters whose gradients a rank of the stage sums with others."""
+        """Bytes of the parameters whose gradients a rank of the stage sums with others."""
         if len(self.setting.ranks_of[index]) > 1:
             return int(self.task.sum("parameter_bytes", start, stop))
         return sum(tie.num_bytes for tie in self.task.ties if tie.is_parted(start, stop))

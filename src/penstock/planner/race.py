@@ -13,8 +13,10 @@ from operator import itemgetter
 from penstock.errors import InputError, PlanError
 from penstock.planner.candidate import Candidate
 from penstock.planner.cuts import candidates, refined, with_cuts, with_layers_moved
-from penstock.planner.offers import Offer, Wish, neighbours, offers
+from penstock.planner.limits import least_excess
+from penstock.planner.offers import Offer, neighbours, offers
 from penstock.planner.task import Task
+from penstock.planner.wish import Wish
 
 SAME = 0.01
 """Relative: no prediction tells plans this close apart, so the one that needs less memory wins."""
@@ -187,7 +189,7 @@ def fastest(tasks: Sequence[Task], wish: Wish, budget: int = 250_000) -> Candida
         budget: ops to simulate.
     """
     race = Race(budget=budget)
-    race.run(tasks, wish)
+    race.run([task for task in tasks if least_excess(task) <= 0], wish)
     return race.winner
 
 

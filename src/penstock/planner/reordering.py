@@ -11,8 +11,9 @@ from penstock.partition import best_partition
 from penstock.partition.placement import Stages, learned_placement, stage_costs
 from penstock.planner.candidate import Candidate
 from penstock.planner.cuts import with_cuts
-from penstock.planner.offers import PLAIN, Offer, Wish
+from penstock.planner.offers import PLAIN, Offer
 from penstock.planner.task import Task
+from penstock.planner.wish import Wish
 from penstock.schedule import families
 from penstock.schedule.lower import add_update
 from penstock.timing.simulator import simulate

@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from penstock.graph import Mode
+from penstock.partition.arrays import np
+from penstock.partition.chain import Table
+from penstock.planner.moments import Moments, moments_of
 from penstock.planner.task import Task
 from penstock.plans.orders import stand_in
 from penstock.plans.stage_plan import Recompute
@@ -16,9 +19,6 @@ from penstock.schedule import Kind, Schedule, families
 from penstock.schedule.lower import add_recompute
 from penstock.schedule.memory import Load, loads, peak_activations
 from penstock.versions import Flush, Policy, place_of, weight_copies
-
-if TYPE_CHECKING:
-    from penstock.partition.chain import Table
 
 _RECOMPUTES: tuple[Recompute, ...] = ("none", "layers", "stage")
 
@@ -152,6 +152,16 @@ class Setting:
         return tuple((share(max(self.peaks[rank] for rank in ranks)),) for ranks in self.ranks_of)
 
     @cached_property
+    def moments(self) -> tuple[Moments, ...]:
+        """What each rank holds, moment by moment, where no stage runs forward a second time."""
+        return moments_of(self.schedule)
+
+    @cached_property
+    def moments_again(self) -> tuple[Moments, ...]:
+        """The same where every stage does."""
+        return moments_of(self._recomputing)
+
+    @cached_property
     def is_exact(self) -> bool:
         """Whether ``loads`` are."""
         return self.is_single and self.schedule.num_slices == 1
@@ -166,7 +176,7 @@ class Rooms:
 
     Args:
         task: for the sizes.
-        setting: which.
+        setting: whose stages they are.
         slack: bytes by which limits may be exceeded.
         shared: of a rank with several stages, whether each gets an even share of its limit;
             otherwise these have no limit.
@@ -201,8 +211,6 @@ class Rooms:
     def again_seconds(self, stage: int) -> Table:
         """What a stage takes longer because it must run forward twice, for all starts and stops;
         infinite where it does not fit even so."""
-        import numpy as np
-
         rule, limit = self._setting.recompute, self._limits[stage]
         again = self._task.tables["recompute_seconds"]
         if rule in {"stage", "layers"}:
@@ -230,6 +238,13 @@ class Rooms:
         begin and end: also between the places of the tables."""
         numbers, inputs = self._task.numbers(start, stop), self._task.input_bytes[start]
         return int(_needed(numbers, inputs, *self._key(stage, how)))
+
+    def state_bytes(self, stage: int, how: Recompute, start: int, stop: int) -> int:
+        """What a rank needs for a stage with layers ``[start, stop)`` while nothing is in
+        flight."""
+        numbers = self._task.numbers(start, stop)
+        copies, has_replicas, _, _ = self._key(stage, how)
+        return int(_needed(numbers, 0, copies, has_replicas, (Load(),), how))
 
     def lightest(self, stage: int) -> tuple[Table, ...]:
         """``num_bytes`` of every way that is allowed, in the order of ``ways``."""
@@ -261,8 +276,6 @@ class Rooms:
     def _num_bytes(
         self, copies: int, has_replicas: bool, loads: tuple[Load, ...], how: Recompute
     ) -> Table:
-        import numpy as np
-
         inputs = np.array(self._task.input_bytes, dtype=float)[list(self._task.places)][:, None]
         table: Table = _needed(self._task.tables, inputs, copies, has_replicas, loads, how)
         return table
@@ -287,8 +300,6 @@ def _needed(
         loads: the worst moments of the rank.
         how: what runs again.
     """
-    import numpy as np
-
     again = how == "layers"
     whole = numbers["again_input_bytes" if again else "activation_bytes"]
     halves = numbers["weight_kept_bytes"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise, product
@@ -11,18 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.cluster import Cluster, Device, Link, Topology
 from penstock.graph import Layer, LayerGraph, Mode
+from penstock.partition.arrays import Floats, np
+from penstock.partition.chain import Table
 from penstock.partition.cost_models import CostModel, cost_model
+from penstock.planner.places import places_near, spread_places
 from penstock.schedule import Schedule
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from penstock.partition.chain import Table
-    from penstock.partition.tensor import TensorSplit
-    from penstock.plans.stage_plan import Split
-
-    Vector = npt.NDArray[np.float64]
+    from penstock.planner.tensor_groups import TensorGroups
 
 _MANY_PAIRS = 256
 _MOST_PLACES = 256
@@ -55,34 +51,6 @@ class Tie(NamedTuple):
         has_first = (starts <= self.first) & (self.first < stops)
         has_last = (starts <= self.last) & (self.last < stops)
         return has_first ^ has_last
-
-
-@dataclass(frozen=True)
-class TensorGroups:
-    """Who shares layers with whom, and how.
-
-    Attributes:
-        devices: of each group, which stands for one device of the task's cluster.
-        found: the splits of the layers.
-        single: the task without groups.
-    """
-
-    devices: tuple[tuple[Device, ...], ...]
-    found: TensorSplit
-    single: Task
-
-    @property
-    def num_ranks(self) -> int:
-        """Devices per group."""
-        return len(self.devices[0])
-
-    def splits(self, layers: Sequence[str]) -> dict[str, Split]:
-        """Of some layers."""
-        return {name: self._split(name) for name in layers}
-
-    def _split(self, name: str) -> Split:
-        split = self.found.splits[name]
-        return "whole" if split == "any" and self.found.layouts[name] == "whole" else split
 
 
 @dataclass(frozen=True)
@@ -154,13 +122,13 @@ class Task:
         return {}
 
     @cached_property
-    def known_hops(self) -> dict[object, Vector]:
+    def known_hops(self) -> dict[object, Floats]:
         """Seconds of hops found so far, by the devices at their ends."""
         return {}
 
     @cached_property
     def num_layers(self) -> int:
-        """Of the model."""
+        """How many layers the model has."""
         return len(self.graph.layers)
 
     @cached_property
@@ -178,7 +146,8 @@ class Task:
 
     @cached_property
     def sums(self) -> dict[str, list[float]]:
-        """Of each number of a layer: entry k is the sum over the first k layers."""
+        """Running sums of each number of a layer, by its name: entry k is that of the first k
+        layers."""
         names = (
             "forward_seconds", "backward_input_seconds", "backward_weight_seconds",
             "split_forward_seconds", "split_seconds", "update_seconds", "parameter_bytes",
@@ -196,13 +165,13 @@ class Task:
         return {name: list(accumulate(column, initial=0)) for name, column in columns.items()}
 
     def sum(self, name: str, start: int, stop: int) -> float:
-        """Of one number, over layers ``[start, stop)``."""
+        """The sum of one number of a layer over layers ``[start, stop)``."""
         column = self.sums[name]
         return column[stop] - column[start]
 
     @cached_property
     def input_bytes(self) -> tuple[int, ...]:
-        """Of a stage that begins with each layer; behind the last, nothing is."""
+        """Bytes of the input of a stage that begins with each layer; 0 behind the last one."""
         return (self.graph.input_bytes, *self.crossing_bytes[1:], 0)
 
     @cached_property
@@ -235,8 +204,10 @@ class Task:
         count, most = self.num_layers, self._most_places
         if count <= most:
             return tuple(range(count + 1))
-        chosen = self._places_near(most) if self.near else self._spread_places(most)
-        return tuple(sorted({0, count, *self.marks, *chosen}))
+        chosen = (
+            places_near(self.near, count, most) if self.near else spread_places(self.graph, most)
+        )
+        return tuple(sorted({0, count, *self.marks} | chosen))
 
     @property
     def is_coarse(self) -> bool:
@@ -247,34 +218,6 @@ class Task:
     def _most_places(self) -> int:
         # As many stages as devices must be possible, with some choice.
         return max(_MOST_PLACES, 2 * len(self.cluster.devices))
-
-    def _places_near(self, most: int) -> Iterator[int]:
-        inner = self.near[1:-1]
-        reach = max(1, most // (2 * max(1, len(inner))))
-        for cut in inner:
-            yield from range(max(1, cut - reach), min(self.num_layers, cut + reach + 1))
-
-    def _spread_places(self, most: int) -> set[int]:
-        """Places between which there is equally much: of compute, and of bytes half as much.
-        Where that leaves some over, because a few layers have almost everything, the rest lie
-        evenly between the others."""
-        layers = self.graph.layers
-        held = [
-            layer.activation_bytes + layer.parameter_bytes + layer.optimizer_bytes
-            for layer in layers
-        ]
-        shares = zip(_shares(self.compute_seconds), _shares(held), strict=True)
-        sums = list(accumulate(2 * seconds + num_bytes for seconds, num_bytes in shares))
-        gap = max(sums[-1], 1e-9) / most
-        found = {
-            index + 1
-            for index, (before, now) in enumerate(pairwise((0.0, *sums)))
-            if int(before / gap) < int(now / gap) and index + 1 < len(layers)
-        }
-        rest = [index for index in range(1, len(layers)) if index not in found]
-        missing = most - len(found)
-        steps = range(1, 2 * missing, 2)
-        return found | {rest[step * len(rest) // (2 * missing)] for step in steps}
 
     def numbers(self, start: int, stop: int) -> dict[str, float]:
         """What ``tables`` has for one stage with layers ``[start, stop)``, wherever these begin and
@@ -293,10 +236,8 @@ class Task:
 
     @cached_property
     def tables(self) -> dict[str, Table]:
-        """Of each number that ``sum`` gives, what it gives for all stages between two places: a
-        table with a row for each start and a column for each stop."""
-        import numpy as np
-
+        """What ``sum`` gives for all stages between two places, by the name of the number: a table
+        with a row for each start and a column for each stop."""
         tables, places = {}, list(self.places)
         for name, column in self.sums.items():
             sums = np.array(column, dtype=float)[places]
@@ -322,8 +263,6 @@ class Task:
         return tables
 
     def _tied_bytes(self) -> Table:
-        import numpy as np
-
         starts, stops = np.array(self.places)[:, None], np.array(self.places)
         table = np.zeros((len(self.places), len(self.places)))
         for tie in self.ties:
@@ -331,8 +270,8 @@ class Task:
         return table
 
     def _workspaces(self, start: int, stop: int, again: bool) -> list[float]:
-        """Of stages that begin with a layer, for each layer before ``stop`` that may be their
-        last."""
+        """Room to work, in bytes, of the stages that begin with layer ``start``, for each layer
+        before ``stop`` that may be their last."""
         found, most, room, held = [], 0.0, 0.0, 0.0
         for index in range(start, stop):
             layer = self.graph.layers[index]
@@ -345,12 +284,11 @@ class Task:
         return found
 
     def workspace_bytes(self, start: int, stop: int, *, again: bool) -> int:
-        """Of the hungriest of these layers.
+        """Room to work, in bytes, of the layer in ``[start, stop)`` that needs most.
 
         Args:
-            start, stop: of the layers.
-            again: whether they run forward again, unit by unit, so that the activations of one
-                unit are there besides.
+            again: whether the layers run forward again, unit by unit, so that the activations of
+                one unit are there besides.
         """
         return int(self._workspaces(start, stop, again)[-1])
 
@@ -411,12 +349,6 @@ class Task:
         # A link with a latency was measured as a whole; one without does not know what handing a
         # message to another worker costs, but the profile does.
         return (seconds if link.latency_seconds else seconds + self.graph.hop_seconds), busy
-
-
-def _shares(numbers: Sequence[float]) -> list[float]:
-    """Of their sum, which may be 0."""
-    total = sum(numbers) or 1.0
-    return [number / total for number in numbers]
 
 
 def _again_seconds(layer: Layer) -> float:

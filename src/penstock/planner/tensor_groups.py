@@ -4,17 +4,46 @@ them sees it."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from msgspec.structs import replace as with_fields
 
 from penstock.cluster import Cluster, Device
 from penstock.cluster.subset import only
 from penstock.errors import PlanError
-from penstock.partition.tensor import split_layers
-from penstock.planner.task import Task, TensorGroups
+from penstock.partition.tensor import TensorSplit, split_layers
+from penstock.planner.task import Task
+from penstock.plans.stage_plan import Split
 
 _USUAL_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class TensorGroups:
+    """Who shares layers with whom, and how.
+
+    Attributes:
+        devices: of each group, which stands for one device of the task's cluster.
+        found: the splits of the layers.
+        single: the task without groups.
+    """
+
+    devices: tuple[tuple[Device, ...], ...]
+    found: TensorSplit
+    single: Task
+
+    @property
+    def num_ranks(self) -> int:
+        """Devices per group."""
+        return len(self.devices[0])
+
+    def splits(self, layers: Sequence[str]) -> dict[str, Split]:
+        """How the group shares some layers, by their names."""
+        return {name: self._split(name) for name in layers}
+
+    def _split(self, name: str) -> Split:
+        split = self.found.splits[name]
+        return "whole" if split == "any" and self.found.layouts[name] == "whole" else split
 
 
 def in_groups(task: Task, num_tensor_ranks: int) -> Task:

@@ -8,9 +8,10 @@ from dataclasses import replace as replaced
 from msgspec.structs import replace
 
 from penstock.planner.candidate import Candidate
-from penstock.planner.offers import PLAIN, Wish
+from penstock.planner.offers import PLAIN
 from penstock.planner.race import SAME, fastest
 from penstock.planner.task import Task
+from penstock.planner.wish import Wish
 from penstock.plans.alternative import Alternative
 from penstock.units import count_of, format_bytes, format_seconds, format_speed_up
 
@@ -87,23 +88,30 @@ def alternatives_of(
     )
 
 
-def _remark(one: Candidate, chosen: Candidate, wish: Wish) -> str:
-    if _is_same(one, chosen):
+def _remark(rival: Candidate, chosen: Candidate, wish: Wish) -> str:
+    if _is_same(rival, chosen):
         return "chosen"
-    over = one.limited_like(chosen).excess
+    over = rival.limited_like(chosen).excess
     if over.num_bytes > 0:
         return f"does not fit: {format_bytes(over.num_bytes)} over {over.place}"
-    if one.setting.versions.asynchronous and wish.asynchronous == "no":
+    if rival.setting.versions.asynchronous and wish.asynchronous == "no":
         return "old weights: not asked for"
     return ""
 
 
-def _is_same(one: Candidate, other: Candidate) -> bool:
-    return _essence(one) == _essence(other)
+def _is_same(first: Candidate, second: Candidate) -> bool:
+    return _essence(first) == _essence(second)
 
 
-def _essence(one: Candidate) -> tuple[object, ...]:
-    return one.task.num_tensor_ranks, one.task.graph, one.setting, one.cuts, one.recomputes
+def _essence(candidate: Candidate) -> tuple[object, ...]:
+    task = candidate.task
+    return (
+        task.num_tensor_ranks,
+        task.graph,
+        candidate.setting,
+        candidate.cuts,
+        candidate.recomputes,
+    )
 
 
 def possible(contenders: Sequence[Candidate], chosen: Candidate, wish: Wish) -> list[Candidate]:
@@ -118,14 +126,14 @@ def possible(contenders: Sequence[Candidate], chosen: Candidate, wish: Wish) -> 
     ]
 
 
-def _is_wanted(one: Candidate, wish: Wish) -> bool:
-    setting = one.setting
+def _is_wanted(candidate: Candidate, wish: Wish) -> bool:
+    setting = candidate.setting
     return (
-        _is_allowed(one, wish)
+        _is_allowed(candidate, wish)
         and wish.allows(setting.num_stages)
         and wish.schedule in (None, setting.schedule.name)
         and (wish.any_replicas or wish.replicas == setting.replicas)
-        and (not wish.cuts or wish.cuts == one.cuts)
+        and (not wish.cuts or wish.cuts == candidate.cuts)
     )
 
 
@@ -158,8 +166,8 @@ def coarsely(task: Task) -> str:
     return f"cut at {places} of {layers} places, then at all near the best"
 
 
-def _is_allowed(one: Candidate, wish: Wish) -> bool:
-    return wish.asynchronous != "no" or not one.setting.versions.asynchronous
+def _is_allowed(candidate: Candidate, wish: Wish) -> bool:
+    return wish.asynchronous != "no" or not candidate.setting.versions.asynchronous
 
 
 def _comparison(chosen: Candidate, rival: Candidate) -> str:
@@ -191,15 +199,15 @@ def _what_slows(rival: Candidate, chosen: Candidate) -> str:
     return ""
 
 
-def _exchange_seconds(one: Candidate) -> float:
-    return max(stage.reduce_seconds for stage in one.stages)
+def _exchange_seconds(candidate: Candidate) -> float:
+    return max(stage.reduce_seconds for stage in candidate.stages)
 
 
-def _again_seconds(one: Candidate) -> float:
-    """Of a minibatch, at the stage that repeats most."""
+def _again_seconds(candidate: Candidate) -> float:
+    """Seconds that recomputation adds to a minibatch, at the stage that recomputes most."""
     again = (
-        stage.again_seconds / one.setting.replicas_of(index)
-        for index, stage in enumerate(one.stages)
+        stage.again_seconds / candidate.setting.replicas_of(index)
+        for index, stage in enumerate(candidate.stages)
         if stage.recompute != "none"
     )
-    return one.task.num_microbatches * max(again, default=0.0)
+    return candidate.task.num_microbatches * max(again, default=0.0)

@@ -1,9 +1,17 @@
 """The plan: what planning ends with and running begins with.
 
 ``plan`` is the value that people read and edit, ``stage_plan`` one stage of it, ``orders`` the ops
-of families that search, ``consistency`` what its parts must not contradict. ``steady`` is how long
-a minibatch takes where a pipeline never drains. ``table`` and ``alternative`` are its text,
-``picture`` its picture, ``explanation`` its asynchrony in words.
+of families that search, ``consistency`` what its parts must not contradict. ``prediction`` is what
+follows from them, ``steady`` how long a minibatch takes where a pipeline never drains. ``title``,
+``table`` and ``alternative`` are its text, ``picture`` its picture, ``explanation`` its asynchrony
+in words.
+
+Decisions:
+
+What follows from a plan is worked out when it is first asked for and kept with it
+(``Plan.prediction``), so that text, picture and explanation speak of one simulation. It stands
+beside the plan's fields, where no file, comparison or copy sees it. The planner's candidates have a
+prediction of the same kind.
 """
 
 from penstock.plans.alternative import Alternative

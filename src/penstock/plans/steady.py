@@ -23,14 +23,14 @@ def stream_of(
     num_microbatches: int,
     replicas: Sequence[int],
 ) -> tuple[Schedule, Rounds]:
-    """So many minibatches without a flush, with their updates."""
+    """The schedule of ``num_minibatches`` without a flush, with their updates, and its rounds."""
     schedule = build(max(num_minibatches * num_microbatches, *replicas))
     rounds = rounds_of(versions, schedule, num_microbatches)
     return add_updates(schedule, rounds), rounds
 
 
 def few_minibatches(replicas: Sequence[int], num_microbatches: int) -> int:
-    """So many fill the pipeline, and take every replica through whole turns."""
+    """How many minibatches fill the pipeline and take every replica through whole turns."""
     period = lcm(num_microbatches, *replicas) // num_microbatches
     fills = 1 + 2 * sum(replicas) / num_microbatches
     whole_turns = ceil(fills / period) * period
@@ -40,7 +40,8 @@ def few_minibatches(replicas: Sequence[int], num_microbatches: int) -> int:
 def steady_seconds(
     build: Build, versions: Policy, costs: Costs, num_microbatches: int, replicas: Sequence[int]
 ) -> float:
-    """Of one minibatch, when the pipeline is full: what a stream twice as long takes longer."""
+    """Seconds of one minibatch when the pipeline is full: what a stream twice as long takes
+    longer, per minibatch."""
     few = few_minibatches(replicas, num_microbatches)
     streams = (
         stream_of(build, versions, count, num_microbatches, replicas)[0] for count in (few, 2 * few)

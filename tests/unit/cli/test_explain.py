@@ -20,7 +20,8 @@ from penstock import Cluster, Layer, LayerGraph, versions
 from penstock import plan as find_plan
 from penstock.cli import penstock
 from penstock.errors import InputError, PenstockError
-from penstock.plans.explanation import check_stability, explain, stability_bound, steady_minibatch
+from penstock.plans.explanation import explain, stability_bound, steady_minibatch
+from penstock.plans.stability import check_stability
 from penstock.schedule.op import Kind
 from penstock.trial import Workload
 from penstock.trial.reference.delayed_replay import _Account

@@ -3,13 +3,15 @@ import json
 import pytest
 from msgspec.structs import replace
 
+from benchmarks.planning.calls import counting
 from penstock import Cluster, Device, Layer, LayerGraph, Link, plan
 from penstock.cluster import Group
 from penstock.errors import FileError, InputError, ModelError, PlanError
-from penstock.planner.offers import Wish
+from penstock.planner.offers import offers
 from penstock.planner.race import Race
 from penstock.planner.search import plan as search
 from penstock.planner.task import Task
+from penstock.planner.wish import Wish
 from penstock.plans import Plan, StagePlan
 
 KIB = 1024
@@ -348,3 +350,14 @@ def test_weights_tied_across_stages_are_summed_in_halves():
     assert [stage.reduce_seconds for stage in found.stages] == pytest.approx(
         [2e-3 + KIB / 1e6, 0, 2e-3 + KIB / 1e6]
     )
+
+
+def test_what_cannot_fit_is_refused_before_the_search():
+    """Each schedule is built to see that it can be, and for the closest; none is for changes that
+    would not help."""
+    cluster, graph = devices(4), chain(8)
+    offered = len(offers(Task(graph, cluster, 16), Wish()))
+    with counting() as calls, pytest.raises(PlanError, match="allow that much"):
+        plan(graph, cluster, microbatches=16, memory_bytes=100)
+    assert calls["simulate"] == 0
+    assert calls["build"] <= 2 * offered

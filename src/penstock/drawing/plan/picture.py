@@ -34,7 +34,7 @@ class Block:
 
     @property
     def seconds(self) -> float:
-        """Of all parts."""
+        """What all parts take together."""
         return sum(length for _, length in self.parts)
 
 
@@ -116,7 +116,7 @@ class RankGroup:
 
     @property
     def devices(self) -> tuple[DeviceRow, ...]:
-        """Of all its ranks."""
+        """The devices of all its ranks."""
         return tuple(device for rank in self.ranks for device in rank.devices)
 
 
@@ -191,12 +191,12 @@ class PlanPicture:
 
     @cached_property
     def ranks(self) -> tuple[RankRow, ...]:
-        """Of all groups."""
+        """The ranks of all groups."""
         return tuple(rank for group in self.groups for rank in group.ranks)
 
     @cached_property
     def devices(self) -> tuple[DeviceRow, ...]:
-        """Of all groups."""
+        """The devices of all groups."""
         return tuple(device for group in self.groups for device in group.devices)
 
     @cached_property

@@ -104,7 +104,7 @@ def _style(choices: Choices, row: int, column: int) -> str:
 
 
 def _column_widths(choices: Choices, rows: Sequence[Sequence[str]], width: float) -> list[float]:
-    """Of each column; those of words shrink by the same share until all fit."""
+    """The width of each column; those of words shrink by the same share until all fit."""
     wanted = [max(text_width(row[at], _SIZE * 1.04) for row in rows) for at in range(len(rows[0]))]
     room = width - _BETWEEN * (len(wanted) - 1)
     numbers = sum(one for at, one in enumerate(wanted) if not choices.is_text(at) or at == 0)

@@ -16,7 +16,8 @@ from itertools import islice
 
 from penstock.drawing.axes import Titled, unit_for
 from penstock.schedule.memory import Curve
-from penstock.timing.timeline import Row, Timeline
+from penstock.timing.spans import Row
+from penstock.timing.timeline import Timeline
 
 MOST_OPS = 50_000
 """More than these are not drawn."""
@@ -36,27 +37,28 @@ class Excerpt(Timeline):
 
     @cached_property
     def num_slices(self) -> int:
-        """Of the whole."""
+        """The whole timeline's number of slices."""
         return self.whole.num_slices
 
     @cached_property
     def bubble(self) -> float:
-        """Of the whole."""
+        """The whole timeline's bubble."""
         return self.whole.bubble
 
     @cached_property
     def stage_bubble(self) -> float:
-        """Of the whole."""
+        """The whole timeline's stage bubble."""
         return self.whole.stage_bubble
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
-        """Of the whole."""
+        """The peaks of the whole timeline."""
         return self.whole.peak_activations
 
     @cached_property
     def in_flight(self) -> tuple[Curve, ...]:
-        """Of the whole, from the first start to the last end that are shown."""
+        """What is in flight in the whole timeline, from the first start to the last end that are
+        shown."""
         first = _first(self.rows)
         last = first + self.makespan
         return tuple(_between(curve, first, last, self.shift) for curve in self.whole.in_flight)
@@ -101,7 +103,7 @@ def _parts(title: str, timeline: Timeline, ops_per_rank: int, from_zero: bool) -
 
 
 def _nth(times: Iterable[Iterable[float]], place: int) -> float:
-    """Of ascending times, the one at a place among all."""
+    """The time at a place among ascending times."""
     return next(islice(heapq.merge(*times), place, None))
 
 

@@ -66,7 +66,7 @@ class Names:
 
 
 def _positions(places: list[tuple[int, int]]) -> dict[tuple[int, int], int]:
-    """Of each (way, stage), how many stages of the same way stand before it."""
+    """For each (way, stage), how many stages of the same way stand before it."""
     seen: dict[int, int] = defaultdict(int)
     found = {}
     for way, stage in places:

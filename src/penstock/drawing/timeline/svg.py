@@ -21,7 +21,8 @@ from penstock.drawing.timeline.excerpt import excerpts, whole_of
 from penstock.drawing.timeline.labels import Names
 from penstock.drawing.timeline.legend import legend
 from penstock.schedule.op import COMPUTE, WAITING, Kind
-from penstock.timing.timeline import BUSY, Span, Timeline
+from penstock.timing.spans import BUSY, Span
+from penstock.timing.timeline import Timeline
 from penstock.units import TimeUnit
 
 FIGURE_WIDTHS, PAGE_WIDTHS = (800.0, 2400.0), (1000.0, 6000.0)
@@ -32,7 +33,7 @@ _HEAD_HEIGHT = 50.0
 _AXIS_HEIGHT = 46.0
 _TICK_DISTANCE = 80.0
 _OPS_PER_RANK = 200
-"""Of a timeline that is too long to be drawn, at its beginning and at its end."""
+"""How many are drawn at either end of a timeline that is too long."""
 
 
 def svg(

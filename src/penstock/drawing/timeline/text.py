@@ -9,12 +9,13 @@ from penstock.drawing.timeline.excerpt import excerpts
 from penstock.drawing.timeline.labels import Names, headline
 from penstock.drawing.timeline.version_marks import READING
 from penstock.schedule.op import Kind
-from penstock.timing.timeline import BUSY, Span, Timeline
+from penstock.timing.spans import BUSY, Span
+from penstock.timing.timeline import Timeline
 
 IDLE, FILL = "·", "─"
 _WIDEST_GRID = 240
 _OPS_PER_RANK = 20
-"""Of a timeline that is too long to be drawn, at its beginning and at its end."""
+"""How many are drawn at either end of a timeline that is too long."""
 _READS = "reads"
 _READS_MEANS = (
     "reads: the version of the weights that the op above reads; version v has had v updates"

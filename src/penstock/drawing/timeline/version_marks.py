@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from penstock.drawing.markup import resource, tag, text_width, write
 from penstock.schedule.op import COMPUTE, Kind
-from penstock.timing.timeline import Span
+from penstock.timing.spans import Span
 
 BAND = 12.0
 """How high a band is, in pixels."""
@@ -36,7 +36,7 @@ def band(version: int, place: Place) -> str:
     """The band of an op that read a version.
 
     Args:
-        version: which.
+        version: its number, from 0.
         place: of the op's coloured rectangle.
     """
     x, y, width, height = place

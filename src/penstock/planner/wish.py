@@ -1,0 +1,40 @@
+"""``Wish``: what a plan must be like, whatever the model and the cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.planner.setting import RecomputeRule
+from penstock.versions import Policy
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a plan must be like.
+
+    Attributes:
+        schedule: its family; the best by default.
+        stages: how many; the best number by default.
+        versions: its weight-version policy; by default what belongs to the schedule.
+        replicas: of each stage; none, and ``any_replicas`` decides.
+        any_replicas: whether stages may be given replicas.
+        asynchronous: whether it may be a schedule that never flushes, or must be one.
+        least_stages: at least so many.
+        cuts: where stages begin, as ``Candidate.cuts``; none, and the best are found.
+        recompute: what may run forward twice.
+    """
+
+    schedule: str | None = None
+    stages: int | None = None
+    versions: Policy | None = None
+    replicas: tuple[int, ...] = ()
+    any_replicas: bool = True
+    asynchronous: Literal["no", "also", "only"] = "no"
+    least_stages: int = 1
+    cuts: tuple[int, ...] = ()
+    recompute: RecomputeRule = "where-needed"
+
+    def allows(self, num_stages: int) -> bool:
+        """Whether a plan may have so many stages."""
+        return num_stages >= self.least_stages and self.stages in (None, num_stages)
