@@ -10,12 +10,15 @@ INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check 
 	-c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak lint format gallery clean
+.PHONY: help demo test quick soak lint format gallery clean
 
 help:
 	@echo 'make demo     plan, train and draw a small pipeline (installs into $(VENV) on first use)'
 	@echo 'make test     all checks: lint, types, import rules, tests'
-	@echo 'make soak     what takes half an hour: random trainings and faults by the hundred, long runs'
+	@echo 'make quick    unit tests, doctests and golden files, without the rooms that start processes, search'
+	@echo '              or measure (cli, partition, planner, profiler, rehearsal, transport, trial)'
+	@echo '              and without training to the bit, laws, oracles, documents and jobs'
+	@echo 'make soak     what takes an hour: random trainings, laws and faults by the hundred, long runs'
 	@echo 'make lint     the same without the tests'
 	@echo 'make format   rewrite the sources in the house style'
 	@echo 'make gallery  write docs/schedules and docs/versions anew from the schedule families'
@@ -35,8 +38,15 @@ demo: $(VENV)/.installed
 test: lint
 	$(VENV)/bin/pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
+QUICK_WITHOUT = cli partition planner profiler rehearsal transport trial
+
+quick: $(VENV)/.installed-dev
+	$(VENV)/bin/pytest -n 2 --dist loadgroup src/penstock tests/golden tests/unit \
+		--ignore tests/golden/test_zero_bubble_table.py $(QUICK_WITHOUT:%=--ignore=tests/unit/%) $(PYTEST_ARGS)
+
 soak: $(VENV)/.installed-dev
 	$(VENV)/bin/pytest -m soak -n 2 --dist loadgroup $(PYTEST_ARGS)
+	PENSTOCK_EXAMPLES=10 $(VENV)/bin/pytest -n 2 --dist loadgroup --timeout 3600 tests/laws $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .

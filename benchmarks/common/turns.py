@@ -9,6 +9,10 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from penstock.transport.rendezvous import Rendezvous
+
+_DEADLINE_SECONDS = 60.0
+
 
 class Measured(NamedTuple):
     """Medians over rounds, of one step.
@@ -51,8 +55,8 @@ def measure_in_turns(contests: Mapping[str, Contest], rounds: int) -> dict[str, 
             cpus[name].append((time.process_time() - cpu) / num_steps)
             dist.barrier()
             walls[name].append((time.perf_counter() - start) / num_steps)
-    ranks: list[dict[str, list[float]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(ranks, cpus)
+    meeting = Rendezvous.of_group("measuring in turns", _DEADLINE_SECONDS, "wait longer")
+    ranks = meeting.exchange(cpus, dict[str, list[float]], "to tell its processor time")
     return {
         name: Measured(
             statistics.median(walls[name]),

@@ -1,6 +1,6 @@
 """How much memory a schedule takes, counted and as the operating system sees it.
 
-    PYTHONPATH=. python benchmarks/contest/memory.py [--microbatches 4 16] [--only "Penstock 1F1B"]
+    python -m benchmarks.contest.memory [--microbatches 4 16] [--only "Penstock 1F1B"]
 
 Two processes of one thread each train the demonstration GPT, whose activations are then most of
 what they hold. Microbatches stay the same size while their number grows, so GPipe needs more memory
@@ -29,7 +29,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -40,6 +39,7 @@ from benchmarks.contest.runtime import print_table
 from benchmarks.contest.torch_peers import PEERS
 from penstock.device.activation_meter import ActivationMeter
 from penstock.device.allocator import keep_freed_pages
+from penstock.transport.rendezvous import Rendezvous
 
 CONTESTANTS = {
     "Penstock GPipe": penstock_peer("gpipe", "process-group"),
@@ -47,6 +47,7 @@ CONTESTANTS = {
     **PEERS,
 }
 ROWS = 2
+DEADLINE_SECONDS = 60.0
 MIB = 2**20
 
 
@@ -103,18 +104,18 @@ def on_one_rank(name: str, num_microbatches: int) -> None:
     """What each process of a contestant does; rank 0 prints everybody's numbers."""
     with two_ranks() as rank:
         numbers = measure(gpt_work(num_microbatches, ROWS), name, rank)
-        both: list[dict[str, int]] = [{}, {}]
-        dist.all_gather_object(both, numbers)
+        meeting = Rendezvous.of_group("counting memory", DEADLINE_SECONDS, "wait longer")
+        both = meeting.exchange(numbers, dict[str, int], "to tell its numbers")
         if rank == 0:
             print("NUMBERS " + json.dumps(both), flush=True)
 
 
 def in_processes_of_its_own(name: str, num_microbatches: int) -> list[dict[str, int]]:
     """Both ranks' numbers of a contestant."""
-    arguments = [__file__, "--contestant", name, "--microbatches", str(num_microbatches)]
+    arguments = ["--contestant", name, "--microbatches", str(num_microbatches)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     ran = subprocess.run(
-        [*torchrun, "--nproc-per-node=2", *arguments],
+        [*torchrun, "--nproc-per-node=2", "-m", "benchmarks.contest.memory", *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,

@@ -4,7 +4,7 @@ A ``Peer`` is one way to do a ``Work`` on this rank. All are built from the same
 alike, so that a benchmark can take turns between them inside one job of two ranks with one thread
 each::
 
-    torchrun --nproc-per-node=2 benchmarks/contest/runtime.py
+    torchrun --nproc-per-node=2 -m benchmarks.contest.runtime
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def two_ranks() -> Iterator[int]:
     The allocator keeps freed pages, as Penstock has it: the same setting for everybody.
     """
     if int(os.environ.get("WORLD_SIZE", "0")) != 2:
-        sys.exit("run it with: torchrun --nproc-per-node=2 " + " ".join(sys.argv))
+        sys.exit("run it with: torchrun --nproc-per-node=2 -m benchmarks.ROOM.NAME")
     torch.set_num_threads(1)
     keep_freed_pages()
     dist.init_process_group("gloo")

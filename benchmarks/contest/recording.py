@@ -1,6 +1,6 @@
 """What recording every op costs: the interpreter's loop beside the same loop without a clock.
 
-    python benchmarks/contest/recording.py [--op-ms 0.2]
+    python -m benchmarks.contest.recording [--op-ms 0.2]
 
 Both perform the same matrix products, in turns, one thread; medians over rounds. The first line is
 the cost of a record where the op itself does nothing; then the share that it is of short ops,

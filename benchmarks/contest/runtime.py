@@ -1,6 +1,6 @@
 """Penstock's runtime beside torch's: same model, same cuts, same two cores.
 
-    PYTHONPATH=. torchrun --nproc-per-node=2 benchmarks/contest/runtime.py
+    torchrun --nproc-per-node=2 -m benchmarks.contest.runtime
         [--works gpt20 gpt7 tiny] [--microbatches 4 8 16] [--rounds 5] [--only 1F1B DDP]
 
 Two ranks of one thread each: two threads of rank 0, while rank 1 sleeps, or two processes. All

@@ -1,6 +1,6 @@
 """What splitting a backward costs: Penstock's stages beside torch's own split.
 
-    python benchmarks/contest/split_backward.py [--rounds 40]
+    python -m benchmarks.contest.split_backward [--rounds 40]
 
 One thread; the ways take turns within one run (A B C A B C …), medians over rounds. Columns:
 

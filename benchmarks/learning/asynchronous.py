@@ -1,8 +1,8 @@
 """Is it faster without a flush? Emulated devices first, then two real cores.
 
-    PYTHONPATH=. python benchmarks/learning/asynchronous.py [-p 4 8] [--update-ms 0 1] [--steps 4]
+    python -m benchmarks.learning.asynchronous [-p 4 8] [--update-ms 0 1] [--steps 4]
         [--quick]
-    PYTHONPATH=. torchrun --nproc-per-node=2 benchmarks/learning/asynchronous.py
+    torchrun --nproc-per-node=2 -m benchmarks.learning.asynchronous
         [--works gpt7] [--microbatches 4] [--rounds 7] [--minibatches 12] [--quick]
 
 Emulated: every rank is a real process with real messages; F, I and W are waits of ``--op-ms``.

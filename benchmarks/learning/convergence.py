@@ -1,6 +1,6 @@
 """Does it learn? Every remedy for delayed gradients, trained through the real engine.
 
-    PYTHONPATH=. python -m benchmarks.learning.convergence [--quick] [--works gpt] [--stages 2 8]
+    python -m benchmarks.learning.convergence [--quick] [--works gpt] [--stages 2 8]
 
 A small GPT on text and a small CNN on digits, of eight layers each, are trained with 2, 4 and 8
 stages in threads of one process, for the same number of updates of the same samples whatever the

@@ -1,6 +1,6 @@
 """What post-validation earns, on emulated devices: the stage bubble instead of the makespan's.
 
-    python benchmarks/learning/post_validation.py [-p 4 8] [--op-ms 10] [--steps 8]
+    python -m benchmarks.learning.post_validation [-p 4 8] [--op-ms 10] [--steps 8]
 
 Every rank is a real process that performs its real schedule and exchanges real norms; F, I and W
 are waits. "Agreed" lets all ranks wait for the global norm before they update, "post-validated"

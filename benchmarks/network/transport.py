@@ -1,6 +1,6 @@
 """How long it takes to hand a tensor to another rank: shared memory, gloo, and threads in turns.
 
-    torchrun --nproc-per-node=2 benchmarks/network/transport.py [--round-trips 1000]
+    torchrun --nproc-per-node=2 -m benchmarks.network.transport [--round-trips 1000]
 
 Prints a Markdown table of microseconds one way, which is half of a round trip: median and 99th
 percentile. All ways take turns within one run, so other work on the machine disturbs them alike.

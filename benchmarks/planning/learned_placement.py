@@ -1,6 +1,6 @@
 """Does a learned placer find better placements of a branching graph than simpler ones?
 
-    PYTHONPATH=. python benchmarks/planning/learned_placement.py [--samples 300] [--seeds 5]
+    python -m benchmarks.planning.learned_placement [--samples 300] [--seeds 5]
 
 The score is the simulated step of 1F1B with every stage's own times and hops by the bytes that
 cross. Random placements, hill climbing and the learned policy get the same number of scores; on

@@ -1,6 +1,6 @@
 """How large a schedule can be, and how good and how quick the searches are.
 
-    python benchmarks/planning/search_and_scale.py [--largest 4096]
+    python -m benchmarks.planning.search_and_scale [--largest 4096]
 
 Builds and simulates 1F1B on p = 1,024 for growing m (each size in a process of its own, so that its
 peak memory is its own), times zb-auto for growing sizes, and compares zb-auto with the proven

@@ -1,6 +1,6 @@
 """The zero-bubble paper's Tables 5 and 6 (Qi et al., arXiv 2401.10241), published and ours.
 
-    python benchmarks/planning/zero_bubble_table.py [--effort 10]
+    python -m benchmarks.planning.zero_bubble_table [--effort 10]
 
 The rate is the stage bubble: 1 − m(F+I+W) / (the longest time a stage needs from its first op to
 its last). The fixed families are simulated from the paper's measured costs. ZB-1p and ZB-2p are

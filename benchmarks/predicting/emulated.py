@@ -1,8 +1,8 @@
 """Emulated devices beside the simulator: makespan and bubble of every fixed schedule.
 
-    python benchmarks/predicting/emulated.py [-p 4 8 16] [--microbatches-per-rank 2] [--op-ms 10]
+    python -m benchmarks.predicting.emulated [-p 4 8 16] [--microbatches-per-rank 2] [--op-ms 10]
         [--steps 5]
-    python benchmarks/predicting/emulated.py --schedules zb-h1 -p 8 --op-ms 5 10 20
+    python -m benchmarks.predicting.emulated --schedules zb-h1 -p 8 --op-ms 5 10 20
 
 Every rank is a real process that performs its real, lowered schedule over shared memory; F, I and
 W of a rank's layers are waits of ``--op-ms`` each. The prediction is the simulator's with the hop

@@ -1,6 +1,6 @@
 """Is a profile true? The sum of its layers beside real training, and its stages beside real ones.
 
-    python benchmarks/predicting/profiler.py [--works gpt resnet mlp lstm] [--rounds 10]
+    python -m benchmarks.predicting.profiler [--works gpt resnet mlp lstm] [--rounds 10]
         [--repeats 3]
 
 One thread. Profile and real steps take turns (A B A B …). A step is 8 microbatches, forward and

@@ -21,7 +21,8 @@ from penstock.schedule.check import check
 from penstock.schedule.memory import Sizes
 from penstock.timing.costs import Costs
 from penstock.timing.simulator import simulate
-from penstock.timing.timeline import Span, Timeline
+from penstock.timing.spans import Span
+from penstock.timing.timeline import Timeline
 
 if TYPE_CHECKING:
     from penstock import optimizers

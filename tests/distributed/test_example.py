@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
+import runpy
 import sys
 
 from tests.kit.launch import ROOT, torchrun
@@ -16,17 +16,16 @@ def losses(output: str) -> list[str]:
     return re.findall(r"step \d+: loss [\d.]+, held out [\d.]+", output)
 
 
-def test_the_example_gives_the_same_losses_both_ways(tmp_path):
+def test_the_example_gives_the_same_losses_both_ways(tmp_path, monkeypatch, capsys):
     picture = tmp_path / "last.svg"
-    threads = subprocess.run(
-        [sys.executable, str(SCRIPT), *SMALL, "--draw", str(picture)],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *SMALL, "--draw", str(picture)])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    threads = losses(capsys.readouterr().out)
     processes = torchrun(SCRIPT, 2, *SMALL, reports=False)
     assert processes.returncode == 0, processes.output
-    assert len(losses(threads.stdout)) == 2
-    assert losses(processes.output) == losses(threads.stdout)
-    first, last = (float(line.split()[3].strip(",")) for line in losses(threads.stdout))
+    assert len(threads) == 2
+    assert losses(processes.output) == threads
+    first, last = (float(line.split()[3].strip(",")) for line in threads)
     assert last < first
     assert picture.read_text().startswith("<svg")
 

@@ -10,7 +10,7 @@ from penstock import Costs, Kind, Span, Timeline, schedules, simulate
 from penstock.errors import InputError
 from penstock.schedule.lower import add_recompute, add_update, lower
 from penstock.timing import find_parting, idle_of, measured_costs
-from penstock.timing.timeline import BUSY
+from penstock.timing.spans import BUSY
 from tests.kit.helpers import amounts
 
 FIXED = [name for name in schedules.names() if name not in schedules.SEARCHED]

@@ -34,7 +34,8 @@ from penstock.schedule.memory import Sizes
 from penstock.schedule.op import Kind
 from penstock.timing.costs import Costs
 from penstock.timing.simulator import simulate
-from penstock.timing.timeline import BUSY, NO_VERSION, Timeline
+from penstock.timing.spans import BUSY, NO_VERSION
+from penstock.timing.timeline import Timeline
 from penstock.values import read_text, refused_as
 from penstock.versions import POLICIES, USUAL, Flush, Policy, rounds_of, versions_read
 

@@ -83,7 +83,7 @@ class Corpus:
         return self._batches(rows, context, last, torch.Generator().manual_seed(seed))
 
     def held_out(self, rows: int, context: int) -> tuple[Tensor, Tensor]:
-        """Always the same windows, evenly spread over the held-out text.
+        """Give windows evenly spread over the held-out text, always the same.
 
         Returns:
             inputs and targets, each ``int64[rows, context]``; targets are one byte ahead.

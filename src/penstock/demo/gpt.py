@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from penstock.errors import InputError
 
 KeysValues = tuple[Tensor, Tensor]
-"""Of attention: ``[rows, heads, positions, features]`` each."""
+"""Keys and values of attention: ``[rows, heads, positions, features]`` each."""
 
 
 class GPT(nn.Module):
@@ -76,7 +76,7 @@ class GPT(nn.Module):
         return hidden
 
     def _initialise(self, layers: int) -> None:
-        """GPT-2's: normal(0.02), less for the 2·layers branches summed into the residual stream.
+        """Initialise as GPT-2: normal(0.02), less for the 2·layers branches that are summed.
 
         Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3.
         """
@@ -103,7 +103,7 @@ class Embedding(nn.Module):
         return self.forward_slice(tokens, None)[0]
 
     def forward_slice(self, tokens: Tensor, start: int | None) -> tuple[Tensor, int]:
-        """``start``: how many positions were before."""
+        """Embed a slice of the sequence that has ``start`` positions before it."""
         start = start or 0
         length, context = start + tokens.shape[1], self.positions.num_embeddings
         if length > context:
@@ -131,7 +131,7 @@ class Block(nn.Module):
         return hidden + self.mlp(self.mlp_norm(hidden))  # type: ignore[no-any-return]
 
     def forward_slice(self, hidden: Tensor, past: KeysValues | None) -> tuple[Tensor, KeysValues]:
-        """``past``: keys and values of the positions before."""
+        """Run on a slice of the sequence; ``past`` has the keys and values of earlier positions."""
         mixed, past = self.attention.forward_slice(self.attention_norm(hidden), past)
         hidden = hidden + mixed
         return hidden + self.mlp(self.mlp_norm(hidden)), past
@@ -152,7 +152,7 @@ class Attention(nn.Module):
         return self.forward_slice(hidden, None)[0]
 
     def forward_slice(self, hidden: Tensor, past: KeysValues | None) -> tuple[Tensor, KeysValues]:
-        """``past``: keys and values of the positions before."""
+        """Run on a slice of the sequence; ``past`` has the keys and values of earlier positions."""
         rows, length, width = hidden.shape
         split = self.queries_keys_values(hidden).view(rows, length, 3, self.heads, -1)
         queries, keys, values = split.permute(2, 0, 3, 1, 4)
@@ -182,7 +182,7 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Each position by itself."""
+        """Transform each position by itself."""
         return self.dropout(self.project(F.gelu(self.expand(hidden))))  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""The demo as a workload: the GPT, the text, the optimizer."""
+"""The demo's GPT, text and optimizer as a workload."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MICROBATCHES = 8
 
 
 def build_model() -> nn.Module:
-    """The GPT with the same weights at every call."""
+    """Build the GPT, with the same weights at every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return GPT(context=CONTEXT)
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW, in its fused form, which takes a third of the time of the plain one on a CPU."""
+    """Make AdamW in its fused form, which takes a third of the plain one's time on a CPU."""
     return torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.95), fused=True)
 
 

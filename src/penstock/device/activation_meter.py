@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 Key = Hashable
-"""Whose activations they are: (stage, microbatch)."""
+"""The owner of activations: (stage, microbatch)."""
 
 _Note = tuple[Key, tuple[int, ...]]
 _ORDINARY = (Tensor, torch.nn.Parameter)
@@ -36,7 +36,7 @@ _SPARSE_PARTS: dict[torch.layout, tuple[str, ...]] = {
 
 
 class ActivationMeter:
-    """The live activations of one rank.
+    """Counts the live activations of one rank.
 
     Counted are the storages of tensors that autograd has saved inside ``watching``, and of those
     given to ``keep``; one that is held several times, by whatever key, counts once. A view counts
@@ -76,7 +76,7 @@ class ActivationMeter:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes held now."""
+        """The bytes that are held now."""
         self._read_notes()
         return self._live_bytes
 
@@ -126,14 +126,14 @@ class ActivationMeter:
         """Count tensors that are held outside autograd, such as a stage's inputs.
 
         Returns:
-            What holds their memory: they count until it is released or dropped.
+            A holder of their memory: they count until it is released or dropped.
         """
         self._renew_excluded()
         storages = [storage for tensor in tensors for storage in _storages(tensor)]
         return Kept(storages, (key, self._count(key, storages)), self._notes)
 
     def _count(self, key: Key, storages: Sequence[torch.UntypedStorage]) -> tuple[int, ...]:
-        """The addresses that were counted."""
+        """Count storages for a key; gives the addresses that were counted."""
         self._read_notes()
         counted = []
         for storage in storages:
@@ -166,7 +166,7 @@ class ActivationMeter:
                 del self._holds[key]
 
     def _forget(self, address: int) -> None:
-        """One key fewer holds a storage."""
+        """Note that one key fewer holds a storage."""
         self._keys_of[address] -= 1
         if not self._keys_of[address]:
             del self._keys_of[address]
@@ -195,19 +195,19 @@ class Kept:
         self._notes = notes
 
     def release(self) -> None:
-        """Count them no longer. Doing it again does nothing."""
+        """Stop counting; doing it again does nothing."""
         if self._note is not None:
             self._notes.append(self._note)
         self._note = None
         self._storages = ()
 
     def __del__(self) -> None:
-        """What is dropped is released."""
+        """Release what is dropped."""
         self.release()
 
 
 class Saved:
-    """A tensor that autograd saved, and its version then."""
+    """A tensor that autograd saved, and its version at that time."""
 
     __slots__ = ("_tensor", "_version")
 
@@ -229,7 +229,7 @@ class Saved:
 
 
 class _Counted(Saved):
-    """One that counts as long as it lives."""
+    """A saved tensor that counts as long as it lives."""
 
     __slots__ = ("_note", "_notes")
 
@@ -254,7 +254,7 @@ def saving(instead: Callable[[Tensor], Any]) -> AbstractContextManager[None]:
 
 
 def plain(tensor: Tensor) -> Saved:
-    """A tensor saved as autograd saves it."""
+    """Save a tensor as autograd saves it."""
     return Saved(_without_history(tensor))
 
 

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from penstock.timing.timeline import BUSY, Timeline
+from penstock.timing.spans import BUSY
+from penstock.timing.timeline import Timeline
 from penstock.units import TimeUnit, unit_of_seconds
 
 UnitName = Literal["seconds", "abstract"]

@@ -1,4 +1,4 @@
-"""Copies that compute what their originals would, to the bit.
+"""Copies of tensors from which layers compute what they would from the originals, to the bit.
 
 ``Tensor.clone`` packs a view that leaves gaps (``x[:, :1]``) or repeats itself (``x.expand(…)``)
 densely. Kernels are chosen by strides, and another kernel sums in another order or, under autocast,
@@ -35,7 +35,7 @@ def copy_of(tensor: Tensor) -> Tensor:
 
 
 def _span(tensor: Tensor) -> int:
-    """Elements from the first to the last one in memory."""
+    """How many elements lie from the tensor's first to its last one in memory."""
     return 1 + sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
@@ -56,7 +56,7 @@ def _with_gaps(tensor: Tensor) -> Tensor:
 
 
 class _Copy(torch.autograd.Function):
-    """``_with_gaps``, which lets gradients pass as they are."""
+    """``_with_gaps`` as a function of autograd; gradients pass as they are."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ class Parameters(list[nn.Parameter]):
 
     Args:
         named: (the name in the whole model, parameter) of each.
-        stage: whose they are.
-        num_stages: of the pipeline.
+        stage: the number of the stage.
+        num_stages: how many stages the pipeline has.
         delay: how many updates old the stage's gradients are when they are applied; 0 in a
             synchronous pipeline.
     """
@@ -49,16 +49,16 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LR
 def make_optimizer(
     make: OptimizerFactory, parameters: Parameters, whose: str
 ) -> torch.optim.Optimizer:
-    """The optimizer of some parameters.
+    """Make the optimizer of some parameters.
 
     Args:
-        make: what the user gave.
-        parameters: for it.
-        whose: for errors, as "stage 1".
+        make: the user's function.
+        parameters: what it is given.
+        whose: owner of the parameters, for errors, as "stage 1".
 
     Raises:
-        InputError: it raises, gives no optimizer, one that calls the loss several times per step,
-            or one of parameters that are not among these.
+        InputError: the function raises, gives no optimizer, one that calls the loss several times
+            per step, or one of parameters that are not among these.
     """
     try:
         made = make(parameters)
@@ -74,7 +74,8 @@ def make_optimizer(
             "which a pipeline cannot do; take another optimizer"
         )
     given = set(map(id, parameters))
-    if any(id(one) not in given for group in made.param_groups for one in group["params"]):
+    used = [parameter for group in made.param_groups for parameter in group["params"]]
+    if any(id(parameter) not in given for parameter in used):
         raise InputError(
             f"the optimizer of {whose} has parameters that its function was not given: make it of "
             "the function's argument, as lambda parameters: torch.optim.AdamW(parameters), and not "
@@ -86,15 +87,15 @@ def make_optimizer(
 def make_scheduler(
     make: SchedulerFactory, optimizer: torch.optim.Optimizer, whose: str
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """The learning-rate scheduler of an optimizer.
+    """Make the learning-rate scheduler of an optimizer.
 
     Args:
-        make: what the user gave.
-        optimizer: for it.
-        whose: for errors, as "stage 1".
+        make: the user's function.
+        optimizer: what it is given.
+        whose: owner of the optimizer, for errors, as "stage 1".
 
     Raises:
-        InputError: it raises, or gives nothing that can step by itself.
+        InputError: the function raises, or gives nothing that can step by itself.
     """
     try:
         made = make(optimizer)

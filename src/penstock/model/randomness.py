@@ -175,8 +175,15 @@ class LayerStreams:
     def stream(
         self, layer: int, training: bool, step: int, microbatch: int, part: int = 0
     ) -> AbstractContextManager[RandomStream | None]:
-        """The context in which ``layer`` (its index in the whole spine) must run on one slice
-        (``part``) of a microbatch."""
+        """The context in which a layer must run.
+
+        Args:
+            layer: its index in the whole spine.
+            training: whether it is in training mode.
+            step: number of the minibatch.
+            microbatch: its number in the minibatch.
+            part: number of the slice of the microbatch.
+        """
         if (layer, training) in self._quiet:
             return contextlib.nullcontext()
         return RandomStream(stream_seed(self.seed, step, microbatch, layer, part))
@@ -214,7 +221,7 @@ class LayerStreams:
         """Whether a layer has drawn that was quiet before.
 
         Args:
-            moved: torch's default generator has, while none but layers can have moved it.
+            moved: whether torch's default generator moved while only layers can have moved it.
         """
         late, self._late = self._late or moved, False
         if moved:
@@ -227,7 +234,7 @@ class Audit:
     """Compares torch's default CPU generator before and after layers have run.
 
     Args:
-        streams: of these layers.
+        streams: the streams of these layers.
     """
 
     def __init__(self, streams: LayerStreams) -> None:
@@ -243,7 +250,7 @@ class Audit:
 
     @contextlib.contextmanager
     def elsewhere(self) -> Iterator[None]:
-        """The caller's code runs, and layers perhaps meanwhile."""
+        """A context for the caller's code, which may draw; layers may run meanwhile."""
         self._check()
         try:
             yield
@@ -252,7 +259,7 @@ class Audit:
                 self._streams.doubt()
 
     def taken(self, values: Iterable[V]) -> Iterator[V]:
-        """The values that the caller's code makes, one after another."""
+        """Iterate over values that the caller's code makes, which may draw."""
         remaining = iter(values)
         while True:
             with self.elsewhere():

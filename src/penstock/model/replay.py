@@ -34,24 +34,24 @@ from penstock.model.copying import copy_of
 _DEVICES = ("cpu", "cuda")
 
 Run = Callable[[Any, dict[str, Any]], tuple[Any, bool, dict[str, Any]]]
-"""From a layer's input and the skips it recalls to its output, whether it drew, what it stashes."""
+"""From a layer's input and the skips it recalls to (output, whether it drew, stashed skips)."""
 
 
 @dataclass
 class Former:
-    """What a buffer was; ``None`` as long as it still is."""
+    """The value that a buffer had; ``None`` as long as it still has it."""
 
     value: Tensor | None = None
 
 
 class Formers:
-    """What buffers were before first runs changed them, for those that read them until then."""
+    """Keeps what buffers were before first runs changed them, for those that read them then."""
 
     def __init__(self) -> None:
         self._unchanged = WeakIdKeyDictionary()
 
     def read(self, buffer: Tensor) -> Former:
-        """To be kept by who has read a buffer."""
+        """What whoever reads a buffer keeps, to find its value later."""
         if buffer not in self._unchanged:
             self._unchanged[buffer] = Former()
         former: Former = self._unchanged[buffer]
@@ -65,12 +65,12 @@ class Formers:
 
 @dataclass
 class Past:
-    """What a second run needs of the first.
+    """What a second run needs to know of the first.
 
     Attributes:
-        buffers: (module, name, value before) of all; the value is that of one buffer, whichever
-            modules hold it.
-        autocast: per device: on or off, and its dtype.
+        buffers: (module, name, value before) of each; a buffer that several modules hold has one
+            value.
+        autocast: (device type, whether it was on, dtype).
     """
 
     buffers: list[tuple[nn.Module, str, Former]] = field(default_factory=list)
@@ -78,12 +78,14 @@ class Past:
 
 
 SavedBuffer = tuple[nn.Module, str, Tensor, Tensor]
-"""Where a buffer is, the buffer, and its value then (one copy, wherever it is)."""
+"""(module, name, buffer, a copy of its value); one copy for all places of a buffer."""
 
 
 def saved_buffers(modules: Iterable[nn.Module]) -> list[SavedBuffer]:
-    """The buffers of modules (of each alone, not of those inside) and copies of their values. By
-    name, since a layer may put a new tensor in the place of its buffer."""
+    """The buffers of modules, not of those inside them, with copies of their values.
+
+    They are kept by name, since a layer may put a new tensor in the place of its buffer.
+    """
     held = [
         (module, name, buffer)
         for module in modules
@@ -94,9 +96,9 @@ def saved_buffers(modules: Iterable[nn.Module]) -> list[SavedBuffer]:
 
 
 def _copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-    """One for each tensor, by its ``id``."""
-    distinct = {id(one): one for one in tensors}
-    return {key: copy_of(one.detach()) for key, one in distinct.items()}
+    """A copy of each tensor, by the original's ``id``."""
+    distinct = {id(tensor): tensor for tensor in tensors}
+    return {key: copy_of(tensor.detach()) for key, tensor in distinct.items()}
 
 
 def put_back(buffers: Iterable[SavedBuffer]) -> None:
@@ -110,13 +112,13 @@ def put_back(buffers: Iterable[SavedBuffer]) -> None:
 
 @contextmanager
 def remembering(modules: Sequence[nn.Module], formers: Formers) -> Iterator[Past]:
-    """The first run of modules. When it ends, the yielded value is complete.
+    """A context for the first run of modules; the yielded value is complete when it ends.
 
-    Of the buffers only those are copied that a run changed: it put another tensor in their place,
-    or other numbers into them (batch norm does so without counting a version).
+    Copies are kept only of buffers that the run changed: it put another tensor in their place, or
+    other numbers into them (batch norm does so without counting a version).
 
     Args:
-        modules: all that may be read or changed.
+        modules: all whose buffers may be read or changed.
         formers: the same for all runs that may change what others read.
     """
     past = Past(
@@ -139,10 +141,10 @@ def remembering(modules: Sequence[nn.Module], formers: Formers) -> Iterator[Past
 
 @contextmanager
 def repeating(past: Past, formers: Formers) -> Iterator[None]:
-    """The second run: modules see copies of their buffers as they were before the first run.
+    """A context for the second run: modules see copies of their buffers from before the first.
 
     Args:
-        past: of the first run.
+        past: what ``remembering`` yielded.
         formers: as in ``remembering``; layers that will run a third time read what copies were.
     """
     then = [
@@ -168,7 +170,7 @@ def repeating(past: Past, formers: Formers) -> Iterator[None]:
 
 @contextmanager
 def first_run_only(modules: Sequence[nn.Module], formers: Formers) -> Iterator[Past]:
-    """A first run of which nothing is kept but what it gives. Arguments as in ``remembering``.
+    """A context for a first run of which only the output is kept; arguments as in ``remembering``.
 
     Grad mode stays on, so that every layer and kernel does exactly what it will do in the second.
     """
@@ -177,35 +179,36 @@ def first_run_only(modules: Sequence[nn.Module], formers: Formers) -> Iterator[P
 
 
 def in_turn(runs: Sequence[Run]) -> Run:
-    """Layers one after the other as one; where they are several, none recalls or stashes."""
+    """Layers one after the other as one function; of several, none may recall or stash skips."""
     if len(runs) == 1:
         return runs[0]
 
-    def run(value: Any, recalled: dict[str, Any]) -> tuple[Any, bool, dict[str, Any]]:
+    def run_all(value: Any, recalled: dict[str, Any]) -> tuple[Any, bool, dict[str, Any]]:
         drew = False
-        for one in runs:
-            value, drew_too, _ = one(value, {})
+        for run in runs:
+            value, drew_too, _ = run(value, {})
             drew = drew or drew_too
         return value, drew, {}
 
-    return run
+    return run_all
 
 
 def recomputed(
     modules: Sequence[nn.Module], run: Run, kept: dict[int, Tensor], formers: Formers
 ) -> Run:
-    """Layers that keep only what they are given, and run again when their backward comes.
+    """Make a run that keeps only what layers are given, and repeats them for their backward.
 
     What they hand on as it was given to them stays the same tensor, not a copy. Whoever comes
     next must not overwrite it; these layers themselves work on a copy of what they are given.
 
     Args:
-        modules: what ``run`` runs.
+        modules: the modules that ``run`` runs.
         run: does the same when it is called again.
-        kept: told what is kept, by ``id``.
+        kept: the tensors that are kept are added to it, by ``id``.
         formers: the same for all runs that may change what others read.
     """
-    every = tuple({id(one): one for module in modules for one in module.modules()}.values())
+    inside = (inner for module in modules for inner in module.modules())
+    every = tuple({id(module): module for module in inside}.values())
 
     def run_now_and_later(value: Any, recalled: dict[str, Any]) -> tuple[Any, bool, dict[str, Any]]:
         leaves, structure = tree.flatten((value, recalled))
@@ -214,7 +217,7 @@ def recomputed(
 
         def first_or_again(*given: Any) -> tuple[tuple[Any, bool, dict[str, Any]], dict[int, int]]:
             # The layer may overwrite its input.
-            own = [copy_of(one) if isinstance(one, Tensor) else one for one in given]
+            own = [copy_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in given]
             versions = _versions(own)
             if pasts:
                 with repeating(pasts[0], formers):
@@ -224,16 +227,17 @@ def recomputed(
                     result = run(*tree.unflatten(list(own), structure))
                 pasts.append(past)
             now = _versions(own)
-            return result, {id(own[at]): at for at in now if now[at] == versions[at]}
+            untouched = [index for index in now if now[index] == versions[index]]
+            return result, {id(own[index]): index for index in untouched}
 
-        # One by one: what a tuple hides, is kept behind the back of those who watch autograd.
+        # Leaf by leaf: what is inside a tuple would be hidden from hooks on what autograd saves.
         (output, drew, stashed), as_given = checkpoint(
             first_or_again, *leaves, use_reentrant=False, preserve_rng_state=False
         )
 
         def original(tensor: Tensor) -> Tensor:
-            at = as_given.get(id(tensor))
-            return tensor if at is None else leaves[at]
+            index = as_given.get(id(tensor))
+            return tensor if index is None else leaves[index]
 
         return tree.replace(Tensor, original, output), drew, stashed
 
@@ -241,12 +245,12 @@ def recomputed(
 
 
 def _versions(values: Sequence[Any]) -> dict[int, int]:
-    """How often each of the tensors among these has been overwritten, by place."""
-    return {at: one._version for at, one in enumerate(values) if isinstance(one, Tensor)}
+    """How often each tensor among these values has been overwritten, by its index."""
+    return {index: leaf._version for index, leaf in enumerate(values) if isinstance(leaf, Tensor)}
 
 
 def _drop(tensor: Tensor) -> None:
-    """Saves nothing for a backward."""
+    """Save nothing for a backward."""
 
 
 def _refuse(nothing: None) -> Tensor:

@@ -53,8 +53,10 @@ _HOW = (
 class NamedLayer(NamedTuple):
     """One layer of a spine.
 
-    ``name`` is unique within the spine; ``prefix`` is the module's qualified name in the model,
-    empty if it is the model.
+    Attributes:
+        name: unique within the spine.
+        prefix: the module's qualified name in the model; empty if it is the model itself.
+        module: the layer.
     """
 
     name: str
@@ -62,7 +64,7 @@ class NamedLayer(NamedTuple):
     module: nn.Module
 
     def key(self, own: str) -> str:
-        """The key in the model's own ``state_dict`` of what the module has under a name."""
+        """The key in the model's ``state_dict`` of what the module calls ``own``."""
         return f"{self.prefix}.{own}" if self.prefix else own
 
     @property
@@ -75,12 +77,12 @@ class NamedLayer(NamedTuple):
 
     @property
     def stashes(self) -> tuple[str, ...]:
-        """Keys of the skips that it leaves for later layers."""
+        """Keys of the skips that the layer leaves for later ones."""
         return _keys(self, "stashes")
 
     @property
     def recalls(self) -> tuple[str, ...]:
-        """Keys of the skips that it takes from earlier layers."""
+        """Keys of the skips that the layer takes from earlier ones."""
         return _keys(self, "recalls")
 
 
@@ -114,14 +116,14 @@ def _check_initialised(model: nn.Module) -> None:
 
 
 class Skip(NamedTuple):
-    """What a layer stashed: a value, and how often each of its tensors had been overwritten."""
+    """A value that a layer stashed, and how often each of its tensors had been overwritten."""
 
     value: Any
     versions: tuple[int, ...]
 
     @classmethod
     def of(cls, value: Any) -> Skip:
-        """A skip as it is now."""
+        """Stash a value as it is now."""
         return cls(value, _versions(value))
 
     def taken(self, key: str) -> Any:
@@ -167,10 +169,10 @@ def run_spine(modules: Iterable[nn.Module], value: Any) -> Any:
 
     Args:
         modules: in execution order, as ``spine`` gives them.
-        value: the input of the first.
+        value: the first layer's input.
 
     Returns:
-        The output of the last.
+        The last layer's output.
 
     Raises:
         ModelError: the skips do not fit together.
@@ -226,7 +228,7 @@ def _check_skips(layers: Sequence[NamedLayer]) -> None:
 def call_layer(
     layer: NamedLayer, value: Any, recalled: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Call one layer; its output and what it stashes.
+    """Call one layer; gives its output and the skips that it stashes.
 
     Raises:
         ModelError: it does not return the skips that it says it stashes.
@@ -235,7 +237,7 @@ def call_layer(
 
 
 def parted(layer: NamedLayer, result: Any) -> tuple[Any, dict[str, Any]]:
-    """What a layer returned, as its output and what it stashes.
+    """Take what a layer returned apart into its output and the skips that it stashes.
 
     Raises:
         ModelError: it is not what the layer says it stashes.
@@ -253,7 +255,7 @@ def parted(layer: NamedLayer, result: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def spine_fingerprint(layers: Iterable[NamedLayer]) -> str:
-    """The fingerprint that a profile of these layers has."""
+    """The fingerprint of the profile of these layers."""
     return fingerprint((layer.name, layer.signature) for layer in layers)
 
 
@@ -335,7 +337,7 @@ def _check_covered(model: nn.Module, layers: tuple[NamedLayer, ...]) -> None:
 
 @contextmanager
 def evaluation_mode(*models: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; afterwards every module is in the mode it was in."""
+    """A context in which models are in evaluation mode; modules get back the modes they had."""
     # A layer without state need not be a submodule of the model.
     training = {module for model in models for module in model.modules() if module.training}
     for model in models:

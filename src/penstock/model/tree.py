@@ -21,7 +21,7 @@ _PLACEHOLDER = object()
 
 
 def flatten(value: Any) -> tuple[list[Any], Structure]:
-    """The leaves of a value, tensors and others, and its structure."""
+    """Take a value apart into its leaves, tensors and others, and its structure."""
     if isinstance(value, Tensor):
         return [value], _LEAF
     return pytree.tree_flatten(value)
@@ -33,8 +33,8 @@ def unflatten(leaves: list[Any], structure: Structure) -> Any:
 
 
 def node(kind: type) -> Node | None:
-    """How values of a class are taken apart, into (what else there is, parts), and made again; if
-    the class is registered with torch's tree helpers."""
+    """How values of a class are taken apart into (context, parts), and made again; ``None`` if the
+    class is not registered with torch's tree helpers."""
     known = pytree.SUPPORTED_NODES.get(kind)
     if known is None:
         return None

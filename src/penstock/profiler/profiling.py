@@ -1,4 +1,4 @@
-"""``profile``: from a model and a sample to a ``LayerGraph``."""
+"""``profile``: measures a model on a sample microbatch and gives its ``LayerGraph``."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
     count = num_ranks(model, sample, num_threads, ranks)
     rounds = (WARM_UP + repeats) * (1 + len(others))
     total = rounds + (_SHARES if count else 0)
-    told = progress or _untold
+    report = progress or _report_nothing
     runner = _runner(model, sample, optimizer) if count else None
     begun = time.perf_counter()
     graph = measure_alone(
@@ -114,7 +114,7 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
         optimizer=optimizer,
         repeats=repeats,
         num_threads=num_threads,
-        progress=lambda done, _: told(done, total),
+        progress=lambda done, _: report(done, total),
     )
     if runner is None:
         return graph
@@ -125,16 +125,16 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
             graph,
             count,
             patience,
-            lambda share: told(min(rounds + int(share * _SHARES), total), total),
+            lambda share: report(min(rounds + int(share * _SHARES), total), total),
         )
     else:
         calibrated = uncalibrated(graph, runner)
-    told(total, total)
-    return _with(calibrated)
+    report(total, total)
+    return _with_contention(calibrated)
 
 
 def _patience_seconds(alone_seconds: float) -> float:
-    """What is spent on pipelines unless somebody says otherwise."""
+    """How long pipelines are measured by default."""
     least, most = _PATIENCE_SECONDS
     return min(max(_PATIENCE_PER_SECOND_ALONE * alone_seconds, least), most)
 
@@ -142,19 +142,22 @@ def _patience_seconds(alone_seconds: float) -> float:
 def _runner(
     model: nn.Module, sample: Sample, optimizer: OptimizerFactory | None
 ) -> Runner | Exception:
-    """Made before anything is measured, which may leave something on the model that no copy can be
-    made of; or why it cannot be made."""
+    """What trains a copy of the model, or why no copy can be made.
+
+    The copy is made before anything is measured: that may leave something on the model that cannot
+    be copied.
+    """
     try:
         return Runner(model, sample, optimizer)
     except Exception as error:  # a model may refuse to be copied in any way
         return error
 
 
-def _untold(done: int, total: int) -> None:
+def _report_nothing(done: int, total: int) -> None:
     pass
 
 
-def _with(calibrated: Calibrated) -> LayerGraph:
+def _with_contention(calibrated: Calibrated) -> LayerGraph:
     graph, contention, warnings = calibrated
     return replace(
         graph,
@@ -182,7 +185,7 @@ def _check(
 
 
 def _in_layers(model: nn.Module, inputs: Any) -> nn.Module:
-    """A model that has a spine."""
+    """The model itself if it has a spine; otherwise captured."""
     chained = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
     if chained or hasattr(model, "spine") or not isinstance(model, nn.Module):
         return model

@@ -13,7 +13,8 @@ from penstock.rehearsal.stream import Steady
 from penstock.schedule import Kind, Schedule
 from penstock.timing.costs import Costs
 from penstock.timing.simulator import simulate
-from penstock.timing.timeline import BUSY, Span, Timeline
+from penstock.timing.spans import BUSY, Span
+from penstock.timing.timeline import Timeline
 
 _HELD_UP_SECONDS = 1e-3
 

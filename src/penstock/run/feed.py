@@ -90,6 +90,9 @@ class Feed:
                 if position.failure is None:
                     raise
                 raise position.failure from error  # what came first is what people must hear of
+            except KeyboardInterrupt:
+                self._driver.break_off()  # it may have come between two calls of the driver
+                raise
             if position.failure is not None:
                 raise position.failure
 

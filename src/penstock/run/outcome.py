@@ -11,7 +11,8 @@ from torch import Tensor
 
 from penstock.run.counting import Peak
 from penstock.run.rank.journal import Record
-from penstock.timing.timeline import Row, Timeline
+from penstock.timing.spans import Row
+from penstock.timing.timeline import Timeline
 from penstock.weights.store import Held
 
 

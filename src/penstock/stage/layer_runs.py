@@ -17,7 +17,7 @@ from penstock.model.replay import Formers, Run, in_turn, recomputed
 from penstock.model.spine import NamedLayer, Skip
 from penstock.stage.slices import call_of
 from penstock.tracing.layers import CapturedLayer
-from penstock.tracing.units import Unit, units_of
+from penstock.tracing.units import RecomputedTogether, units_of
 
 Where = tuple[int, int, int]
 """(step, microbatch, slice), for random streams."""
@@ -128,7 +128,7 @@ class LayerRuns:
         self.carries = [key for _, key in self._calls if key is not None]
         self.formers = Formers()
         modules = [layer.module for layer in layers]
-        self._units = [(at, Unit(modules[at:stop])) for at, stop in units_of(modules)]
+        self._units = [(at, RecomputedTogether(modules[at:stop])) for at, stop in units_of(modules)]
         self._plain = frozenset(
             at
             for at, (layer, (_, carry)) in enumerate(zip(layers, self._calls, strict=True))

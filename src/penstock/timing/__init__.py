@@ -1,8 +1,9 @@
 """When ops run: what they cost, a simulator that says when each would run, and what that tells.
 
 ``costs`` are the durations of ops and messages; ``simulator`` turns a schedule and costs into a
-``timeline``; of a timeline, ``idle`` says where its gaps come from, ``measured`` what its ops cost,
-and ``parting`` where it departs from its prediction.
+``timeline``, which is made of ``spans`` and has a file (``timeline_file``); of a timeline, ``idle``
+says where its gaps come from, ``measured`` what its ops cost, and ``parting`` where it departs from
+its prediction.
 
 Decisions:
 

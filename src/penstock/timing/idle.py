@@ -27,7 +27,8 @@ from penstock.schedule.check import executable_order
 from penstock.schedule.op import COMMUNICATION, Op
 from penstock.schedule.schedule import Schedule
 from penstock.timing.measured import usual_lengths
-from penstock.timing.timeline import BUSY, Timeline
+from penstock.timing.spans import BUSY
+from penstock.timing.timeline import Timeline
 
 _ROUNDING = 1e-9
 """The share of the makespan by which sums of the same times in another order may differ."""

@@ -11,7 +11,8 @@ from penstock.schedule.channels import RECEIVES, SENDS
 from penstock.schedule.op import Kind, Op
 from penstock.schedule.schedule import Schedule
 from penstock.timing.costs import Costs
-from penstock.timing.timeline import BUSY, Span, Timeline
+from penstock.timing.spans import BUSY, Span
+from penstock.timing.timeline import Timeline
 
 
 def usual_lengths(timeline: Timeline) -> dict[Op, float]:

@@ -17,7 +17,8 @@ from penstock.errors import InputError
 from penstock.schedule.op import COMPUTE, Op
 from penstock.schedule.schedule import Schedule
 from penstock.timing.measured import usual_lengths
-from penstock.timing.timeline import BUSY, Span, Timeline
+from penstock.timing.spans import BUSY, Span
+from penstock.timing.timeline import Timeline
 
 TOLERANCE = 0.02
 """What does not count as a difference, as a share of the predicted step."""

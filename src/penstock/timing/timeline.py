@@ -10,11 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
-from typing import Literal, NamedTuple
 
-import msgspec
-
-from penstock.errors import FileError, InputError
+from penstock.errors import InputError
 from penstock.schedule.memory import (
     Curve,
     Sizes,
@@ -27,56 +24,11 @@ from penstock.schedule.memory import (
 )
 from penstock.schedule.op import COMPUTE, RELEASING, Kind, Op
 from penstock.schedule.schedule import Schedule
-from penstock.values import MOST_AMOUNT, amount, expect, refused_as, whole
-
-BUSY = COMPUTE | {Kind.RECOMPUTE, Kind.UPDATE}
-"""Kinds that count as work; sends and receives are waiting."""
-
-Source = Literal["predicted", "measured"]
-
-
-NO_VERSION = -1
-"""Among versions: the op reads no weights."""
-
-
-class Span(NamedTuple):
-    """One op on one rank from ``start`` to ``end`` (seconds, or the unit of the costs).
-
-    ``version`` is that of the stage's weights that the op read; of an update, how many came before
-    it; ``None`` where it reads none or nobody knows.
-    """
-
-    op: Op
-    rank: int
-    start: float
-    end: float
-    version: int | None = None
-
+from penstock.timing.spans import BUSY, NO_VERSION, Row, Source, Span, spans_of, version_of
+from penstock.timing.timeline_file import decode, encode
+from penstock.values import expect
 
 _SLICE = itemgetter(3)
-_MOST_STAGES = 1_000_000
-
-
-class _File(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    name: str
-    source: Source
-    num_ranks: int
-    spans: list[tuple[str, int, float, float]]
-    versions: list[int] | None = None
-
-
-class Row(NamedTuple):
-    """One rank: its ops, when each starts and when each ends.
-
-    ``versions`` has one per op: the version of the stage's weights that it read (as many updates
-    came before); of an update, how many came before it; −1 where it reads none. ``None`` if they
-    are not known, or there is no op.
-    """
-
-    ops: Sequence[Op]
-    starts: array[float]
-    ends: array[float]
-    versions: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -111,7 +63,7 @@ class Timeline:
                 tuple(span.op for span in spans),
                 array("d", [span.start - zero for span in spans]),
                 array("d", [span.end - zero for span in spans]),
-                tuple(map(_version, spans)) if known and spans else None,
+                tuple(map(version_of, spans)) if known and spans else None,
             )
             for spans in ranks
         )
@@ -189,7 +141,7 @@ class Timeline:
     @cached_property
     def by_rank(self) -> tuple[tuple[Span, ...], ...]:
         """The spans of each rank."""
-        return tuple(tuple(_spans(row, rank)) for rank, row in enumerate(self.rows))
+        return tuple(tuple(spans_of(row, rank)) for rank, row in enumerate(self.rows))
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -289,11 +241,8 @@ class Timeline:
 
     def to_json(self) -> str:
         """This timeline as JSON; ``from_json`` reads it back."""
-        spans = [(str(span.op), span.rank, span.start, span.end) for span in self.spans]
         known = any(row.versions is not None for row in self.rows)
-        versions = [_version(span) for span in self.spans] if known else None
-        file = _File(self.name, self.source, self.num_ranks, spans, versions)
-        return msgspec.json.encode(file).decode()
+        return encode(self.spans, self.num_ranks, self.name, self.source, with_versions=known)
 
     @classmethod
     def from_json(cls, text: str, where: str = "text") -> Timeline:
@@ -302,52 +251,8 @@ class Timeline:
         Raises:
             FileError: it is something else; ``where`` is named.
         """
-        expect(text, str | bytes, "the timeline's text", "read it from its file first")
-        with refused_as(f"{where} is not a timeline"):
-            file = msgspec.json.decode(text, type=_File)
-            spans = [Span(Op.parse(op), rank, start, end) for op, rank, start, end in file.spans]
-            _check_spans(spans, whole("num_ranks", file.num_ranks, 0, _MOST_STAGES))
-        if file.versions is not None:
-            spans = _versioned(spans, file.versions, where)
+        file, spans = decode(text, where)
         return cls.of(spans, file.num_ranks, file.name, file.source)
-
-
-def _spans(row: Row, rank: int) -> Iterator[Span]:
-    if row.versions is None:
-        for op, start, end in zip(*row[:3], strict=True):
-            yield Span(op, rank, start, end)
-        return
-    for op, start, end, version in zip(*row[:3], row.versions, strict=True):
-        yield Span(op, rank, start, end, None if version == NO_VERSION else version)
-
-
-def _check_spans(spans: Iterable[Span], num_ranks: int) -> None:
-    """Raise ``InputError`` for a span on no rank, of no stage that can be, or at no time."""
-    for op, rank, start, end, _ in spans:
-        if not 0 <= rank < num_ranks:
-            raise InputError(f"{op} is on rank {rank}, but num_ranks is {num_ranks}")
-        whole(f"{op}: its stage", op.stage, 0, _MOST_STAGES)
-        if not -MOST_AMOUNT <= start <= end <= MOST_AMOUNT:
-            raise InputError(
-                f"{op} starts at {start} and ends at {end}; give the earlier one first"
-            )
-        amount(f"{op}: how long it takes", end - start, most=2 * MOST_AMOUNT)
-
-
-def _version(span: Span) -> int:
-    return NO_VERSION if span.version is None else span.version
-
-
-def _versioned(spans: list[Span], versions: list[int], where: str) -> list[Span]:
-    if len(versions) != len(spans):
-        raise FileError(f"{where} has {len(spans)} spans, but {len(versions)} versions")
-    wrong = next((version for version in versions if version < NO_VERSION), None)
-    if wrong is not None:
-        raise FileError(f"{where}: a version is {wrong}, but must be ≥ 0, or −1 for none")
-    return [
-        span if version == NO_VERSION else span._replace(version=version)
-        for span, version in zip(spans, versions, strict=True)
-    ]
 
 
 def _row_delays(row: Row) -> Iterator[tuple[int, int, int]]:

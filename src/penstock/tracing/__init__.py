@@ -1,6 +1,6 @@
 """Models that are no chain: traced, cut in execution order, run as a chain of layers.
 
-The whole room is ``capture``. A traced graph (``graphs``) is cut where modules are called
+``capture`` is the entrance. A traced graph (``graphs``) is cut where modules are called
 (``segments``); ``flow`` says what passes between the layers, and ``layers`` makes modules of them
 that hold the model's own parameters. Modules without children stay whole (``leaves``). Before
 anyone uses the result, it is run beside the model (``proof``).

@@ -1,4 +1,4 @@
-"""Where a traced graph writes what becomes of the model's buffers.
+"""Moving the writes into a model's buffers to where its code makes them.
 
 An export collects these writes at the end, whatever the model does in between. There they would be
 part of the last layer, which a pipeline may run elsewhere than the layer that holds the buffer; and
@@ -12,12 +12,12 @@ from torch import fx, nn
 
 
 def write_buffers_early(graph: fx.Graph, model: nn.Module) -> None:
-    """Put each write behind what it writes, behind all that overwrites that in place, and behind
-    all that reads the value before.
+    """Put each write behind the value it writes, behind all that overwrites that value in place,
+    and behind all that reads what the buffer was before.
 
     Args:
-        graph: of the model; changed.
-        model: tells which of the modules that are called may work in place.
+        graph: the model's graph; it is changed.
+        model: tells which of the called modules may work in place.
     """
     for node in list(graph.nodes):
         if not _writes_back(node):
@@ -26,7 +26,7 @@ def write_buffers_early(graph: fx.Graph, model: nn.Module) -> None:
         if _overwritten_by(value).target == buffer.target:
             graph.erase_node(node)  # done already, where the model does it
             continue
-        order = {one: place for place, one in enumerate(graph.nodes)}
+        order = {other: place for place, other in enumerate(graph.nodes)}
         overwriters = _overwriters(value, model)
         after = {value, buffer, *overwriters, *_readers(graph, str(buffer.target))} - {node}
         last = max(after, key=order.__getitem__)
@@ -42,7 +42,7 @@ def _writes_back(node: fx.Node) -> bool:
 
 
 def _overwritten_by(value: fx.Node) -> fx.Node:
-    """What operations that work in place have made a value of."""
+    """The value that in-place operations turned into this one."""
     while isinstance(value.target, torch._ops.OpOverload) and value.target._schema.is_mutable:
         source = value.args[0]
         if not isinstance(source, fx.Node):
@@ -52,7 +52,7 @@ def _overwritten_by(value: fx.Node) -> fx.Node:
 
 
 def _readers(graph: fx.Graph, name: str) -> set[fx.Node]:
-    """What may use a buffer, or a view of it."""
+    """The nodes that may use a buffer, or a view of it."""
     readers = {
         node
         for node in graph.nodes
@@ -68,22 +68,22 @@ def _readers(graph: fx.Graph, name: str) -> set[fx.Node]:
 
 
 def _overwriters(value: fx.Node, model: nn.Module) -> set[fx.Node]:
-    """What may write into the memory of a value: through itself, what it is a view of, or views."""
-    found: set[fx.Node] = set()
+    """The nodes that may write into a value's memory: through it, its views, or what it views."""
+    overwriters: set[fx.Node] = set()
     family, waiting = {value}, [value]
     while waiting:
-        one = waiting.pop()
-        found.update(user for user in one.users if _writes_into(one, user, model))
-        near = [user for user in one.users if _hands_on(user, model)]
-        near += one.all_input_nodes if _hands_on(one, model) else []
+        member = waiting.pop()
+        overwriters.update(user for user in member.users if _writes_into(member, user, model))
+        near = [user for user in member.users if _hands_on(user, model)]
+        near += member.all_input_nodes if _hands_on(member, model) else []
         new = set(near) - family
         family |= new
         waiting.extend(new)
-    return found
+    return overwriters
 
 
 def _hands_on(node: fx.Node, model: nn.Module) -> bool:
-    """Whether what a node gives may lie in the memory of what it is given."""
+    """Whether a node's output may share memory with its input."""
     if node.op == "call_module":
         # What computes with weights makes something new; Identity and dropout may not.
         return not any(True for _ in model.get_submodule(str(node.target)).parameters())

@@ -25,7 +25,13 @@ from penstock.tracing.layers import (
     program_of,
 )
 from penstock.tracing.proof import check_equal
-from penstock.tracing.segments import Granularity, Segment, blocks_of, localise_sizes, segments_of
+from penstock.tracing.segments import (
+    Granularity,
+    LayerNodes,
+    blocks_of,
+    localise_sizes,
+    segments_of,
+)
 from penstock.tracing.units import number_units
 from penstock.values import one_of
 
@@ -35,13 +41,13 @@ class _Trace:
     """A model's graphs, from which its layers can be built in any order.
 
     Attributes:
-        traced: by whether the model was training.
-        segments: likewise; the same names in the same order.
-        borders: see there.
+        traced: the graphs, by whether the model was training.
+        segments: the nodes of each layer, likewise; the same names in the same order.
+        borders: how the model is called, and what it returns.
     """
 
     traced: dict[bool, Traced]
-    segments: dict[bool, list[Segment]]
+    segments: dict[bool, list[LayerNodes]]
     borders: Borders
 
     def __deepcopy__(self, memo: Any) -> Self:
@@ -49,11 +55,11 @@ class _Trace:
 
     @property
     def names(self) -> list[str]:
-        """Of the layers."""
+        """The names of the layers."""
         return [segment.name for segment in self.segments[True]]
 
     def flow(self, training: bool, order: Sequence[int]) -> Flow:
-        """What passes between the layers in an order."""
+        """What passes between the layers if they run in an order."""
         segments = self.segments[training]
         return Flow(self.traced[training], [segments[index] for index in order])
 
@@ -133,7 +139,7 @@ class Captured(nn.Module):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the layers, in the order in which they run."""
+        """The names of the layers, in the order in which they run."""
         return tuple(self._traces.names[index] for index in self._order)
 
     def ordered(self, names: Iterable[str]) -> Captured:
@@ -149,7 +155,7 @@ class Captured(nn.Module):
                 f"an order must list every layer once; it differs in {', '.join(odd[:5])}"
             )
         order = [own.index(name) for name in wanted]
-        place = {index: at for at, index in enumerate(order)}
+        place = {index: number for number, index in enumerate(order)}
         for training in (True, False):
             before = must_follow(self, self._traces.flow(training, range(len(own))))
             for index, earlier in enumerate(before):
@@ -200,14 +206,14 @@ def capture(
     signature = inspect.signature(model.forward)
     given = spread(signature, _at_least_two_rows(inputs))
     traced: dict[bool, Traced] = {}
-    told: dict[str, None] = {}
+    tracers: dict[str, None] = {}
     for training in (True, False):
         with _in_mode(model, training):
             traced[training], how = trace(model, given, dynamic)
-            told[how] = None
+            tracers[how] = None
     segments = _segments(model, traced, granularity)
     traces = _Trace(traced, segments, _borders(signature, given, traced, dynamic))
-    captured = Captured(model, traces, "; ".join(told), range(len(traces.names)))
+    captured = Captured(model, traces, "; ".join(tracers), range(len(traces.names)))
     if verify:
         for training in (True, False):
             with _in_mode(model, training):
@@ -219,7 +225,7 @@ def _at_least_two_rows(inputs: Any) -> Any:
     # What has one row is traced as if there were never more.
     if microbatches.num_rows(inputs, "inputs") > 1:
         return inputs
-    return tree.replace(Tensor, lambda one: torch.cat([one, one]), inputs)
+    return tree.replace(Tensor, lambda tensor: torch.cat([tensor, tensor]), inputs)
 
 
 @contextmanager
@@ -237,19 +243,19 @@ def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 def _segments(
     model: nn.Module, traced: dict[bool, Traced], granularity: Granularity
-) -> dict[bool, list[Segment]]:
-    """The layers in both modes: the same names in the same order."""
+) -> dict[bool, list[LayerNodes]]:
+    """The nodes of each layer in both modes: the same names in the same order."""
     training = segments_of(model, traced[True], granularity)
     names = [segment.name for segment in training]
-    found = segments_of(model, traced[False], granularity, names)
-    by_name = {segment.name: segment for segment in found}
-    if [name for name in names if name in by_name] != [segment.name for segment in found]:
+    evaluated = segments_of(model, traced[False], granularity, names)
+    by_name = {segment.name: segment for segment in evaluated}
+    if [name for name in names if name in by_name] != [segment.name for segment in evaluated]:
         raise ModelError(
             f"{type(model).__name__} runs its layers in another order in evaluation mode than in "
             "training, so no plan could serve both; give it a method `spine(self)`"
         )
     # A layer that only training runs hands everything on in evaluation.
-    evaluation = [by_name.get(name, Segment(name)) for name in names]
+    evaluation = [by_name.get(name, LayerNodes(name)) for name in names]
     for mode, segments in ((True, training), (False, evaluation)):
         localise_sizes(traced[mode], segments)
     return {True: training, False: evaluation}
@@ -264,8 +270,8 @@ def _borders(
         signature=signature,
         structure=structure,
         leaves=tuple(_expected(leaf, fixed) for leaf in leaves),
-        guards={mode: one.guards for mode, one in traced.items()},
-        outputs={mode: one.output_structure for mode, one in traced.items()},
+        guards={mode: graph.guards for mode, graph in traced.items()},
+        outputs={mode: graph.output_structure for mode, graph in traced.items()},
     )
 
 
@@ -273,7 +279,8 @@ def _expected(leaf: Any, fixed: int | None) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     return Shape(
-        None if fixed is None or at < fixed else size for at, size in enumerate(leaf.shape)
+        None if fixed is None or dimension < fixed else size
+        for dimension, size in enumerate(leaf.shape)
     )
 
 

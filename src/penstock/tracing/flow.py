@@ -9,26 +9,26 @@ from collections.abc import Mapping, Sequence
 from torch import fx, nn
 
 from penstock.tracing.graphs import Traced
-from penstock.tracing.segments import Segment, base_of, is_number, is_value, overwritten
+from penstock.tracing.segments import LayerNodes, base_of, is_number, is_value, overwritten
 
 
 class Flow:
-    """The values that live behind each layer.
+    """The values that live between the layers of a traced model.
 
     Args:
         traced: the graph.
-        segments: its layers, in an order in which they can run.
+        segments: the nodes of each layer, in an order in which layers can run.
 
     Attributes:
-        inputs: the model's own, one for each leaf.
+        inputs: the model's inputs, one node for each leaf.
         outputs: what the model returns, flat; constants stand for themselves.
-        live: behind every layer but the last, the values that a later one reads, in the order in
-            which they came to be.
-        maker: of every value that is made in a layer, its place.
-        last_reader: of every value that is read in a later layer, the place of the last that does.
+        live: for every layer but the last, the values behind it that a later one reads, in the
+            order in which they were made.
+        maker: the index of the layer that makes a value.
+        last_reader: the index of the last layer that reads a value, if that is a later one.
     """
 
-    def __init__(self, traced: Traced, segments: Sequence[Segment]) -> None:
+    def __init__(self, traced: Traced, segments: Sequence[LayerNodes]) -> None:
         self.segments = tuple(segments)
         nodes = list(traced.graph.nodes)
         self.inputs = [node for node in nodes if node.op == "placeholder"]
@@ -59,7 +59,7 @@ class Flow:
         return {value: index for value, index in last.items() if self.maker.get(value, -1) < index}
 
     def reads(self, index: int) -> list[fx.Node]:
-        """What a layer reads of what earlier layers, or the model's inputs, gave."""
+        """The values that a layer reads of earlier layers and of the model's inputs."""
         nodes = self.segments[index].nodes
         values = [value for node in nodes for value in node.all_input_nodes]
         if index == len(self.segments) - 1:
@@ -71,7 +71,7 @@ class Flow:
         ]
 
     def sources(self, index: int) -> list[int]:
-        """The layers that made the tensors that a layer reads."""
+        """The indices of the layers that made the tensors that a layer reads."""
         made = (
             self.maker[value]
             for value in self.reads(index)
@@ -81,7 +81,7 @@ class Flow:
 
 
 def must_follow(model: nn.Module, flow: Flow) -> list[set[int]]:
-    """For each layer, those that have to run before it.
+    """For each layer, the indices of those that have to run before it.
 
     Besides data, what overwrites a value or moves statistics keeps its order.
     """
@@ -111,7 +111,7 @@ def _memory(node: fx.Node) -> object:
     return base.target if base.op == "get_attr" else base
 
 
-def _kept_in_order(segment: Segment, model: nn.Module, written: set[object]) -> set[object]:
+def _kept_in_order(segment: LayerNodes, model: nn.Module, written: set[object]) -> set[object]:
     keys: set[object] = set()
     for node in segment.nodes:
         keys |= {_memory(value) for value in (node, *node.all_input_nodes)} & written

@@ -48,8 +48,9 @@ class Traced:
         graph: one placeholder for each leaf of ``(args, kwargs)``; modules without children are
             called; the output is a flat list.
         constants: what the graph reads and the model does not hold.
-        output_structure: of what the model returns.
-        guards: raises unless shapes are those that the graph is for; where torch tells.
+        output_structure: the structure of what the model returns.
+        guards: raises unless the inputs have shapes that the graph is for; ``None`` where torch
+            gives no such check.
     """
 
     graph: fx.Graph
@@ -62,7 +63,7 @@ Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def spread(signature: inspect.Signature, inputs: Any) -> Given:
-    """How ``forward`` is called with the inputs of a pipeline: (args, kwargs).
+    """The (args, kwargs) with which ``forward`` is called for the inputs of a pipeline.
 
     A tuple is spread over the arguments of ``forward``, a dictionary over its keywords, if they
     fit; everything else, and what does not fit, is one argument.
@@ -85,13 +86,13 @@ def spread(signature: inspect.Signature, inputs: Any) -> Given:
 
 
 def _as_declared(signature: inspect.Signature, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Keywords in the order of ``forward``'s own, since theirs means nothing."""
+    """Put keywords in the order in which ``forward`` declares them."""
     own = [name for name in signature.parameters if name in inputs]
     return {name: inputs[name] for name in (*own, *sorted(inputs.keys() - {*own}))}
 
 
 def trace(model: nn.Module, given: Given, dynamic: Dynamic) -> tuple[Traced, str]:
-    """The graph of a model in its current mode, and which tracer made it.
+    """Trace a model in its current mode; gives the graph and which tracer made it.
 
     Raises:
         ModelError: no tracer can.
@@ -112,7 +113,7 @@ def trace(model: nn.Module, given: Given, dynamic: Dynamic) -> tuple[Traced, str
 
 
 def _advice(model: nn.Module, error: BaseException) -> Iterator[str]:
-    """What is known to help a model that cannot be traced."""
+    """What is known to help where a model cannot be traced."""
     if getattr(getattr(model, "config", None), "use_cache", False) is True:
         yield _CACHE
     asks = type(error).__name__ == "GuardOnDataDependentSymNode"
@@ -136,7 +137,7 @@ def _exported(model: nn.Module, given: Given, dynamic: Dynamic) -> Traced:
             hiding = _opaque(error)
             if hiding is None:
                 raise
-            modules = {name: one for name, one in modules.items() if name != hiding}
+            modules = {name: module for name, module in modules.items() if name != hiding}
 
 
 def _opaque(error: BaseException | None) -> str | None:
@@ -160,7 +161,7 @@ def _export(model: nn.Module, given: Given, dynamic: Dynamic, whole: WholeModule
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.enter_context(whole.active())
         stack.enter_context(without_dumps())
-        # Of what a model may not assign while it is exported; parameters are put back.
+        # Warnings that a model assigns attributes while it is exported; parameters are put back.
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         with _EXPORTING:
@@ -189,8 +190,8 @@ def _restore_calls(graph: fx.Graph, whole: WholeModules) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not whole.operation:
             continue
-        tensors, sizes, at = node.args
-        call = whole.calls[at]
+        tensors, sizes, number = node.args
+        call = whole.calls[number]
         args, kwargs = call.arguments(list(tensors), list(sizes))
         with graph.inserting_before(node):
             made = graph.create_node("call_module", call.name, args, kwargs)
@@ -210,12 +211,12 @@ def _restore_calls(graph: fx.Graph, whole: WholeModules) -> None:
 
 
 def leaves_of_output(value: Any) -> list[Any]:
-    """The leaves of what a module returned; part of graphs."""
+    """The leaves of what a module returned; graphs call it."""
     return tree.flatten(value)[0]
 
 
 def _drop_idle(graph: fx.Graph) -> None:
-    """Remove what nobody reads and that neither draws nor writes nor checks."""
+    """Remove nodes that nobody reads and that neither draw nor write nor check."""
     for node in reversed(list(graph.nodes)):
         if not node.users and _is_idle(node):
             graph.erase_node(node)
@@ -236,17 +237,17 @@ def _is_idle(node: fx.Node) -> bool:
 
 
 def _constants(module: nn.Module, model: nn.Module) -> dict[str, Any]:
-    """What a graph reads that is neither parameter nor buffer of the model."""
+    """The values that a graph reads and that are neither parameters nor buffers of the model."""
     state = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     state |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    found: dict[str, Any] = {}
+    constants: dict[str, Any] = {}
     for node in module.graph.nodes:  # type: ignore[union-attr]
         if node.op == "get_attr" and node.target not in state:
             value: Any = module
             for atom in node.target.split("."):
                 value = getattr(value, atom)
-            found[node.target] = value
-    return found
+            constants[node.target] = value
+    return constants
 
 
 class _LeafTracer(fx.Tracer):
@@ -265,8 +266,8 @@ class _LeafTracer(fx.Tracer):
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
         inputs: list[Any] = []
-        for at, leaf in enumerate(self._leaves):
-            proxy = self.create_proxy("placeholder", f"input_{at}", (), {})
+        for position, leaf in enumerate(self._leaves):
+            proxy = self.create_proxy("placeholder", f"input_{position}", (), {})
             inputs.append(proxy if isinstance(leaf, Tensor) else leaf)
         args, kwargs = tree.unflatten(inputs, self._structure)
 

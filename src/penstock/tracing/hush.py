@@ -20,7 +20,7 @@ _WARNS = "torch.fx.experimental.symbolic_shapes"
 
 _LOCK = threading.Lock()
 _HUSHED: Counter[int] = Counter()
-"""How often each thread is inside ``without_dumps``; what is shared must be left by the last."""
+"""How often each thread is inside ``without_dumps``; the last to leave restores what is shared."""
 
 
 @contextlib.contextmanager

@@ -17,24 +17,24 @@ from penstock.tracing.graphs import Traced, spread
 
 
 @dataclass(frozen=True)
-class Program:
+class LayerProgram:
     """What a layer does in one mode.
 
     Attributes:
-        run: from (layer, values) to the values behind it; of the last layer, the leaves of what the
-            model returns.
-        modules: names of those that it calls.
+        run: from (layer, values) to the values behind the layer; in the last layer, the leaves of
+            what the model returns.
+        modules: names of the modules that the layer calls.
         state: names of the parameters and buffers that it reads besides.
         constants: what it reads that the model does not hold.
         reads: names of the earlier layers whose tensors it reads.
         produces: positions in its output of what it makes itself.
-        readers: for every position of its output, the name of the last layer that reads it; its own
-            in the last layer.
+        readers: for every position of its output, the name of the last layer that reads it; the
+            last layer's own name.
         num_inputs: how many values live before it.
-        uses: positions among these of what it computes with; ``None`` in the first and last layer,
-            whose values are those of the model.
-        hands_on: for every position of its output, that among its inputs of the same value, or
-            ``None`` for what it makes.
+        uses: positions among its inputs of what it computes with; ``None`` in the first and last
+            layer, whose values are those of the model.
+        hands_on: for every position of its output, the position of the same value among its
+            inputs, or ``None`` for what it makes.
     """
 
     run: Callable[..., Sequence[Any]]
@@ -52,8 +52,8 @@ class Program:
         return self  # never changes, and its function belongs to no layer
 
 
-def program_of(traced: Traced, flow: Flow, index: int) -> Program:
-    """The program of one layer."""
+def program_of(traced: Traced, flow: Flow, index: int) -> LayerProgram:
+    """Make the program of the layer at an index of a flow."""
     last = index == len(flow.segments) - 1
     names = [segment.name for segment in flow.segments]
     given = flow.inputs if index == 0 else flow.live[index - 1]
@@ -62,7 +62,7 @@ def program_of(traced: Traced, flow: Flow, index: int) -> Program:
     read = set(flow.reads(index))
     places = {value: place for place, value in enumerate(given)}
     targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
-    return Program(
+    return LayerProgram(
         run=_compiled(graph),
         modules=frozenset(str(node.target) for node in graph.nodes if node.op == "call_module"),
         state=frozenset(targets - traced.constants.keys()),
@@ -87,8 +87,8 @@ def program_of(traced: Traced, flow: Flow, index: int) -> Program:
 def _graph(flow: Flow, index: int, given: Sequence[fx.Node], wanted: Sequence[Any]) -> fx.Graph:
     graph = fx.Graph()
     ours: dict[fx.Node, fx.Node] = {}
-    for at, value in enumerate(given):
-        ours[value] = graph.placeholder(f"value_{at}")
+    for position, value in enumerate(given):
+        ours[value] = graph.placeholder(f"value_{position}")
 
     def own(node: fx.Node) -> fx.Node:
         if node not in ours:  # what the model holds is read where it is needed
@@ -117,11 +117,11 @@ class Borders:
     """How the model is called and what it returns, for its first and last layer.
 
     Attributes:
-        signature: of the model's ``forward``.
-        structure: of ``(args, kwargs)``.
-        leaves: of these; of tensors, the shape with ``None`` where it may differ, else the value.
-        guards: of each mode, by whether it is training.
-        outputs: the structure of what the model returns, likewise.
+        signature: the signature of the model's ``forward``.
+        structure: the structure of ``(args, kwargs)``.
+        leaves: their leaves: a ``Shape`` for each tensor, and all other values themselves.
+        guards: what checks the shapes of inputs, by whether the model is training.
+        outputs: the structure of what the model returns, by whether it is training.
     """
 
     signature: inspect.Signature
@@ -142,12 +142,13 @@ class Borders:
         leaves, structure = tree.flatten(spread(self.signature, inputs))
         if structure != self.structure:
             raise self._other_form(inputs, structure)
-        for at, (leaf, expected) in enumerate(zip(leaves, self.leaves, strict=True)):
+        for position, (leaf, expected) in enumerate(zip(leaves, self.leaves, strict=True)):
             if not _fits(leaf, expected):
                 what = tuple(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
                 raise InputError(
-                    f"input {at} is {what}, but the model was captured with {_told(expected)}; "
-                    "capture it with dynamic='all' for other lengths, or with these inputs"
+                    f"input {position} is {what}, but the model was captured with "
+                    f"{_text(expected)}; capture it with dynamic='all' for other lengths, or with "
+                    "these inputs"
                 )
         guards = self.guards[training]
         if guards is not None:
@@ -155,7 +156,7 @@ class Borders:
         return leaves
 
     def _other_form(self, inputs: Any, structure: tree.Structure) -> InputError:
-        """Why these inputs are not nested like those of the capture: by name where names differ."""
+        """The error for inputs not nested like those of the capture; it names what differs."""
         args, kwargs = tree.unflatten(list(self.leaves), self.structure)
         expected = [*self.signature.bind(*args, **kwargs).arguments]
         given = self._names(inputs) or expected
@@ -181,7 +182,7 @@ class Borders:
 
 
 class Shape(tuple[int | None, ...]):
-    """Of a tensor; ``None`` where it may differ."""
+    """The shape of a tensor; ``None`` where it may differ."""
 
 
 def _fits(leaf: Any, expected: Any) -> bool:
@@ -197,7 +198,7 @@ def _flat(structure: tree.Structure) -> str:
     return " ".join(str(structure).split())
 
 
-def _told(expected: Any) -> str:
+def _text(expected: Any) -> str:
     if not isinstance(expected, Shape):
         return repr(expected)
     return "(" + ", ".join("any" if size is None else str(size) for size in expected) + ")"
@@ -207,7 +208,7 @@ def _ask(guards: Callable[..., Any], leaves: list[Any]) -> None:
     try:
         guards(*leaves)
     except (AssertionError, RuntimeError) as error:
-        shapes = ", ".join(str(tuple(one.shape)) for one in tree.tensors(leaves))
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tree.tensors(leaves))
         raise InputError(
             f"inputs of shape {shapes} do not fit what the model was captured for: {error}; "
             "capture it with inputs of such shapes"
@@ -215,7 +216,7 @@ def _ask(guards: Callable[..., Any], leaves: list[Any]) -> None:
 
 
 class _Scope(nn.Module):
-    """Stands where the model has a module that a layer holds only parts of."""
+    """Stands for a module of the model that a layer holds only parts of."""
 
 
 class CapturedLayer(nn.Module):
@@ -234,11 +235,11 @@ class CapturedLayer(nn.Module):
             handed on.
         readers: for each position, the name of the last layer that reads it; its own for what the
             model returns.
-        unit: number of the layers that run again together, where they keep their inputs only.
+        unit: equal for layers that are recomputed together.
     """
 
     unit: int
-    _programs: dict[bool, Program]
+    _programs: dict[bool, LayerProgram]
     _borders: Borders
     _end: tuple[bool, bool]
 
@@ -247,7 +248,7 @@ class CapturedLayer(nn.Module):
         name: str,
         kind: str,
         model: nn.Module,
-        programs: Mapping[bool, Program],
+        programs: Mapping[bool, LayerProgram],
         borders: Borders,
         end: tuple[bool, bool],
     ) -> None:
@@ -259,11 +260,11 @@ class CapturedLayer(nn.Module):
         self._borders = borders
         self._end = end
         both = programs.values()
-        for module in sorted({one for program in both for one in program.modules}):
+        for module in sorted({name for program in both for name in program.modules}):
             self._scope(module).add_module(_last(module), model.get_submodule(module))
-        for state in sorted({one for program in both for one in program.state}):
+        for state in sorted({name for program in both for name in program.state}):
             self.adopt(model, state)
-        for key, value in {k: v for one in both for k, v in one.constants.items()}.items():
+        for key, value in {k: v for program in both for k, v in program.constants.items()}.items():
             # Neither state of the model nor a module of it.
             self._scope(key).__dict__[_last(key)] = value
 
@@ -301,8 +302,8 @@ class CapturedLayer(nn.Module):
         return module
 
     @property
-    def program(self) -> Program:
-        """What it does in its mode."""
+    def program(self) -> LayerProgram:
+        """What the layer does in its mode."""
         return self._programs[self.training]
 
     @property
@@ -336,8 +337,7 @@ def _last(key: str) -> str:
 
 
 def adopt_the_rest(model: nn.Module, layers: Sequence[CapturedLayer]) -> None:
-    """Let state that no layer uses be held by the layer nearest by name, so that nothing is missing
-    from checkpoints."""
+    """Let the layer nearest by name hold state that no layer uses, so that checkpoints have it."""
     held = {name: layer for layer in layers for name, _ in _state(layer)}
     holders = {id(tensor): layer for layer in layers for _, tensor in _state(layer)}
     for name, tensor in _state(model):
@@ -352,9 +352,10 @@ def _state(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _shared_atoms(one: str, other: str) -> int:
+def _shared_atoms(name: str, other: str) -> int:
+    """How many leading parts two qualified names have in common."""
     count = 0
-    for ours, theirs in zip(one.split("."), other.split("."), strict=False):
+    for ours, theirs in zip(name.split("."), other.split("."), strict=False):
         if ours != theirs:
             break
         count += 1
@@ -362,5 +363,5 @@ def _shared_atoms(one: str, other: str) -> int:
 
 
 def described(model: nn.Module) -> tuple[tuple[torch.dtype, torch.device], ...]:
-    """What a trace takes for granted of a model's parameters and buffers."""
+    """What a trace assumes of a model's parameters and buffers: their dtypes and devices."""
     return tuple((tensor.dtype, tensor.device) for _, tensor in _state(model))

@@ -27,14 +27,14 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def leaves_of(model: nn.Module) -> dict[str, nn.Module]:
-    """By qualified name, the modules that stay whole: those without children, and attention of
-    torch, whose only child is never called."""
-    found: dict[str, nn.Module] = {}
+    """The modules that stay whole, by qualified name: those without children, and torch's
+    attention, whose only child is never called."""
+    leaves: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{leaf}.") for leaf in _parents(name) & found.keys())
+        inside = any(name.startswith(f"{leaf}.") for leaf in _parents(name) & leaves.keys())
         if name and not inside and _is_leaf(module):
-            found[name] = module
-    return found
+            leaves[name] = module
+    return leaves
 
 
 def _parents(name: str) -> set[str]:
@@ -57,18 +57,17 @@ class OpaqueError(Exception):
         self.name = name
 
 
-class Call:
+class WholeCall:
     """One call of a module that stays whole.
 
     Args:
-        name: of the module.
-        forward: gives tensors like those that it returns.
-        given: its arguments, as ``(args, kwargs)``.
+        name: the module's name.
+        forward: gives tensors like those that the module returns.
+        given: the call's arguments, as ``(args, kwargs)``.
 
     Attributes:
-        name: of the module.
-        leaves: of its arguments; tensors and sizes stand for those of the trace.
-        structure: of ``(args, kwargs)``.
+        leaves: the arguments, flat; tensors and sizes stand for those of the trace.
+        structure: the structure of ``(args, kwargs)``.
     """
 
     def __init__(self, name: str, forward: Callable[..., Any], given: Any) -> None:
@@ -80,18 +79,18 @@ class Call:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Among the arguments."""
+        """The tensors among the arguments."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     @property
     def sizes(self) -> list[Any]:
-        """Among the arguments: numbers that depend on the shapes of inputs."""
+        """The numbers among the arguments that depend on the shapes of inputs."""
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.SymInt)]
 
     @property
     def places(self) -> list[int]:
-        """Which leaves of the module's output are tensors."""
-        return [at for at, leaf in enumerate(self._outputs) if isinstance(leaf, Tensor)]
+        """The positions of tensors among the leaves of the module's output."""
+        return [position for position, leaf in enumerate(self._outputs) if isinstance(leaf, Tensor)]
 
     @property
     def gives_one_tensor(self) -> bool:
@@ -99,7 +98,7 @@ class Call:
         return self._output_structure is not None and self._output_structure.is_leaf()
 
     def arguments(self, tensors: list[Any], sizes: list[Any]) -> Any:
-        """(args, kwargs), with these in the place of tensors and sizes."""
+        """The arguments as (args, kwargs), with these in the place of tensors and sizes."""
         ours, numbers = iter(tensors), iter(sizes)
         leaves = [
             next(ours)
@@ -112,7 +111,7 @@ class Call:
         return tree.unflatten(leaves, self.structure)
 
     def run(self, tensors: list[Tensor], sizes: list[Any]) -> list[Tensor]:
-        """Call the module on tensors without values; what they look like that it returns."""
+        """Call the module on tensors without values; gives tensors like those that it returns."""
         args, kwargs = self.arguments(tensors, sizes)
         with torch.no_grad():  # only shapes are wanted, and without gradients they come sooner
             returned = self._forward(*args, **kwargs)
@@ -120,8 +119,8 @@ class Call:
         if not all(isinstance(leaf, _PLAIN) for leaf in self._outputs):
             raise OpaqueError(self.name)
         return [
-            torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=one.device)
-            for one in tree.tensors(self._outputs)
+            torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+            for leaf in tree.tensors(self._outputs)
         ]
 
     def output(self, tensors: list[Tensor]) -> Any:
@@ -136,15 +135,15 @@ class WholeModules:
     """While active, calls of some modules go through an operation, so that traces show them.
 
     Args:
-        modules: by name in their model.
+        modules: by their name in the model.
 
     Attributes:
-        operation: as traces show it; its third argument is a place in ``calls``.
-        calls: so far.
+        operation: the operation that traces show; its third argument is an index into ``calls``.
+        calls: the calls so far.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[WholeCall] = []
         self._modules = modules
         # torch keeps no operation longer than its library, and knows none by that name before.
         space = f"penstock_{uuid.uuid4().hex}"
@@ -159,7 +158,7 @@ class WholeModules:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """For the time of a trace. Hooks of these modules do not fire: they will when it runs."""
+        """A context for tracing; hooks of these modules do not fire until the graph runs."""
         before = [(module, dict(module.__dict__)) for module in self._modules.values()]
         try:
             for name, module in self._modules.items():
@@ -178,7 +177,7 @@ class WholeModules:
         forward, shapes = module.forward, _shapes_of(module)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            made = Call(name, shapes, (args, kwargs))
+            made = WholeCall(name, shapes, (args, kwargs))
             if not made.tensors or not _can_be_diverted(made):
                 return forward(*args, **kwargs)
             self.calls.append(made)
@@ -210,7 +209,7 @@ def _shapes_of(module: nn.Module) -> Callable[..., Any]:
     return returned
 
 
-def _can_be_diverted(call: Call) -> bool:
+def _can_be_diverted(call: WholeCall) -> bool:
     # What a model runs without gradients or in its own precision, export puts into a graph of its
     # own, where modules cannot be called.
     kind = call.tensors[0].device.type

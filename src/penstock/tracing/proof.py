@@ -19,7 +19,7 @@ _MEND = (
 
 
 def check_equal(model: nn.Module, captured: nn.Module, given: Given) -> None:
-    """Run both in their modes on the inputs, and on another number of rows.
+    """Run a model and its capture on the inputs and on another number of rows, and compare.
 
     Buffers and random state are as before afterwards.
 
@@ -38,13 +38,13 @@ def check_equal(model: nn.Module, captured: nn.Module, given: Given) -> None:
                 f"Microbatches may be of any size. {_MEND}"
             ) from error
         try:
-            found, moved = _run(model, captured, given_rows)
+            output, moved = _run(model, captured, given_rows)
         except Exception as error:
             raise ModelError(
                 f"{what} cannot be run layer by layer, though the model can: "
                 f"{type(error).__name__}: {error}. {_MEND}"
             ) from error
-        differs = _difference(expected, found)
+        differs = _difference(expected, output)
         if differs is None and not _all_close(buffers, moved):
             differs = "buffers, such as running statistics, differ"
         if differs is not None:
@@ -63,7 +63,7 @@ def _resized(given: Given, rows: int, wanted: int) -> Given:
 
 
 def _run(holder: nn.Module, runs: nn.Module, given: Given) -> tuple[Any, list[Tensor]]:
-    """What a module returns, and what has become of the holder's buffers; undone afterwards."""
+    """What a module returns, and the holder's buffers after that; they are put back."""
     before = saved_buffers(holder.modules())
     args, kwargs = tree.replace(Tensor, Tensor.clone, given)  # it may overwrite its inputs
     with torch.random.fork_rng(), torch.enable_grad():
@@ -75,30 +75,31 @@ def _run(holder: nn.Module, runs: nn.Module, given: Given) -> tuple[Any, list[Te
             put_back(before)
 
 
-def _difference(expected: Any, found: Any) -> str | None:
-    ours, theirs = tree.flatten(found), tree.flatten(expected)
+def _difference(expected: Any, actual: Any) -> str | None:
+    ours, theirs = tree.flatten(actual), tree.flatten(expected)
     if ours[1] != theirs[1]:
         return f"it returns {ours[1]} instead of {theirs[1]}"
-    for at, (one, other) in enumerate(zip(ours[0], theirs[0], strict=True)):
-        if not isinstance(other, Tensor):
-            if one != other:
-                return f"output {at} is {one!r} instead of {other!r}"
-        elif one.shape != other.shape:
-            return f"output {at} has shape {tuple(one.shape)} instead of {tuple(other.shape)}"
-        elif not _all_close([one], [other]):
-            return f"output {at} differs by up to {(one - other).detach().abs().max().item():.3g}"
+    for position, (leaf, wanted) in enumerate(zip(ours[0], theirs[0], strict=True)):
+        output = f"output {position}"
+        if not isinstance(wanted, Tensor):
+            if leaf != wanted:
+                return f"{output} is {leaf!r} instead of {wanted!r}"
+        elif leaf.shape != wanted.shape:
+            return f"{output} has shape {tuple(leaf.shape)} instead of {tuple(wanted.shape)}"
+        elif not _all_close([leaf], [wanted]):
+            return f"{output} differs by up to {(leaf - wanted).detach().abs().max().item():.3g}"
     return None
 
 
-def _all_close(ones: list[Tensor], others: list[Tensor]) -> bool:
+def _all_close(actual: list[Tensor], expected: list[Tensor]) -> bool:
     # Not to the bit: while a model is traced, some choose another kernel for the same formula.
-    for one, other in zip(ones, others, strict=True):
-        if not one.is_floating_point():
-            if not torch.equal(one, other):
+    for tensor, wanted in zip(actual, expected, strict=True):
+        if not tensor.is_floating_point():
+            if not torch.equal(tensor, wanted):
                 return False
             continue
-        scale = float(other.detach().abs().max()) if other.numel() else 0.0
-        tolerance = 1e3 * torch.finfo(one.dtype).eps
-        if not torch.allclose(one, other, tolerance, tolerance * scale, equal_nan=True):
+        scale = float(wanted.detach().abs().max()) if wanted.numel() else 0.0
+        tolerance = 1e3 * torch.finfo(tensor.dtype).eps
+        if not torch.allclose(tensor, wanted, tolerance, tolerance * scale, equal_nan=True):
             return False
     return True

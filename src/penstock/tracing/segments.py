@@ -19,11 +19,11 @@ _NO_WORK = (nn.Identity, nn.Flatten, nn.Unflatten)
 
 
 @dataclass
-class Segment:
-    """What becomes one layer.
+class LayerNodes:
+    """The nodes of a graph that become one layer.
 
     Attributes:
-        name: a module's, or where a function was called.
+        name: the name of a module, or of where a function was called.
         nodes: in execution order.
     """
 
@@ -35,7 +35,7 @@ class _Namer:
     """Names the layers that nodes open.
 
     Args:
-        model: that was traced.
+        model: the model that was traced.
         granularity: ``"module"``: every call of a module is a layer; ``"block"``: the entries of
             lists of modules are.
     """
@@ -54,7 +54,7 @@ class _Namer:
             if isinstance(module, _NO_WORK):
                 return None
             return self._block(str(node.target)), not self._by_block
-        reads = [str(one.target) for one in node.all_input_nodes if one.op == "get_attr"]
+        reads = [str(read.target) for read in node.all_input_nodes if read.op == "get_attr"]
         own = [name for name in reads if name in self._parameters]
         if not own:
             return None
@@ -69,8 +69,8 @@ class _Namer:
 
 
 def blocks_of(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """The entries of lists of modules that layers of these names are part of, or their names; a
-    layer that runs again has the same."""
+    """For each name of a layer, the entry of a list of modules that it is part of, or else the name
+    without the number of the call."""
     listed = _listed(model)
     return [_entry(called(name), listed) for name in names]
 
@@ -112,19 +112,18 @@ def _function_name(node: fx.Node) -> str:
 
 def segments_of(
     model: nn.Module, traced: Traced, granularity: Granularity, known: Sequence[str] | None = None
-) -> list[Segment]:
+) -> list[LayerNodes]:
     """Cut a graph where modules are called.
 
     What happens between two calls goes with the first; what comes before all, with the first layer.
 
     Args:
-        model: that was traced.
-        traced: its graph.
-        granularity: how fine.
-        known: names of layers; others open none.
+        model: the model that was traced.
+        granularity: a layer per module, or per block.
+        known: if given, only layers of these names are made.
     """
     namer = _Namer(model, granularity)
-    segments: list[Segment] = []
+    segments: list[LayerNodes] = []
     early: list[fx.Node] = []
     seen: dict[str, int] = defaultdict(int)
     current = ""
@@ -137,44 +136,51 @@ def segments_of(
             seen[current] += 1
             name = current if seen[current] == 1 else f"{current}#{seen[current]}"
             if known is None or name in known:
-                segments.append(Segment(name))
+                segments.append(LayerNodes(name))
         (segments[-1].nodes if segments else early).append(node)
     if not segments:
-        segments.append(Segment(type(model).__name__))
+        segments.append(LayerNodes(type(model).__name__))
     segments[0].nodes[:0] = early
     return _merged(segments, model)
 
 
-def _merged(segments: list[Segment], model: nn.Module) -> list[Segment]:
+def _merged(segments: list[LayerNodes], model: nn.Module) -> list[LayerNodes]:
     """Keep what overwrites a value in one layer with the views of that value."""
-    at = {node: index for index, segment in enumerate(segments) for node in segment.nodes}
+    layer_of = {node: index for index, segment in enumerate(segments) for node in segment.nodes}
     first = list(range(len(segments)))
-    for start, stop in _overwritten_views(at, model):
+    for start, stop in _overwritten_views(layer_of, model):
         for index in range(start, stop + 1):
             first[index] = min(first[index], start)
-    result: list[Segment] = []
+    result: list[LayerNodes] = []
     for index, segment in enumerate(segments):
         if first[index] == index or not result:
-            result.append(Segment(segment.name))
+            result.append(LayerNodes(segment.name))
         result[-1].nodes.extend(segment.nodes)
     return result
 
 
-def _overwritten_views(at: Mapping[fx.Node, int], model: nn.Module) -> Iterator[tuple[int, int]]:
-    order = {node: place for place, node in enumerate(at)}
+def _overwritten_views(
+    layer_of: Mapping[fx.Node, int], model: nn.Module
+) -> Iterator[tuple[int, int]]:
+    """(first, last) of layers between a view and what overwrites its memory."""
+    order = {node: place for place, node in enumerate(layer_of)}
     families: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    for node in at:
+    for node in layer_of:
         base = base_of(node)
         for value in overwritten(node, model):
             root = base_of(value)
             family = families[root]
-            others = [one for one in (root, *family) if one is not value]
+            others = [member for member in (root, *family) if member is not value]
             read_later = any(
-                order.get(user, len(order)) > order[node] for one in others for user in one.users
+                order.get(user, len(order)) > order[node]
+                for member in others
+                for user in member.users
             )
-            views = [at[one] for one in family if one is not root and one in at]
-            if read_later and views and min(views) < at[node]:
-                yield min(views), at[node]
+            views = [
+                layer_of[member] for member in family if member is not root and member in layer_of
+            ]
+            if read_later and views and min(views) < layer_of[node]:
+                yield min(views), layer_of[node]
         families[base].append(node)
 
 
@@ -202,7 +208,7 @@ _IN_PLACE_OPERATORS = frozenset(
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """The value whose memory a node's value shares, as far as is known."""
+    """The first value whose memory a node's value is known to share."""
     while True:
         source = _viewed(node)
         if source is None:
@@ -214,7 +220,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     if node.target is operator.getitem:
-        # Of a tensor, or of a list of views; what a module returns is taken as its own.
+        # An entry of a tensor or of a list of views; what a module returns is taken as its own.
         return node.args[0] if node.args[0].op == "call_function" else None
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
@@ -223,7 +229,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 
 
 def is_value(node: fx.Node) -> bool:
-    """Whether a node is something that passes between layers; what a model holds does not."""
+    """Whether a node's value may pass between layers; what a model holds does not."""
     return node.op not in {"get_attr", "output"}
 
 
@@ -232,7 +238,7 @@ def is_number(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), int | float | bool | torch.SymInt | torch.SymFloat)
 
 
-def localise_sizes(traced: Traced, segments: Iterable[Segment]) -> None:
+def localise_sizes(traced: Traced, segments: Iterable[LayerNodes]) -> None:
     """Read sizes off tensors that a layer has anyway, so that they need not pass through layers."""
     graph = traced.graph
     for segment in segments:
@@ -244,19 +250,19 @@ def localise_sizes(traced: Traced, segments: Iterable[Segment]) -> None:
                     continue
                 wanted = str(value.meta["val"])
                 if wanted not in known:
-                    found = _tensor_with(wanted, segment.nodes)
-                    if found is None:
+                    dimension = _dimension_of_size(wanted, segment.nodes)
+                    if dimension is None:
                         continue
                     with graph.inserting_before(segment.nodes[0]):
-                        size = graph.call_function(torch.ops.aten.sym_size.int, found)
+                        size = graph.call_function(torch.ops.aten.sym_size.int, dimension)
                     size.meta["val"] = value.meta["val"]
                     known[wanted] = size
                     segment.nodes.insert(0, size)
                 node.replace_input_with(value, known[wanted])
 
 
-def _tensor_with(wanted: str, nodes: Sequence[fx.Node]) -> tuple[fx.Node, int] | None:
-    """A tensor from outside of these nodes, and its dimension that has a size."""
+def _dimension_of_size(wanted: str, nodes: Sequence[fx.Node]) -> tuple[fx.Node, int] | None:
+    """A tensor that is made outside of these nodes, and its dimension of the wanted size."""
     own = set(nodes)
     for node in nodes:
         for value in node.all_input_nodes:

@@ -1,10 +1,10 @@
-"""Captured layers that run again together, and what goes around them when they do.
+"""Captured layers that are recomputed together, and what goes around them meanwhile.
 
-A captured layer may be a single batch norm. Its input is all that it would keep anyway, and running
-it again costs time for nothing. So the layers of a block run again as one: between them nothing is
-kept. A block is an entry of a list of modules, as with ``granularity="block"``; outside of lists,
-and for what has no weight matrix of its own (norms, activations, pools), layers go with those
-before.
+A captured layer may be a single batch norm. Its input is all that it would keep anyway, and
+recomputing it costs time for nothing. So the layers of a block are recomputed as one: between them
+nothing is kept. A block is an entry of a list of modules, as with ``granularity="block"``; outside
+of lists, and for what has no weight matrix of its own (norms, activations, pools), layers go with
+those before.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from penstock.tracing.segments import called
 
 
 def number_units(layers: Sequence[CapturedLayer], blocks: Sequence[str]) -> None:
-    """Tell layers which of them run again together.
+    """Set ``unit`` of each layer: equal for layers that are recomputed together.
 
     Args:
-        layers: of a captured model, in execution order.
-        blocks: the name of each one's block.
+        layers: all layers of a captured model, in execution order.
+        blocks: the name of each layer's block.
     """
     unit = -1
     for own in _runs(layers, blocks):
@@ -36,7 +36,7 @@ def number_units(layers: Sequence[CapturedLayer], blocks: Sequence[str]) -> None
 
 
 def _runs(layers: Sequence[CapturedLayer], blocks: Sequence[str]) -> Iterator[list[CapturedLayer]]:
-    """Layers of one block in a row; where the block runs again, another run begins."""
+    """Split layers into runs of one block; where the block is called again, another run begins."""
     for _, group in itertools.groupby(zip(layers, blocks, strict=True), itemgetter(1)):
         own: list[CapturedLayer] = []
         met: set[str] = set()
@@ -54,19 +54,15 @@ def _weighs(layer: CapturedLayer) -> bool:
     return any(parameter.dim() > 1 for parameter in layer.parameters())
 
 
-class Unit:
-    """Consecutive layers that run again together.
-
-    Args:
-        modules: the layers.
-    """
+class RecomputedTogether:
+    """Consecutive layers that are recomputed as one."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = tuple(modules)
         self._paths: dict[tuple[bool, ...], dict[int, int]] = {}
 
     def beside(self, run: Run) -> Run:
-        """``run`` without what the layers hand on and do not look at, which then nobody keeps.
+        """Make a run that is not given what the layers only hand on, so that nobody keeps it.
 
         Args:
             run: runs the layers.
@@ -77,9 +73,9 @@ class Unit:
             if not path:
                 return run(value, recalled)
             passing = set(path.values())
-            rest = tuple(None if at in passing else one for at, one in enumerate(value))
+            rest = tuple(None if k in passing else leaf for k, leaf in enumerate(value))
             output, drew, stashed = run(rest, recalled)
-            whole = (value[path[at]] if at in path else one for at, one in enumerate(output))
+            whole = (value[path[k]] if k in path else leaf for k, leaf in enumerate(output))
             return tuple(whole), drew, stashed
 
         return run_the_rest
@@ -92,7 +88,7 @@ class Unit:
 
 
 def units_of(modules: Sequence[nn.Module]) -> list[tuple[int, int]]:
-    """(start, stop) of what runs again together; a layer that is not captured runs alone."""
+    """(start, stop) of layers that are recomputed together; one that is not captured is alone."""
     keys = [
         ("captured", module.unit) if isinstance(module, CapturedLayer) else ("alone", index)
         for index, module in enumerate(modules)
@@ -102,16 +98,18 @@ def units_of(modules: Sequence[nn.Module]) -> list[tuple[int, int]]:
 
 
 def _handed_on(modules: Sequence[nn.Module]) -> dict[int, int]:
-    """Position in what layers give, to that in what they are given, of what they hand on untouched
-    in the modes that they are in."""
+    """For each value that layers hand on untouched in their modes: its position in their output,
+    and as the dictionary's value that in their input."""
     programs = [module.program for module in modules if isinstance(module, CapturedLayer)]
-    if len(programs) < len(modules) or any(one.uses is None for one in programs):
+    if len(programs) < len(modules) or any(program.uses is None for program in programs):
         return {}
     origins: list[int | None] = list(range(programs[0].num_inputs))
     used: set[int | None] = set()
     for program in programs:
-        used.update(origins[at] for at in program.uses or ())
-        origins = [None if at is None else origins[at] for at in program.hands_on]
+        used.update(origins[position] for position in program.uses or ())
+        origins = [None if position is None else origins[position] for position in program.hands_on]
     return {
-        at: origin for at, origin in enumerate(origins) if origin is not None and origin not in used
+        position: origin
+        for position, origin in enumerate(origins)
+        if origin is not None and origin not in used
     }

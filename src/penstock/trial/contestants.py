@@ -1,4 +1,4 @@
-"""Who trains in a trial: the pipeline, and single devices beside it.
+"""What trains in a trial: the pipeline, and single devices beside it.
 
 All start from the same weights and see the same minibatches.
 """
@@ -23,15 +23,16 @@ from penstock.trial.workload import Batch, Workload
 
 @dataclass
 class Contestant:
-    """One way to train the workload, and how it has done so far.
+    """One way to train the workload, and its results so far.
 
     Attributes:
-        name: for people.
-        model: its own copy; trained in place.
-        seconds: of every step.
-        losses: of every step.
+        name: shown to people.
+        model: a copy of its own, trained in place.
+        trainer: trains the model.
+        num_threads: torch's intra-op threads while it trains.
+        seconds: one entry per step, as in ``losses``.
         held_out: (step, loss) of every evaluation.
-        timelines: of every step, or stream of steps, if it records them.
+        timelines: one entry per step, or per stream of steps, if the trainer records them.
     """
 
     name: str
@@ -44,12 +45,12 @@ class Contestant:
     timelines: list[Timeline] = field(default_factory=list)
 
     def step(self, batch: Batch) -> float:
-        """Train on one minibatch; note its loss and how long it took."""
+        """Train on one minibatch; record its loss and its seconds."""
         with intra_op_threads(self.num_threads):
             start = time.perf_counter()
-            told = self.trainer.step(*batch)
-            assert told is not None  # only a pipeline that was asked to keeps its results
-            loss = float(told)
+            result = self.trainer.step(*batch)
+            assert result is not None  # only a pipeline that was asked to keeps its results
+            loss = float(result)
             self.seconds.append(time.perf_counter() - start)
         self.losses.append(loss)
         if isinstance(self.trainer, Pipeline):
@@ -62,10 +63,10 @@ class Contestant:
         assert isinstance(self.trainer, Pipeline)
         with intra_op_threads(self.num_threads):
             start = time.perf_counter()
-            told = [loss for loss in self.trainer.steps(batches) if loss is not None]
+            losses = [float(loss) for loss in self.trainer.steps(batches) if loss is not None]
             seconds = time.perf_counter() - start
-        self.losses += map(float, told)
-        self.seconds += [seconds / len(told)] * len(told)
+        self.losses += losses
+        self.seconds += [seconds / len(losses)] * len(losses)
         self.timelines.append(self.trainer.timeline)
 
     @property
@@ -84,13 +85,13 @@ class Contestant:
         return value
 
     def close(self) -> None:
-        """End its workers, if it has any."""
+        """End the trainer's workers, if it has any."""
         if isinstance(self.trainer, Pipeline):
             self.trainer.close()
 
 
 def pipelined(workload: Workload, plan: Plan) -> Contestant:
-    """The workload as the plan spreads it, in threads."""
+    """A contestant that trains the workload as the plan spreads it, in threads."""
     model = workload.build_model()
     trainer = Pipeline(
         model, plan, loss=workload.loss, optimizer=workload.optimizer, transport="threads", seed=0
@@ -99,7 +100,7 @@ def pipelined(workload: Workload, plan: Plan) -> Contestant:
 
 
 def on_one_device(workload: Workload, num_microbatches: int, num_threads: int) -> Contestant:
-    """The workload on one device, accumulating over the same microbatches."""
+    """A contestant that trains the workload on one device, accumulating over microbatches."""
     model = workload.build_model()
     trainer = SingleDevice(model, num_microbatches, workload.loss, workload.optimizer, seed=0)
     threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"

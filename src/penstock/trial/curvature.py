@@ -20,10 +20,10 @@ from penstock.plans import Plan
 from penstock.trial.workload import Batch, Workload
 
 Progress = Callable[[int, int], None]
-"""Called with how many stages are done, and of how many."""
+"""Called with (stages done, stages in all)."""
 
 _ONCE = once_differentiable(lambda *_: None).__code__
-"""By which functions are known that torch's decorator has marked; it leaves no other sign."""
+"""The code of every function that torch's decorator has marked; it leaves no other sign."""
 
 
 def largest_curvature(
@@ -45,7 +45,7 @@ def largest_curvature(
     the only one that can be differentiated twice.
 
     Args:
-        model: whose parameters these are.
+        model: the model that has the parameters.
         loss: from (output, targets) to a scalar.
         batch: (inputs, targets) of one minibatch.
         parameters: those to look at; frozen ones are left out, and without any the answer is 0.
@@ -59,7 +59,7 @@ def largest_curvature(
     """
     if steps < 1:
         raise InputError(f"steps is {steps}, but must be ≥ 1")
-    trained = [one for one in parameters if one.requires_grad and one.numel()]
+    trained = [weight for weight in parameters if weight.requires_grad and weight.numel()]
     if not trained:
         return 0.0
     with _undisturbed(model):
@@ -82,16 +82,18 @@ def stage_curvatures(
         ModelError: as ``largest_curvature``, or the plan is for another model.
     """
     model, batch = workload.build_model(), workload.first_batch()
-    found = []
+    curvatures = list[float]()
     stages = layers_of_stages(model, plan)
     for layers in stages:
         parameters = {
             id(parameter): parameter for layer in layers for parameter in layer.module.parameters()
         }
-        found.append(largest_curvature(model, workload.loss, batch, parameters.values(), steps))
+        curvatures.append(
+            largest_curvature(model, workload.loss, batch, parameters.values(), steps)
+        )
         if progress is not None:
-            progress(len(found), len(stages))
-    return found
+            progress(len(curvatures), len(stages))
+    return curvatures
 
 
 def layers_of_stages(model: nn.Module, plan: Plan) -> list[tuple[NamedLayer, ...]]:
@@ -108,7 +110,7 @@ def layers_of_stages(model: nn.Module, plan: Plan) -> list[tuple[NamedLayer, ...
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Whatever forwards do to buffers and random generators is undone."""
+    """Undo afterwards whatever forwards do to buffers and random generators."""
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with torch.random.fork_rng(), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         try:
@@ -135,18 +137,20 @@ def _product(
         slopes = torch.autograd.grad(value, parameters, create_graph=True, allow_unused=True)
     # A parameter without a part in the loss, or with a constant one, has no curvature.
     used = [
-        (slope, at) for at, slope in enumerate(slopes) if slope is not None and slope.requires_grad
+        (slope, index)
+        for index, slope in enumerate(slopes)
+        if slope is not None and slope.requires_grad
     ]
 
     def product(vector: list[Tensor]) -> list[Tensor]:
         if not used:
-            return [torch.zeros_like(one) for one in vector]
+            return [torch.zeros_like(part) for part in vector]
         with _twice():
             return list(
                 torch.autograd.grad(
                     [slope for slope, _ in used],
                     parameters,
-                    [vector[at] for _, at in used],
+                    [vector[index] for _, index in used],
                     retain_graph=True,
                     materialize_grads=True,
                 )
@@ -157,7 +161,7 @@ def _product(
 
 @contextmanager
 def _twice() -> Iterator[None]:
-    """Say in our words that an operation has no second derivative."""
+    """Turn torch's error about a missing second derivative into one that says what it means."""
     try:
         yield
     except RuntimeError as error:
@@ -198,24 +202,24 @@ def _lanczos(
 ) -> float:
     """The largest Ritz value after some steps from a fixed random vector."""
     generator = torch.Generator().manual_seed(0)
-    start = [torch.randn(one.shape, generator=generator).to(one) for one in like]
+    start = [torch.randn(part.shape, generator=generator).to(part) for part in like]
     basis = [_scaled(start, 1 / _norm(start))]
     diagonal: list[float] = []
     beside: list[float] = []
     while True:
-        found = product(basis[-1])
-        diagonal.append(_dot(found, basis[-1]))
+        image = product(basis[-1])
+        diagonal.append(_dot(image, basis[-1]))
         if len(diagonal) == steps:
             break
         for _ in range(2):  # once is not enough for a basis that is orthogonal to the last digits
-            for one in basis:
-                along = _dot(found, one)
-                found = [a - along * b for a, b in zip(found, one, strict=True)]
-        length = _norm(found)
+            for direction in basis:
+                along = _dot(image, direction)
+                image = [a - along * b for a, b in zip(image, direction, strict=True)]
+        length = _norm(image)
         if not length > 1e-6 * max(map(abs, diagonal)):
             break  # nothing is left outside of the basis; NaN ends here, too
         beside.append(length)
-        basis.append(_scaled(found, 1 / length))
+        basis.append(_scaled(image, 1 / length))
     if not all(map(isfinite, diagonal)):
         raise ModelError("the curvature is not finite; start from other weights")
     small = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
@@ -226,7 +230,7 @@ def _lanczos(
 
 
 def _scaled(vector: list[Tensor], factor: float) -> list[Tensor]:
-    return [one * factor for one in vector]
+    return [part * factor for part in vector]
 
 
 def _norm(vector: list[Tensor]) -> float:

@@ -36,12 +36,12 @@ from penstock.trial.workload import Batch, Workload
 from penstock.versions import PipeMare, Predict
 
 Progress = Callable[[int, int], None]
-"""Called with how many minibatches are trained, on both sides together, and of how many."""
+"""Called with (minibatches trained on both sides together, minibatches in all)."""
 
 _SEED = 0
 _USUAL_STEPS = 5
 _LAST_PLACES = 16
-"""By how many units in the last place a tensor may be off where sums have another order, however
+"""The units in the last place by which a tensor may be off where sums have another order, however
 little training has moved it."""
 
 
@@ -98,8 +98,8 @@ def prove(
     recorded = timeline.delays if asynchronous else {}
     misread = (
         (stage, k)
-        for stage, found in recorded.items()
-        for k, delay in found.items()
+        for stage, delays_of_stage in recorded.items()
+        for k, delay in delays_of_stage.items()
         if delays.get((stage, k)) != delay
     )
     return Proof(
@@ -122,14 +122,15 @@ def steps_needed(plan: Plan) -> int:
 
 @dataclass(frozen=True)
 class Sides:
-    """Two models that begin equal, and what they are at first.
+    """Two models that begin equal, one for the pipeline and one for the reference.
 
     Attributes:
-        plan: for them.
-        model: for the pipeline.
-        twin: for the reference.
+        plan: the plan of both.
+        model: the pipeline's.
+        twin: the reference's.
         initial: parameters and buffers before training, by name.
-        names: of each stage's parameters and buffers; those outside all layers are the last's.
+        names: names of each stage's parameters and buffers; those outside all layers count as the
+            last stage's.
         rounding: why sums may have another order; empty where everything is equal to the bit.
     """
 
@@ -142,7 +143,7 @@ class Sides:
 
     @classmethod
     def of(cls, workload: Workload, plan: Plan, float64: bool) -> Sides:
-        """Build both.
+        """Build both models.
 
         Raises:
             InputError: they do not begin equal, or never can be.
@@ -154,16 +155,16 @@ class Sides:
         if float64:
             model, twin = model.double(), twin.double()
             plan = replace(plan, model=spine_fingerprint(spine_of(model)))
-        initial = {name: one.detach().clone() for name, one in _tensors(model).items()}
+        initial = {name: value.detach().clone() for name, value in _tensors(model).items()}
         stage_of = {
-            id(one): stage
+            id(tensor): stage
             for stage, own in reversed(list(enumerate(layers)))
             for layer in own
-            for one in (*layer.module.parameters(), *layer.module.buffers())
+            for tensor in (*layer.module.parameters(), *layer.module.buffers())
         }
         names: list[list[str]] = [[] for _ in layers]
-        for name, one in _tensors(model).items():
-            names[stage_of.get(id(one), -1)].append(name)
+        for name, tensor in _tensors(model).items():
+            names[stage_of.get(id(tensor), -1)].append(name)
         sides = cls(plan, model, twin, initial, tuple(map(tuple, names)), rounding)
         sides._check_equal()
         return sides
@@ -184,11 +185,11 @@ class Sides:
         return (
             f"equal up to rounding, because {self.rounding}"
             if self.rounding
-            else ("equal to the bit")
+            else "equal to the bit"
         )
 
     def differences(self, stage: int) -> tuple[Difference, ...]:
-        """Of all parameters and buffers of a stage, in the model's order."""
+        """The difference of each parameter and buffer of a stage, in the model's order."""
         ours, theirs = _tensors(self.model), _tensors(self.twin)
         return tuple(
             _difference(name, ours[name], theirs[name], self.initial[name], bool(self.rounding))
@@ -218,7 +219,7 @@ def _rounding(plan: Plan, modules: Sequence[nn.Module]) -> str:
         return "one device runs whole sequences, not slices"
     if placement.weight_copies > 1:
         return "ranks that hold the same stage add their gradients"
-    users = Counter(id(one) for module in modules for one in module.parameters())
+    users = Counter(id(weight) for module in modules for weight in module.parameters())
     if max(users.values(), default=1) > 1:
         return "layers share weights, whose gradients are added"
     if isinstance(policy, Predict):
@@ -229,7 +230,7 @@ def _rounding(plan: Plan, modules: Sequence[nn.Module]) -> str:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, each once."""
+    """The parameters and buffers of a model by name, each once."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
@@ -242,17 +243,17 @@ def _batches(workload: Workload, plan: Plan, num_steps: int | None, float64: boo
             f"{count} minibatches do not reach the steady state, in which delays are compared; "
             f"take {least} or more"
         )
-    found = list(islice(workload.batches(), count))
-    if len(found) < count:
+    batches = list(islice(workload.batches(), count))
+    if len(batches) < count:
         raise InputError(
-            f"the workload {workload.name} yields only {len(found)} minibatches, but {count} are "
+            f"the workload {workload.name} yields only {len(batches)} minibatches, but {count} are "
             "to be trained"
         )
-    if any(isinstance(part, microbatches.Microbatches) for batch in found for part in batch):
+    if any(isinstance(part, microbatches.Microbatches) for batch in batches for part in batch):
         raise InputError("a proof cuts minibatches itself; give whole ones, not Microbatches")
     if not float64:
-        return found
-    return [tuple(tree.replace(Tensor, _doubled, part) for part in batch) for batch in found]
+        return batches
+    return [tuple(tree.replace(Tensor, _doubled, part) for part in batch) for batch in batches]
 
 
 def _doubled(tensor: Tensor) -> Tensor:
@@ -277,12 +278,12 @@ def _steady_window(plan: Plan, batches: Sequence[Batch]) -> range:
 
 
 class _Trained(NamedTuple):
-    """What the pipeline tells.
+    """The results of the pipeline.
 
     Attributes:
-        losses: of each minibatch.
-        timeline: of the last step, or of the stream.
-        held: by rank, the versions held; empty of a synchronous plan.
+        losses: one per minibatch.
+        timeline: the last step's, or the stream's.
+        held: how many versions each rank held; empty for a synchronous plan.
     """
 
     losses: list[Tensor]
@@ -308,14 +309,14 @@ def _pipelined(
             if progress is not None:
                 progress(len(losses), 2 * len(batches))
         asynchronous = sides.plan.versions.asynchronous
-        held = tuple(one.versions for one in pipeline.held_versions) if asynchronous else ()
+        held = tuple(held.versions for held in pipeline.held_versions) if asynchronous else ()
         return _Trained(losses, pipeline.timeline, held)
 
 
 def _referred(
     sides: Sides, workload: Workload, batches: Sequence[Batch]
 ) -> tuple[list[Tensor], dict[tuple[int, int], int]]:
-    """Losses of the reference and, by stage and microbatch, the delays that it applied."""
+    """The losses of the reference and, by stage and microbatch, the delays that it applied."""
     plan, twin = sides.plan, sides.twin
     if plan.versions.asynchronous:
         replay = DelayedReplay(
@@ -329,7 +330,7 @@ def _referred(
             seed=_SEED,
         )
         losses = replay.train(batches)
-        return losses, {(one.stage, one.microbatch): one.delay for one in replay.reads}
+        return losses, {(read.stage, read.microbatch): read.delay for read in replay.reads}
     # As a pipeline's, the list knows the names.
     parameters = Parameters(list(twin.named_parameters()))
     device = SingleDevice(
@@ -365,7 +366,7 @@ def _difference(
     name: str, ours: Tensor, theirs: Tensor, initial: Tensor, rounds: bool
 ) -> Difference:
     inexact = theirs.is_floating_point() or theirs.is_complex()
-    ours, wanted, before = (_plain(one) for one in (ours, theirs, initial))
+    ours, wanted, before = map(_plain, (ours, theirs, initial))
     absolute = _furthest(ours, wanted)
     if not absolute:
         return Difference(name, 0.0, 0.0, 0.0, allowed=True)

@@ -1,4 +1,4 @@
-"""``Trial``: what came of a training run, and the report about it."""
+"""``Trial``: the results of a training run, and the report about it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Trial:
     Attributes:
         workload: what was trained.
         plan: how it was spread.
-        pipeline: how the pipeline did.
-        twins: how single devices did on the same steps; the first one has one thread and the
+        pipeline: the pipeline and its results.
+        twins: single devices and their results on the same steps; the first has one thread and the
             pipeline's microbatches. Empty if there was no comparison.
     """
 
@@ -40,7 +40,7 @@ class Trial:
 
     @cached_property
     def predicted(self) -> Timeline:
-        """One step, or a stream as long as the measured one, as the simulator sees the plan."""
+        """The simulated timeline of one step, or of a stream as long as the measured one."""
         return self.plan.simulate(self._num_streamed)
 
     @property
@@ -51,7 +51,7 @@ class Trial:
 
     @property
     def predicted_seconds(self) -> float:
-        """Of a step; of a stream, its share."""
+        """The predicted seconds of a step; in a stream, its share of the whole."""
         streamed = self._num_streamed if self.plan.versions.asynchronous else 1
         return self.predicted.makespan / streamed
 
@@ -76,13 +76,14 @@ class Trial:
 
     @property
     def largest_loss_difference(self) -> float:
-        """Between the pipeline and one device with one thread, over all steps."""
+        """The largest difference between the pipeline's losses and those of the first twin."""
         pairs = zip(self.pipeline.losses, self.twins[0].losses, strict=True)
         return max(abs(ours - theirs) for ours, theirs in pairs)
 
     @property
     def largest_parameter_difference(self) -> float:
-        """Likewise, over all parameters and buffers after the last step."""
+        """The largest difference between the pipeline's parameters and buffers and those of the
+        first twin, after the last step."""
         theirs = self.twins[0].model.state_dict()
         return max(
             float((value.double() - theirs[key].double()).abs().max())
@@ -92,11 +93,11 @@ class Trial:
 
     @property
     def units_per_second(self) -> float:
-        """Elements of the targets trained on per second."""
+        """How many elements of the targets the pipeline trains on per second."""
         return self.workload.num_units() / self.step_seconds
 
     def numbers(self) -> dict[str, object]:
-        """The headline numbers for programs; seconds and ratios."""
+        """The headline numbers for programs, in seconds and ratios."""
         compared = {
             "largest_loss_difference": self.largest_loss_difference,
             "largest_parameter_difference": self.largest_parameter_difference,
@@ -120,7 +121,7 @@ class Trial:
         }
 
     def facts(self) -> tuple[Fact, ...]:
-        """The headline numbers."""
+        """The headline numbers for people."""
         return (*self._sameness(), *self._speed(), *self._prediction(), *self._learning())
 
     def _sameness(self) -> Sequence[Fact]:
@@ -200,7 +201,7 @@ class Trial:
         )
 
     def _parting(self) -> Fact:
-        """The first op that did not run as predicted, and why."""
+        """Names the first op that did not run as predicted, and why."""
         parting = find_parting(self.predicted, self.measured)
         return Fact(
             label="first op unlike its prediction",
@@ -228,7 +229,7 @@ class Trial:
         return facts
 
     def report(self) -> Report:
-        """Everything, as the value that ``write_report`` turns into a page."""
+        """The report of the run, which ``write_report`` turns into a page."""
         plan = self.plan
         return Report(
             title=f"{self.workload.name}: {plan.schedule} on {plan.num_ranks} ranks",
@@ -277,7 +278,7 @@ def _difference(value: float) -> str:
 
 
 def _shares(timeline: Timeline) -> str:
-    """Each part of the idle time of all ranks together, as a share of their time."""
+    """The parts of the idle time of all ranks, as shares of their time."""
     parts = map(sum, zip(*idle_of(timeline), strict=True))
     whole = timeline.num_ranks * timeline.makespan
     return " + ".join(f"{100 * part / whole:.1f}" for part in parts) + " %"

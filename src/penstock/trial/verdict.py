@@ -1,4 +1,4 @@
-"""``Proof``: what came of comparing a plan's training with an independent reference."""
+"""``Proof``: the result of comparing a plan's training with an independent reference."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Difference:
     """How far a parameter or buffer of the pipeline is from the reference's, at its worst entry.
 
     Attributes:
-        name: in the model.
+        name: the tensor's name in the model.
         absolute: the difference; infinite where only one of them is finite.
-        ulps: in units in the last place of the tensor's largest entry.
-        share: of the way that training has moved the tensor, at its most moved entry.
-        allowed: whether it may be so large.
+        ulps: the difference in units in the last place of the tensor's largest entry.
+        share: the difference over the way that training has moved the tensor's most moved entry.
+        allowed: whether the difference may be so large.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Difference:
 
     @property
     def words(self) -> str:
-        """As a person reads it."""
+        """The difference as text."""
         if not self.absolute:
             return "0, to the bit"
         return f"{self.absolute:.2g} ({self.ulps:.3g} ulp)"
@@ -39,17 +39,17 @@ class Difference:
 
 @dataclass(frozen=True)
 class ProofRow:
-    """What was found at one stage.
+    """The comparison of one stage.
 
     Attributes:
-        layers: of the stage.
-        delay: by the policy's formula, in updates.
-        recorded_delay: the mean in the steady state, as the run recorded it; ``None`` of a
+        layers: names of the stage's layers.
+        delay: what the policy's formula says, in updates.
+        recorded_delay: the mean that the run recorded in the steady state; ``None`` for a
             synchronous plan, which has none.
-        versions: held, by the policy's formula.
-        held: by each rank of the stage, as counted in the run; empty of a synchronous plan, and of
-            a stage whose weights did not change.
-        differences: of all parameters and buffers, in the model's order.
+        versions: how many the stage holds by the policy's formula.
+        held: how many each rank of the stage held in the run; empty for a synchronous plan, and
+            for a stage whose weights did not change.
+        differences: one for each parameter and buffer, in the model's order.
     """
 
     layers: tuple[str, ...]
@@ -62,7 +62,9 @@ class ProofRow:
     @property
     def largest(self) -> Difference | None:
         """The largest difference, by units in the last place; ``None`` without any tensors."""
-        return max(self.differences, key=lambda one: (not one.allowed, one.ulps), default=None)
+        return max(
+            self.differences, key=lambda tensor: (not tensor.allowed, tensor.ulps), default=None
+        )
 
     @property
     def as_planned(self) -> bool:
@@ -73,13 +75,13 @@ class ProofRow:
 
 @dataclass(frozen=True)
 class Proof:
-    """What came of ``prove``.
+    """The result of ``prove``.
 
     Attributes:
-        plan: that was run.
-        reference: that it was compared with.
+        plan: the plan that was run.
+        reference: what it was compared with, in words.
         expected: how equal they should be, in words.
-        losses: of each minibatch, (pipeline's, reference's).
+        losses: (pipeline's, reference's) of each minibatch.
         loss_tolerance: by how much losses may differ, relative to the largest.
         rows: one per stage.
         misread: (stage, microbatch) whose recorded delay is not the one that the replay made.
@@ -101,42 +103,42 @@ class Proof:
     @property
     def exact(self) -> bool:
         """Whether losses, parameters and buffers are equal to the bit."""
-        tensors = (one for row in self.rows for one in row.differences)
+        tensors = (tensor for row in self.rows for tensor in row.differences)
         return all(ours == theirs for ours, theirs in self.losses) and not any(
-            one.absolute for one in tensors
+            tensor.absolute for tensor in tensors
         )
 
     @property
     def faults(self) -> tuple[str, ...]:
         """What is not as it should be, a sentence each."""
-        found = []
+        faults = []
         scale = max(abs(theirs) for _, theirs in self.losses)
         for number, (ours, theirs) in enumerate(self.losses):
             if not abs(ours - theirs) <= self.loss_tolerance * scale:
-                found.append(
+                faults.append(
                     f"the loss of minibatch {number} is the first that differs: {ours!r} instead "
                     f"of {theirs!r}"
                 )
                 break
-        found += self._wrong_weights()
+        faults += self._wrong_weights()
         for stage, row in enumerate(self.rows):
             if not row.as_planned:
-                found.append(
+                faults.append(
                     f"stage {stage} has a delay of {_number(row.recorded_delay)} and holds "
                     f"{_several(row.held)} versions, but the formulas say {_number(row.delay)} and "
                     f"{row.versions}"
                 )
         if self.misread:
             stage, k = self.misread[0]
-            found.append(f"stage {stage} is the first with another delay, at microbatch {k}")
-        return tuple(found)
+            faults.append(f"stage {stage} is the first with another delay, at microbatch {k}")
+        return tuple(faults)
 
     def _wrong_weights(self) -> list[str]:
         wrong = [
-            (stage, one)
+            (stage, tensor)
             for stage, row in enumerate(self.rows)
-            for one in row.differences
-            if not one.allowed
+            for tensor in row.differences
+            if not tensor.allowed
         ]
         if not wrong:
             return []
@@ -150,7 +152,7 @@ class Proof:
 
     @property
     def verdict(self) -> str:
-        """The whole answer in one sentence."""
+        """Whether the plan is proven, in one sentence."""
         if not self.equal:
             doubt = "; train in float64 to rule out rounding" if self.loss_tolerance > 1e-7 else ""
             return f"NOT equal: {'; '.join(self.faults)}{doubt}."
@@ -168,7 +170,7 @@ class Proof:
         return self.plan.schedule + (f" with {policy.name}" if policy.asynchronous else "")
 
     def text(self) -> str:
-        """For people: a table with a row per stage, and the verdict."""
+        """The proof for people: a table with a row per stage, and the verdict."""
         columns: list[tuple[str, ...]] = [
             ("stage", "layers", "delay", "recorded", "versions", "held", "difference")
         ]
@@ -203,7 +205,7 @@ class Proof:
         )
 
     def numbers(self) -> dict[str, object]:
-        """For programs."""
+        """The proof for programs."""
         return {
             "equal": self.equal,
             "exact": self.exact,

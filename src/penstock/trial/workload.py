@@ -1,4 +1,4 @@
-"""``Workload``: what a training script would hold, as one value that the command line can take."""
+"""``Workload``: everything a training script holds, as one value that the command line can take."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Workload:
         optimizer: makes an optimizer of parameters.
         batches: makes an iterator of (inputs, targets) minibatches, the same at every call.
         held_out: (inputs, targets) to evaluate on, or ``None``.
-        name: for people.
+        name: shown to people.
         unit: what one element of the targets is, for throughput (``"token"``, ``"image"``).
-        notes: where the data comes from and so on, for people.
+        notes: shown to people: where the data comes from, and so on.
     """
 
     build_model: Callable[[], nn.Module]
@@ -44,7 +44,7 @@ class Workload:
     notes: str = field(default="")
 
     def num_units(self) -> int:
-        """Elements of the targets of one minibatch.
+        """How many elements the targets of one minibatch have.
 
         Raises:
             InputError: there is no minibatch.
@@ -53,7 +53,7 @@ class Workload:
         return sum(tensor.numel() for tensor in tree.tensors(targets))
 
     def first_batch(self) -> Batch:
-        """The first minibatch.
+        """Make the first minibatch.
 
         Raises:
             InputError: there is none.
@@ -114,9 +114,9 @@ class Workload:
         )
         others = [graph.at(size) for size in graph.sizes if size != asked]
         return replace(
-            graph.at(asked), other_sizes=tuple(replace(one, other_sizes=()) for one in others)
+            graph.at(asked), other_sizes=tuple(replace(other, other_sizes=()) for other in others)
         )
 
 
 def _first_rows(value: Any, num_rows: int) -> Any:
-    return tree.replace(Tensor, lambda one: one[:num_rows].clone(), value)
+    return tree.replace(Tensor, lambda tensor: tensor[:num_rows].clone(), value)

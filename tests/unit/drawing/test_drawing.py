@@ -16,7 +16,7 @@ from penstock.drawing.timeline.labels import Names
 from penstock.drawing.timeline.svg import svg
 from penstock.drawing.timeline.text import columns_of_shortest, stacked_text, text
 from penstock.schedule.lower import add_communication, add_recompute, add_update, lower
-from penstock.timing.timeline import BUSY
+from penstock.timing.spans import BUSY
 from penstock.units import four_digits, picture_bytes, picture_seconds
 from tests.kit.paths import GOLDEN
 

@@ -14,7 +14,7 @@ from penstock.drawing.timeline.chrome import chrome
 from penstock.drawing.timeline.excerpt import MOST_OPS, excerpts, whole_of
 from penstock.drawing.timeline.labels import Names
 from penstock.drawing.timeline.text import text
-from penstock.timing.timeline import BUSY
+from penstock.timing.spans import BUSY
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -18,7 +18,7 @@ from penstock.drawing import (
 )
 from penstock.drawing.report.page import report_page
 from penstock.schedule.lower import add_communication, add_update
-from penstock.timing.timeline import BUSY
+from penstock.timing.spans import BUSY
 
 FILES = {"index.html", "predicted.svg", "measured.svg", "timelines.svg", "run.json"}
 CHROMIUM = next(

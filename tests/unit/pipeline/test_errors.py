@@ -247,6 +247,36 @@ def test_an_interrupt_stops_all_ranks_and_the_next_step_is_right(interrupt_from,
         assert torch.equal(mine, other)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_an_interrupt_between_beginning_a_step_and_waiting_for_it_stops_it(again, monkeypatch):
+    ours = make_mlp()
+    theirs = copy.deepcopy(ours)
+    interrupted = threading.Event()
+    Trouble(ours[0], lambda: interrupted.wait(30), at=1)
+    with pipeline_of(ours) as pipeline:
+        driver = pipeline._parts.driver
+
+        def press(*_):
+            interrupted.set()
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(driver, "collect", press)
+            if again:  # a second one, while the first is dealt with
+                patch.setattr(driver, "break_off", press)
+            with pytest.raises(KeyboardInterrupt):
+                pipeline.step(*make_batch(8))
+        assert again or not driver._under_way
+        try:
+            loss = pipeline.step(*make_batch(8))
+        except RunError as error:
+            assert again  # the step went on and has changed weights
+            assert "restore the weights" in str(error)
+        else:
+            reference = SingleDevice(theirs, 4, F.cross_entropy, sgd, seed=3)
+            assert torch.equal(loss, reference.step(*make_batch(8)))
+
+
 def test_an_interrupt_during_a_hang_leaves_soon(short_grace, interrupt_from):
     released, entered = threading.Event(), threading.Event()
     model = make_mlp()

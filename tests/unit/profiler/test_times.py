@@ -18,7 +18,7 @@ from penstock.profiler.alone.rounds import (
     LayerTimes,
     Overhead,
     Overheads,
-    Rounds,
+    PassTimes,
     measure_overheads,
     times_of,
 )
@@ -124,7 +124,7 @@ def whole(forward, backward):
 
 
 def test_layers_say_how_time_divides_and_passes_without_cuts_how_much_it_is():
-    rounds = Rounds(
+    rounds = PassTimes(
         whole=[whole((2, 4), (5, 0)), whole((2, 4), (5, 0)), whole((9, 4), (9, 0))],
         split=[SplitPass([3, 4], [4, 0], [3, 0])],
         again=[[1, 4]],
@@ -147,7 +147,7 @@ def test_layers_say_how_time_divides_and_passes_without_cuts_how_much_it_is():
 
 
 def test_a_layer_without_weights_does_all_in_the_first_half_and_never_takes_nothing():
-    rounds = Rounds(
+    rounds = PassTimes(
         whole=[whole((1, 1), (4, 5))],
         split=[SplitPass([1, 1], [3, 5], [5, 1])],
         again=[[1, 1]],

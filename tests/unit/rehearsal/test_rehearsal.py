@@ -28,7 +28,7 @@ from penstock.schedule import Kind
 from penstock.schedule.lower import add_communication, add_recompute, add_update, add_updates, lower
 from penstock.schedule.op import COMMUNICATION
 from penstock.schedule.rounds import Rounds
-from penstock.timing.timeline import BUSY
+from penstock.timing.spans import BUSY
 from tests.kit.helpers import amounts
 
 TWO_MS = Costs(0.002, 0.002, 0.002, update=0.001)
@@ -342,7 +342,7 @@ def test_a_process_that_dies_ends_everything_with_one_clear_error(
     with pytest.raises(RunError, match=words):
         costs = Costs(0.05, 0.05, 0.05, update=2.0)
         rehearse(build("1f1b", 3), costs, steps=3, progress=kill_one)
-    assert time.monotonic() - killed[0] < 15
+    assert time.monotonic() - killed[0] < 60
 
 
 def test_a_rank_that_fails_says_why(nothing_left_behind):

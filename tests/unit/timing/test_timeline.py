@@ -8,7 +8,7 @@ from penstock.drawing import TimelineRecord
 from penstock.errors import FileError, InputError
 from penstock.schedule.lower import add_updates
 from penstock.schedule.rounds import Rounds
-from penstock.timing.timeline import Row
+from penstock.timing.spans import Row
 from penstock.versions import DoubleBuffer, Latest, Stash, VerticalSync, trace
 
 

@@ -243,7 +243,7 @@ def test_many_messages_may_be_awaited_last_first():
 
 
 def test_two_ranks_that_only_send_for_a_while_do_not_block_each_other():
-    ranks = connected(2, deadline_seconds=10)
+    ranks = connected(2, deadline_seconds=240)
 
     def run(rank):
         edges = [Edge(rank, 1 - rank, tag) for tag in range(200)]
@@ -258,7 +258,7 @@ def test_two_ranks_that_only_send_for_a_while_do_not_block_each_other():
         thread.start()
     for thread in threads:
         thread.join()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60
     for transport in ranks:
         transport.close("")
 
@@ -271,7 +271,7 @@ def test_a_missed_deadline_names_who_waited_for_whom_and_what_to_do(trio):
         match=r"rank 1, waiting at 1RECV_F0 for 0SEND_F0 of rank 0: rank 0 .* 0\.2 s; .*raise",
     ):
         trio[1].recv(FORWARD, 0, "rank 1, waiting at 1RECV_F0 for 0SEND_F0 of rank 0")
-    assert 0.19 < time.monotonic() - start < 10
+    assert 0.19 < time.monotonic() - start < 60
     assert trio[1].recv(FORWARD, 5, "rank 1") == "not this one"
 
 

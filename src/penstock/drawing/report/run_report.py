@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Self
 
 from penstock.errors import InputError
-from penstock.timing.timeline import Source, Timeline
+from penstock.timing.spans import Source
+from penstock.timing.timeline import Timeline
 from penstock.values import Value
 
 

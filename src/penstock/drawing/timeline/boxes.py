@@ -16,7 +16,8 @@ from penstock.drawing.timeline.version_marks import (
     update_tick,
 )
 from penstock.schedule.op import COMPUTE, Kind
-from penstock.timing.timeline import BUSY, Span, Timeline
+from penstock.timing.spans import BUSY, Span
+from penstock.timing.timeline import Timeline
 from penstock.units import TimeUnit, picture_seconds
 
 LETTERS: Mapping[Kind, str] = {

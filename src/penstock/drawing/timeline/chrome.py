@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.timing.timeline import Span, Timeline
+from penstock.timing.spans import Span
+from penstock.timing.timeline import Timeline
 
 _PROCESS = 0
 _MICROSECONDS = 1e6

@@ -16,7 +16,8 @@ from itertools import islice
 
 from penstock.drawing.axes import Titled, unit_for
 from penstock.schedule.memory import Curve
-from penstock.timing.timeline import Row, Timeline
+from penstock.timing.spans import Row
+from penstock.timing.timeline import Timeline
 
 MOST_OPS = 50_000
 """More than these are not drawn."""

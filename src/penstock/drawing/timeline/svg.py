@@ -21,7 +21,8 @@ from penstock.drawing.timeline.excerpt import excerpts, whole_of
 from penstock.drawing.timeline.labels import Names
 from penstock.drawing.timeline.legend import legend
 from penstock.schedule.op import COMPUTE, WAITING, Kind
-from penstock.timing.timeline import BUSY, Span, Timeline
+from penstock.timing.spans import BUSY, Span
+from penstock.timing.timeline import Timeline
 from penstock.units import TimeUnit
 
 FIGURE_WIDTHS, PAGE_WIDTHS = (800.0, 2400.0), (1000.0, 6000.0)

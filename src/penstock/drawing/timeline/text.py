@@ -9,7 +9,8 @@ from penstock.drawing.timeline.excerpt import excerpts
 from penstock.drawing.timeline.labels import Names, headline
 from penstock.drawing.timeline.version_marks import READING
 from penstock.schedule.op import Kind
-from penstock.timing.timeline import BUSY, Span, Timeline
+from penstock.timing.spans import BUSY, Span
+from penstock.timing.timeline import Timeline
 
 IDLE, FILL = "·", "─"
 _WIDEST_GRID = 240

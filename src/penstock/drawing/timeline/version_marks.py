@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from penstock.drawing.markup import resource, tag, text_width, write
 from penstock.schedule.op import COMPUTE, Kind
-from penstock.timing.timeline import Span
+from penstock.timing.spans import Span
 
 BAND = 12.0
 """How high a band is, in pixels."""

@@ -1,8 +1,8 @@
 """Measure the layers of a model, in place, while nothing else works.
 
-The whole room is ``measure_alone`` (``measuring``). ``chain`` makes functions of layers, ``passes``
-runs them by a ``clock`` with the graph cut between them, ``rounds`` lets all kinds of pass take
-turns and makes medians of them; ``overheads`` is what comes on top of layers, ``workspace`` and
+``measure_alone`` (``measuring``) is the entrance. ``chain`` makes functions of layers, ``passes``
+times them by a ``clock`` with the graph cut between them, ``rounds`` lets all kinds of pass take
+turns and takes medians; ``overheads`` measures what comes on top of layers, ``workspace`` and
 ``footprint`` count memory, ``flags`` says what is odd, ``bench`` does all that with one
 ``sample``, ``uncut`` times the whole model for comparisons, and ``conditions`` leaves everything as
 it was.

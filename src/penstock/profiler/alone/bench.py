@@ -1,4 +1,4 @@
-"""All measurements of a model's layers with one sample."""
+"""All measurements of a model's layers, for one sample after another."""
 
 from __future__ import annotations
 
@@ -29,8 +29,15 @@ Progress = Callable[[int, int], None]
 
 
 class Measured(NamedTuple):
-    """What one layer takes for one microbatch: times, what it keeps, what it hands on, what it
-    needs for itself, and what is odd about that."""
+    """What was measured of one layer with one microbatch.
+
+    Attributes:
+        times: seconds of its passes.
+        footprint: bytes that it keeps for its backward.
+        handed_on: bytes that it gives to later layers.
+        workspace: bytes that it needs only while it runs.
+        flags: what is odd about that, in sentences.
+    """
 
     times: LayerTimes
     footprint: Footprint
@@ -40,17 +47,17 @@ class Measured(NamedTuple):
 
 
 class Bench:
-    """Measures the layers with any number of samples.
+    """Measures a model's layers with any number of samples.
 
     Args:
-        layers: of the model.
-        device: that they are on.
-        repeats: rounds that count.
-        num_samples: how many there will be.
-        progress: told after each round.
+        layers: the model's.
+        device: where the layers are.
+        repeats: rounds that count, for each sample.
+        num_samples: how many samples there will be, for ``progress``.
+        progress: called after each round.
 
     Attributes:
-        clock: of the device.
+        clock: the clock of the device.
     """
 
     def __init__(
@@ -69,7 +76,7 @@ class Bench:
         self._total = (WARM_UP + repeats) * num_samples
         self._done = 0
         self._progress = progress
-        modules = [one for layer in layers for one in layer.module.modules()]
+        modules = [module for layer in layers for module in layer.module.modules()]
         self._undeferred = undeferred_parameters(modules)
         self._trains = [
             any(parameter.requires_grad for parameter in layer.module.parameters())
@@ -77,10 +84,10 @@ class Bench:
         ]
 
     def measure(self, sample: Sample) -> list[Measured]:
-        """Every layer."""
+        """Measure every layer with a sample."""
         runs = runs_of(self._layers, sample.loss, sample.targets)
-        passed: dict[int, HandedOn] = {}
-        watched = [partial(self._watched, passed, sample, *pair) for pair in enumerate(runs)]
+        given: dict[int, HandedOn] = {}
+        watched = [partial(self._watched, given, sample, *pair) for pair in enumerate(runs)]
         modules = [layer.module for layer in self._layers]
         footprints = measure_footprints(modules, watched, sample.inputs)
         workspaces = [0] * len(runs)
@@ -90,22 +97,22 @@ class Bench:
             runs, sample.inputs, self.clock, self._repeats, self._undeferred, self._tell
         )
         times = times_of(rounds, self._overheads, self._trains, self.clock.tick_seconds)
-        handed = [passed[index] for index in range(len(runs))]
+        handed = [given[index] for index in range(len(runs))]
         flags = self._flags(times)
         columns = zip(times, footprints, handed, workspaces, flags, strict=True)
         return [Measured(*row) for row in columns]
 
     def _watched(
-        self, passed: dict[int, HandedOn], sample: Sample, index: int, run: Run, value: Any
+        self, given: dict[int, HandedOn], sample: Sample, index: int, run: Run, value: Any
     ) -> Any:
         output = run(value)
         is_loss = sample.loss is not None and index == len(self._layers) - 1
-        passed[index] = handed_on(self._layers, index, output, is_loss)
+        given[index] = handed_on(self._layers, index, output, is_loss)
         return output
 
     def _flags(self, times: Sequence[LayerTimes]) -> Iterable[tuple[str, ...]]:
-        for one, trains in zip(times, self._trains, strict=True):
-            yield tuple(flags_of(one, trains, self._overheads))
+        for own, trains in zip(times, self._trains, strict=True):
+            yield tuple(flags_of(own, trains, self._overheads))
 
     def _tell(self) -> None:
         self._done += 1

@@ -14,7 +14,7 @@ from penstock.model import tree
 from penstock.model.spine import NamedLayer, Skip, run_layer
 
 Run = Callable[[Any], Any]
-"""From what the layer before gave to what this one gives."""
+"""Takes what the layer before gave, and gives what this one gives."""
 Loss = Callable[[Any, Any], Tensor]
 
 
@@ -35,31 +35,36 @@ def runs_of(layers: Sequence[NamedLayer], loss: Loss | None, targets: Any) -> li
 
 
 def in_one(runs: Sequence[Run]) -> Run:
-    """All of them as one function, without a cut between them."""
+    """All layers as one function, without a cut between them."""
 
-    def run(value: Any) -> Any:
-        for one in runs:
-            value = one(value)
+    def run_all(value: Any) -> Any:
+        for run in runs:
+            value = run(value)
         return value
 
-    return run
+    return run_all
 
 
 class HandedOn(NamedTuple):
-    """Bytes that a layer hands on: to the next layer, and past it by the name of who takes them."""
+    """Bytes that a layer hands on.
+
+    Attributes:
+        output: to the next layer.
+        skips: past the next layer, by the name of the layer that takes them.
+    """
 
     output: int
     skips: dict[str, int]
 
 
 def handed_on(layers: Sequence[NamedLayer], index: int, output: Any, is_loss: bool) -> HandedOn:
-    """What of a layer's result it made itself.
+    """The bytes of a layer's result that it made itself; it may pass on those of others.
 
     Args:
-        layers: of the model.
-        index: of the layer.
-        output: what its function gave.
-        is_loss: whether that went on to the loss.
+        layers: all layers of the model.
+        index: the layer's position among them.
+        output: what the layer's function gave.
+        is_loss: whether ``output`` is the loss that follows the last layer.
     """
     layer, value = layers[index], _without_skips(output)
     if not is_loss and hasattr(layer.module, "readers") and index + 1 < len(layers):
@@ -84,7 +89,7 @@ def _handed_on_by_captured(module: Any, index: int, following: str, value: Any) 
 
 
 def num_bytes(value: Any) -> int:
-    """Bytes of the tensors in a value."""
+    """The bytes of all tensors in a value."""
     return sum(tensor.nbytes for tensor in tree.tensors(value))
 
 

@@ -18,7 +18,7 @@ class Clock(Protocol):
     tick_seconds: float
 
     def now(self) -> Any:
-        """A stamp."""
+        """A stamp of this moment."""
         ...
 
     def settle(self) -> None:
@@ -26,12 +26,12 @@ class Clock(Protocol):
         ...
 
     def seconds(self, start: Any, stop: Any) -> float:
-        """From one stamp to another, after ``settle``."""
+        """The seconds between two stamps; call ``settle`` first."""
         ...
 
 
 class WallClock:
-    """For a CPU, which has done its work when a call returns."""
+    """The clock of a CPU, which has done its work when a call returns."""
 
     def __init__(self) -> None:
         self.tick_seconds = time.get_clock_info("perf_counter").resolution
@@ -47,7 +47,7 @@ class WallClock:
 
 
 class CudaClock:
-    """For a GPU: events in its queue, read when the queue has run empty.
+    """The clock of a GPU: events in its queue, read when the queue has run empty.
 
     Waiting after each layer instead would add the time of a launch to each of them.
 

@@ -1,4 +1,4 @@
-"""Where and with what it is measured, and how everything is left as it was."""
+"""The device and the software of a measurement, and leaving the model as it was."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.model.replay import put_back, saved_buffers
 
 
 def device_of(model: nn.Module, inputs: Any) -> torch.device:
-    """The device that everything is on.
+    """The device that a model and its inputs are on.
 
     Raises:
         InputError: the model and its inputs are on several.
@@ -34,18 +34,18 @@ def device_of(model: nn.Module, inputs: Any) -> torch.device:
 
 
 def name_of(device: torch.device) -> str:
-    """A device's name, for people."""
+    """The name of a device, for people."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU" if device.type == "cpu" else str(device)
 
 
 def software(device: torch.device) -> dict[str, str]:
-    """Versions of what it is measured with."""
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    """Versions of the software that measures on a device."""
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
     if device.type == "cuda":
-        found["cuda"] = str(torch.version.cuda)
-    return {**found, "penstock": version("penstock")}
+        versions["cuda"] = str(torch.version.cuda)
+    return {**versions, "penstock": version("penstock")}
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What is odd about a layer's measurements, in words."""
+"""Warnings about what is odd in a layer's measurements."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _FAR_BELOW = 0.5
 
 
 def flags_of(times: LayerTimes, trains: bool, overheads: Overheads) -> Iterator[str]:
-    """A sentence for each thing that somebody should look at.
+    """A sentence for each thing about a layer that somebody should look at.
 
     Args:
-        times: of the layer.
-        trains: whether it has parameters that are to get gradients.
-        overheads: of measuring a layer.
+        times: the layer's.
+        trains: whether the layer has parameters that need gradients.
+        overheads: what measuring a layer adds to its times.
     """
     if trains and not times.backward:
         yield "it has parameters, but no gradient comes to it"

@@ -1,4 +1,4 @@
-"""What each layer keeps in memory for its backward, measured by unique storages."""
+"""The memory that each layer keeps for its backward, measured by unique storages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NOBODY = -1
 
 
 class Footprint(NamedTuple):
-    """Bytes of one layer, for one microbatch.
+    """Bytes that one layer keeps of one microbatch.
 
     Attributes:
         activation: what autograd keeps from forward to backward and no earlier layer keeps.
@@ -36,12 +36,12 @@ class Footprint(NamedTuple):
 def measure_footprints(
     modules: Sequence[nn.Module], runs: Sequence[Run], inputs: Any
 ) -> list[Footprint]:
-    """Run layers one after the other, and see what stays.
+    """Run layers one after the other, and measure what each keeps.
 
     Args:
         modules: the layers.
         runs: the same as functions, cut off from each other; the last may go on to the loss.
-        inputs: of the first. It is not overwritten.
+        inputs: the first layer's; they are not overwritten.
     """
     owners = {
         tensor.untyped_storage().data_ptr(): _NOBODY

@@ -1,4 +1,4 @@
-"""``measure_alone``: from layers and a sample to a ``LayerGraph``."""
+"""``measure_alone``: measures a model's layers on a sample and gives their ``LayerGraph``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def measure_alone(
     Args:
         model: with a spine.
         sample: one microbatch.
-        others: of other sizes; they become ``other_sizes``.
+        others: microbatches of other sizes; they become ``other_sizes``.
         optimizer, repeats, num_threads: as ``penstock.profile`` takes them.
         progress: called with (done, total) rounds.
 
@@ -63,7 +63,7 @@ def measure_alone(
             sum_bytes_per_second=measure_sum(bench.clock, device),
             num_threads=num_threads,
             device=name_of(device),
-            dtype=", ".join(sorted({str(one.dtype)[6:] for one in model.parameters()})),
+            dtype=", ".join(sorted({str(parameter.dtype)[6:] for parameter in model.parameters()})),
             software=software(device),
         )
         sized = tuple(_with_sample(graph, bench, other) for other in others)
@@ -79,7 +79,7 @@ def _layers(
     shared = _shared(model, layers)
     before = ""
     units = _units(layers)
-    for layer, found, update in zip(layers, measured, updates, strict=True):
+    for layer, costs, update in zip(layers, measured, updates, strict=True):
         module = layer.module
         reads: tuple[str, ...] | None = getattr(module, "reads", None)
         own = {id(parameter) for parameter in module.parameters()}
@@ -96,24 +96,26 @@ def _layers(
             inputs=None if reads is None else tuple(name for name in reads if name == before),
             after=tuple(name for name in reads or () if name != before),
             unit=units[layer.name],
-            shared_parameters={name: one.nbytes for name, one in shared.items() if id(one) in own},
+            shared_parameters={
+                name: tensor.nbytes for name, tensor in shared.items() if id(tensor) in own
+            },
             signature=layer.signature,
         )
         before = layer.name
-        yield _with_costs(blank, found)
+        yield _with_costs(blank, costs)
 
 
 def _units(layers: Sequence[NamedLayer]) -> dict[str, str]:
-    """The first of the layers with which each runs again; nothing if it does so alone."""
-    found: dict[str, str] = {}
+    """For each layer, the first of those with which it is recomputed; "" if it is alone."""
+    units: dict[str, str] = {}
     for start, stop in units_of([layer.module for layer in layers]):
         name = layers[start].name if stop - start > 1 else ""
-        found |= {layer.name: name for layer in layers[start:stop]}
-    return found
+        units |= {layer.name: name for layer in layers[start:stop]}
+    return units
 
 
-def _with_costs(blank: Layer, found: Measured) -> Layer:
-    times, footprint = found.times, found.footprint
+def _with_costs(blank: Layer, costs: Measured) -> Layer:
+    times, footprint = costs.times, costs.footprint
     return replace(
         blank,
         forward_seconds=times.forward,
@@ -125,21 +127,21 @@ def _with_costs(blank: Layer, found: Measured) -> Layer:
         activation_bytes=footprint.activation,
         held_input_bytes=footprint.held_input,
         weight_kept_bytes=footprint.weight_kept,
-        workspace_bytes=found.workspace,
-        output_bytes=found.handed_on.output,
-        skip_bytes=found.handed_on.skips,
+        workspace_bytes=costs.workspace,
+        output_bytes=costs.handed_on.output,
+        skip_bytes=costs.handed_on.skips,
         spread=times.spread,
-        warnings=found.flags,
+        warnings=costs.flags,
     )
 
 
 def _with_sample(graph: LayerGraph, bench: Bench, sample: Sample) -> LayerGraph:
-    """The same model with another sample."""
+    """The profile of the same model with another sample."""
     measured = bench.measure(sample)
     pairs = zip(graph.layers, measured, strict=True)
     return replace(
         graph,
-        layers=tuple(_with_costs(known, found) for known, found in pairs),
+        layers=tuple(_with_costs(layer, costs) for layer, costs in pairs),
         microbatch_size=sample.num_rows,
         input_bytes=num_bytes(sample.inputs),
     )

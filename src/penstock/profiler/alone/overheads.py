@@ -22,13 +22,11 @@ from penstock.stage.microbatch_graph import MicrobatchGraph, cut, edges, sent
 # Adam keeps two numbers per parameter; assumed where no optimizer is given to measure.
 _ASSUMED_STATE_PER_PARAMETER = 2
 _BEYOND_CACHES = 256 * 2**20
-
-
 _GRADIENT_BYTES = 32 * 2**20
 
 
 class Update(NamedTuple):
-    """One optimizer step on a layer's parameters, and the bytes of its state for them."""
+    """An optimizer step on a layer's parameters: its time, and the bytes of its state."""
 
     seconds: float
     state_bytes: int
@@ -55,7 +53,7 @@ def measure_updates(
             for own in trained
         ]
     refusals: list[InputError] = []
-    found = [
+    updates = [
         update
         for group in _groups(trained)
         for update in _measure_group(group, optimizer, clock, repeats, refusals)
@@ -63,7 +61,7 @@ def measure_updates(
     # A layer alone may have nothing that the optimizer wants, as matrices.
     if refusals and len(refusals) == sum(map(bool, trained)):
         raise refusals[0]
-    return found
+    return updates
 
 
 _Named = list[tuple[str, nn.Parameter]]
@@ -97,20 +95,20 @@ def _measure_group(
     built = [_on_copies(named, optimizer, refusals) for named in group]
     laps: list[list[tuple[Any, Any]]] = [[] for _ in group]
     for _ in range(repeats):
-        for one, own in zip(built, laps, strict=True):
-            if one is not None:
+        for built_optimizer, own in zip(built, laps, strict=True):
+            if built_optimizer is not None:
                 start = clock.now()
-                one.step()
+                built_optimizer.step()
                 own.append((start, clock.now()))
     clock.settle()
     return [
         Update(0.0, 0)
-        if one is None
+        if built_optimizer is None
         else Update(
             statistics.median(clock.seconds(*lap) for lap in own),
-            num_bytes([list(entry.values()) for entry in one.state.values()]),
+            num_bytes([list(entry.values()) for entry in built_optimizer.state.values()]),
         )
-        for one, own in zip(built, laps, strict=True)
+        for built_optimizer, own in zip(built, laps, strict=True)
     ]
 
 
@@ -132,7 +130,7 @@ def _on_copies(
 
 
 def measure_op(clock: Clock, device: torch.device, repeats: int = 100) -> float:
-    """Seconds of one op of a stage whose layers do nothing: half of a forward and a backward."""
+    """Measure the seconds of an op of a stage whose layers do nothing."""
     value, laps = torch.zeros(16, 16, device=device), []
     gradients: list[Tensor | None] = [torch.ones_like(value)]
     for _ in range(repeats):
@@ -148,7 +146,7 @@ def measure_op(clock: Clock, device: torch.device, repeats: int = 100) -> float:
 
 
 def measure_hand_over(repeats: int = 200) -> float:
-    """Seconds from one thread handing a message to another until that one runs."""
+    """Measure the seconds from a thread handing a message to another until that one runs."""
     there: queue.SimpleQueue[float] = queue.SimpleQueue()
     back: queue.SimpleQueue[float] = queue.SimpleQueue()
 
@@ -169,8 +167,8 @@ def measure_hand_over(repeats: int = 200) -> float:
 
 
 def measure_sum(clock: Clock, device: torch.device, repeats: int = 5) -> float:
-    """Bytes of gradients per second that are summed with those of another holder, as replicas do
-    it: into a tensor of their own."""
+    """Measure how many bytes of gradients per second are summed with those of another holder, as
+    replicas do it: into a tensor of their own."""
     own, other = (torch.zeros(_GRADIENT_BYTES // 4, device=device) for _ in range(2))
     laps = []
     for _ in range(repeats + 1):

@@ -1,4 +1,4 @@
-"""Passes through a model, layer by layer: whole, with a split backward, and forward once more."""
+"""Timed passes through a model, layer by layer: whole, with a split backward, and recomputing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.stage.deferral import Deferral
 from penstock.stage.microbatch_graph import MicrobatchGraph, cut, edges
 
 Seconds = list[float]
-"""One per layer."""
+"""The seconds of every layer."""
 
 _Lap = tuple[Any, Any]
 
@@ -37,19 +37,20 @@ class SplitPass(NamedTuple):
 
 
 class Passes:
-    """What can be done with one microbatch.
+    """Times passes of one microbatch through a model.
 
     Layers are timed where they stand in a training step. Between them the graph is cut, as between
     stages, so that the backward of each can be timed by itself.
 
     Args:
         runs: the layers as functions.
-        inputs: of the first; it is not overwritten.
-        clock: of the device.
-        undeferred: ids of the parameters of which no gradient is put off.
+        inputs: the first layer's; they are not overwritten.
+        clock: the clock of their device.
+        undeferred: ids of the parameters whose gradients are never deferred.
 
     Attributes:
-        num_leaves: tensors of each layer's input of which it gives gradients; known after a pass.
+        num_leaves: for each layer, the tensors of its input of which it gives gradients; known
+            after a pass.
     """
 
     def __init__(
@@ -62,14 +63,14 @@ class Passes:
         self.num_leaves: list[int] = []
 
     def whole(self) -> WholePass:
-        """Forward, then a full backward."""
+        """Time a forward and then a full backward."""
         forward, graphs, seeds = self._forward(lambda: None)
         backward = self._backward(graphs, seeds)
         return WholePass(self._seconds(forward), self._seconds(backward))
 
     def split(self) -> SplitPass:
-        """Forward, then the input gradients of all layers, then the weight gradients of all: the
-        order of a stage that holds them all."""
+        """Time a forward, then the input gradients of all layers, then the weight gradients of all:
+        the order of a stage that holds them all."""
         deferrals: list[Deferral] = []
 
         def deferral() -> Deferral:
@@ -87,9 +88,9 @@ class Passes:
         return SplitPass(self._seconds(forward), self._seconds(inputs), self._seconds(weights))
 
     def again(self) -> Seconds:
-        """A forward that keeps nothing, then the one that is run again for the backward, then that.
+        """Time a forward as it is recomputed: after one that kept nothing.
 
-        The backward is not told: it only leaves caches as every other kind of pass does.
+        A backward follows, untimed: it leaves caches as every other kind of pass does.
         """
         value = self._own_inputs()
         for index, run in enumerate(self._runs):
@@ -101,7 +102,7 @@ class Passes:
         return self._seconds(laps)
 
     def _own_inputs(self) -> Any:
-        """The first layer may overwrite its input, which the caller still needs."""
+        """A copy of the inputs: the first layer may overwrite them, and the caller needs them."""
         return tree.replace(Tensor, Tensor.clone, self._inputs)
 
     def _forward(

@@ -1,4 +1,4 @@
-"""Rounds of passes, and what they say about each layer's time."""
+"""Rounds in which every kind of pass has its turn, and each layer's times from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CALIBRATION_LAYERS = 8
 _CALIBRATION_ROUNDS = 12
 _MANY = 5
 _LEAST_SHARE = 0.1
-"""Of what was measured, what is the layer's own at least: calibration is not exact either."""
+"""The least share of a measured time that is the layer's own: overheads are not exact either."""
 
 
 class LayerTimes(NamedTuple):
@@ -46,15 +46,15 @@ class LayerTimes(NamedTuple):
 
 
 @dataclass
-class Rounds:
-    """What was measured in each round, in which every kind of pass had its turn.
+class PassTimes:
+    """Seconds of passes; each list has one entry per round.
 
     Attributes:
-        whole: layer by layer.
-        split: likewise, with backwards in halves.
-        again: likewise, second forwards.
-        uncut: all layers as one.
-        num_leaves: tensors of each layer's input of which it gives gradients.
+        whole: forwards and whole backwards of each layer.
+        split: forwards and halves of backwards of each layer.
+        again: second forwards of each layer.
+        uncut: forwards and whole backwards of all layers as one.
+        num_leaves: for each layer, the tensors of its input of which it gives gradients.
     """
 
     whole: list[WholePass] = field(default_factory=list)
@@ -71,7 +71,7 @@ def measure_rounds(
     repeats: int,
     undeferred: frozenset[int] = frozenset(),
     tell: Callable[[], None] | None = None,
-) -> Rounds:
+) -> PassTimes:
     """Let every kind of pass take turns, so that a noisy machine is noisy for all of them.
 
     Each ends with a backward, so that the next one's forward finds the caches as in training.
@@ -79,17 +79,17 @@ def measure_rounds(
     Args:
         runs: the layers as functions.
         inputs: one microbatch.
-        clock: of the device.
+        clock: the clock of its device.
         repeats: rounds that count.
-        undeferred: ids of the parameters of which no gradient is put off.
+        undeferred: ids of the parameters whose gradients are never deferred.
         tell: called after each round.
     """
     passes = Passes(runs, inputs, clock, undeferred)
     uncut = Passes([in_one(runs)], inputs, clock, undeferred)
-    rounds = Rounds()
+    rounds = PassTimes()
     for index in range(WARM_UP + repeats):
         if index == WARM_UP:
-            rounds = Rounds()
+            rounds = PassTimes()
         rounds.whole.append(passes.whole())
         rounds.uncut.append(uncut.whole())
         rounds.split.append(passes.split())
@@ -101,13 +101,18 @@ def measure_rounds(
 
 
 class Overhead(NamedTuple):
-    """Seconds that measuring adds: by itself, and for every tensor at which the graph is cut."""
+    """Seconds that measuring adds to a pass of a layer.
+
+    Attributes:
+        base: in any case.
+        per_leaf: for every tensor at which the graph is cut.
+    """
 
     base: float
     per_leaf: float = 0.0
 
     def of(self, num_leaves: int) -> float:
-        """For a layer with so many inputs of which it gives gradients."""
+        """The seconds for a layer that gives gradients of ``num_leaves`` input tensors."""
         return self.base + num_leaves * self.per_leaf
 
 
@@ -122,10 +127,10 @@ class Overheads(NamedTuple):
 
 def measure_overheads(clock: Clock, device: torch.device) -> Overheads:
     """Measure layers that do nothing, with one tensor and with several between them."""
-    one, many = (_idle(clock, device, count) for count in (1, _MANY))
-    cuts = [max(0.0, more - less) / (_MANY - 1) for less, more in zip(one, many, strict=True)]
-    whole, inputs = (Overhead(max(0.0, one[kind] - cuts[kind]), cuts[kind]) for kind in (1, 2))
-    return Overheads(Overhead(one[0]), whole, inputs, Overhead(one[3]))
+    single, several = (_idle(clock, device, count) for count in (1, _MANY))
+    cuts = [max(0.0, b - a) / (_MANY - 1) for a, b in zip(single, several, strict=True)]
+    whole, inputs = (Overhead(max(0.0, single[kind] - cuts[kind]), cuts[kind]) for kind in (1, 2))
+    return Overheads(Overhead(single[0]), whole, inputs, Overhead(single[3]))
 
 
 def _idle(clock: Clock, device: torch.device, num_leaves: int) -> list[float]:
@@ -143,7 +148,7 @@ def _idle(clock: Clock, device: torch.device, num_leaves: int) -> list[float]:
 
 
 def times_of(
-    rounds: Rounds, overheads: Overheads, trains: Sequence[bool], tick_seconds: float
+    rounds: PassTimes, overheads: Overheads, trains: Sequence[bool], tick_seconds: float
 ) -> list[LayerTimes]:
     """Each layer's share of the model's time.
 
@@ -151,10 +156,10 @@ def times_of(
     medians. So layers say how the time divides, and the passes without cuts how much it is.
 
     Args:
-        rounds: measured.
-        overheads: of measuring.
-        trains: whether each layer has parameters that get gradients.
-        tick_seconds: what a layer takes at least that does anything.
+        rounds: what was measured.
+        overheads: what measuring adds; it is taken off.
+        trains: whether each layer has parameters that need gradients.
+        tick_seconds: the least time of a layer that does anything.
     """
 
     def net(rows: Iterable[Seconds], overhead: Overhead) -> Seconds:
@@ -164,12 +169,12 @@ def times_of(
             for median, count in zip(medians, rounds.num_leaves, strict=True)
         ]
 
-    forward = net((one.forward for one in rounds.whole), overheads.forward)
-    backward = net((one.backward for one in rounds.whole), overheads.backward)
+    forward = net((times.forward for times in rounds.whole), overheads.forward)
+    backward = net((times.backward for times in rounds.whole), overheads.backward)
     split = (
-        net((one.forward for one in rounds.split), overheads.forward),
-        net((one.backward_input for one in rounds.split), overheads.backward_input),
-        net((one.backward_weight for one in rounds.split), overheads.backward_weight),
+        net((times.forward for times in rounds.split), overheads.forward),
+        net((times.backward_input for times in rounds.split), overheads.backward_input),
+        net((times.backward_weight for times in rounds.split), overheads.backward_weight),
     )
     again = net(rounds.again, overheads.forward)
     spreads = _spreads(rounds.whole)
@@ -177,12 +182,12 @@ def times_of(
     by_backward = _scale(
         backward, [one.backward[0] - overheads.backward.base for one in rounds.uncut]
     )
-    times = []
+    layer_times = []
     for index, learns in enumerate(trains):
         prepared, inputs, weights = (part[index] for part in split)
         weights = weights if learns else 0.0
         whole = backward[index] * by_backward
-        times.append(
+        layer_times.append(
             LayerTimes(
                 forward=forward[index] * by_forward,
                 backward=whole,
@@ -193,7 +198,7 @@ def times_of(
                 spread=spreads[index],
             )
         )
-    return times
+    return layer_times
 
 
 def _scale(shares: Seconds, totals: Seconds) -> float:
@@ -202,7 +207,7 @@ def _scale(shares: Seconds, totals: Seconds) -> float:
 
 
 def _spreads(passes: Sequence[WholePass]) -> Seconds:
-    sums = [[f + b for f, b in zip(*one, strict=True)] for one in passes]
+    sums = [[f + b for f, b in zip(*times, strict=True)] for times in passes]
     return [_spread(column) for column in zip(*sums, strict=True)]
 
 

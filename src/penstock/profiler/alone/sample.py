@@ -16,7 +16,7 @@ from penstock.values import is_whole
 
 @dataclass(frozen=True)
 class Sample:
-    """Inputs, and what the loss wants beside the output.
+    """The inputs of one microbatch, and what the loss takes beside the output.
 
     Raises:
         InputError: a loss without targets or targets without a loss, or inputs without rows.
@@ -33,11 +33,11 @@ class Sample:
 
     @cached_property
     def num_rows(self) -> int:
-        """The microbatch's size."""
+        """The number of rows of the microbatch."""
         return microbatches.num_rows(self.inputs, "inputs")
 
     def of(self, size: int) -> Sample:
-        """The first ``size`` rows.
+        """A sample of the first ``size`` rows.
 
         Raises:
             InputError: there are not so many.
@@ -48,7 +48,7 @@ class Sample:
                 "larger sample, or smaller sizes"
             )
         taken = [
-            tree.replace(Tensor, lambda one: one[:size], value)
+            tree.replace(Tensor, lambda tensor: tensor[:size], value)
             for value in (self.inputs, self.targets)
         ]
         return replace(self, inputs=taken[0], targets=taken[1])

@@ -1,4 +1,4 @@
-"""The whole model alone, again and again: what a pipeline that ran beside it is compared with."""
+"""Times the whole model without cuts, for comparison with pipelines that run in turns with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ENOUGH_SECONDS = 0.1
 
 
 class Alone(NamedTuple):
-    """One microbatch through all layers.
+    """How long one microbatch takes through all layers.
 
     Attributes:
         forward_seconds: a forward.
@@ -35,7 +35,9 @@ class Alone(NamedTuple):
 
 
 def measure_uncut(model: nn.Module, sample: Sample, num_threads: int) -> Alone:
-    """Medians over some passes, behind a warm-up; nothing is left on the model.
+    """Time some passes through the whole model after a warm-up, and take medians.
+
+    Nothing is left on the model.
 
     Args:
         model: with a spine.

@@ -1,4 +1,4 @@
-"""What a layer takes for itself while it runs, on devices that can tell."""
+"""The memory that a layer needs only while it runs, on devices that can tell."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from penstock.stage.microbatch_graph import MicrobatchGraph, cut, edges
 
 
 class Gauge(Protocol):
-    """Knows how much memory is taken, and how much it has been at most."""
+    """Tells how much memory of a device is taken, and how much it has been at most."""
 
     def taken(self) -> int:
-        """Bytes now."""
+        """The bytes that are taken now."""
         ...
 
     def peak(self) -> int:
@@ -30,7 +30,7 @@ class Gauge(Protocol):
 
 
 class CudaGauge:
-    """torch's own allocator of a GPU."""
+    """Asks torch's allocator of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -51,14 +51,14 @@ def gauge_of(device: torch.device) -> Gauge | None:
 
 
 def measure_workspaces(runs: Sequence[Run], inputs: Any, gauge: Gauge) -> list[int]:
-    """Bytes of every layer: what its forward or backward took beyond what was taken before and
-    what is left after it, whichever is more."""
-    value, graphs, found = tree.replace(Tensor, Tensor.clone, inputs), [], []
+    """Measure the bytes that every layer's forward or backward takes beyond what was taken before
+    and what is left after it, whichever is more."""
+    value, graphs, workspaces = tree.replace(Tensor, Tensor.clone, inputs), [], []
     for index, run in enumerate(runs):
         leaves, value = cut(value, index > 0)
         before = _begin(gauge)
         value = run(value)
-        found.append(_beyond(gauge, before))
+        workspaces.append(_beyond(gauge, before))
         graphs.append(MicrobatchGraph(leaves, {}, edges(value), {}, False, None))
     gradients: Sequence[Tensor | None] = [
         torch.ones_like(leaf) if isinstance(leaf, Tensor) else None
@@ -69,8 +69,8 @@ def measure_workspaces(runs: Sequence[Run], inputs: Any, gauge: Gauge) -> list[i
         graph = graphs.pop()
         before = _begin(gauge)
         gradients = graph.backward(gradients, {}).inputs
-        found[index] = max(found[index], _beyond(gauge, before))
-    return found
+        workspaces[index] = max(workspaces[index], _beyond(gauge, before))
+    return workspaces
 
 
 def _begin(gauge: Gauge) -> int:

@@ -1,4 +1,4 @@
-"""Rounds of real pipelines beside the layers alone, until what ranks cost each other is steady."""
+"""Runs rounds of pipelines in turns with the layers alone, until contention is steady."""
 
 from __future__ import annotations
 
@@ -30,7 +30,13 @@ Advance = Callable[[float], None]
 
 
 class Calibrated(NamedTuple):
-    """The profile as it was found besides pipelines, and what could not be found."""
+    """The profile as measured beside pipelines.
+
+    Attributes:
+        graph: with the layers' times of the undisturbed rounds.
+        contention: all factors are 1 where it could not be measured.
+        warnings: what could not be measured, or is not sure.
+    """
 
     graph: LayerGraph
     contention: Contention
@@ -38,13 +44,13 @@ class Calibrated(NamedTuple):
 
 
 def num_ranks(model: nn.Module, sample: Sample, num_threads: int, asked: int | None) -> int:
-    """How many ranks shall compete; 0 where that would tell nothing.
+    """How many ranks the measured pipelines have; 0 where they would tell nothing.
 
     Args:
         model: with a spine.
         sample: one microbatch.
-        num_threads: of each rank.
-        asked: by the user; by default as many as there are cores for.
+        num_threads: intra-op threads of each rank.
+        asked: what the user wants; by default as many as there are cores for.
     """
     if device_of(model, sample.inputs).type != "cpu" or several_processes():
         return 0
@@ -63,11 +69,11 @@ def calibrate(
     figures are steady (``Judgement``) or patience ends.
 
     Args:
-        runner: of the copy.
+        runner: runs the copy.
         graph: the model's profile.
-        count: of the pipelines' ranks.
+        count: ranks of the pipelines.
         patience_seconds: for all rounds; two are measured in any case.
-        tell: how far it is.
+        tell: called after each round.
     """
     # Without updates no pipeline goes without a flush.
     modes = [mode for mode in FAMILIES if mode != "stream" or runner.updates]
@@ -87,7 +93,7 @@ def calibrate(
 
 
 def uncalibrated(graph: LayerGraph, error: Exception) -> Calibrated:
-    """Nothing, with the reason."""
+    """The profile without contention, and a warning that says why."""
     return Calibrated(graph, Contention(), (_refusal("", error),))
 
 
@@ -99,7 +105,7 @@ def _refusal(of_what: str, error: Exception) -> str:
 def _until_steady(
     rounds: _Rounds, count: int, patience_seconds: float, tell: Advance
 ) -> Judgement | None:
-    """``None`` if no pipeline could be run."""
+    """Measure rounds until they are steady; ``None`` if no pipeline could be run."""
     judgement, measured = None, list[Round]()
     begun = time.perf_counter()
     for number in range(1, _MOST_ROUNDS + 1):
@@ -116,10 +122,10 @@ def _until_steady(
 
 
 class _Rounds:
-    """Measures round by round; who cannot be run takes no part in the next one.
+    """Measures round by round; a mode that cannot be run is left out of the next ones.
 
     Attributes:
-        modes: that can be run.
+        modes: those that can be run.
     """
 
     def __init__(
@@ -141,7 +147,7 @@ class _Rounds:
         )
 
     def measure(self) -> Round:
-        """One round."""
+        """Measure one round."""
         before, first = Usage.now(), self._reference.seconds()
         alone = [self._alone()]
         laps: dict[Mode, Lap] = {}

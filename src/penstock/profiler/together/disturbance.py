@@ -1,4 +1,4 @@
-"""What tells a disturbed measurement from ranks that cost each other time.
+"""How to tell that other programs disturbed a measurement.
 
 Ranks that share a machine slow each other down, which is to be measured; other programs slow them
 down as well, which is not. Times alone cannot tell which it was. Two other figures can: the
@@ -19,7 +19,7 @@ import torch
 from penstock.cluster.local import usable_cores
 
 QUIET_SHARE = 0.05
-"""Of the cores' time, what others may have in an undisturbed turn."""
+"""The share of the cores' time that other programs may have in an undisturbed turn."""
 
 SLOWER_REFERENCE = 1.15
 """How many times its shortest time the fixed work may take in an undisturbed turn."""
@@ -32,13 +32,13 @@ _COUNTED_COLUMNS = 8  # what guests take is part of "user"
 
 
 class Usage(NamedTuple):
-    """What the usable cores have done until now.
+    """Seconds that the usable cores have worked until some moment.
 
     Attributes:
-        wall_seconds: since some beginning.
-        busy_seconds: of all programs, and of other machines on the same processor; ``None`` where
+        wall_seconds: the moment itself, on a clock.
+        busy_seconds: for all programs, and other machines on the same processor; ``None`` where
             the system does not say.
-        own_seconds: of this process.
+        own_seconds: for this process.
         num_cores: that this process may use.
     """
 
@@ -49,12 +49,12 @@ class Usage(NamedTuple):
 
     @classmethod
     def now(cls) -> Usage:
-        """As of now."""
+        """Read the counters now."""
         return cls(time.perf_counter(), _busy_seconds(), time.process_time(), usable_cores())
 
 
 def share_of_others(before: Usage, after: Usage) -> float:
-    """The share of the cores' time that other programs had, beyond doubt; 0 where nobody says."""
+    """The share of the cores' time that other programs surely had; 0 where the system is silent."""
     if before.busy_seconds is None or after.busy_seconds is None:
         return 0.0
     available = (after.wall_seconds - before.wall_seconds) * after.num_cores

@@ -30,13 +30,13 @@ _PLENTY_BYTES = 1 << 62
 
 
 class Factors(NamedTuple):
-    """How many times longer passes and updates took than alone.
+    """How many times longer passes and updates took in a pipeline than alone.
 
     Attributes:
         passes: forwards and backwards.
         updates: optimizer steps.
-        by_cpu: what forwards and backwards took of processor time, likewise. It leaves out that
-            ranks wait, for each other, for the interpreter and for other programs.
+        by_cpu: forwards and backwards, by processor time. That leaves out that ranks wait for each
+            other, for the interpreter and for other programs.
     """
 
     passes: float
@@ -45,19 +45,19 @@ class Factors(NamedTuple):
 
 
 class Lap(NamedTuple):
-    """What a pipeline took, and what the layers alone took right before and after it."""
+    """What a pipeline took, and what the layers alone took right before and after that."""
 
     alone: Alone
     ran: Ran
 
 
 def crowd(num_ranks: int) -> Cluster:
-    """So many ranks of one machine."""
+    """A cluster of so many ranks of this machine."""
     return replace(Cluster.local(num_ranks, kind="cpu"), memory_bytes=_PLENTY_BYTES)
 
 
 def plan_of(graph: LayerGraph, mode: Mode, num_ranks: int) -> Plan:
-    """The pipeline that stands for a mode."""
+    """The plan whose pipeline is measured for a mode."""
     return plan(
         graph,
         crowd(num_ranks),
@@ -69,21 +69,21 @@ def plan_of(graph: LayerGraph, mode: Mode, num_ranks: int) -> Plan:
 
 
 def factors_of(graph: LayerGraph, made: Plan, lap: Lap) -> Factors:
-    """With which the planner foresees what was measured.
+    """The factors with which the planner predicts what was measured.
 
     Args:
-        graph: the profile.
+        graph: the model's profile.
         made: what was run, by ``plan_of``.
-        lap: measured.
+        lap: what was measured.
     """
     planned = sum(layer.update_seconds for layer in graph.layers)
     updates = lap.ran.update_seconds / planned if planned and lap.ran.update_seconds else 1.0
     graph = paced(graph, lap.alone)
 
-    def foreseen(passes: float) -> float:
+    def predicted_seconds(passes: float) -> float:
         return _candidate(graph, made, passes, updates).seconds
 
-    place = bisect_left(_FACTORS[:-1], lap.ran.step_seconds, key=foreseen)
+    place = bisect_left(_FACTORS[:-1], lap.ran.step_seconds, key=predicted_seconds)
     alone = made.num_microbatches * lap.alone.cpu_seconds
     by_cpu = (lap.ran.cpu_seconds - planned) / alone if alone else 1.0
     return Factors(_FACTORS[place], updates, max(by_cpu, _FACTORS[0]))
@@ -101,11 +101,11 @@ def _candidate(graph: LayerGraph, made: Plan, passes: float, updates: float) -> 
 
 
 def paced(graph: LayerGraph, alone: Alone) -> LayerGraph:
-    """The profile with its layers' passes as long as passes through all of them took now.
+    """The profile with its passes scaled to what a pass through all layers took now.
 
     Args:
-        graph: which says how the time divides among layers.
-        alone: how much it is in all.
+        graph: says how the time divides among layers.
+        alone: says how much it is in all.
     """
     forward = sum(layer.forward_seconds for layer in graph.layers)
     backward = sum(layer.backward_seconds for layer in graph.layers)

@@ -1,4 +1,4 @@
-"""Which rounds of a calibration count, what they say together, and how sure that is."""
+"""Which rounds of a calibration count, the contention they show, and how sure that is."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _OR_LONGER = ", or for longer (patience_seconds=…, --patience)"
 
 
 class Round(NamedTuple):
-    """What one round told, in which the layers alone and every pipeline had their turns.
+    """What was measured in one round, in which the layers alone and every pipeline had a turn.
 
     Attributes:
-        factors: of each mode that could be run.
-        alone: of a microbatch through all layers.
-        others_share: of the cores' time, what other programs had.
-        reference_seconds: of the fixed work.
+        factors: for each mode that could be run.
+        alone: a microbatch through all layers.
+        others_share: the share of the cores' time that other programs had.
+        reference_seconds: the time of the fixed work.
     """
 
     factors: Mapping[Mode, Factors]
@@ -41,7 +41,7 @@ class Round(NamedTuple):
 
 
 class Judgement:
-    """What some rounds say together.
+    """Contention according to some rounds.
 
     A round is disturbed if other programs had more than 5 % of the cores' time in it, or if fixed
     work took 1.15 times as long as in the best round. Disturbed rounds do not count. Where fewer
@@ -56,11 +56,11 @@ class Judgement:
     def __init__(self, rounds: Sequence[Round], num_ranks: int) -> None:
         self._rounds = rounds
         self._num_ranks = num_ranks
-        best = min(one.reference_seconds for one in rounds)
+        limit = SLOWER_REFERENCE * min(measured.reference_seconds for measured in rounds)
         self._quiet = [
-            one
-            for one in rounds
-            if one.others_share <= QUIET_SHARE and one.reference_seconds <= SLOWER_REFERENCE * best
+            measured
+            for measured in rounds
+            if measured.others_share <= QUIET_SHARE and measured.reference_seconds <= limit
         ]
 
     @property
@@ -76,8 +76,8 @@ class Judgement:
     @property
     def alone(self) -> Alone:
         """The usual time of a microbatch through all layers."""
-        found = [one.alone for one in self._counted]
-        forward, backward, cpu = (statistics.median(column) for column in zip(*found, strict=True))
+        columns = zip(*(counted.alone for counted in self._counted), strict=True)
+        forward, backward, cpu = map(statistics.median, columns)
         # Interruptions take no processor time; where several threads share a pass, it is more.
         share = min(1.0, cpu / (forward + backward)) if self.by_cpu and forward + backward else 1.0
         return Alone(share * forward, share * backward, cpu)
@@ -129,22 +129,24 @@ class Judgement:
 
     @property
     def _others_share(self) -> float:
-        return statistics.median(one.others_share for one in self._rounds)
+        return statistics.median(measured.others_share for measured in self._rounds)
 
     @property
     def _largest_spread(self) -> float:
         return max(map(self._spread, FAMILIES))
 
     def _passes(self, mode: Mode) -> list[float]:
-        factors = [one.factors[mode] for one in self._counted if mode in one.factors]
-        return [one.by_cpu if self.by_cpu else one.passes for one in factors]
+        return [own.by_cpu if self.by_cpu else own.passes for own in self._factors(mode)]
+
+    def _factors(self, mode: Mode) -> list[Factors]:
+        return [counted.factors[mode] for counted in self._counted if mode in counted.factors]
 
     def _usual(self, mode: Mode) -> tuple[float, float] | None:
         """The factors of passes and of updates."""
         passes = self._passes(mode)
         if not passes:
             return None
-        updates = [one.factors[mode].updates for one in self._counted if mode in one.factors]
+        updates = [own.updates for own in self._factors(mode)]
         return statistics.median(passes), 1.0 if self.by_cpu else statistics.median(updates)
 
     def _spread(self, mode: Mode) -> float:

@@ -1,4 +1,4 @@
-"""Short real runs of a model's copy: alone, and in every mode in which ranks work."""
+"""Runs a copy of a model for a few steps: alone, and as a pipeline in every mode."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ FAMILIES: dict[Mode, str] = {"whole": "1f1b", "split": "zb-h1", "stream": "piped
 _WARM_UP = 1  # it makes the optimizer's state
 # Weights, gradients and optimizer state, of which a stream keeps several versions.
 _COPIES = 8
-# Of a stream, two gaps are left between those in which it fills and drains.
+# A stream of five has two gaps between those in which it fills and drains.
 _LEAST_STEPS, _LEAST_STREAMED, _MOST_STEPS = 3, 5, 40
 _ENOUGH_SECONDS = 0.1
 
 
 class Ran(NamedTuple):
-    """What a plan took.
+    """What training by a plan took; medians over some minibatches.
 
     Attributes:
-        step_seconds: a minibatch, the median of some.
-        update_seconds: one update of every stage, one after another.
+        step_seconds: one minibatch.
+        update_seconds: one update of each stage, summed over stages.
         cpu_seconds: processor time of a minibatch, of all threads of this process.
     """
 
@@ -75,11 +75,11 @@ class Runner:
         return self._optimizer is not None
 
     def alone(self, num_threads: int) -> Alone:
-        """The same microbatch through all layers, in this thread, while no rank works."""
+        """Time the same microbatch through all layers in this thread, while no rank works."""
         return measure_uncut(self._model, self._sample, num_threads)
 
     def run(self, plan: Plan) -> Ran:
-        """Train for a few minibatches.
+        """Time a few minibatches of training by a plan.
 
         Raises:
             PenstockError: the plan cannot be run.
@@ -112,8 +112,8 @@ def _check_memory(model: nn.Module) -> None:
 
 
 def _size_of(output: Any, _: Any) -> Tensor:
-    """A loss where there is none."""
-    sizes = [one.float().mean() for one in tree.tensors(output) if one.requires_grad]
+    """Stands in for a loss."""
+    sizes = [leaf.float().mean() for leaf in tree.tensors(output) if leaf.requires_grad]
     if not sizes:
         raise InputError("the output needs no gradient; give loss and targets")
     return sum(sizes[1:], start=sizes[0])
@@ -145,28 +145,28 @@ def _stream(pipeline: Pipeline, inputs: Microbatches, targets: Microbatches) -> 
 
 
 class Updates:
-    """Seconds of the optimizer steps that timelines tell of."""
+    """Collects the seconds of optimizer steps from timelines."""
 
     def __init__(self) -> None:
         self._of_stage: dict[int, list[float]] = {}
 
     def note(self, timeline: Timeline) -> None:
-        """Remember those of a timeline."""
+        """Remember the updates of a timeline."""
         for span in timeline.spans:
             if span.op.kind is Kind.UPDATE:
                 self._of_stage.setdefault(span.op.stage, []).append(span.end - span.start)
 
     @property
     def seconds(self) -> float:
-        """The usual one of every stage, one after another."""
+        """The median update of each stage, summed over stages."""
         return sum(map(statistics.median, self._of_stage.values()))
 
 
 def _laps(at_least: int) -> Iterator[bool]:
-    """Until it has been enough: whether the warm-up is over.
+    """Yield whether the warm-up is over, until enough has been measured.
 
     Args:
-        at_least: so many, however long they take, the warm-up included.
+        at_least: how many laps there are however long they take, the warm-up included.
     """
     start = time.perf_counter()
     for number in range(_WARM_UP + _MOST_STEPS):

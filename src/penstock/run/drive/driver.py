@@ -107,6 +107,9 @@ class Driver(ABC, Generic[T]):
             RunError: the first failure of any rank.
         """
 
+    def break_off(self) -> None:
+        """Stop what was submitted and will not be collected; by default nothing runs then."""
+
     @abstractmethod
     def gather(self, states: States, expected: Segment) -> States:
         """The states of all ranks' stages, where this process is rank 0; elsewhere nothing. Every

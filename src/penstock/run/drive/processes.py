@@ -20,7 +20,7 @@ from penstock.run.rank.journal import Record
 from penstock.run.rank.worker import NUMBERS_PER_RUN, Worker
 from penstock.run.seals import Call, Seal, SealedTransport, check_alike
 from penstock.schedule.segment import Segment
-from penstock.timing.timeline import Row
+from penstock.timing.spans import Row
 from penstock.transport import Edge, Noted
 from penstock.transport.base import LARGEST_NUMBER
 from penstock.transport.rendezvous import Rendezvous

@@ -85,6 +85,8 @@ class ThreadDriver(Driver[ThreadTicket]):
     def submit(
         self, segment: Segment, minibatch: Minibatch, position: StreamPosition
     ) -> ThreadTicket:
+        if self._under_way and not self._under_way[-1].position.more_follow:
+            self.break_off()  # who called has lost it to an interrupt
         if self._unusable:
             raise RunError(f"{self._unusable}; restore the weights and build a new Pipeline")
         futures: list[Future[Harvest]] = [Future() for _ in self._workers]
@@ -136,9 +138,18 @@ class ThreadDriver(Driver[ThreadTicket]):
         try:
             yield
         except BaseException:
-            for worker in self._workers:
-                worker.transport.fail("the run was interrupted", ())
+            self._cancel()
             raise
+
+    def break_off(self) -> None:
+        if self._under_way:
+            self._unusable = "the last step was broken off"
+            self._cancel()
+            self._come_to_rest()
+
+    def _cancel(self) -> None:
+        for worker in self._workers:
+            worker.transport.fail("the run was interrupted", ())
 
     def _run(self, worker: Worker, ticket: ThreadTicket) -> Harvest:
         minibatch, position = ticket.minibatch, ticket.position

@@ -14,16 +14,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from penstock.schedule import Kind, Op
+from penstock.schedule.channels import RECEIVES, SENDS, other_end
 from penstock.schedule.op import BACKWARD
 from penstock.schedule.segment import Segment
 from penstock.stage.protocol import Keep
 from penstock.transport import Edge
 from penstock.transport.tags import SKIP_TAGS
-
-_SENDS = {
-    Kind.SEND_FORWARD: (Kind.RECV_FORWARD, 1, 0),
-    Kind.SEND_BACKWARD: (Kind.RECV_BACKWARD, -1, 1),
-}
 
 
 class SkipRoute(NamedTuple):
@@ -112,9 +108,9 @@ class RankProgram:
         return {key: Keep.INPUT if key in again else complete[key] for key in forwards}, complete
 
     def _route(self, op: Op) -> None:
-        if op.kind in _SENDS:
+        if op.kind in SENDS:
             self.edges[op] = self._edge(op)
-        elif op.kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD):
+        elif op.kind in RECEIVES:
             needed = self.schedule.dependencies(op)[0]
             edge = self.edges[op] = self._edge(needed)
             self.waiting[op] = self._awaiting(op, f"{needed} of rank {edge.source}")
@@ -124,10 +120,8 @@ class RankProgram:
     def _edge(self, send: Op) -> Edge:
         """The edge on which a send op sends: forward and backward messages have tags of their own,
         since they may be awaited in any order."""
-        kind, ahead, backward = _SENDS[send.kind]
-        target = send._replace(stage=send.stage + ahead, kind=kind)
-        where = self.schedule.where
-        return Edge(where[send], where[target], 2 * send.stage + backward)
+        where, backward = self.schedule.where, send.kind is Kind.SEND_BACKWARD
+        return Edge(where[send], where[other_end(send)], 2 * send.stage + backward)
 
     def _awaiting(self, op: Op, what: str) -> str:
         """How an error names a wait."""
@@ -175,13 +169,13 @@ class RankProgram:
         """The unit of the first message on every edge of the chain on which this rank sends."""
         units: dict[Edge, int] = {}
         for op in self.ops:
-            if op.kind in _SENDS:
+            if op.kind in SENDS:
                 units.setdefault(self.edges[op], self.unit(op))
         return units
 
     def outgoing(self) -> set[Edge]:
         """The edges on which others may wait for this rank's values and gradients."""
-        edges = {self.edges[op] for op in self._all_ops if op.kind in _SENDS}
+        edges = {self.edges[op] for op in self._all_ops if op.kind in SENDS}
         for op in self._all_ops:
             if op.kind is Kind.FORWARD:
                 for routes, backward in ((self.stashes, False), (self.recalls, True)):

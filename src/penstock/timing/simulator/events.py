@@ -8,7 +8,8 @@ from penstock.schedule.check import executable_order
 from penstock.schedule.op import COMMUNICATION, COMPUTE, Kind, Op
 from penstock.schedule.schedule import Schedule
 from penstock.timing.costs import Costs
-from penstock.timing.timeline import Row, Timeline
+from penstock.timing.spans import Row
+from penstock.timing.timeline import Timeline
 
 _SLICED = COMPUTE | {Kind.RECOMPUTE}
 

@@ -17,7 +17,8 @@ import numpy.typing as npt
 from penstock.schedule.op import COMPUTE, NEEDS, Kind, Op
 from penstock.schedule.schedule import Schedule
 from penstock.timing.costs import Costs
-from penstock.timing.timeline import Row, Timeline
+from penstock.timing.spans import Row
+from penstock.timing.timeline import Timeline
 
 Ints = npt.NDArray[np.int32]
 Codes = npt.NDArray[np.int8]

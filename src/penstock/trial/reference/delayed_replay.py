@@ -1,4 +1,4 @@
-"""The proof's other half where weights have versions: the same stream, one microbatch at a time.
+"""What an asynchronous plan is proven against: the same stream, one microbatch at a time.
 
 One process goes through the microbatches in order, forward and backward through all stages, with
 exactly the weights that ``penstock.versions`` says each pass reads. All versions of a stream are
@@ -45,11 +45,9 @@ class Read(NamedTuple):
     """What one microbatch read at one stage. All numbers count from 0 in each stream.
 
     Attributes:
-        stage: where.
-        microbatch: which.
-        forward_version: of the weights that its forward read.
-        backward_version: of those that its backward read.
-        update: which update of the stage applied its gradient; it makes version ``update + 1``.
+        forward_version: the version of the weights that its forward read.
+        backward_version: the version that its backward read.
+        update: the update of the stage that applied its gradient; it makes version ``update + 1``.
     """
 
     stage: int
@@ -74,18 +72,18 @@ class DelayedReplay:
         num_microbatches: per minibatch; fewer where a minibatch has fewer rows.
         loss: from (output, targets) of a microbatch to a scalar.
         optimizer: makes the optimizer of a stage; called once for each stage with parameters.
-        replicas: of each stage; one of each by default. Where each microbatch is an update, the
+        replicas: copies of each stage, by default one. Where each microbatch is an update, the
             gradients of r replicas are averaged, and all learning rates of the stage are r times
             what the factory gave; if the loss is a sum, they are summed, and rates stay.
         lr_scheduler: makes the scheduler of an optimizer; stepped after each update of its stage.
         clip_stage_norm: the most that the norm of one stage's gradients may be at an update.
-        seed: of dropout; a pipeline with the same seed draws the same. Default: torch's.
+        seed: seeds dropout; a pipeline with the same seed draws the same. Default: torch's.
         reduction: ``"mean"`` or ``"sum"``: what the loss does over its rows.
         weight: how many terms of the mean the targets of a microbatch hold; default: rows.
 
     Attributes:
-        reads: of the last stream, by microbatch and then by stage; PipeMare's synchronous
-            minibatches are not part of it.
+        reads: what was read in the last stream, by microbatch and then by stage; PipeMare's
+            synchronous minibatches are not part of it.
 
     Raises:
         InputError: cuts or replicas that do not fit the model or each other, or a policy that
@@ -190,7 +188,7 @@ class DelayedReplay:
         return losses
 
     def _microbatch(self, k: int, part: _Part, account: _Account) -> Tensor | None:
-        """Forward, backward, and the updates that are then due; its share of the loss."""
+        """Run forward, backward, and the updates that are then due; give its share of the loss."""
         reads = [account.read(number, k) for number in range(len(self._stages))]
         pairs = list(zip(self._stages, reads, strict=True))
         copies = [stage.copies(account.policy, read.forward_version) for stage, read in pairs]
@@ -224,7 +222,7 @@ class DelayedReplay:
 
 
 class _Part(NamedTuple):
-    """A microbatch: its number within the minibatch, and what share it has of its loss."""
+    """A microbatch: its number in the minibatch, its data, and its share of the loss."""
 
     number: int
     inputs: Any
@@ -233,7 +231,7 @@ class _Part(NamedTuple):
 
 
 class _Account:
-    """Which versions the passes of one stream read, and when its stages update."""
+    """Says which versions the passes of one stream read, and when its stages update."""
 
     def __init__(self, policy: Policy, replicas: tuple[int, ...], ends: tuple[int, ...]) -> None:
         self.policy = policy
@@ -243,7 +241,7 @@ class _Account:
         self._rounds = Rounds(replicas, ends if self.by_minibatch else None)
 
     def read(self, stage: int, k: int) -> Read:
-        """What microbatch k reads at a stage."""
+        """The versions that microbatch ``k`` reads at a stage."""
         round_ = self._rounds.of(stage, k)
         match self.policy:
             case Flush():
@@ -258,7 +256,7 @@ class _Account:
         return Read(stage, k, forward, round_ if unstashed else forward, round_)
 
     def _newest(self, stage: int, k: int) -> int:
-        """Updates that a pipeline has made at a stage when the forward of microbatch k runs there.
+        """How many updates a stage has made when the forward of microbatch ``k`` runs there.
 
         Its replica takes every r-th microbatch. Before its forward of the j-th of them, from 0, it
         ran the backwards of the first j − W, where W is its warm-up.
@@ -275,7 +273,7 @@ class _Account:
         )
 
     def completes_round(self, stage: int, k: int) -> bool:
-        """Whether a stage updates after microbatch k; at the end of the stream, it always does."""
+        """Whether a stage updates after microbatch ``k``, as it always does at the stream's end."""
         return k + 1 == self._ends[-1] or self._rounds.of(stage, k) < self._rounds.of(stage, k + 1)
 
 

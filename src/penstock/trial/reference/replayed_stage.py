@@ -23,12 +23,12 @@ Tensors = dict[str, Tensor]
 
 
 class _Version(NamedTuple):
-    """A stage after some update; all by name of the parameter.
+    """What a stage was after some update; each dictionary has the parameters' names as keys.
 
     Attributes:
-        weights: of the stage.
+        weights: the stage's weights.
         drift: PipeMare's δ.
-        optimizer: what it keeps of the parameter, and the settings of its group.
+        optimizer: the optimizer's state of each parameter, and the settings of its group.
     """
 
     weights: Tensors
@@ -57,7 +57,7 @@ class ReplayedStage(nn.Module):
         self._places = _places(self)
         self._optimizer: torch.optim.Optimizer | None = None
         self._scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
-        self._drift = {name: torch.zeros_like(one) for name, one in self._newest().items()}
+        self._drift = {name: torch.zeros_like(weight) for name, weight in self._newest().items()}
         self._asynchronous_updates = 0
         self._versions: list[_Version] = []
         self._gradients: list[tuple[int, Mapping[str, Tensor | None]]] = []
@@ -93,20 +93,20 @@ class ReplayedStage(nn.Module):
     def run(
         self, copies: Tensors, value: Any, skips: dict[str, Skip], draw: Callable[..., Any]
     ) -> Any:
-        """All layers, with copies in the place of the model's weights."""
+        """Run all layers with copies in the place of the model's weights."""
         # Told to care for ties itself, torch leaves a copy in a module that stands in two places.
         held = {place: copies[name] for place, name in self._places.items()}
         return functional_call(self, held, (value, skips, draw), tie_weights=False)
 
     def forward(self, value: Any, skips: dict[str, Skip], draw: Callable[..., Any]) -> Any:
-        """All layers, with the weights that they hold."""
+        """Run all layers with the weights that they hold."""
         for index, layer in self._layers:
             run = partial(run_layer, layer, skips=skips)
             value = draw(index, layer.module.training, run, value)
         return value
 
     def begin(self) -> None:
-        """A new stream: what the weights are now is version 0."""
+        """Begin a new stream: what the weights are now is version 0."""
         self._versions = [self._snapshot()]
 
     def _newest(self) -> Tensors:
@@ -126,34 +126,32 @@ class ReplayedStage(nn.Module):
         return _Version(self._newest(), self._drift, kept)
 
     def copies(self, policy: Policy, version: int) -> Tensors:
-        """What a forward of this version reads, as leaves of a graph of its own."""
-        found = self._versions[version]
-        weights = found.weights
+        """The weights that a forward of this version reads, as leaves of a graph of its own."""
+        then = self._versions[version]
+        weights = then.weights
         if isinstance(policy, Predict):
-            weights = _foreseen(found, policy.forward_steps(self._place))
+            weights = _foreseen(then, policy.forward_steps(self._place))
         return {
             name: nn.Parameter(weights[name].clone(), requires_grad=parameter.requires_grad)
             for name, parameter in self._own.items()
         }
 
     def backward_weights(self, policy: Policy, version: int) -> Tensors:
-        """What a backward of this version reads."""
-        found = self._versions[version]
+        """The weights that a backward of this version reads."""
+        then = self._versions[version]
         if isinstance(policy, Predict):
-            return _foreseen(found, policy.backward_steps(self._place))
+            return _foreseen(then, policy.backward_steps(self._place))
         if isinstance(policy, PipeMare) and policy.t2 is not None:
             tau = policy.tau(self._place)
-            return {
-                name: weight - tau * found.drift[name] for name, weight in found.weights.items()
-            }
-        return found.weights
+            return {name: weight - tau * then.drift[name] for name, weight in then.weights.items()}
+        return then.weights
 
     def gather(self, microbatch: int, gradients: Mapping[str, Tensor | None]) -> None:
         """Keep the gradients of a microbatch until the update."""
         self._gradients.append((microbatch % self._replicas, gradients))
 
     def update(self, policy: Policy, averages: bool, clip_norm: float | None) -> None:
-        """Apply what was gathered; there is one more version."""
+        """Apply the gathered gradients, which makes one more version."""
         for name, parameter in self._own.items():
             total = _sum(self._of_replica(replica, name) for replica in range(self._replicas))
             if total is not None and averages:
@@ -171,7 +169,7 @@ class ReplayedStage(nn.Module):
         self._versions.append(self._snapshot())
 
     def _of_replica(self, replica: int, name: str) -> Tensor | None:
-        return _sum(found[name] for owner, found in self._gradients if owner == replica)
+        return _sum(own[name] for owner, own in self._gradients if owner == replica)
 
     def _step(self, optimizer: torch.optim.Optimizer, policy: Policy) -> None:
         rates = [group["lr"] for group in optimizer.param_groups]
@@ -197,7 +195,7 @@ class ReplayedStage(nn.Module):
 
 
 def _places(stage: nn.Module) -> dict[str, str]:
-    """Every place in which some module holds a parameter, and the parameter's name."""
+    """The name of the parameter at every place in which some module holds one."""
     names = {id(parameter): name for name, parameter in stage.named_parameters()}
     return {
         f"{prefix}.{name}": names[id(parameter)]
@@ -208,12 +206,12 @@ def _places(stage: nn.Module) -> dict[str, str]:
 
 def _foreseen(version: _Version, steps: int) -> Tensors:
     """w − σ·lr·direction, with the optimizer as it was at that version."""
-    found = dict(version.weights)
+    weights = dict(version.weights)
     for name, kept in version.optimizer.items():
-        direction = _direction(found[name], kept)
+        direction = _direction(weights[name], kept)
         if direction is not None and steps:
-            found[name] = found[name] - steps * float(kept["lr"]) * direction
-    return found
+            weights[name] = weights[name] - steps * float(kept["lr"]) * direction
+    return weights
 
 
 def _direction(weight: Tensor, kept: dict[str, Any]) -> Tensor | None:

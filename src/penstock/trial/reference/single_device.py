@@ -1,7 +1,8 @@
-"""The proof's other half: the same steps on one device, with no pipeline code.
+"""What a synchronous plan is proven against: the same steps on one device.
 
-A plain loop over microbatches and layers. It shares with the pipeline only how a minibatch is cut
-and where dropout draws, so that an equal result says something about everything else.
+It is a plain loop over microbatches and layers without pipeline code. It shares with the pipeline
+only how a minibatch is cut and where dropout draws, so that an equal result says something about
+everything else.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class SingleDevice:
         num_microbatches: per minibatch.
         loss: from (output, targets) of a microbatch to a scalar.
         optimizer: makes an optimizer of parameters, or ``None`` to only accumulate gradients.
-        seed: of dropout; a pipeline with the same seed draws the same.
+        seed: seeds dropout; a pipeline with the same seed draws the same.
         reduction: ``"mean"`` or ``"sum"``: what the loss does over its rows.
         weight: how many terms of the mean the targets of a microbatch hold; default: rows.
     """
@@ -54,7 +55,7 @@ class SingleDevice:
         self._step = 0
 
     def step(self, inputs: Any, targets: Any) -> Tensor:
-        """One minibatch: forward, backward, and the optimizer's step. Returns its loss."""
+        """Train on one minibatch: forward, backward, and the optimizer's step; returns the loss."""
         count = min(self._num_microbatches, microbatches.num_rows(inputs, "inputs"))
         parts = microbatches.split(targets, count)
         weights = self._weighting.of(parts)
@@ -75,7 +76,7 @@ class SingleDevice:
         return total
 
     def evaluate(self, inputs: Any) -> Any:
-        """Forward only, on all rows at once, in evaluation mode and without gradients."""
+        """Run forward only, on all rows at once, in evaluation mode and without gradients."""
         layers = (layer.module for layer in self._layers)
         with evaluation_mode(self._model, *layers), torch.no_grad():
             return self._forward(inputs, 0)

@@ -1,0 +1,78 @@
+"""The file of a timeline: a list of spans, and which versions of the weights they read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from penstock.errors import FileError, InputError
+from penstock.schedule.op import Op
+from penstock.timing.spans import NO_VERSION, Source, Span, version_of
+from penstock.values import MOST_AMOUNT, amount, expect, refused_as, whole
+
+_MOST_STAGES = 1_000_000
+
+
+class TimelineFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """What stands in the file; spans are (op, rank, start, end).
+
+    Attributes:
+        versions: one per span, −1 where it reads none; left out where none are known.
+    """
+
+    name: str
+    source: Source
+    num_ranks: int
+    spans: list[tuple[str, int, float, float]]
+    versions: list[int] | None = None
+
+
+def encode(
+    spans: Sequence[Span], num_ranks: int, name: str, source: Source, *, with_versions: bool
+) -> str:
+    """A timeline as JSON."""
+    rows = [(str(span.op), span.rank, span.start, span.end) for span in spans]
+    versions = list(map(version_of, spans)) if with_versions else None
+    return msgspec.json.encode(TimelineFile(name, source, num_ranks, rows, versions)).decode()
+
+
+def decode(text: str, where: str) -> tuple[TimelineFile, list[Span]]:
+    """What ``encode`` wrote, and its spans.
+
+    Raises:
+        FileError: it is something else; ``where`` is named.
+    """
+    expect(text, str | bytes, "the timeline's text", "read it from its file first")
+    with refused_as(f"{where} is not a timeline"):
+        file = msgspec.json.decode(text, type=TimelineFile)
+        spans = [Span(Op.parse(op), rank, start, end) for op, rank, start, end in file.spans]
+        _check_spans(spans, whole("num_ranks", file.num_ranks, 0, _MOST_STAGES))
+    if file.versions is not None:
+        spans = _versioned(spans, file.versions, where)
+    return file, spans
+
+
+def _check_spans(spans: Iterable[Span], num_ranks: int) -> None:
+    """Raise ``InputError`` for a span on no rank, of no stage that can be, or at no time."""
+    for op, rank, start, end, _ in spans:
+        if not 0 <= rank < num_ranks:
+            raise InputError(f"{op} is on rank {rank}, but num_ranks is {num_ranks}")
+        whole(f"{op}: its stage", op.stage, 0, _MOST_STAGES)
+        if not -MOST_AMOUNT <= start <= end <= MOST_AMOUNT:
+            raise InputError(
+                f"{op} starts at {start} and ends at {end}; give the earlier one first"
+            )
+        amount(f"{op}: how long it takes", end - start, most=2 * MOST_AMOUNT)
+
+
+def _versioned(spans: list[Span], versions: list[int], where: str) -> list[Span]:
+    if len(versions) != len(spans):
+        raise FileError(f"{where} has {len(spans)} spans, but {len(versions)} versions")
+    wrong = next((version for version in versions if version < NO_VERSION), None)
+    if wrong is not None:
+        raise FileError(f"{where}: a version is {wrong}, but must be ≥ 0, or −1 for none")
+    return [
+        span if version == NO_VERSION else span._replace(version=version)
+        for span, version in zip(spans, versions, strict=True)
+    ]
