@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.kit.launch import forked
 
 JOB = Path(__file__).parent / "jobs" / "weights.py"
 
 
-def test_weights_that_others_have_trained_are_gathered_or_warned_of():
-    job = forked(JOB, 2, "shared-memory")
+@pytest.mark.parametrize("transport", ["shared-memory", "process-group"])
+def test_weights_that_others_have_trained_are_gathered_or_warned_of(transport):
+    job = forked(JOB, 2, transport)
     assert set(job.reports) == {0, 1}, job.output
     for rank, report in job.reports.items():
         assert report["whole"] == []

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from penstock.errors import InputError, ModelError
 from penstock.model import microbatches, tree
 from penstock.model.spine import run_spine
-from penstock.tracing.flow import Flow, must_follow
+from penstock.tracing.flow import ValueFlow, must_follow
 from penstock.tracing.graphs import Dynamic, Given, Traced, spread, trace
 from penstock.tracing.layers import (
     Borders,
@@ -58,10 +58,10 @@ class _Trace:
         """The names of the layers."""
         return [segment.name for segment in self.segments[True]]
 
-    def flow(self, training: bool, order: Sequence[int]) -> Flow:
+    def flow(self, training: bool, order: Sequence[int]) -> ValueFlow:
         """What passes between the layers if they run in an order."""
         segments = self.segments[training]
-        return Flow(self.traced[training], [segments[index] for index in order])
+        return ValueFlow(self.traced[training], [segments[index] for index in order])
 
 
 class Captured(nn.Module):

@@ -12,7 +12,7 @@ from penstock.tracing.graphs import Traced
 from penstock.tracing.segments import LayerNodes, base_of, is_number, is_value, overwritten
 
 
-class Flow:
+class ValueFlow:
     """The values that live between the layers of a traced model.
 
     Args:
@@ -80,7 +80,7 @@ class Flow:
         return sorted(set(made))
 
 
-def must_follow(model: nn.Module, flow: Flow) -> list[set[int]]:
+def must_follow(model: nn.Module, flow: ValueFlow) -> list[set[int]]:
     """For each layer, the indices of those that have to run before it.
 
     Besides data, what overwrites a value or moves statistics keeps its order.

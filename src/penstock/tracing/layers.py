@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from penstock.errors import InputError
 from penstock.model import tree
-from penstock.tracing.flow import Flow
+from penstock.tracing.flow import ValueFlow
 from penstock.tracing.graphs import Traced, spread
 
 
@@ -52,7 +52,7 @@ class LayerProgram:
         return self  # never changes, and its function belongs to no layer
 
 
-def program_of(traced: Traced, flow: Flow, index: int) -> LayerProgram:
+def program_of(traced: Traced, flow: ValueFlow, index: int) -> LayerProgram:
     """Make the program of the layer at an index of a flow."""
     last = index == len(flow.segments) - 1
     names = [segment.name for segment in flow.segments]
@@ -84,7 +84,9 @@ def program_of(traced: Traced, flow: Flow, index: int) -> LayerProgram:
     )
 
 
-def _graph(flow: Flow, index: int, given: Sequence[fx.Node], wanted: Sequence[Any]) -> fx.Graph:
+def _graph(
+    flow: ValueFlow, index: int, given: Sequence[fx.Node], wanted: Sequence[Any]
+) -> fx.Graph:
     graph = fx.Graph()
     ours: dict[fx.Node, fx.Node] = {}
     for position, value in enumerate(given):

@@ -149,5 +149,6 @@ def _with_sample(graph: LayerGraph, bench: Bench, sample: Sample) -> LayerGraph:
 
 def _shared(model: nn.Module, layers: Sequence[NamedLayer]) -> dict[str, nn.Parameter]:
     """Parameters that several layers hold, by their name in the model."""
-    holders = Counter(id(one) for layer in layers for one in {*layer.module.parameters()})
-    return {name: one for name, one in model.named_parameters() if holders[id(one)] > 1}
+    holders = Counter(id(weight) for layer in layers for weight in {*layer.module.parameters()})
+    named = model.named_parameters()
+    return {name: weight for name, weight in named if holders[id(weight)] > 1}

@@ -49,7 +49,7 @@ def measure_updates(
     trained = [_trained(layer) for layer in layers]
     if optimizer is None:
         return [
-            Update(0.0, _ASSUMED_STATE_PER_PARAMETER * num_bytes([one for _, one in own]))
+            Update(0.0, _ASSUMED_STATE_PER_PARAMETER * num_bytes([weight for _, weight in own]))
             for own in trained
         ]
     refusals: list[InputError] = []
@@ -79,7 +79,7 @@ def _groups(trained: Iterable[_Named]) -> Iterator[list[_Named]]:
     group: list[_Named] = []
     for own in trained:
         group.append(own)
-        if num_bytes([one for named in group for _, one in named]) >= _BEYOND_CACHES:
+        if num_bytes([weight for named in group for _, weight in named]) >= _BEYOND_CACHES:
             yield group
             group = []
     yield group

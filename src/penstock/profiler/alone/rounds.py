@@ -178,10 +178,10 @@ def times_of(
     )
     again = net(rounds.again, overheads.forward)
     spreads = _spreads(rounds.whole)
-    by_forward = _scale(forward, [one.forward[0] - overheads.forward.base for one in rounds.uncut])
-    by_backward = _scale(
-        backward, [one.backward[0] - overheads.backward.base for one in rounds.uncut]
-    )
+    uncut_forward = [times.forward[0] - overheads.forward.base for times in rounds.uncut]
+    uncut_backward = [times.backward[0] - overheads.backward.base for times in rounds.uncut]
+    by_forward = _scale(forward, uncut_forward)
+    by_backward = _scale(backward, uncut_backward)
     layer_times = []
     for index, learns in enumerate(trains):
         prepared, inputs, weights = (part[index] for part in split)
