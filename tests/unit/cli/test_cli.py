@@ -373,3 +373,11 @@ def test_ops_of_a_csv_read_the_weights_of_before_the_flush(tmp_path):
     path = tmp_path / "own.csv"
     path.write_text("0F0,0F1,0B0,0B1\n")
     assert "reads  │ 0 0 0   0  │" in run("draw", str(path), "--versions")
+
+
+def test_the_package_itself_is_the_command_line():
+    told = subprocess.run(
+        [sys.executable, "-m", "penstock", "schedules", "1f1b"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "1f1b" in told.stdout
