@@ -9,7 +9,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-settings.register_profile("penstock", deadline=None, print_blob=True)
+from tests.kit.examples import examples
+
+settings.register_profile("penstock", examples(50), print_blob=True)
 settings.load_profile("penstock")
 
 

@@ -6,13 +6,23 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.examples import more
 from tests.kit.launch import forked
 
 JOB = Path(__file__).parent / "jobs" / "asynchronous.py"
 
 
-@pytest.mark.parametrize("transport", ["shared-memory", "process-group"])
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("num_ranks", "transport"),
+    [
+        (2, "shared-memory"),
+        (3, "shared-memory"),
+        (3, "process-group"),
+        more(2, "process-group"),
+        more(4, "shared-memory"),
+        more(4, "process-group"),
+    ],
+)
 def test_processes_train_as_the_replay_says(num_ranks, transport):
     job = forked(JOB, num_ranks, transport)
     assert job.returncode == 0, job.output

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.jobs.failure import LONG_SECONDS
+from tests.kit.examples import more
 from tests.kit.launch import forked, torchrun
 
 JOBS = Path(__file__).parent / "jobs"
@@ -22,7 +23,8 @@ def failing_job(how, victim, transport, launch=forked):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
-    ("num_ranks", "launch"), [(1, forked), (2, torchrun), (3, forked), (4, forked)]
+    ("num_ranks", "launch"),
+    [(1, forked), (2, torchrun), (3, forked), more(4, forked)],
 )
 def test_training_equals_one_device_to_the_bit(num_ranks, launch, transport):
     job = launch(JOBS / "equality.py", num_ranks, transport)

@@ -32,7 +32,7 @@ CAUSES = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def reports(tmp_path_factory):
     """What every rank of every job tells; the jobs run at the same time."""
     folder = tmp_path_factory.mktemp("start-up")

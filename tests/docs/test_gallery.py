@@ -22,7 +22,11 @@ from tests.kit.streams import plan_for
 FOLDERS = ("schedules", "versions")
 
 
-@pytest.fixture(scope="module")
+# What they share takes long to make: one worker makes it.
+pytestmark = pytest.mark.xdist_group("gallery")
+
+
+@pytest.fixture(scope="session")
 def modules():
     """What writes the pages."""
     with pytest.MonkeyPatch.context() as patch:
@@ -30,7 +34,7 @@ def modules():
         yield {name: importlib.import_module(name) for name in ("make", "policies", "defined")}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def written(tmp_path_factory, modules):
     target = tmp_path_factory.mktemp("docs")
     modules["make"].main(target)

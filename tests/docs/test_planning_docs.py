@@ -28,7 +28,11 @@ def commands() -> list[tuple[list[str], list[str]]]:
     return found
 
 
-@pytest.fixture(scope="module")
+# What they share takes long to make: one worker makes it.
+pytestmark = pytest.mark.xdist_group("planning page")
+
+
+@pytest.fixture(scope="session")
 def results(tmp_path_factory):
     """Exit code and output of every command, by its words, run one after another.
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import penstock as pk
 from penstock.demo import gpt
 from penstock.trial.reference.single_device import SingleDevice
+from tests.kit.examples import more
 from tests.kit.helpers import make_plan, same_order_families
 from tests.kit.one_device import assert_same, same
 from tests.kit.tiny_models import conv_batch, gpt_batch, make_conv_net, make_gpt
@@ -62,7 +63,7 @@ def train(case, schedule):
     assert_same(model, theirs, tolerance)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, more(4)])
 @pytest.mark.parametrize("schedule", same_order_families())
 def test_a_gpt_trains_as_on_one_device(schedule, num_ranks):
     train(Case(make_gpt, gpt.loss, gpt_batch, num_ranks), schedule)

@@ -11,6 +11,7 @@ from penstock import versions
 from penstock.errors import InputError, ModelError, StageError
 from penstock.trial.reference.delayed_replay import DelayedReplay
 from penstock.trial.reference.single_device import SingleDevice
+from tests.kit.examples import more
 from tests.kit.streams import batches, cuts_of, layered_model, plan_for
 from tests.numerics.test_asynchronous import (
     OPTIMIZERS,
@@ -141,9 +142,9 @@ def stays_bounded(num_stages, rate, policy):
     ("delay", "policy"),
     [
         (0, versions.Stash()),
-        (1, versions.Stash()),
+        more(1, versions.Stash()),
         (1, versions.VerticalSync()),
-        (2, versions.VerticalSync()),
+        more(2, versions.VerticalSync()),
         (3, versions.Stash()),
     ],
 )

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import penstock as pk
 from penstock.model.spine import spine_fingerprint, spine_of
+from penstock.plans import StagePlan
 from penstock.schedule import families
 from tests.kit.helpers import make_plan
 from tests.oracles import nets, plain_replay
@@ -147,7 +148,7 @@ def _late_plan(net, policy, case):
     schedule = "pipedream-2bw" if case.policy == "2bw" else "pipedream"
     assert schedule in families.names()
     stages = tuple(
-        pk.planner.StagePlan(layers=tuple(names[first:last]), rank=rank)
+        StagePlan(layers=tuple(names[first:last]), rank=rank)
         for rank, (first, last) in enumerate(itertools.pairwise(borders))
     )
     return pk.Plan(

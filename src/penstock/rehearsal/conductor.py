@@ -13,7 +13,7 @@ from penstock.rehearsal.rank import Failure
 from penstock.rehearsal.reports import StepTimes
 
 _LEAD_SECONDS, _LEAD_PER_RANK_SECONDS = 5e-3, 0.5e-3
-_GRACE_SECONDS = 0.5
+_GRACE_SECONDS = 5.0
 
 
 class Conductor:
@@ -91,7 +91,8 @@ class Conductor:
             if death := self._death():
                 return RunError(f"{death} {when} of the rehearsal")
             remaining = end - time.monotonic()
-            if failures and (remaining <= 0 or len(answers) == len(self._channels)):
+            # All may have said that another has gone, before it is known how that one ended.
+            if failures and remaining <= 0:
                 return _error(failures[0])
             self._listen(answers, max(remaining, 0.01))
 

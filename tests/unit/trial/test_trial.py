@@ -16,7 +16,7 @@ from tests.kit.helpers import make_mlp, make_plan
 from tests.kit.small_workload import workload
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def trial():
     return run_trial(workload(), make_plan(make_mlp(), 2, 4), 12, evaluate_every=4)
 
