@@ -124,7 +124,8 @@ def test_a_shaped_rate_is_found_again(tmp_path):
     assert len(cluster.devices) == 3
     assert all(device.memory_bytes for device in cluster.devices)  # a host each
     assert not cluster.groups
-    assert cluster.link.bytes_per_second == pytest.approx(50e6 / 8, rel=0.1)
+    # A token bucket lets a burst through, and of short messages it is a larger part.
+    assert cluster.link.bytes_per_second == pytest.approx(50e6 / 8, rel=0.25)
 
 
 @shaped
