@@ -20,12 +20,12 @@ def least_step_seconds(
     share = 1 / setting.schedule.num_slices
     way_in = _way([share * stage.forward_seconds + stage.hop_seconds for stage in stages])
     way_back = _way([share * stage.backward_input_seconds + stage.hop_seconds for stage in stages])
-    returns = setting.is_single and not setting.splits_backward
+    returns = setting.is_single and not setting.schedule.splits_backward
     bounds = []
     for own in setting.schedule.stages_of:
         shares = (ceil(num_microbatches / setting.replicas_of(stage)) for stage in own)
         work = sum(
-            share * busy_seconds(stages[stage]) for share, stage in zip(shares, own, strict=True)
+            share * stages[stage].busy_seconds for share, stage in zip(shares, own, strict=True)
         )
         updates = sum(stages[stage].update_seconds for stage in own)
         first = own[0]
@@ -42,7 +42,7 @@ def least_steady_seconds(
     link."""
     replicas = [setting.replicas_of(index) for index in range(len(stages))]
     ranks = (
-        num_microbatches * busy_seconds(stage) / own
+        num_microbatches * stage.busy_seconds / own
         for stage, own in zip(stages, replicas, strict=True)
     )
     # Microbatches take turns on the pairs of replicas at the ends of a cut.
@@ -51,12 +51,6 @@ def least_steady_seconds(
         for stage, ends in zip(stages, pairwise(replicas), strict=False)
     )
     return max(*ranks, *links, 0.0)
-
-
-def busy_seconds(stage: StagePlan) -> float:
-    """What a microbatch takes on one of a stage's ranks."""
-    again = stage.again_seconds if stage.recompute != "none" else 0.0
-    return stage.compute_seconds + again
 
 
 def _way(seconds: Sequence[float]) -> list[float]:

@@ -42,7 +42,7 @@ class Pricing:
         def seconds(name: str) -> float:
             return pace.passes * task.sum(name, start, stop)
 
-        prepares = seconds("split_forward_seconds") if setting.splits_backward else 0.0
+        prepares = seconds("split_forward_seconds") if setting.schedule.splits_backward else 0.0
         rank = setting.ranks_of[index][0]
         return StagePlan(
             layers=tuple(layer.name for layer in layers),

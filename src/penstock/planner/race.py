@@ -166,7 +166,7 @@ def _modesty(one: Candidate) -> tuple[float, ...]:
         sum(one.rank_bytes),
         setting.num_ranks,
         setting.num_stages,
-        setting.splits_backward,
+        setting.schedule.splits_backward,
         one.peak,
         one.seconds,
     )

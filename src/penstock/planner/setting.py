@@ -15,7 +15,7 @@ from penstock.planner.moments import Moments, moments_of
 from penstock.planner.task import Task
 from penstock.plans.orders import stand_in
 from penstock.plans.stage_plan import Recompute
-from penstock.schedule import Kind, Schedule, families
+from penstock.schedule import Schedule, families
 from penstock.schedule.lower import add_recompute
 from penstock.schedule.memory import Load, loads, peak_activations
 from penstock.versions import Flush, Policy, place_of, weight_copies
@@ -95,17 +95,12 @@ class Setting:
         """Whether every rank has one stage."""
         return all(len(own) == 1 for own in self.schedule.stages_of)
 
-    @cached_property
-    def splits_backward(self) -> bool:
-        """Whether backwards come in two halves."""
-        return any(op[1] is Kind.BACKWARD_INPUT for ops in self.schedule.ranks for op in ops)
-
     @property
     def mode(self) -> Mode:
         """How its ranks work."""
         if self.versions.asynchronous:
             return "stream"
-        return "split" if self.splits_backward else "whole"
+        return "split" if self.schedule.splits_backward else "whole"
 
     def stream(self, num_microbatches: int) -> Schedule:
         """The schedule for so many microbatches."""

@@ -71,7 +71,7 @@ def _group(plan: Plan, ranks: Sequence[int]) -> pictured.RankGroup:
 
 def _heading(plan: Plan, index: int, ranks: Sequence[int]) -> pictured.Heading:
     stage = plan.stages[index]
-    times = _parts(stage, plan.prediction.splits_backward)
+    times = _parts(stage, plan.placement.splits_backward)
     remarks = [f"{kind.value} {format_seconds(length)}" for kind, length in times if length]
     if len(ranks) > 1:
         remarks.append(f"{len(ranks)} replicas in turns")
@@ -119,7 +119,7 @@ def _rank(plan: Plan, rank: int) -> pictured.RankRow:
 
 def _block(plan: Plan, index: int, shade: int) -> pictured.Block:
     stage, copies = plan.stages[index], plan.placement.copies[index]
-    times = _parts(stage, plan.prediction.splits_backward)
+    times = _parts(stage, plan.placement.splits_backward)
     parts = [(kind, length / copies) for kind, length in times]
     updates = plan.updates_per_minibatch[index] / plan.num_microbatches
     parts.append((Kind.UPDATE, stage.update_seconds * updates))

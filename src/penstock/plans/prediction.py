@@ -9,7 +9,7 @@ from math import ceil
 
 from penstock.plans.stage_plan import StagePlan, bytes_of_ranks, costs_of
 from penstock.plans.steady import steady_seconds, stream_of
-from penstock.schedule import Kind, Schedule
+from penstock.schedule import Schedule
 from penstock.schedule.lower import add_update
 from penstock.timing.costs import Costs
 from penstock.timing.simulator import simulate
@@ -87,10 +87,7 @@ class Prediction:
     @cached_property
     def work_seconds(self) -> float:
         """Seconds that all ranks together work for a minibatch, updates included."""
-        compute = sum(
-            stage.compute_seconds + (stage.again_seconds if stage.recompute != "none" else 0.0)
-            for stage in self.stages
-        )
+        compute = sum(stage.busy_seconds for stage in self.stages)
         parts = zip(self.stages, self.updates_per_minibatch, self.replicas, strict=True)
         updates = sum(stage.update_seconds * count * ranks for stage, count, ranks in parts)
         return self.num_microbatches * compute + updates
@@ -106,11 +103,6 @@ class Prediction:
     def rank_bytes(self) -> tuple[int, ...]:
         """Bytes of memory that each rank needs at its worst moment."""
         return bytes_of_ranks(self.stages, self.placement)
-
-    @cached_property
-    def splits_backward(self) -> bool:
-        """Whether backwards come in two halves."""
-        return any(op.kind is Kind.BACKWARD_INPUT for op in self.placement.where)
 
     @property
     def delay(self) -> float:

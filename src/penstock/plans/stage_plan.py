@@ -104,6 +104,11 @@ class StagePlan(Value, frozen=True, kw_only=True):
         return self.forward_seconds if self.recompute_seconds is None else self.recompute_seconds
 
     @property
+    def busy_seconds(self) -> float:
+        """What a microbatch takes on one of its ranks, with a second forward if there is one."""
+        return self.compute_seconds + (self.again_seconds if self.recompute != "none" else 0.0)
+
+    @property
     def state_bytes(self) -> int:
         """What it needs before the first microbatch comes: weights in all their versions, gradients
         of one, optimizer state, buffers, room to work, and room to sum gradients."""

@@ -93,6 +93,12 @@ class Schedule:
         return len(self.ranks)
 
     @cached_property
+    def splits_backward(self) -> bool:
+        """Whether backwards come in two halves."""
+        # Of millions of ops, plain fields are looked at quickly.
+        return any(op[1] is Kind.BACKWARD_INPUT for ops in self.ranks for op in ops)
+
+    @cached_property
     def num_stages(self) -> int:
         """How many stages the model is cut into."""
         return 1 + self._largest(0, default=-1)
