@@ -14,6 +14,7 @@ from penstock.run.rank.steps import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Checked,
     Freed,
     NewVersion,
     ReceiveGradients,
@@ -38,6 +39,7 @@ from penstock.weights.store import WeightStore
 
 _MOST_PROGRAMS = 64
 _READING_WEIGHTS = COMPUTE | {Kind.RECOMPUTE}
+_CHANGING_WEIGHTS = frozenset({Kind.REDUCE, Kind.AGREE, Kind.UPDATE})
 
 
 class Compiler:
@@ -49,7 +51,7 @@ class Compiler:
         stages: of this rank, by number.
         updater: makes weights of gradients.
         stores: the versions of the stages' weights, where there are several.
-        shared: what forwards must not write.
+        shared: what forwards must not write; looked at before weights change, too.
         observers: look on while stages compute.
         post_validate: whether updates are made on trust.
     """
@@ -94,7 +96,7 @@ class Compiler:
                 return Versioned(op, program.unit(op), step, self._observers, store)
             if self._observers.look_on(op.kind):
                 return Watched(op, program.unit(op), step, self._observers)
-        return step
+        return Checked(op, step, self._shared) if op.kind in _CHANGING_WEIGHTS else step
 
     def _forward(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
         unit = program.unit(op)
@@ -144,15 +146,15 @@ class Compiler:
         return Freed(op)
 
     def _reduce(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
-        return Reduce(op, self._updater, self._shared)
+        return Reduce(op, self._updater)
 
     def _agreement(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
-        return self._agree(op, self._updater, self._shared)
+        return self._agree(op, self._updater)
 
     def _update(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
         if store is not None:
-            return NewVersion(op, self._updater, self._shared, store)
-        return UpdateWeights(op, self._updater, self._shared)
+            return NewVersion(op, self._updater, store)
+        return UpdateWeights(op, self._updater)
 
 
 _Binding = Callable[[Compiler, Op, RankProgram, WeightStore | None], RankStep[Work]]

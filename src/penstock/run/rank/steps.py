@@ -175,10 +175,8 @@ class Reduce:
 
     op: Op
     updater: Updater
-    shared: SharedState
 
     def perform(self, work: Work) -> None:
-        self.shared.check()
         self.updater.sums.hand_in(self.op.stage)
 
 
@@ -188,10 +186,8 @@ class Agree:
 
     op: Op
     updater: Updater
-    shared: SharedState
 
     def perform(self, work: Work) -> None:
-        self.shared.check()
         self.updater.agree()
 
 
@@ -201,10 +197,8 @@ class Settle:
 
     op: Op
     updater: Updater
-    shared: SharedState
 
     def perform(self, work: Work) -> None:
-        self.shared.check()
         # Marks like [5] are the steps of post-validation, which ``updater`` describes.
         if not self.updater.settle():  # [5]
             raise Restart
@@ -218,10 +212,8 @@ class UpdateWeights:
 
     op: Op
     updater: Updater
-    shared: SharedState
 
     def perform(self, work: Work) -> None:
-        self.shared.check()
         self.updater.update(self.op.stage)
 
 
@@ -231,14 +223,25 @@ class NewVersion:
 
     op: Op
     updater: Updater
-    shared: SharedState
     store: WeightStore
 
     def perform(self, work: Work) -> None:
-        self.shared.check()
         with self.store.updating(work.numbered(self.op)) as version:
             self.updater.update(self.op.stage)
         work.versions[self.op] = version
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A step on the way to new weights, before which nothing shared may have been written."""
+
+    op: Op
+    step: RankStep[Work]
+    shared: SharedState
+
+    def perform(self, work: Work) -> None:
+        self.shared.check()
+        self.step.perform(work)
 
 
 @dataclass(frozen=True, slots=True)
