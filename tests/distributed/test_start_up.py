@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.jobs.start_up import CASES, LONG_SECONDS, SOON_SECONDS
-from tests.kit.launch import ENVIRONMENT, ROOT
+from tests.kit.launch import ENVIRONMENT
+from tests.kit.paths import ROOT
 
 pytestmark = [pytest.mark.xdist_group("start-up"), pytest.mark.timeout(600)]
 

@@ -29,7 +29,7 @@ def commands() -> list[tuple[list[str], list[str]]]:
 
 
 # What they share takes long to make: one worker makes it.
-pytestmark = pytest.mark.xdist_group("planning page")
+pytestmark = pytest.mark.xdist_group("planning-page")
 
 
 @pytest.fixture(scope="session")
