@@ -6,7 +6,8 @@ import re
 import runpy
 import sys
 
-from tests.kit.launch import ROOT, torchrun
+from tests.kit.launch import torchrun
+from tests.kit.paths import ROOT
 
 SCRIPT = ROOT / "examples" / "train_lm.py"
 SMALL = ("--steps", "10", "--microbatches", "4", "--width", "40", "--blocks", "3")

@@ -16,7 +16,8 @@ from benchmarks.network.shaped_network import ShapedNetwork
 from penstock import Cluster
 from penstock.cluster import Topology
 from tests.distributed.jobs.measuring import LONG_SECONDS
-from tests.kit.launch import ROOT, forked, torchrun
+from tests.kit.launch import forked, torchrun
+from tests.kit.paths import ROOT
 
 JOB = Path(__file__).parent / "jobs" / "measuring.py"
 MODULE = ("-m", "penstock.cli", "measure-cluster")

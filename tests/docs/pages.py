@@ -10,8 +10,8 @@ from typing import NamedTuple
 from click.testing import CliRunner
 
 from penstock.cli import penstock
+from tests.kit.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 QUICK = {
     "profile": ["--repeats", "1", "--ranks", "0"],
     "train": ["--steps", "1", "--no-compare"],

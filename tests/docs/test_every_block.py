@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from tests.docs.pages import ROOT, blocks_of, run_page
+from tests.docs.pages import blocks_of, run_page
 from tests.kit.helpers import make_plan
+from tests.kit.paths import ROOT
 
 ELSEWHERE = {
     "docs/add-a-schedule.md": "docs/test_docs.py",

@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock import versions
 from penstock.errors import InputError
-from penstock.model.spine import spine_fingerprint, spine_of
+from penstock.model.spine import run_spine, spine_fingerprint, spine_of
 from penstock.plans import Plan, StagePlan
 from penstock.schedule import Schedule, families
 from penstock.schedule.op import COMPUTE
@@ -110,6 +110,20 @@ class Lambda(nn.Module):
 
     def forward(self, value):
         return self.function(value, *self.modules_used)
+
+
+class Net(nn.Module):
+    """Layers one after the other; some may stash and recall skips."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def spine(self):
+        return list(self.layers)
+
+    def forward(self, value):
+        return run_spine(self.spine(), value)
 
 
 def compute_only(schedule: Schedule) -> Schedule:

@@ -19,17 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock.demo.gpt import Block
 from penstock.device.activation_meter import ActivationMeter
 from tests.kit.alive import Alive
-
-
-class Lambda(nn.Module):
-    """A function as a layer."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, value):
-        return self.function(value)
+from tests.kit.helpers import Lambda
 
 
 class Checkpointed(nn.Module):

@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.planning.calls import counting
-from penstock import Cluster, Device, Layer, LayerGraph, Link, plan
+from penstock import Cluster, Device, LayerGraph, Link, plan
 from penstock.cluster import Group
 from penstock.errors import FileError, InputError, ModelError, PlanError
 from penstock.planner.offers import offers
@@ -13,33 +13,7 @@ from penstock.planner.search import plan as search
 from penstock.planner.task import Task
 from penstock.planner.wish import Wish
 from penstock.plans import Plan, StagePlan
-
-KIB = 1024
-
-
-def chain(count=4, seconds=0.01, **fields):
-    sizes = {
-        "activation_bytes": 8 * KIB,
-        "held_input_bytes": 2 * KIB,
-        "weight_kept_bytes": 5 * KIB,
-        "output_bytes": 2 * KIB,
-        "parameter_bytes": KIB,
-    }
-    layers = (
-        Layer(
-            name=f"layer{index}",
-            forward_seconds=seconds,
-            backward_input_seconds=seconds,
-            backward_weight_seconds=seconds,
-            **{**sizes, **fields},
-        )
-        for index in range(count)
-    )
-    return LayerGraph(layers=tuple(layers))
-
-
-def devices(count, **fields):
-    return Cluster(devices=tuple(Device(name=f"d{index}", **fields) for index in range(count)))
+from tests.kit.planning import KIB, chain, devices
 
 
 def layers_of(found):

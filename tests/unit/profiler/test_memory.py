@@ -6,9 +6,10 @@ import torch
 from torch import nn
 
 import penstock as pk
-from penstock.model.spine import run_spine, spine_of
+from penstock.model.spine import spine_of
 from penstock.profiler.alone.chain import runs_of
 from penstock.profiler.alone.workspace import measure_workspaces
+from tests.kit.helpers import Net
 
 ROWS, WIDTH, FLOAT = 8, 16, 4
 VALUE = ROWS * WIDTH * FLOAT
@@ -16,18 +17,6 @@ VALUE = ROWS * WIDTH * FLOAT
 
 def quick(model, inputs, **options):
     return pk.profile(model, inputs, **{"repeats": 1, "ranks": 0, **options})
-
-
-class Net(nn.Module):
-    def __init__(self, *layers):
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def spine(self):
-        return list(self.layers)
-
-    def forward(self, value):
-        return run_spine(self.spine(), value)
 
 
 class Stash(nn.Module):

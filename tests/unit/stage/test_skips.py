@@ -18,6 +18,7 @@ from penstock.model.spine import run_spine, spine_of
 from penstock.profiler import profile
 from penstock.stage.stage import Keep, Stage
 from penstock.trial.reference.single_device import SingleDevice
+from tests.kit.helpers import Net
 
 
 class Plain(nn.Module):
@@ -59,18 +60,6 @@ class Exchange(nn.Module):
 
     def forward(self, value, first):
         return value + first["all"][0], {"again": first}
-
-
-class Net(nn.Module):
-    def __init__(self, *layers):
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def spine(self):
-        return list(self.layers)
-
-    def forward(self, value):
-        return run_spine(self.spine(), value)
 
 
 def u_net():

@@ -16,21 +16,11 @@ from penstock.errors import InputError
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import spine_of
 from penstock.stage.stage import Stage
+from tests.kit.helpers import Lambda
 
 
 def stage_of(*modules, first_layer=1):
     return Stage(1, spine_of(nn.Sequential(*modules)), first_layer, LayerStreams(0))
-
-
-class Lambda(nn.Module):
-    """A function as a layer."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, value):
-        return self.function(value)
 
 
 FIRST_LAYERS = {
