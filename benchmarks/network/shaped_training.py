@@ -107,9 +107,10 @@ class Work(NamedTuple):
         return nn.Sequential(*layers)
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a minibatch."""
+        """Inputs and targets of a minibatch, the same in every process."""
         shape = (self.rows * self.microbatches, self.width)
-        return torch.randn(shape), torch.randn(shape)
+        generator = torch.Generator().manual_seed(1)
+        return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
     def profile(self, rows: int) -> LayerGraph:
         """What the layers take, alone, with microbatches of so many rows."""

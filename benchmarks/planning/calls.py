@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 import penstock as pk
+from benchmarks.planning.planner import DATA
 from penstock.drawing import draw_plan
 from penstock.interop.pipedream_profiles import read_pipedream_graph
 from penstock.plans.explanation import explain
@@ -27,7 +27,7 @@ from penstock.schedule import families
 from penstock.schedule.check import check
 from penstock.timing.simulator import simulate
 
-VGG_16 = Path(__file__).parents[2] / "tests" / "data" / "pipedream" / "vgg16" / "graph.txt"
+VGG_16 = DATA / "vgg16" / "graph.txt"
 COUNTED: dict[str, Callable[..., Any]] = {
     "build": families.build,
     "check": check,

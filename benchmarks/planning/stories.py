@@ -9,13 +9,12 @@ were measured on real machines; what can be compared with them is the trend.
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.planning.planner import short
+from benchmarks.planning.planner import DATA, short
 from penstock.cluster import Cluster, Link
 from penstock.graph import LayerGraph
 from penstock.interop.pipedream_profiles import read_pipedream_graph
@@ -29,8 +28,6 @@ from penstock.partition import (
 )
 from penstock.planner import plan
 from penstock.plans import Plan
-
-DATA = Path(__file__).parents[2] / "tests" / "data" / "pipedream"
 
 PUBLISHED = {
     "resnet50": "data parallel, 1×",
