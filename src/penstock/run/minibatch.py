@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.run.counting import Peak
 from penstock.run.rank.journal import Record
-from penstock.run.seals import Call, Mode, Seal, autocast_codes
+from penstock.run.seals import Call, Mode, Next, Seal, autocast_codes
 from penstock.weights.store import Held
 
 
@@ -105,14 +105,19 @@ def seal_of(minibatch: Minibatch, position: StreamPosition) -> bytes:
     training = step if minibatch.updates else Call.ACCUMULATE
     return Seal(
         training if minibatch.trains else Call.EVALUATE,
-        # A loader that has raised is told of by the rank itself.
-        position.more_follow or position.failure is not None,
+        _behind(position),
         *autocast_codes(minibatch.autocast),
         minibatch.modes if minibatch.trains else Mode.NOT_COMPARED,
         minibatch.num_microbatches,
         minibatch.share,
         *minibatch.digests,
     ).packed()
+
+
+def _behind(position: StreamPosition) -> Next:
+    if position.failure is not None:
+        return Next.LOADER_ERROR
+    return Next.MINIBATCH if position.more_follow else Next.NOTHING
 
 
 @dataclass

@@ -28,7 +28,7 @@ from penstock.transport import Edge, Noted, Transport
 from penstock.transport.base import OnTop
 from penstock.transport.tags import REPORT_TAG, SHARED_TAGS
 
-_FIELDS = struct.Struct("<B?BBIqdQQ")
+_FIELDS = struct.Struct("<BBBBIqdQQ")
 _MOST_SAMPLES = 1024
 _AUTOCAST_DEVICES = "cpu", "cuda"
 _AUTOCAST_DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -64,12 +64,20 @@ class Mode(IntEnum):
     EVALUATION = 2
 
 
+class Next(IntEnum):
+    """What comes behind a minibatch in the same loop."""
+
+    NOTHING = 0
+    MINIBATCH = 1
+    LOADER_ERROR = 2
+
+
 class Seal(NamedTuple):
     """What ranks compare.
 
     Attributes:
         call: which method.
-        goes_on: whether another minibatch follows in the same loop.
+        behind: what comes next, see ``Next``.
         cpu_autocast, cuda_autocast: codes of autocast's dtype; 0 where it is off.
         modes: see ``Mode``.
         num_microbatches: how many there are.
@@ -78,7 +86,7 @@ class Seal(NamedTuple):
     """
 
     call: int
-    goes_on: bool = False
+    behind: int = Next.NOTHING
     cpu_autocast: int = 0
     cuda_autocast: int = 0
     modes: int = Mode.NOT_COMPARED
@@ -258,9 +266,15 @@ def _different_data(own: Seal, other: Seal, mine: int, theirs: int) -> str:
 
 
 def _different_ends(own: Seal, other: Seal, mine: int, theirs: int) -> str:
-    if own.goes_on == other.goes_on:
+    if own.behind == other.behind:
         return ""
-    ends, goes_on = (theirs, mine) if own.goes_on else (mine, theirs)
+    if Next.LOADER_ERROR in (own.behind, other.behind):
+        broken, whole = (mine, theirs) if own.behind == Next.LOADER_ERROR else (theirs, mine)
+        return (
+            f"the loader of rank {broken} has raised an error behind this minibatch (that rank's "
+            f"own error says which), but not that of rank {whole}"
+        )
+    ends, goes_on = (theirs, mine) if own.behind else (mine, theirs)
     if own.call != other.call:
         return (
             f"rank {ends} calls step(), but rank {goes_on} is in a loop over steps() that goes on; "

@@ -7,7 +7,7 @@ import torch
 from penstock.model.microbatches import Weighting
 from penstock.run.cutter import Cutter
 from penstock.run.minibatch import Minibatch, StreamPosition, seal_of
-from penstock.run.seals import Call, Seal
+from penstock.run.seals import Call, Next, Seal
 
 
 def cutter():
@@ -36,7 +36,18 @@ def test_a_loop_says_whether_more_follow():
     assert [position.more_follow for _, position in pairs] == [True, True, False]
     seals = [Seal.unpacked(seal_of(*pair)) for pair in pairs]
     assert {seal.call for seal in seals} == {Call.LOOP}
-    assert [seal.goes_on for seal in seals] == [True, True, False]
+    assert [seal.behind for seal in seals] == [Next.MINIBATCH, Next.MINIBATCH, Next.NOTHING]
+
+
+def test_a_loop_says_that_its_loader_has_raised():
+    rows = torch.zeros(4, 2)
+
+    def loader():
+        yield rows, rows
+        raise ValueError("boom")
+
+    (pair,) = cutter().minibatches(loader(), first_step=0)
+    assert Seal.unpacked(seal_of(*pair)).behind == Next.LOADER_ERROR
 
 
 def test_what_ends_a_stream_has_nothing_to_compare():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.errors import RunError
-from penstock.run.seals import Call, Mode, Seal, autocast_codes, check_alike, modes_of
+from penstock.run.seals import Call, Mode, Next, Seal, autocast_codes, check_alike, modes_of
 from penstock.transport.base import NOTE_BYTES
 
 STEP = Seal(Call.STEP, inputs=5, targets=7)
@@ -64,7 +64,7 @@ def test_what_comes_to_the_same_is_no_difference(other):
              "rank 1 calls state_dict(whole=True), but rank 0 step()"),
         ),
         (
-            {"call": Call.LOOP, "goes_on": True},
+            {"call": Call.LOOP, "behind": Next.MINIBATCH},
             2 * ("rank 0 calls step(), but rank 1 is in a loop over steps() that goes on",),
         ),
     ],
@@ -76,8 +76,15 @@ def test_each_rank_is_told_what_both_do(change, messages):
 
 
 def test_who_ends_a_loop_is_named_to_both():
-    for text in told(LOOP, LOOP._replace(goes_on=True)):
+    for text in told(LOOP, LOOP._replace(behind=Next.MINIBATCH)):
         assert "rank 0 ends its loop with this minibatch, but rank 1 goes on" in text
+
+
+@pytest.mark.parametrize("other", [Next.NOTHING, Next.MINIBATCH])
+def test_whose_loader_has_raised_is_named_to_both(other):
+    for text in told(LOOP._replace(behind=Next.LOADER_ERROR), LOOP._replace(behind=other)):
+        assert "the loader of rank 0 has raised" in text
+        assert "not that of rank 1" in text
 
 
 def test_codes_of_autocast():

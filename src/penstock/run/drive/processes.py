@@ -248,8 +248,8 @@ class ProcessDriver(Driver[ProcessTicket]):
         ]
 
     def _check_alike(self, ticket: ProcessTicket, reports: list[RankReport]) -> None:
-        """Ranks go through the same stream. Seals tell if not, except where a loader has raised,
-        which is told by itself: behind it that rank has drained, and others have not."""
+        """Ranks go through the same stream. Seals tell if not, except behind the last minibatch: a
+        rank that has left its loop drains, with nothing to compare."""
         for rank, (ops, report) in enumerate(zip(ticket.segment.ranks, reports, strict=True)):
             if report.times is not None and len(report.times) != len(ops):
                 raise RunError(
