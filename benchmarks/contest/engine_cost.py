@@ -1,10 +1,11 @@
-"""What the engine costs per microbatch: tiny layers, in threads, many microbatches.
+"""What the engine costs per microbatch: tiny layers, in threads and processes, many microbatches.
 
     python benchmarks/contest/engine_cost.py [--against ../before/src] [--rounds 40]
 
-Each checkout has a process of its own, which stays alive. They take turns, so that other work on
-the machine meets both alike; the one that is not asked waits for a line and costs nothing. Medians
-over rounds, of wall time and of all threads' processor time, which hardly depends on other work.
+Each checkout has processes of its own, which stay alive. They take turns, so that other work on
+the machine meets both alike; those that are not asked wait for a line and cost nothing. Medians
+over rounds, of wall time and of all threads' and ranks' processor time, which hardly depends on
+other work.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +32,8 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "ZB-H1": {"schedule": "zb-h1"},
     "1F1B, memory counted": {"schedule": "1f1b", "options": {"count_memory": True}},
     "PipeDream": {"schedule": "pipedream"},
+    "1F1B, processes": {"schedule": "1f1b"},
+    "ZB-H1, processes": {"schedule": "zb-h1"},
 }
 
 
@@ -72,12 +76,12 @@ def pipeline_of(schedule: str, num_ranks: int = 2, options: Mapping[str, Any] | 
     )
 
 
-def serve() -> None:
+def serve(cases: Sequence[str]) -> None:
     """Perform a round whenever a line with the name of a case comes in."""
     import torch
 
     batch = torch.ones(NUM_MICROBATCHES, 4), torch.zeros(NUM_MICROBATCHES, 4)
-    pipelines = {name: pipeline_of(**case) for name, case in CASES.items()}
+    pipelines = {name: pipeline_of(**CASES[name]) for name in cases}
     for line in sys.stdin:
         processor, wall = time.process_time(), time.perf_counter()
         for _ in pipelines[line.strip()].steps([batch] * NUM_STEPS):
@@ -87,61 +91,92 @@ def serve() -> None:
         sys.stdout.flush()
 
 
-def server(source: Path | None) -> Callable[[str], Turn]:
-    """A process with the ``src`` folder of a checkout, or with what this one imports."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if source is not None:
-        environment["PYTHONPATH"] = str(source.resolve())
-    process = subprocess.Popen(
-        [sys.executable, __file__, "--serve"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    assert process.stdin is not None and process.stdout is not None
-    requests, answers = process.stdin, process.stdout
+class Server:
+    """Processes with the ``src`` folder of a checkout, or with what this one imports.
 
-    def ask(case: str) -> Turn:
-        print(case, file=requests, flush=True)
-        return Turn(*json.loads(answers.readline()))
+    Args:
+        source: the folder.
+        cases: what they are asked for.
+        num_ranks: how many processes; several meet as under torchrun.
+    """
 
-    return ask
+    def __init__(self, source: Path | None, cases: Sequence[str], num_ranks: int) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if source is not None:
+            environment["PYTHONPATH"] = str(source.resolve())
+        if num_ranks > 1:
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+            environment |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--serve", *cases],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment | _rank_of(rank, num_ranks),
+            )
+            for rank in range(num_ranks)
+        ]
+
+    def ask(self, case: str) -> Turn:
+        """One round."""
+        for process in self._processes:
+            print(case, file=process.stdin, flush=True)
+        turns = [Turn(*json.loads(process.stdout.readline())) for process in self._processes]
+        return Turn(max(turn.wall for turn in turns), sum(turn.processor for turn in turns))
+
+
+def _rank_of(rank: int, num_ranks: int) -> dict[str, str]:
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else {}
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def servers_of(
+    sources: Mapping[str, Path | None], cases: Sequence[str]
+) -> Iterator[tuple[str, dict[str, Server]]]:
+    """Every case, with who performs it in each checkout."""
+    for num_ranks in (1, 2):
+        own = [case for case in cases if case.endswith("processes") == (num_ranks == 2)]
+        if own:
+            servers = {name: Server(source, own, num_ranks) for name, source in sources.items()}
+            yield from ((case, servers) for case in own)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--against", type=Path, help="the src folder of another checkout")
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--cases", nargs="+", choices=[*CASES], default=[*CASES], metavar="CASE")
+    parser.add_argument("--serve", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        serve()
+        serve(arguments.serve)
         return
-    servers = {"here": server(None)}
+    sources = {"here": None}
     if arguments.against is not None:
-        servers["there"] = server(arguments.against)
-    for case in CASES:
+        sources["there"] = arguments.against
+    for case, servers in servers_of(sources, arguments.cases):
         turns: dict[str, list[Turn]] = {name: [] for name in servers}
         for number in range(arguments.rounds + 2):
             order = [*servers] if number % 2 else [*reversed(servers)]
             for name in order:
-                turn = servers[name](case)
+                turn = servers[name].ask(case)
                 if number >= 2:  # before, programs are compiled and memory is found
                     turns[name].append(turn)
         shown = [
-            f"{name} {statistics.median(t.wall for t in found):.1f} µs, "
-            f"processor {statistics.median(t.processor for t in found):.1f} µs"
-            for name, found in turns.items()
+            f"{name} {statistics.median(turn.wall for turn in own):.1f} µs, "
+            f"processor {statistics.median(turn.processor for turn in own):.1f} µs"
+            for name, own in turns.items()
         ]
         if len(turns) == 2:
-            here, there = turns.values()
-            wall, processor = (
-                statistics.median(
-                    own[at] / other[at] for own, other in zip(here, there, strict=True)
-                )
-                for at in range(2)
-            )
+            pairs = [*zip(*turns.values(), strict=True)]
+            wall = statistics.median(here.wall / there.wall for here, there in pairs)
+            processor = statistics.median(here.processor / there.processor for here, there in pairs)
             shown.append(f"here / there, median of pairs: {wall:.3f}, processor {processor:.3f}")
         print(f"{case}: {'; '.join(shown)}", flush=True)
 
