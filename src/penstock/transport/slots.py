@@ -5,15 +5,19 @@ dropped, the slot is the sender's again. So there are as many slots as messages 
 or in use at once, and no more. A slot begins with a byte that says whose it is, which both
 processes see: giving a slot back costs neither side a system call.
 
+The receiver's tensors are made once per slot and layout, and last; a message's are aliases of them.
+Whether any of these, or anything made of them, is still in use, the number of users of their memory
+tells. So a message costs neither a new mapping nor a finalizer, which took longer than small
+layers; its slot is given back when the receiver next looks, not at the same moment.
+
 Marks like [3] are the steps of a hand-over, which ``shared_memory`` describes.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
-import weakref
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -72,8 +76,9 @@ class Slot:
         """Write a message, which the receiver must then be told of."""
         if layout is not self._layout:
             self._layout, self._places = layout, packing.places(self._block, layout)
+            packing.write_description(self._bytes, layout)
         # [3] The mark is written last: who sees it finds a whole message.
-        packing.write_header(self._bytes, number, layout, note)
+        packing.write_prefix(self._bytes, number, layout, note)
         packing.write_tensors(self._places, tensors)
         self._idle_steps, self.tag, self.number = 0, tag, number
         self._state[0] = SlotState.WAITING
@@ -158,7 +163,10 @@ class RemoteSlot:
     def __init__(self, memory: mmap.mmap) -> None:
         self._state = memoryview(memory)[:1]
         self._bytes = memoryview(memory)[_BLOCK_START:]
-        self._block: Bytes = np.frombuffer(memory, dtype=np.uint8)
+        self._block: Bytes = np.frombuffer(memory, dtype=np.uint8)[_BLOCK_START:]
+        self._layout: BlockLayout | None = None
+        self._lasting: list[Tensor] = []
+        self._memories: list[_Memory] = []
 
     def prefix(self, edge: Edge) -> Prefix:
         """What the message in it, which came over an edge, begins with.
@@ -176,16 +184,40 @@ class RemoteSlot:
         """Nothing in it will be used."""
         self._state[0] = SlotState.FREE
 
-    def lend(self) -> Bytes:
-        """The block, for one message; when the last tensor in it is dropped it is given back."""
-        block = self._block[_BLOCK_START:]
-        # [7] The tensors made of it keep it alive.
-        # At the end of the process there is no one left to give it to.
-        weakref.finalize(block, _free, self._state, os.getpid()).atexit = False
-        return block
+    def lend(self, edge: Edge, layout: BlockLayout) -> list[Tensor]:
+        """The tensors of the message in it, which lie in the slot; ``is_used`` tells how long.
+
+        Raises:
+            RunError: the slot is smaller than the layout.
+        """
+        if layout is not self._layout:
+            self._lasting = packing.tensors_in(edge, self._block, layout)
+            self._memories = [_Memory.of(tensor) for tensor in self._lasting if tensor.numel()]
+            self._layout = layout
+        return [tensor.detach() for tensor in self._lasting]
+
+    def is_used(self) -> bool:
+        """Whether any tensor of its message is still there, or a view of one."""
+        return any(_users_of(address) > idle_users for address, idle_users in self._memories)
 
 
-def _free(state: memoryview, process: int) -> None:
-    # A forked child drops its copies of the tensors, but its parent still uses them.
-    if os.getpid() == process:
-        state[0] = SlotState.FREE
+class _Memory(NamedTuple):
+    """Memory of a tensor.
+
+    Attributes:
+        address: of what counts its users.
+        idle_users: how many there are if nobody but the slot has it.
+    """
+
+    address: int
+    idle_users: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Memory:
+        """That of a tensor that nobody uses so far."""
+        address = tensor.untyped_storage()._cdata
+        return cls(address, _users_of(address))
+
+
+_users_of = torch._C._storage_Use_Count
+"""Private to torch, whose own CUDA graphs tell by it which memory is free."""
