@@ -71,6 +71,10 @@ class SharedState:
             if shared.is_buffer
         ]
 
+    def watches(self, stage: int) -> bool:
+        """Whether a stage holds anything that others hold."""
+        return bool(self._tensors.get(stage))
+
     @contextmanager
     def unwritten(self, stage: int) -> Iterator[None]:
         """A forward of a stage.

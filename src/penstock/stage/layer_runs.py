@@ -135,6 +135,18 @@ class LayerRuns:
             if carry is None and not layer.stashes and not layer.recalls
         )
 
+    def are_plain(self) -> bool:
+        """Whether the layers need nothing but to be called in turn: none draws, recalls, stashes,
+        carries or prepares to run again."""
+        return (
+            len(self._plain) == len(self._layers)
+            and not self._recompute
+            and all(
+                self._streams.is_quiet(index, layer.module.training)
+                for index, layer in enumerate(self._layers, self._first_layer)
+            )
+        )
+
     def run(
         self, value: Any, skips: dict[str, Skip], where: Where, again: bool
     ) -> tuple[Any, bool]:

@@ -40,7 +40,7 @@ class InputGradients(NamedTuple):
     skips: dict[str, list[Tensor | None]]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class MicrobatchGraph:
     """What one microbatch leaves behind until its backward.
 
@@ -55,9 +55,9 @@ class MicrobatchGraph:
     """
 
     inputs: list[Any]
-    recalled: dict[str, list[Any]]
+    recalled: Mapping[str, list[Any]]
     outputs: list[GradientEdge | None]
-    stashed: dict[str, list[GradientEdge | None]]
+    stashed: Mapping[str, list[GradientEdge | None]]
     drew: bool
     deferral: Deferral | None
     parameters: Sequence[Tensor] = ()
@@ -74,36 +74,42 @@ class MicrobatchGraph:
         Raises:
             InputError: a gradient belongs to a skip that the stage did not stash.
         """
-        unknown = sorted(skip_gradients.keys() - self.stashed.keys())
-        if unknown:
-            raise InputError(
-                f"there are gradients of the skips {unknown}, but the forward gave "
-                f"{sorted(self.stashed)}"
-            )
+        if skip_gradients:
+            unknown = sorted(skip_gradients.keys() - self.stashed.keys())
+            if unknown:
+                raise InputError(
+                    f"there are gradients of the skips {unknown}, but the forward gave "
+                    f"{sorted(self.stashed)}"
+                )
+        starts: list[GradientEdge] = []
+        seeds: list[Tensor] = []
         # One value may have left as several skips and as the output. autograd sums in this order,
         # and without a cut it would sum from the last reader to the first, which is the next layer.
         given = [(self.stashed[key], those) for key, those in skip_gradients.items()]
-        given.append((self.outputs, gradients))
-        pairs = [
-            (edge, gradient)
-            for ends, seeds in given
-            for edge, gradient in zip(ends, seeds, strict=True)
-            if edge is not None and gradient is not None
-        ]
-        before = [parameter for parameter in self.parameters if parameter.grad is None]
-        if pairs:
-            starts, seeds = zip(*pairs, strict=True)
-            refusing = NoDraws() if self.drew else nullcontext()
-            with refusing, self.deferral or nullcontext():
-                torch.autograd.backward(starts, seeds)
-        if self.deferral is not None:
-            self.deferral.settle()
+        for ends, those in (*given, (self.outputs, gradients)):
+            for edge, gradient in zip(ends, those, strict=True):
+                if edge is not None and gradient is not None:
+                    starts.append(edge)
+                    seeds.append(gradient)
+        first = [parameter for parameter in self.parameters if parameter.grad is None]
+        if starts:
+            self._go_back(starts, seeds)
         result = InputGradients(
             _gradients(self.inputs),
             {key: _gradients(leaves) for key, leaves in self.recalled.items()},
         )
-        _keep_apart(before, tree.tensors([gradients, skip_gradients, *result]))
+        if first:
+            _keep_apart(first, tree.tensors([gradients, skip_gradients, *result]))
         return result
+
+    def _go_back(self, starts: Sequence[GradientEdge], seeds: Sequence[Tensor]) -> None:
+        if self.deferral is None and not self.drew:
+            torch.autograd.backward(starts, seeds)
+            return
+        with NoDraws() if self.drew else nullcontext(), self.deferral or nullcontext():
+            torch.autograd.backward(starts, seeds)
+        if self.deferral is not None:
+            self.deferral.settle()
 
 
 def cut(value: Any, wants_gradient: bool) -> tuple[list[Any], Any]:

@@ -50,6 +50,7 @@ from penstock.stage.slices import Relay, slice_name
 __all__ = ["Criterion", "Gradients", "InputGradients", "Keep", "Produced", "Stage"]
 
 K = TypeVar("K")
+_NOTHING = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class Stage:
         self.index = index
         self.layers = tuple(layers)
         self._first_layer = first_layer
+        self._criterion_index = first_layer + len(self.layers)
         self._streams = streams
         self._num_slices = num_slices
         self._layer_runs = LayerRuns(
@@ -148,6 +150,8 @@ class Stage:
             InputError: ``skips`` are not those that the layers recall, a value hides its tensors,
                 or the loss is no number with a gradient.
         """
+        if not skips and self._is_plain(inputs, criterion, keep):
+            return self._forward_plainly(microbatch, inputs, criterion, keep)
         if set(skips) != set(self.recalls):
             raise InputError(
                 f"stage {self.index} recalls {sorted(self.recalls)} from earlier stages, but "
@@ -271,6 +275,40 @@ class Stage:
             for key, value in layer.module.state_dict().items()
         }
 
+    def _is_plain(self, inputs: Any, criterion: Criterion | None, keep: Keep) -> bool:
+        """Whether a forward needs nothing of what makes ``_run`` long: as nearly all do, every time
+        but the first. Looking for the rest costs more than small layers themselves."""
+        return (
+            type(inputs) is Tensor
+            and keep is not Keep.INPUT
+            and self._layer_runs.are_plain()
+            and (criterion is None or self._streams.is_quiet(self._criterion_index, True))
+        )
+
+    def _forward_plainly(
+        self, microbatch: int, inputs: Tensor, criterion: Criterion | None, keep: Keep
+    ) -> Produced:
+        """As ``forward``, where no layer draws, recalls, stashes, carries or will run again."""
+        wants = torch.is_grad_enabled()
+        leaf, value = tree.cut(inputs, wants and self._first_layer > 0)
+        deferral = Deferral(self._undeferred) if wants and keep is Keep.SPLIT else None
+        with deferral or _NOTHING:
+            for module in self.layer_modules:
+                value = module(value)
+            if criterion is not None:
+                value = scalar(criterion(value), wants).clone()
+        if wants:
+            self._graphs[microbatch] = MicrobatchGraph(
+                inputs=[leaf],
+                recalled=NO_SKIPS,
+                outputs=edges(value),
+                stashed=NO_SKIPS,
+                drew=False,
+                deferral=deferral,
+                parameters=trained(self._modules),
+            )
+        return Produced(self._leaving(value), {})
+
     def _take(self, kept: dict[int, K], microbatch: int, what: str, wanted: str) -> K:
         if microbatch not in kept:
             raise self._missing(microbatch, what, wanted)
@@ -297,13 +335,17 @@ class Stage:
         gradients: Gradients,
         skip_gradients: Mapping[str, Gradients],
     ) -> InputGradients:
-        carried = self._carried_back.take(microbatch)
+        carries = self._layer_runs.carries
+        if carries:
+            skip_gradients = {**skip_gradients, **self._carried_back.take(microbatch)}
         try:
-            result = graph.backward(gradients, {**skip_gradients, **carried})
+            result = graph.backward(gradients, skip_gradients)
         except RuntimeError as error:
             explain_overwritten(self.layers, error)
             raise
-        return result._replace(skips=self._carried_back.leave(microbatch, result.skips))
+        if carries:
+            return result._replace(skips=self._carried_back.leave(microbatch, result.skips))
+        return result
 
     def _forward_keeping_input(self, given: _Given) -> Produced:
         inputs, skips = tree.replace(Tensor, Tensor.detach, (given.inputs, dict(given.skips)))
@@ -328,7 +370,7 @@ class Stage:
         skips = {key: Skip.of(skip) for key, (_, skip) in recalled.items()}
         splits = keep is Keep.SPLIT and torch.is_grad_enabled()
         deferral = Deferral(self._undeferred) if splits else None
-        with deferral or contextlib.nullcontext():
+        with deferral or _NOTHING:
             value, drew = self._run_layers(value, skips, given, again)
         left = {key: skip.taken(key) for key, skip in skips.items()}
         graph = MicrobatchGraph(
@@ -346,7 +388,7 @@ class Stage:
     def _leaving(self, value: Any) -> Any:
         """What goes to other stages, in memory that the next forward does not overwrite."""
         own = value
-        if any(not tensor.requires_grad for tensor in tree.tensors(value)):
+        if not all(tensor.requires_grad for tensor in tree.tensors(value)):
             own = apart_from_buffers(value, self._modules)
         return sent(own, self.index)
 
@@ -360,7 +402,7 @@ class Stage:
         value, drew = self._layer_runs.run(value, skips, given.where, again)
         if given.criterion is None:
             return value, drew
-        index = self._first_layer + len(self.layers)
+        index = self._criterion_index
         with self._streams.stream(index, True, *given.where) as stream:
             value = given.criterion(value)
         self._streams.learn(index, True, stream)

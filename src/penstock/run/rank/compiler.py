@@ -109,7 +109,7 @@ class Compiler:
             program.arriving(op),
             program.leaving(op),
             self._updater,
-            self._shared,
+            self._shared if self._shared.watches(op.stage) else None,
             store,
         )
 

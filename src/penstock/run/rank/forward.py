@@ -5,6 +5,7 @@ Marks like [4] are the steps of post-validation, which ``updater`` describes.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -41,7 +42,7 @@ class Forward:
         is_last: whether the stage is the pipeline's last.
         recalled, stashed: where skips come from and go.
         updater: knows whether weights are on trust.
-        shared: what the forward must not write.
+        shared: what the forward must not write, if there is anything.
         store: has the weights, where there are several versions.
     """
 
@@ -53,37 +54,44 @@ class Forward:
     recalled: tuple[SkipChannel, ...]
     stashed: tuple[SkipChannel, ...]
     updater: Updater
-    shared: SharedState
+    shared: SharedState | None
     store: WeightStore | None
 
     def perform(self, work: Work) -> None:
         unit, stage, mail = work.unit(self.unit), self.op.stage, work.mail
         on_trust = self.updater.pending  # [4]
         value = mail.values.pop((stage, unit)) if stage else work.input(unit, copied=on_trust)
-        skips = mail.skips(self.recalled, unit)
+        skips = mail.skips(self.recalled, unit) if self.recalled else {}
         compute = self._compute_on_trust if on_trust or value is VOID else self._compute
         produced = compute(work, unit, value, skips)
-        mail.hand_skips(self.stashed, unit, produced.skips)
+        if self.stashed:
+            mail.hand_skips(self.stashed, unit, produced.skips)
         if not self.is_last:
             mail.values[stage + 1, unit] = produced.value
 
     def _compute(self, work: Work, unit: int, value: Any, skips: dict[str, Any]) -> Produced:
-        minibatch = work.minibatch
-        with autocast(minibatch.autocast, enabled=True), self.shared.unwritten(self.op.stage):
-            if self.store is not None:
-                refuse_autocast(self.store)
-            produced = self.stage.forward(
-                unit,
-                value,
-                minibatch.step,
-                work.criterion(unit) if self.is_last else None,
-                self.keep,
-                skips,
-                work.position.first,
-            )
+        if self.shared is None and not work.minibatch.autocast:
+            produced = self._run(work, unit, value, skips)
+        else:
+            shared = nullcontext() if self.shared is None else self.shared.unwritten(self.op.stage)
+            with autocast(work.minibatch.autocast, enabled=True), shared:
+                if self.store is not None:
+                    refuse_autocast(self.store)
+                produced = self._run(work, unit, value, skips)
         if self.is_last:
             work.keep(unit, produced.value)
         return produced
+
+    def _run(self, work: Work, unit: int, value: Any, skips: dict[str, Any]) -> Produced:
+        return self.stage.forward(
+            unit,
+            value,
+            work.minibatch.step,
+            work.criterion(unit) if self.is_last else None,
+            self.keep,
+            skips,
+            work.position.first,
+        )
 
     def _compute_on_trust(
         self, work: Work, unit: int, value: Any, skips: dict[str, Any]
