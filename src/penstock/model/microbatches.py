@@ -58,19 +58,21 @@ def check_dense(tensors: Iterable[Tensor], what: str) -> None:
             )
 
 
-def split(value: Any, num_microbatches: int) -> list[Any]:
+def split(value: Any, num_microbatches: int, *, copied: bool = True) -> list[Any]:
     """Cut into microbatches whose sizes differ by at most one row, the larger ones first.
 
     Each has memory of its own: a first layer may work in place, which must reach neither the
-    caller's data nor the other microbatches that are in flight.
+    caller's data nor the other microbatches that are in flight. Where nobody computes with them,
+    they need not be ``copied``.
     """
-    return _split(value, num_microbatches, 0)
+    return _split(value, num_microbatches, 0, copied=copied)
 
 
-def _split(value: Any, num_parts: int, dimension: int) -> list[Any]:
+def _split(value: Any, num_parts: int, dimension: int, *, copied: bool = True) -> list[Any]:
     leaves, structure = tree.flatten(value)
+    own = _owned if copied else list
     pieces = [
-        _owned(leaf.tensor_split(num_parts, dimension))
+        own(leaf.tensor_split(num_parts, dimension))
         if isinstance(leaf, Tensor)
         else [leaf] * num_parts
         for leaf in leaves

@@ -84,8 +84,9 @@ def _perform_steps(
         )
         waits.begin(start)
         alarm.until(start)
-        records = worker.run(segment, minibatch, position).records
-        channel.send([time for _, *times in records for time in times])
+        harvest = worker.run(segment, minibatch, position)
+        pairs = zip(harvest.starts, harvest.ends, strict=True)
+        channel.send([time for times in pairs for time in times])
 
 
 def _next_start(channel: Connection) -> float | None:

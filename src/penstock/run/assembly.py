@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any, Literal, get_args
 
@@ -121,7 +121,7 @@ def _in_threads(
     return Assembly(
         plan,
         driver,
-        _cutter(layout, layers, recipe, compares=False, has_peers=False),
+        _cutter(layout, recipe),
         Feed(plan, layout, recipe, driver),
         layout,
         streams,
@@ -176,12 +176,12 @@ def _in_processes(
     return Assembly(
         plan,
         driver,
-        _cutter(
-            layout,
-            layers,
-            recipe,
+        replace(
+            _cutter(layout, recipe),
             compares=running.compare_data and has_peers,
-            has_peers=has_peers,
+            modules=[*_modules_of(layers)] if has_peers else (),
+            takes_inputs=0 in stages,
+            takes_targets=len(plan.stages) - 1 in stages,
         ),
         Feed(plan, layout, recipe, driver),
         layout,
@@ -191,23 +191,17 @@ def _in_processes(
     )
 
 
-def _cutter(
-    layout: Layout,
-    layers: tuple[NamedLayer, ...],
-    recipe: Recipe,
-    *,
-    compares: bool,
-    has_peers: bool,
-) -> Cutter:
-    modules = (module for layer in layers for module in layer.module.modules())
+def _cutter(layout: Layout, recipe: Recipe) -> Cutter:
     return Cutter(
         layout.num_microbatches,
         layout.num_slices,
         recipe.weighting,
         layout.has_copies and recipe.updates == "minibatch",
-        compares,
-        [*modules] if has_peers else (),
     )
+
+
+def _modules_of(layers: tuple[NamedLayer, ...]) -> Iterator[nn.Module]:
+    return (module for layer in layers for module in layer.module.modules())
 
 
 def _message_types(layers: tuple[NamedLayer, ...], running: Running) -> list[type]:

@@ -27,6 +27,8 @@ class Cutter:
             have something to do, or it would not be updated.
         compares: whether other ranks, in other processes, must be given the same data.
         modules: those that must be in the same modes in other processes.
+        takes_inputs: whether this process computes with the inputs; if not, they are not copied.
+        takes_targets: likewise.
     """
 
     num_microbatches: int
@@ -35,6 +37,8 @@ class Cutter:
     fills_up: bool
     compares: bool = False
     modules: Sequence[nn.Module] = ()
+    takes_inputs: bool = True
+    takes_targets: bool = True
 
     def to_train(
         self,
@@ -60,7 +64,8 @@ class Cutter:
             if rows != others:
                 raise InputError(f"inputs have {rows} rows, but targets have {others}")
         count = self._count(inputs)
-        parts, wanted = _cut(inputs, "inputs", count), _cut(targets, "targets", count)
+        parts = _cut(inputs, "inputs", count, copied=self.takes_inputs)
+        wanted = _cut(targets, "targets", count, copied=self.takes_targets)
         if self.num_slices > 1:
             _check_lengths(parts, wanted)
             parts, wanted = self._slices(parts, "inputs"), self._slices(wanted, "targets")
@@ -105,7 +110,8 @@ class Cutter:
 
     def to_evaluate(self, inputs: Any, *, step: int) -> Minibatch:
         """A minibatch of which only outputs are wanted."""
-        parts = self._slices(_cut(inputs, "inputs", self._count(inputs)), "inputs")
+        whole = _cut(inputs, "inputs", self._count(inputs), copied=self.takes_inputs)
+        parts = self._slices(whole, "inputs")
         return Minibatch(
             step,
             parts,
@@ -153,9 +159,9 @@ def _check_lengths(inputs: list[Any], targets: list[Any]) -> None:
             raise InputError(f"inputs have {length} positions, but targets have {other}")
 
 
-def _cut(value: Any, what: str, count: int) -> list[Any]:
+def _cut(value: Any, what: str, count: int, *, copied: bool) -> list[Any]:
     if not isinstance(value, Microbatches):
-        return microbatches.split(value, count)
+        return microbatches.split(value, count, copied=copied)
     if len(value) != count:
         raise InputError(f"there are {count} microbatches of inputs, but {len(value)} of {what}")
     for index, part in enumerate(value):
@@ -163,7 +169,7 @@ def _cut(value: Any, what: str, count: int) -> list[Any]:
         if not tensors:
             raise InputError(f"microbatch {index} of the {what} holds no tensor")
         microbatches.check_dense(tensors, what)
-    return [_own(part) for part in value]
+    return [_own(part) for part in value] if copied else list(value)
 
 
 def _own(part: Any) -> Any:

@@ -39,7 +39,7 @@ class History:
     @property
     def timeline(self) -> Timeline:
         """What was measured since nothing was in flight; made when it is first asked for."""
-        steps = [outcome.rows for outcome in self._recent if outcome.rows is not None]
+        steps = [outcome.records for outcome in self._recent if outcome.records is not None]
         if not steps:
             raise InputError("no timeline yet: run a step (and leave record=True)")
         if self._timeline is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 
 from penstock.run.counting import Peak
-from penstock.run.rank.journal import Record
 from penstock.run.seals import Call, Mode, Next, Seal, autocast_codes
 from penstock.weights.store import Held
 
@@ -125,7 +125,7 @@ class Harvest:
     """What a rank has after its ops.
 
     Attributes:
-        records: when each op ran.
+        starts, ends: when each op began and ended, on this host's monotonic clock.
         losses: unweighted, by microbatch (or slice) whose last stage this rank ran.
         outputs: those of the last stage likewise, where there are no targets.
         metrics: by name, and then as ``losses``.
@@ -137,7 +137,8 @@ class Harvest:
         held: the most versions of its stage's weights that the rank held since the stream began.
     """
 
-    records: list[Record] = field(default_factory=list)
+    starts: array[float] = field(default_factory=lambda: array("d"))
+    ends: array[float] = field(default_factory=lambda: array("d"))
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     metrics: dict[str, dict[int, Tensor]] = field(default_factory=dict)

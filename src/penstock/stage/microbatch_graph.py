@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from penstock.errors import InputError
 from penstock.model import tree
@@ -104,12 +104,26 @@ class MicrobatchGraph:
 
     def _go_back(self, starts: Sequence[GradientEdge], seeds: Sequence[Tensor]) -> None:
         if self.deferral is None and not self.drew:
-            torch.autograd.backward(starts, seeds)
+            _run_backward(starts, seeds)
             return
         with NoDraws() if self.drew else nullcontext(), self.deferral or nullcontext():
-            torch.autograd.backward(starts, seeds)
+            _run_backward(starts, seeds)
         if self.deferral is not None:
             self.deferral.settle()
+
+
+def _run_backward(starts: Sequence[GradientEdge], seeds: Sequence[Tensor]) -> None:
+    """As ``torch.autograd.backward``, which calls the same after checks in Python that take as long
+    as the backward of a small layer; the engine makes them again."""
+    _engine_run_backward(
+        tuple(starts),
+        tuple(seeds),
+        False,  # the graph is not kept
+        False,  # and no graph of the gradients is made
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def cut(value: Any, wants_gradient: bool) -> tuple[list[Any], Any]:

@@ -18,7 +18,7 @@ and in ``slots``:
 6. R, when it is asked for the message, marks the slot TAKEN: it no longer counts in 1. While it
    waits for another message of the edge it does so for all of them, or that one could never leave.
 7. R's tensors lie in the slot. Once the last of them is dropped, R marks the slot FREE when it next
-   sends, receives or ends a step, by a byte that S sees too: nobody is told.
+   receives or ends a step, by a byte that S sees too: nobody is told.
 """
 
 from __future__ import annotations
@@ -128,7 +128,6 @@ class SharedMemoryTransport(Transport):
     def send(self, edge: Edge, number: int, value: Any) -> None:
         waiting = f"rank {edge.source}, sending to rank {edge.target}"
         peer = self._peer(edge.target)
-        self._give_back()
         value, note = value if type(value) is Noted else (value, b"")
         layout, tensors = self._packer.describe(edge, value)
         if not peer.has_room(edge.tag, self._lowest):  # [1]

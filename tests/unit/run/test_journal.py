@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from penstock import Op
-from penstock.run.rank.journal import NUM_SHOWN, Journal, Record
+from penstock.run.rank.journal import NUM_SHOWN, Journal
 
 
 def ops(count):
@@ -17,16 +17,21 @@ def test_a_rank_that_has_done_nothing_says_so():
 
 
 def test_only_the_last_ops_are_told_in_their_order():
-    journal = Journal()
-    journal.records = [Record(op, 0.0, 1.0) for op in ops(NUM_SHOWN + 3)]
+    done = ops(NUM_SHOWN + 3)
+    journal = Journal([*done, Op.parse("0B0")])
+    journal.starts.extend([0.0] * len(done))
+    journal.ends.extend([1.0] * len(done))
     shown = " ".join(f"0F{k}" for k in range(3, NUM_SHOWN + 3))
     assert journal.text(0) == f"rank 0: did {shown}; idle"
 
 
 def test_the_current_op_is_told_with_its_age_and_what_it_waits_for():
     receive = Op.parse("1RECV_F0")
-    journal = Journal({receive: "rank 1, waiting at 1RECV_F0 for 0SEND_F0 of rank 0"})
-    journal.current, journal.since = receive, time.perf_counter() - 2
+    waiting = {receive: "rank 1, waiting at 1RECV_F0 for 0SEND_F0 of rank 0"}
+    journal = Journal([receive, Op.parse("1F0")], waiting)
+    assert journal.current is None
+    journal.starts.append(time.perf_counter() - 2)
+    assert journal.current == receive
     text = journal.text(1)
     assert text.startswith("rank 1: did nothing; at 1RECV_F0 for 2")
     assert text.endswith(" s (rank 1, waiting at 1RECV_F0 for 0SEND_F0 of rank 0)")

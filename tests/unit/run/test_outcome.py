@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from array import array
+
 from penstock import Op, Timeline
 from penstock.run import outcome
-from penstock.run.rank.journal import Record
+from penstock.run.outcome import RankRecord
 
 
-def records(*rows):
-    return [Record(Op.parse(op), start, end) for op, start, end in rows]
+def record(*spans, **fields):
+    ops, starts, ends = zip(*spans, strict=True) if spans else ((), (), ())
+    ops = [Op.parse(op) for op in ops]
+    return RankRecord(ops, array("d", starts), array("d", ends), **fields)
 
 
-RANKS = [records(("0F0", 100, 101), ("0B0", 103, 105)), records(("1F0", 101, 102))]
+RANKS = [record(("0F0", 100, 101), ("0B0", 103, 105)), record(("1F0", 101, 102))]
 
 
 def rows(ranks, offsets=(0.0, 0.0)):
-    return [
-        outcome.row(own, clock_offset=offset) for own, offset in zip(ranks, offsets, strict=True)
-    ]
+    pairs = zip(ranks, offsets, strict=True)
+    return [own._replace(clock_offset=offset) for own, offset in pairs]
 
 
 def test_a_timeline_starts_at_the_first_op_of_any_rank():
@@ -30,23 +33,23 @@ def test_a_timeline_starts_at_the_first_op_of_any_rank():
 
 
 def test_times_of_other_clocks_are_moved_to_that_of_rank_0():
-    ahead = [RANKS[0], records(("1F0", -399, -398))]
+    ahead = [RANKS[0], record(("1F0", -399, -398))]
     moved = outcome.timeline([rows(ahead, (0.0, -500.0))], "1f1b")
     assert moved == outcome.timeline([rows(RANKS)], "1f1b")
     # Also where the other clock is the one that shows the earlier start.
-    late = [RANKS[0], records(("1F0", 590, 591))]
+    late = [RANKS[0], record(("1F0", 590, 591))]
     shown = outcome.timeline([rows(late, (0.0, 500.0))], "")
     assert [span.start for span in shown.spans] == [10, 13, 0]
 
 
 def test_ranks_without_records_have_empty_rows():
-    assert outcome.timeline([rows([[], []])], "").makespan == 0
-    assert outcome.timeline([rows([[], RANKS[0]])], "").by_rank[0] == ()
+    assert outcome.timeline([rows([record(), record()])], "").makespan == 0
+    assert outcome.timeline([rows([record(), RANKS[0]])], "").by_rank[0] == ()
 
 
 def test_minibatches_of_a_stream_follow_each_other_with_their_own_numbers_and_versions():
-    first = [outcome.row(records(("0F0", 1, 2), ("0F1", 2, 3)), [0, 0])]
-    second = [outcome.row(records(("0B0", 3, 4), ("0F0", 4, 5)), [0, 1], base=2)]
+    first = [record(("0F0", 1, 2), ("0F1", 2, 3), versions=[0, 0])]
+    second = [record(("0B0", 3, 4), ("0F0", 4, 5), versions=[0, 1], base=2)]
     shown = outcome.timeline([first, second], "pipedream")
     assert [(str(s.op), s.start, s.version) for s in shown.spans] == [
         ("0F0", 0, 0), ("0F1", 1, 0), ("0B2", 2, 0), ("0F2", 3, 1),
@@ -54,6 +57,6 @@ def test_minibatches_of_a_stream_follow_each_other_with_their_own_numbers_and_ve
 
 
 def test_versions_of_a_stream_are_unknown_if_those_of_a_part_are():
-    first = [outcome.row(records(("0F0", 1, 2)), [0])]
-    second = [outcome.row(records(("0B0", 3, 4)))]
+    first = [record(("0F0", 1, 2), versions=[0])]
+    second = [record(("0B0", 3, 4))]
     assert outcome.timeline([first, second], "").rows[0].versions is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -10,17 +11,14 @@ import torch
 from torch import Tensor
 
 from penstock.errors import DeadlineError, PeerError, RunError
-from penstock.run import outcome
 from penstock.run.counting import Peak
 from penstock.run.drive.board import Board
 from penstock.run.drive.driver import Deadlines, Driver, States, failure_notice, named, naming
 from penstock.run.minibatch import Harvest, Minibatch, StreamPosition, seal_of
-from penstock.run.outcome import MinibatchOutcome
-from penstock.run.rank.journal import Record
+from penstock.run.outcome import MinibatchOutcome, RankRecord
 from penstock.run.rank.worker import NUMBERS_PER_RUN, Worker
 from penstock.run.seals import Call, Seal, SealedTransport, check_alike
 from penstock.schedule.segment import Segment
-from penstock.timing.spans import Row
 from penstock.transport import Edge, Noted
 from penstock.transport.base import LARGEST_NUMBER
 from penstock.transport.rendezvous import Rendezvous
@@ -31,9 +29,9 @@ from penstock.weights.store import Held
 class RankReport(NamedTuple):
     """What a rank tells all others at the end of a step.
 
-    It travels as plain data. ``times`` holds (start, end) of every op of its program, which all
-    ranks know, and ``versions`` the weight version that it read: numbers travel ten times as fast
-    as ops.
+    It travels as plain data. ``times`` holds the starts and the ends of the ops of its program,
+    which all ranks know, and ``versions`` the weight version that each read: numbers travel ten
+    times as fast as ops.
     """
 
     times: Tensor | None
@@ -48,14 +46,19 @@ class RankReport(NamedTuple):
         """As it travels."""
         peak = None if self.peak is None else tuple(self.peak)
         held = None if self.held is None else tuple(self.held)
-        return (*self[:-2], peak, held)
+        each = [*self.losses.values()]
+        # One tensor travels faster than many.
+        losses = torch.stack(each) if len({loss.dtype for loss in each}) == 1 else each
+        told = [*self.losses], losses, self.outputs, self.metrics
+        return self.times, self.versions, *told, peak, held
 
     @classmethod
     def unpacked(cls, packed: tuple[Any, ...]) -> RankReport:
         """Undo ``packed``."""
-        times, versions, losses, outputs, metrics, peak, held = packed
+        times, versions, microbatches, losses, outputs, metrics, peak, held = packed
         peak, held = peak and Peak(*peak), held and Held(*held)
-        return cls(times, versions, losses, outputs, metrics, peak, held)
+        own = dict(zip(microbatches, losses, strict=True))
+        return cls(times, versions, own, outputs, metrics, peak, held)
 
 
 class ProcessTicket(NamedTuple):
@@ -142,7 +145,7 @@ class ProcessDriver(Driver[ProcessTicket]):
         return MinibatchOutcome.of(
             reports,
             minibatch.weights,
-            self._rows(ticket, reports) if self._records and any(segment.ranks) else None,
+            self._records_of(ticket, reports) if self._records and any(segment.ranks) else None,
             harvest.norm,
             begins=segment.begins,
         )
@@ -177,8 +180,7 @@ class ProcessDriver(Driver[ProcessTicket]):
     def _report(self, harvest: Harvest) -> RankReport:
         times = None
         if self._records:
-            pairs = [(start, end) for _, start, end in harvest.records]
-            times = torch.tensor(pairs, dtype=torch.float64)
+            times = torch.tensor([harvest.starts, harvest.ends], dtype=torch.float64)
         versions = torch.tensor(harvest.versions, dtype=torch.int64)
         if self._share_results:
             results = harvest.losses, harvest.outputs, harvest.metrics
@@ -232,11 +234,13 @@ class ProcessDriver(Driver[ProcessTicket]):
         have_results = set(segment.schedule.ranks_of(last))
         return have_results if self._share_results else set()
 
-    def _rows(self, ticket: ProcessTicket, reports: list[RankReport]) -> list[Row]:
+    def _records_of(self, ticket: ProcessTicket, reports: list[RankReport]) -> list[RankRecord]:
         self._check_alike(ticket, reports)
         return [
-            outcome.row(
-                [Record(op, *times) for op, times in zip(ops, report.times.tolist(), strict=True)],
+            RankRecord(
+                ops,
+                array("d", report.times[0].tolist()),
+                array("d", report.times[1].tolist()),
                 report.versions.tolist(),
                 ticket.position.base,
                 offset,
@@ -251,7 +255,7 @@ class ProcessDriver(Driver[ProcessTicket]):
         """Ranks go through the same stream. Seals tell if not, except behind the last minibatch: a
         rank that has left its loop drains, with nothing to compare."""
         for rank, (ops, report) in enumerate(zip(ticket.segment.ranks, reports, strict=True)):
-            if report.times is not None and len(report.times) != len(ops):
+            if report.times is not None and report.times.shape[1] != len(ops):
                 raise RunError(
                     f"at step {ticket.minibatch.step}, ranks {self._worker.rank} and {rank} are at "
                     "different ends of their loops; give every rank as many minibatches, of as "

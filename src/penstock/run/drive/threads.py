@@ -19,10 +19,9 @@ from typing import Any
 import torch
 
 from penstock.errors import DeadlineError, PeerError, RunError
-from penstock.run import outcome
 from penstock.run.drive.driver import Deadlines, Driver, States, failure_notice, naming
 from penstock.run.minibatch import Harvest, Minibatch, StreamPosition
-from penstock.run.outcome import MinibatchOutcome
+from penstock.run.outcome import MinibatchOutcome, RankRecord
 from penstock.run.rank.worker import Worker
 from penstock.schedule.segment import Segment
 from penstock.transport import Edge, ThreadTransport
@@ -119,14 +118,14 @@ class ThreadDriver(Driver[ThreadTicket]):
         self._updates_before = ticket.num_updates
         self._unusable = None
         harvests = [future.result() for future in futures]
-        rows = [
-            outcome.row(harvest.records, harvest.versions, ticket.position.base)
-            for harvest in harvests
+        records = [
+            RankRecord(ops, harvest.starts, harvest.ends, harvest.versions, ticket.position.base)
+            for ops, harvest in zip(ticket.segment.ranks, harvests, strict=True)
         ]
         return MinibatchOutcome.of(
             harvests,
             ticket.minibatch.weights,
-            rows,
+            records,
             harvests[0].norm,
             begins=ticket.segment.begins,
         )

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
 from penstock.errors import RunError, StageError
-from penstock.run.rank.journal import Journal, Record
+from penstock.run.rank.journal import Journal
 from penstock.schedule import Op
 
 W_contra = TypeVar("W_contra", contravariant=True)
@@ -39,7 +39,7 @@ def perform_all(
     Args:
         steps: of one rank.
         work: what they are performed on.
-        journal: where it is written down.
+        journal: where it is written down; its ops are those of the steps.
         base: how many microbatches come before those of the steps' ops, for errors.
 
     Raises:
@@ -48,19 +48,17 @@ def perform_all(
         RunError: as raised by a transport.
         Restart: as raised by a step.
     """
-    write = journal.records.append
+    clock, begin, end = time.perf_counter, journal.starts.append, journal.ends.append
     for step in steps:
-        op = step.op
-        journal.current = op
-        journal.since = start = time.perf_counter()
+        begin(clock())
         try:
             step.perform(work)
         except (RunError, Restart):
             raise
         except Exception as error:
+            op = step.op
             raise stage_error(op._replace(microbatch=op.microbatch + base), error) from error
-        write(Record(op, start, time.perf_counter()))
-    journal.current = None
+        end(clock())
 
 
 def stage_error(op: Op, error: Exception) -> StageError:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
 
 from penstock.schedule import Op
 
@@ -14,43 +14,43 @@ NUM_SHOWN = 10
 _NO_WAITS: Mapping[Op, str] = MappingProxyType({})
 
 
-class Record(NamedTuple):
-    """When one op ran, in seconds of this host's monotonic clock."""
-
-    op: Op
-    start: float
-    end: float
-
-
 class Journal:
-    """What one rank does for one minibatch; written by its thread, read by any.
+    """When a rank's ops began and ended in one minibatch; written by its thread, read by any.
 
     Args:
+        ops: the rank's, in their order.
         waiting: what ops that receive wait for.
 
     Attributes:
-        records: when the ops ran that are done.
-        current: the op that is being performed.
-        since: when it began.
+        ops: as given.
+        starts: when each op began that has, in seconds of this host's monotonic clock.
+        ends: when each ended that has.
     """
 
-    def __init__(self, waiting: Mapping[Op, str] = _NO_WAITS) -> None:
-        self.records: list[Record] = []
-        self.current: Op | None = None
-        self.since = 0.0
+    def __init__(self, ops: Sequence[Op] = (), waiting: Mapping[Op, str] = _NO_WAITS) -> None:
+        self.ops = ops
+        self.starts = array("d")
+        self.ends = array("d")
         self._waiting = waiting
 
     def end(self) -> None:
         """The minibatch has ended, well or not: nothing is waited for any more."""
         self._waiting = _NO_WAITS
 
+    @property
+    def current(self) -> Op | None:
+        """The op that is being performed, or that has failed."""
+        num_done = len(self.ends)
+        return self.ops[num_done] if len(self.starts) > num_done else None
+
     def text(self, rank: int) -> str:
         """One line: the last ops, and what the rank does now."""
-        done = " ".join(str(record.op) for record in self.records[-NUM_SHOWN:]) or "nothing"
-        op = self.current
-        if op is None:
+        num_done = len(self.ends)
+        last = self.ops[max(0, num_done - NUM_SHOWN) : num_done]
+        done = " ".join(map(str, last)) or "nothing"
+        if len(self.starts) <= num_done:
             return f"rank {rank}: did {done}; idle"
-        seconds = time.perf_counter() - self.since
+        op, seconds = self.ops[num_done], time.perf_counter() - self.starts[num_done]
         doing = f"at {op} for {seconds:.3g} s"
         if op in self._waiting:
             doing += f" ({self._waiting[op]})"

@@ -132,7 +132,8 @@ class Worker:
             store.synchronous = position.synchronous
             if minibatch.inputs:
                 store.extend(position.first + minibatch.num_microbatches)
-        self._journal = Journal(self._compiler.program(segment).waiting)
+        program = self._compiler.program(segment)
+        self._journal = Journal(program.ops, program.waiting)
         self._shared.begin()
         steps = self._compiler.steps(segment, minibatch.trains)
         perform_all(steps, work, self._journal, position.base)
@@ -150,7 +151,7 @@ class Worker:
 
     def _harvested(self, segment: Segment, work: Work) -> Harvest:
         harvest = work.harvest
-        harvest.records = self._journal.records
+        harvest.starts, harvest.ends = self._journal.starts, self._journal.ends
         if self._stores and work.minibatch.trains:
             harvest.versions = [work.versions.get(op, -1) for op in segment.ranks[self.rank]]
             harvest.held = max(store.most for store in self._stores.values())
