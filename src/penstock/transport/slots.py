@@ -59,7 +59,9 @@ class Slot:
         self.capacity_bytes = len(memory) - _BLOCK_START
         self._state = memoryview(memory)[:1]
         self._bytes = memoryview(memory)[_BLOCK_START:]
-        self._block = torch.frombuffer(memory, dtype=torch.uint8, offset=_BLOCK_START)
+        # What is made in inference mode, in which one may evaluate, could not be written after it.
+        with torch.inference_mode(False):
+            self._block = torch.frombuffer(memory, dtype=torch.uint8, offset=_BLOCK_START)
         self._layout: BlockLayout | None = None
         self._places: list[Tensor | None] = []
         self._idle_steps = 0
@@ -75,7 +77,8 @@ class Slot:
     ) -> None:
         """Write a message, which the receiver must then be told of."""
         if layout is not self._layout:
-            self._layout, self._places = layout, packing.places(self._block, layout)
+            with torch.inference_mode(False):
+                self._layout, self._places = layout, packing.places(self._block, layout)
             packing.write_description(self._bytes, layout)
         # [3] The mark is written last: who sees it finds a whole message.
         packing.write_prefix(self._bytes, number, layout, note)
@@ -191,7 +194,8 @@ class RemoteSlot:
             RunError: the slot is smaller than the layout.
         """
         if layout is not self._layout:
-            self._lasting = packing.tensors_in(edge, self._block, layout)
+            with torch.inference_mode(False):
+                self._lasting = packing.tensors_in(edge, self._block, layout)
             self._memories = [_Memory.of(tensor) for tensor in self._lasting if tensor.numel()]
             self._layout = layout
         return [tensor.detach() for tensor in self._lasting]

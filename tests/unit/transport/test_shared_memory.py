@@ -86,6 +86,34 @@ def test_values_arrive_as_they_were_sent_in_whatever_order_they_are_awaited(mess
     receiver.close("")
 
 
+def test_after_messages_in_inference_mode_others_may_be_trained_on(trio):
+    """They lie in the same memory, in which tensors of inference mode must not be left."""
+    sender, receiver, _ = trio
+    weight = nn.Parameter(torch.ones(3))
+    for number in range(6):
+        with torch.inference_mode(number < 3):
+            sender.send(FORWARD, number, torch.full((3,), float(number)))
+            received = receiver.recv(FORWARD, number, "rank 1")
+            received.mul_(2)
+            if number >= 3:
+                (received * weight).sum().backward()
+    assert weight.grad.tolist() == [24.0, 24.0, 24.0]
+
+
+def test_memory_is_the_senders_again_once_nothing_made_of_a_message_is_left(trio):
+    sender, receiver, _ = trio
+    before = num_segments()
+    kept = []
+    for number in range(20):
+        sender.send(FORWARD, number, torch.full((3,), float(number)))
+        received = receiver.recv(FORWARD, number, "rank 1")
+        if number < 3:
+            kept.append(received[1:])  # a view keeps the whole message
+    assert [view.tolist() for view in kept] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
+    # Each at both ends: three that are kept, and three in turns for all others.
+    assert num_segments() - before <= 2 * 6
+
+
 @given(
     messages=st.lists(
         st.tuples(tensors(), st.integers(0, 3), st.booleans()), min_size=1, max_size=20
