@@ -82,8 +82,8 @@ def load(name: str, ranks: int, microbatches: int, costs: Costs) -> Source:
         InputError: neither, or a file that does not hold what it should.
     """
     if _suffix(name) == ".json":
-        found = _load_json(name)
-        return found if isinstance(found, Source) else _planned(found)
+        content = _load_json(name)
+        return content if isinstance(content, Source) else _planned(content)
     schedule = _schedule(name, ranks, microbatches, costs)
     return Source(_named(name, simulate, schedule, _spread(costs, schedule)), schedule)
 
@@ -243,21 +243,21 @@ def _planned(plan: Plan) -> Source:
 
 
 def _json_with_versions(path: str, policy: str | None) -> Source:
-    found = _load_json(path)
-    if isinstance(found, Plan):
-        chosen = _policy(found.schedule, policy)
-        source = _planned(found if policy is None else found.reading(chosen))
+    content = _load_json(path)
+    if isinstance(content, Plan):
+        chosen = _policy(content.schedule, policy)
+        source = _planned(content if policy is None else content.reading(chosen))
         if chosen.asynchronous:
             return source
         return source._replace(timeline=_reading_the_first(source.timeline))
     if policy is not None:
         raise InputError(f"{path} is a timeline, whose ops have read already; leave --policy out")
-    if not found.timeline.has_versions:
+    if not content.timeline.has_versions:
         raise InputError(
             f"{path} does not say which versions of the weights its ops read; draw it without "
             "--versions"
         )
-    return found
+    return content
 
 
 def _load_json(path: str) -> Source | Plan:
@@ -269,9 +269,9 @@ def _load_json(path: str) -> Source | Plan:
         return Source(Timeline.from_json(text, where=path), None)
     if "measured" in keys:
         report = Report.from_json(text, where=path)
-        found = report.measured or report.predicted
-        if found is not None:
-            return Source(found.timeline(), None)
+        record = report.measured or report.predicted
+        if record is not None:
+            return Source(record.timeline(), None)
     if "traceEvents" in keys:
         raise FileError(f"{path} is a Chrome trace, a picture of a timeline; open it in Perfetto")
     if not {"stages", "schedule"} & keys:

@@ -106,7 +106,7 @@ class Cluster(Value, frozen=True, kw_only=True):
         devices = tuple(replace(pattern, name=name) for name in names)
         groups: list[Group] = []
         for level, (count, link) in enumerate(zip(counts[:-1], links[:-1], strict=True)):
-            parts = [tuple(names[at : at + count]) for at in range(0, len(names), count)]
+            parts = [tuple(names[first : first + count]) for first in range(0, len(names), count)]
             word = "server" if level == 0 else f"level{level}-"
             made = [
                 Group(name=f"{word}{index}", members=members, link=link)

@@ -134,8 +134,8 @@ def gathered(seats: Sequence[Seat], links: Mapping[Pair, Link]) -> Cluster:
         (host,) = hosts
         plain = Cluster(devices=devices, link=inside[host], memory_bytes=seats[0].shared_bytes)
     else:
-        at = {rank: host for host, ranks in hosts.items() for rank in ranks}
-        between = _middle(link for (a, b), link in links.items() if at[a] != at[b])
+        host_of = {rank: host for host, ranks in hosts.items() for rank in ranks}
+        between = _middle(link for (a, b), link in links.items() if host_of[a] != host_of[b])
         groups = tuple(
             Group(
                 name=titles[host],

@@ -57,7 +57,7 @@ def draw(
     expect(timeline, Timeline, "the timeline", "make one with penstock.simulate")
     if versions:
         timeline.check_versions()
-    renderers = {suffix: partial(one, versions=versions) for suffix, one in RENDERERS.items()}
+    renderers = {suffix: partial(render, versions=versions) for suffix, render in RENDERERS.items()}
     return _drawn(renderers, timeline, path)
 
 

@@ -157,12 +157,12 @@ class _Labels:
             end_y = min(max(y, box.top + 4), box.bottom - 4)
             path = f"M{coordinate(x)} {coordinate(y)}L{coordinate(end_x)} {coordinate(end_y)}"
             self.drawn.append(tag("path", class_="leader", d=path))
-        anchor, at = "middle", (box.left + box.right) / 2
+        anchor, text_x = "middle", (box.left + box.right) / 2
         if box.left >= x or box.right <= x:
-            anchor, at = ("start", box.left) if box.left >= x else ("end", box.right)
+            anchor, text_x = ("start", box.left) if box.left >= x else ("end", box.right)
         for line, name in enumerate(names):
             base = box.top + _LINE_HEIGHT * line + 11.5
-            self.drawn.append(write(at, base, name, "name", text_anchor=anchor))
+            self.drawn.append(write(text_x, base, name, "name", text_anchor=anchor))
 
     def _covered(self, box: _Box) -> float:
         return sum(box.overlap(other) for other in self._taken) + 10 * box.outside()

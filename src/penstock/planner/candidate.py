@@ -157,7 +157,7 @@ class Candidate:
             total += 2 * others * stage.parameter_bytes * updates
         if self.task.groups is not None:
             used = self.setting.num_ranks / len(self.task.cluster.devices)
-            total += self.task.groups.found.moved_bytes * max(used, 1 / len(self.stages))
+            total += self.task.groups.tensor_split.moved_bytes * max(used, 1 / len(self.stages))
         return round(total)
 
     @cached_property
@@ -185,7 +185,7 @@ class Candidate:
             InputError: the family finds none.
         """
         setting = self.setting
-        found = search_order(
+        searched = search_order(
             setting.schedule.name,
             self.stages,
             self.task.num_microbatches,
@@ -194,7 +194,7 @@ class Candidate:
         )
         ordered, held = (
             replace(self, setting=replace(setting, schedule=schedule, is_final=True))
-            for schedule in (found, setting.schedule)
+            for schedule in (searched, setting.schedule)
         )
         # Links that are busy, updates and memory that a host shares are the simulator's to judge.
         return ordered if ordered.fits and ordered.seconds <= self.seconds else held
@@ -220,7 +220,7 @@ class Candidate:
             versions=setting.versions,
             num_threads=task.graph.num_threads,
             microbatch_size=task.graph.microbatch_size,
-            devices=tuple(one for device in setting.devices for one in task.devices_at(device)),
+            devices=tuple(part for device in setting.devices for part in task.devices_at(device)),
             num_tensor_ranks=task.num_tensor_ranks,
             cost_model=task.communication.name,
             reason=reason,

@@ -33,8 +33,8 @@ def doubts_about(chosen: Candidate, rivals: Sequence[Candidate]) -> Iterator[str
     nearest = _nearest(rivals)
     for num_spreads, end in ((-_SPREADS, "less"), (_SPREADS, "more")):
         own = _if_off_by(num_spreads, chosen)
-        others = [_if_off_by(num_spreads, one) for one in nearest]
-        best = min(others, key=lambda one: one.seconds, default=own)
+        others = [_if_off_by(num_spreads, candidate) for candidate in nearest]
+        best = min(others, key=lambda candidate: candidate.seconds, default=own)
         if best.seconds < own.seconds * (1 - SAME):
             mode = (own if own.setting.num_ranks > 1 else best).setting.mode
             yield (
@@ -49,17 +49,17 @@ def doubts_about(chosen: Candidate, rivals: Sequence[Candidate]) -> Iterator[str
 def _nearest(rivals: Iterable[Candidate]) -> list[Candidate]:
     """The fastest few of different kinds, as far as they are quickly simulated."""
     kinds: dict[str, Candidate] = {}
-    for rival in sorted(rivals, key=lambda one: one.seconds):
+    for rival in sorted(rivals, key=lambda rival: rival.seconds):
         kinds.setdefault(str(rival), rival)
-    found, ops = [], 0
+    quick, ops = [], 0
     for rival in list(kinds.values())[:_MOST_RIVALS]:
         ops += 2 * rival.num_ops
         if ops <= _MOST_OPS:
-            found.append(rival)
-    return found
+            quick.append(rival)
+    return quick
 
 
-def _if_off_by(num_spreads: float, one: Candidate) -> Candidate:
-    graph = one.task.graph
+def _if_off_by(num_spreads: float, candidate: Candidate) -> Candidate:
+    graph = candidate.task.graph
     shifted = replace(graph, contention=graph.contention.shifted(num_spreads))
-    return replaced(one, task=replaced(one.task, graph=shifted))
+    return replaced(candidate, task=replaced(candidate.task, graph=shifted))

@@ -42,7 +42,7 @@ def worst_excess(task: Task, setting: Setting, rank_bytes: Sequence[int]) -> Exc
     """
     names = [task.cluster.devices[device].name for device in setting.devices]
     limits = [task.limits[device] for device in setting.devices]
-    found = [
+    excesses = [
         _excess(held, limit, f"on rank {rank} ({names[rank]})")
         for rank, (held, limit) in enumerate(zip(rank_bytes, limits, strict=True))
     ]
@@ -54,8 +54,8 @@ def worst_excess(task: Task, setting: Setting, rank_bytes: Sequence[int]) -> Exc
         if len(own) < setting.num_ranks:
             place = f"on the {len(own)} ranks that share a host's memory"
         # Who shares layers with a rank shares its host's memory, too.
-        found.append(_excess(sum(own) * task.num_tensor_ranks, limit, place))
-    return max(found)
+        excesses.append(_excess(sum(own) * task.num_tensor_ranks, limit, place))
+    return max(excesses)
 
 
 def _excess(held: float, limit: float, place: str) -> Excess:

@@ -129,12 +129,12 @@ class Offer:
 def offers(task: Task, wish: Wish) -> list[Offer]:
     """All that a wish allows."""
     if wish.replicas:
-        found = [_replicated(task, wish)]
+        allowed = [_replicated(task, wish)]
     else:
-        found = list(_straight(task, wish))
+        allowed = list(_straight(task, wish))
         if wish.any_replicas and wish.schedule in (None, *REPLICATED):
-            found += _with_any_replicas(task, wish)
-    return list(dict.fromkeys(found))
+            allowed += _with_any_replicas(task, wish)
+    return list(dict.fromkeys(allowed))
 
 
 def _policies(wish: Wish) -> tuple[tuple[str, Policy], ...]:
@@ -269,8 +269,8 @@ def _with_any_replicas(task: Task, wish: Wish) -> Iterator[Offer]:
 
 def _shapes(task: Task) -> list[Shape]:
     if not task.known_shapes:
-        found = [*_width_by_depth(task), *_all_but_some(task), *_partitions(task)]
-        task.known_shapes.extend(dict.fromkeys(found))
+        shapes = (*_width_by_depth(task), *_all_but_some(task), *_partitions(task))
+        task.known_shapes.extend(dict.fromkeys(shapes))
     return task.known_shapes
 
 
@@ -317,7 +317,7 @@ def _width_by_depth(task: Task) -> Iterator[Shape]:
                 yield (width,) * depth, tuple(pool[: width * depth])
                 # The replicas of a stage on different servers, a pipeline within one.
                 turns = product(range(depth), range(width))
-                yield (width,) * depth, tuple(pool[one + depth * turn] for one, turn in turns)
+                yield (width,) * depth, tuple(pool[place + depth * turn] for place, turn in turns)
 
 
 def _partitions(task: Task) -> Iterator[Shape]:
@@ -325,13 +325,13 @@ def _partitions(task: Task) -> Iterator[Shape]:
     gradients hide behind compute or not; and DAPPLE's."""
     models = (task.communication, replace(task.communication, overlap=1.0))
     for updates, model in product((1 / task.num_microbatches, 1.0), models):
-        found = best_partition(task.graph, task.cluster, model, updates=updates)
-        yield from _shape(task, [stage.devices for stage in found.stages])
+        partition = best_partition(task.graph, task.cluster, model, updates=updates)
+        yield from _shape(task, [stage.devices for stage in partition.stages])
     if task.num_layers * len(task.cluster.devices) <= _DAPPLE_LIMIT:
-        for one in dapple_candidates(
+        for candidate in dapple_candidates(
             task.graph, task.cluster, task.num_microbatches, model=task.communication
         ):
-            yield from _shape(task, one.devices)
+            yield from _shape(task, candidate.devices)
 
 
 def _shape(task: Task, stages: Sequence[Sequence[int]]) -> Iterator[Shape]:

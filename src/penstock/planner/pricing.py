@@ -71,7 +71,9 @@ class Pricing:
             peak_activations=setting.peaks[rank],
             weight_versions=setting.weight_versions(index, task.num_microbatches),
             recompute=self.recomputes[index],
-            splits={} if task.groups is None else task.groups.splits([one.name for one in layers]),
+            splits={}
+            if task.groups is None
+            else task.groups.splits([layer.name for layer in layers]),
         )
 
     def _reduce_seconds(self, index: int, start: int, stop: int) -> float:

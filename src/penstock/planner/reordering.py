@@ -27,7 +27,7 @@ def in_other_orders(task: Task) -> Iterator[Task]:
     names = [layer.name for layer in task.graph.layers]
     for updates in (1 / task.num_microbatches, 1.0):
         for straight in (False, True):
-            found = best_partition(
+            partition = best_partition(
                 task.graph,
                 task.cluster,
                 task.communication,
@@ -35,7 +35,7 @@ def in_other_orders(task: Task) -> Iterator[Task]:
                 straight=straight,
                 order="any",
             )
-            order = [name for stage in found.stages for name in stage.layers]
+            order = [name for stage in partition.stages for name in stage.layers]
             if order != names:
                 names = order
                 yield replace(task, graph=task.graph.reordered(order))
@@ -67,5 +67,5 @@ def _candidate(task: Task, wish: Wish, stages: Sequence[Sequence[str]]) -> Candi
     cuts = tuple(accumulate(map(len, stages), initial=0))
     placed = replace(task, graph=task.graph.reordered(order), marks=cuts)
     offer = Offer(PLAIN, tuple(range(len(stages))), recompute=wish.recompute)
-    found = with_cuts(placed, offer.setting(placed), cuts)
-    return found if found.fits else None
+    candidate = with_cuts(placed, offer.setting(placed), cuts)
+    return candidate if candidate.fits else None

@@ -183,7 +183,7 @@ class Rooms:
         self._task = task
         self._setting = setting
         stages = range(setting.num_stages)
-        self._copies = [setting.weight_versions(one, task.num_microbatches) for one in stages]
+        self._copies = [setting.weight_versions(stage, task.num_microbatches) for stage in stages]
         self._limits = [self._limit(stage, slack, shared) for stage in stages]
 
     @property

@@ -134,10 +134,8 @@ class Task:
     @cached_property
     def limits(self) -> tuple[float, ...]:
         """Bytes that each device may use."""
-        own = (device.memory_bytes for device in self.cluster.devices)
-        return tuple(
-            min((limit for limit in (one, self.memory_bytes) if limit), default=inf) for one in own
-        )
+        everywhere = self.memory_bytes or inf
+        return tuple(min(device.memory_bytes or inf, everywhere) for device in self.cluster.devices)
 
     @cached_property
     def crossing_bytes(self) -> tuple[int, ...]:
@@ -272,7 +270,7 @@ class Task:
     def _workspaces(self, start: int, stop: int, again: bool) -> list[float]:
         """Room to work, in bytes, of the stages that begin with layer ``start``, for each layer
         before ``stop`` that may be their last."""
-        found, most, room, held = [], 0.0, 0.0, 0.0
+        needed, most, room, held = [], 0.0, 0.0, 0.0
         for index in range(start, stop):
             layer = self.graph.layers[index]
             if index == start or self.begins_unit[index]:
@@ -280,8 +278,8 @@ class Task:
             room = max(room, layer.workspace_bytes)
             held += layer.activation_bytes if again else 0
             most = max(most, room + held)
-            found.append(most)
-        return found
+            needed.append(most)
+        return needed
 
     def workspace_bytes(self, start: int, stop: int, *, again: bool) -> int:
         """Room to work, in bytes, of the layer in ``[start, stop)`` that needs most.

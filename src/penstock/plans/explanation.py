@@ -86,10 +86,10 @@ class Explanation(Value, frozen=True, kw_only=True):
     def largest_rate(self, stage: int, curvature: float) -> float:
         """The largest learning rate that is stable at a stage where the loss has this curvature;
         infinite where it has none."""
-        found = self.stages[stage]
+        figures = self.stages[stage]
         if curvature <= 0:
             return inf
-        return found.stability_bound / found.rate_factor / curvature
+        return figures.stability_bound / figures.rate_factor / curvature
 
 
 def stability_bound(delay: float) -> float:
@@ -279,14 +279,14 @@ def _summary(plan: Plan) -> str:
 def _details(policy: Policy) -> list[str]:
     if policy.stashes:
         return ["A backward reads the version that its forward read."]
-    found = ["No old version is kept: a backward reads the weights of its own time."]
+    told = ["No old version is kept: a backward reads the weights of its own time."]
     if isinstance(policy, Predict):
-        found.append("Forwards read what the weights are predicted to be when the backward comes.")
+        told.append("Forwards read what the weights are predicted to be when the backward comes.")
     if isinstance(policy, PipeMare):
         if policy.t1 is not None:
-            found.append(f"T1: the learning rate is whole from update {policy.t1} on.")
+            told.append(f"T1: the learning rate is whole from update {policy.t1} on.")
         if policy.t2 is not None:
-            found.append("T2: backwards go back by τ times the weights' own drift δ.")
+            told.append("T2: backwards go back by τ times the weights' own drift δ.")
         if policy.t3:
-            found.append(f"T3: the first {policy.t3} minibatches are synchronous.")
-    return found
+            told.append(f"T3: the first {policy.t3} minibatches are synchronous.")
+    return told

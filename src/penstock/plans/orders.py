@@ -43,10 +43,10 @@ def stand_in(
         options = {"activation_limit": inf, **options}
         options.pop("time_limit_seconds", None)
     quick = {**options, "effort": 0}
-    found = families.build(
+    schedule = families.build(
         "zb-auto", num_ranks=num_ranks, num_microbatches=num_microbatches, **quick
     )
-    return replace(found, name=family)
+    return replace(schedule, name=family)
 
 
 def search_order(
@@ -129,7 +129,7 @@ def _left(stages: Sequence[StagePlan], limits: Sequence[float]) -> list[float]:
     and without what one microbatch more holds while its forward runs again."""
     left = list(limits)
     for rank, own in enumerate(_stages_of(stages, len(limits))):
-        again = [one.activation_bytes for one in own if one.recompute == "stage"]
+        again = [stage.activation_bytes for stage in own if stage.recompute == "stage"]
         left[rank] -= sum(stage.state_bytes for stage in own) + max(again, default=0)
     return left
 

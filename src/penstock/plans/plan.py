@@ -134,14 +134,14 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         if self.schedule in families.SEARCHED:
             check_order_options(self.schedule, self.options)
             if not self.order:
-                found = search_order(
+                schedule = search_order(
                     self.schedule,
                     self.stages,
                     self.num_microbatches,
                     self.options,
                     self._limits,
                 )
-                force_setattr(self, "order", written(found))
+                force_setattr(self, "order", written(schedule))
         elif self.order:
             searched = " or ".join(sorted(families.SEARCHED))
             raise InputError(

@@ -132,19 +132,19 @@ class StagePlan(Value, frozen=True, kw_only=True):
 
 def costs_of(stages: Sequence[StagePlan]) -> Costs:
     """What the simulator needs to know of ``stages``."""
-    again = [one.again_seconds if one.recompute == "layers" else 0.0 for one in stages]
+    again = [stage.again_seconds if stage.recompute == "layers" else 0.0 for stage in stages]
     inputs = [one.backward_input_seconds + more for one, more in zip(stages, again, strict=True)]
     whole = [first + one.backward_weight_seconds for one, first in zip(stages, inputs, strict=True)]
     return Costs(
-        forward=[one.forward_seconds for one in stages],
+        forward=[stage.forward_seconds for stage in stages],
         backward_input=inputs,
-        backward_weight=[one.backward_weight_seconds + one.split_seconds for one in stages],
-        backward=whole if any(one.split_seconds for one in stages) else None,
-        recompute=[one.again_seconds for one in stages],
-        update=[one.update_seconds for one in stages],
-        reduce=[one.reduce_seconds for one in stages],
-        hop=[one.hop_seconds for one in stages],
-        link=[one.link_seconds for one in stages],
+        backward_weight=[stage.backward_weight_seconds + stage.split_seconds for stage in stages],
+        backward=whole if any(stage.split_seconds for stage in stages) else None,
+        recompute=[stage.again_seconds for stage in stages],
+        update=[stage.update_seconds for stage in stages],
+        reduce=[stage.reduce_seconds for stage in stages],
+        hop=[stage.hop_seconds for stage in stages],
+        link=[stage.link_seconds for stage in stages],
     )
 
 

@@ -29,7 +29,9 @@ class Sums:
         self._shared = shared
         self._transport = transport
         self._everywhere = everywhere
-        self._reducers: list[Reducer] = [OwnerReducer(rank, one, transport) for one in shared]
+        self._reducers: list[Reducer] = [
+            OwnerReducer(rank, weights, transport) for weights in shared
+        ]
         self._number = 0
         self._averages = False
         self._num_gathered = 0
@@ -47,7 +49,7 @@ class Sums:
         self._number = number
         self._averages = averages
         self._num_gathered = 0
-        self._to_hand_in = [set(one.stages) for one in self._shared]
+        self._to_hand_in = [set(weights.stages) for weights in self._shared]
         self._to_advance = []
         self._to_finish = set(range(len(self._shared)))
 

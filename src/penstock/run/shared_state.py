@@ -106,13 +106,14 @@ def _state(shared: SharedTensor) -> tuple[Tensor | None, int]:
     return tensor, tensor._version if tensor is not None and counts else 0
 
 
-def _equal(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+def _equal(first: Tensor | None, second: Tensor | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
     # NaN is not equal to itself.
-    return torch.equal(one, other) or bool(((one == other) | one.isnan() & other.isnan()).all())
+    both_nan = first.isnan() & second.isnan()
+    return torch.equal(first, second) or bool(((first == second) | both_nan).all())
 
 
 def _written(shared: SharedTensor) -> ModelError:

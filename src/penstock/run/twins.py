@@ -224,5 +224,5 @@ def _hook_of_twin(copies: Mapping[int, nn.Module], hook: Any) -> Any:
     return hook
 
 
-def _differ(one: object, other: object) -> bool:
-    return one is not other
+def _differ(first: object, second: object) -> bool:
+    return first is not second

@@ -267,6 +267,6 @@ def last_gradients(ops: Iterable[Op]) -> list[Op]:
     newest: dict[int, Op] = {}
     for op in ops:
         if op.kind in RELEASING:
-            later = max(newest.pop(op.stage, op), op, key=lambda one: one.microbatch)
+            later = max(newest.pop(op.stage, op), op, key=lambda gradient: gradient.microbatch)
             newest[op.stage] = later._replace(slice=0)
     return list(newest.values())

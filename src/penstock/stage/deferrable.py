@@ -174,7 +174,7 @@ def _convolution_gradients(
     parameters: tuple[Tensor, ...], shape: tuple[Any, ...], gradient: Tensor, given: Tensor
 ) -> tuple[Tensor, ...]:
     weight, biases = parameters[0], [list(bias.shape) for bias in parameters[1:]]
-    _, *found = torch.ops.aten.convolution_backward(
+    _, *gradients = torch.ops.aten.convolution_backward(
         gradient,
         given,
         weight.detach().to(gradient.dtype),
@@ -182,7 +182,7 @@ def _convolution_gradients(
         *shape,
         [False, True, bool(biases)],
     )
-    pairs = zip(parameters, found, strict=False)
+    pairs = zip(parameters, gradients, strict=False)
     return tuple(each.to(parameter.dtype) for parameter, each in pairs)
 
 

@@ -127,7 +127,7 @@ class _Meter:
             tell(done, steps)
             with self._translated(f"measuring the link of ranks {pair[0]} and {pair[1]}", pair):
                 fits[pair] = self._pair(*pair)
-        cluster = gathered(seats, {pair: found.link for pair, found in fits.items()})
+        cluster = gathered(seats, {pair: fit.link for pair, fit in fits.items()})
         sums: tuple[SummedTogether, ...] = ()
         if self._num_ranks > 1:
             tell(len(pairs), steps)

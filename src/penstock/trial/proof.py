@@ -171,11 +171,11 @@ class Sides:
 
     def _check_equal(self) -> None:
         for stage, names in enumerate(self.names):
-            for name, found in zip(names, self.differences(stage), strict=True):
-                if found.absolute:
+            for name, apart in zip(names, self.differences(stage), strict=True):
+                if apart.absolute:
                     raise InputError(
                         "build_model gives other weights at each call, so there is nothing to "
-                        f"compare: first {name!r} of stage {stage}, by {found.absolute:.2g}; call "
+                        f"compare: first {name!r} of stage {stage}, by {apart.absolute:.2g}; call "
                         "torch.manual_seed in it"
                     )
 

@@ -163,7 +163,7 @@ def _columns(frame: _Frame, top: float) -> float:
 
 def _card(frame: _Frame, index: int, group: RankGroup, top: float) -> float:
     """A group of ranks, and below it what goes to the next one; returns where that ends."""
-    at = len(frame.parts)
+    behind = len(frame.parts)
     height = top + 6
     for heading in group.headings:
         height = _heading(frame, heading, height)
@@ -171,7 +171,7 @@ def _card(frame: _Frame, index: int, group: RankGroup, top: float) -> float:
         height = _rank(frame, rank, height)
     height += 4
     place = (_MARGIN, top, frame.card_right - _MARGIN, height - top)
-    frame.parts.insert(at, _rectangle(place, class_="card", rx=6))
+    frame.parts.insert(behind, _rectangle(place, class_="card", rx=6))
     frame.cards.append((top, height))
     if index + 1 < len(frame.picture.groups):
         return _flows(frame, frame.picture.neighbours(index), index, height)
@@ -248,7 +248,7 @@ def _part(block: Block, kind: Kind, length: float, place: _Place) -> str:
     corner = 2.0 if width > 8 else 0.0
     parts = [tag("title", told), _rectangle(inner, rx=corner, **paint(kind, block.shade))]
     labels = (f"{block.stage}{LETTERS[kind]}", LETTERS[kind])
-    label = next((one for one in labels if text_width(one, 11) + 4 <= width), None)
+    label = next((label for label in labels if text_width(label, 11) + 4 <= width), None)
     if label:
         y = top + height / 2 + 4
         class_ = ink(kind, block.shade)
@@ -309,7 +309,7 @@ def _far_flows(frame: _Frame) -> None:
     """Lines beside the cards, from one card to another; their numbers are in the legend's line."""
     for index, flow in enumerate(frame.picture.far_flows):
         x = frame.card_right + _LANE * (index + 1) - 2
-        start, end = (sum(frame.cards[at]) / 2 for at in (flow.source, flow.target))
+        start, end = (sum(frame.cards[card]) / 2 for card in (flow.source, flow.target))
         path = f"M{coordinate(frame.card_right)} {coordinate(start)}H{coordinate(x)}"
         path += f"V{coordinate(end)}H{coordinate(frame.card_right + 2)}m5 -4l-5 4l5 4"
         line = tag("path", tag("title", flow.words), class_="flow", d=path)

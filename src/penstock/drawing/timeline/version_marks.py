@@ -43,7 +43,7 @@ def band(version: int, place: Place) -> str:
     top = y + height - BAND
     fill = tag("rect", class_=f"v{version % NUM_COLOURS}", x=x, y=top, width=width, height=BAND)
     labels = (f"v{version}", str(version))
-    fitting = (one for one in labels if text_width(one, _SIZE) + _PADDING <= width)
+    fitting = (label for label in labels if text_width(label, _SIZE) + _PADDING <= width)
     label = next(fitting, None)
     words = write(x + width / 2, top + 9.3, label, "version") if label else ""
     return fill + words
