@@ -14,7 +14,7 @@ import click
 
 from penstock.cli import options, show
 from penstock.cluster import Cluster, Link
-from penstock.cluster.parts import Kind
+from penstock.cluster.parts import DeviceKind
 from penstock.errors import DeadlineError, InputError, RunError
 from penstock.units import format_bytes_per_second, picture_bytes, picture_seconds
 from penstock.values import write_atomically
@@ -34,13 +34,13 @@ _OTHERS_SECONDS = 5.0
 @click.argument("file", type=click.Path(), required=False)
 @options.ranks_option(None)
 @click.option(
-    "--kind", type=click.Choice(get_args(Kind)),
+    "--kind", type=click.Choice(get_args(DeviceKind)),
     help="Cores (the default) or GPUs of this machine.",
 )  # fmt: skip
 @options.output_option("Where to write the cluster (.json).")
 @options.json_option
 def cluster(
-    file: str | None, ranks: int | None, kind: Kind | None, output: str | None, as_json: bool
+    file: str | None, ranks: int | None, kind: DeviceKind | None, output: str | None, as_json: bool
 ) -> None:
     """Show a cluster: this machine's devices, or those in FILE (.toml or .json)."""
     if file is not None and (ranks is not None or kind is not None):

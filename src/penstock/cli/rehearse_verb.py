@@ -14,8 +14,8 @@ from penstock.plans import Plan
 from penstock.rehearsal import Comparison, Rehearsal
 from penstock.rehearsal import rehearse as perform
 from penstock.rehearsal.conduct import MOST_RANKS
-from penstock.rehearsal.job import Updates
-from penstock.rehearsal.performance import TransportName
+from penstock.rehearsal.job import UpdateMode
+from penstock.rehearsal.performance import RehearsalTransport
 from penstock.schedule import Kind, Schedule
 from penstock.timing.costs import Costs
 from penstock.timing.simulator import simulate
@@ -51,11 +51,11 @@ _QUIET_SECONDS = 2.0
     help="Size of a message between stages.",
 )  # fmt: skip
 @click.option(
-    "--transport", type=click.Choice(get_args(TransportName)), default="shared-memory",
+    "--transport", type=click.Choice(get_args(RehearsalTransport)), default="shared-memory",
     show_default=True, help="Between processes, or between threads of one process.",
 )  # fmt: skip
 @click.option(
-    "--updates", type=click.Choice(get_args(Updates)), default="separate", show_default=True,
+    "--updates", type=click.Choice(get_args(UpdateMode)), default="separate", show_default=True,
     help="Each stage for itself; when all ranks agree (clipping); or on trust, steps overlapping.",
 )  # fmt: skip
 @options.output_option("Picture to write (.svg, .html, .txt), or all that was found (.json).")
@@ -69,8 +69,8 @@ def rehearse(
     scale: float,
     steps: int,
     message_kib: int,
-    transport: TransportName,
-    updates: Updates,
+    transport: RehearsalTransport,
+    updates: UpdateMode,
     output: str | None,
     as_json: bool,
 ) -> None:

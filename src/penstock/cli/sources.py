@@ -54,7 +54,7 @@ _STAGES_PER_RANK = {"v": 2}
 """Stages per rank of the placements with a name; a straight pipeline has one."""
 
 
-class Source(NamedTuple):
+class Drawable(NamedTuple):
     """Something that can be drawn: its timeline, and the schedule and the plan if it came from
     them."""
 
@@ -68,7 +68,7 @@ class Source(NamedTuple):
         return self.plan.sizes if self.plan else None
 
 
-def load(name: str, ranks: int, microbatches: int, costs: Costs) -> Source:
+def load(name: str, ranks: int, microbatches: int, costs: Costs) -> Drawable:
     """Find what ``name`` means and make a timeline of it.
 
     Args:
@@ -83,14 +83,14 @@ def load(name: str, ranks: int, microbatches: int, costs: Costs) -> Source:
     """
     if _suffix(name) == ".json":
         content = _load_json(name)
-        return content if isinstance(content, Source) else _planned(content)
+        return content if isinstance(content, Drawable) else _planned(content)
     schedule = _schedule(name, ranks, microbatches, costs)
-    return Source(_named(name, simulate, schedule, _spread(costs, schedule)), schedule)
+    return Drawable(_named(name, simulate, schedule, _spread(costs, schedule)), schedule)
 
 
 def load_with_versions(
     name: str, ranks: int, microbatches: int, costs: Costs, policy: str | None = None
-) -> Source:
+) -> Drawable:
     """As ``load``, but the timeline says which version of the weights each op read, and has the
     updates between them.
 
@@ -114,9 +114,9 @@ def load_with_versions(
     chosen = _policy(family, policy)
     if not chosen.asynchronous:
         flushed = simulate(add_update(schedule), _spread(costs, schedule))
-        return Source(_reading_the_first(flushed), schedule)
+        return Drawable(_reading_the_first(flushed), schedule)
     size = family_options(family, rest).get("minibatch") or schedule.num_stages
-    return Source(_named(name, _stream, schedule, chosen, size, costs), schedule)
+    return Drawable(_named(name, _stream, schedule, chosen, size, costs), schedule)
 
 
 def _stream(schedule: Schedule, policy: Policy, minibatch: int, costs: Costs) -> Timeline:
@@ -238,11 +238,11 @@ def family_options(family: str, text: str) -> dict[str, Any]:
     return options
 
 
-def _planned(plan: Plan) -> Source:
-    return Source(plan.simulate(), plan.build_schedule(), plan)
+def _planned(plan: Plan) -> Drawable:
+    return Drawable(plan.simulate(), plan.build_schedule(), plan)
 
 
-def _json_with_versions(path: str, policy: str | None) -> Source:
+def _json_with_versions(path: str, policy: str | None) -> Drawable:
     content = _load_json(path)
     if isinstance(content, Plan):
         chosen = _policy(content.schedule, policy)
@@ -260,18 +260,18 @@ def _json_with_versions(path: str, policy: str | None) -> Source:
     return content
 
 
-def _load_json(path: str) -> Source | Plan:
+def _load_json(path: str) -> Drawable | Plan:
     """A plan, or the timeline in a file."""
     text = read_text(path)
     with refused_as(f"{path} holds neither a plan nor a timeline"):
         keys = set(msgspec.json.decode(text, type=dict[str, msgspec.Raw]))
     if "spans" in keys:
-        return Source(Timeline.from_json(text, where=path), None)
+        return Drawable(Timeline.from_json(text, where=path), None)
     if "measured" in keys:
         report = Report.from_json(text, where=path)
         record = report.measured or report.predicted
         if record is not None:
-            return Source(record.timeline(), None)
+            return Drawable(record.timeline(), None)
     if "traceEvents" in keys:
         raise FileError(f"{path} is a Chrome trace, a picture of a timeline; open it in Perfetto")
     if not {"stages", "schedule"} & keys:

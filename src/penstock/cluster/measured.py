@@ -11,7 +11,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from penstock.cluster.cluster import Cluster
-from penstock.cluster.parts import Device, Group, Kind, Link, Wire
+from penstock.cluster.parts import Device, DeviceKind, Group, Link, Wire
 from penstock.cluster.topology import Topology
 from penstock.errors import InputError
 
@@ -47,7 +47,7 @@ class Seat(NamedTuple):
     """
 
     host: str
-    kind: Kind
+    kind: DeviceKind
     memory_bytes: int
     host_memory_bytes: int
 

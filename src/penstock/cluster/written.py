@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from penstock.cluster.checks import MOST_DEVICES
-from penstock.cluster.parts import Device, Group, Kind, Link, SpareMachine, Wire
+from penstock.cluster.parts import Device, DeviceKind, Group, Link, SpareMachine, Wire
 from penstock.errors import InputError
 from penstock.units import is_time, to_bytes, to_bytes_per_second, to_seconds
 from penstock.values import whole
@@ -63,7 +63,7 @@ class WrittenDevice(_Table, frozen=True):
     name: str
     memory: Bytes = Bytes(0)
     speed: float = 1.0
-    kind: Kind | None = None
+    kind: DeviceKind | None = None
 
 
 class WrittenServer(_Table, frozen=True):
@@ -75,7 +75,7 @@ class WrittenServer(_Table, frozen=True):
     memory: Bytes = Bytes(0)
     shared_memory: Bytes = Bytes(0)
     speed: float = 1.0
-    kind: Kind | None = None
+    kind: DeviceKind | None = None
     link: Joint = _NO_LINK
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ from penstock.errors import InputError
 from penstock.partition.arrays import Array, np
 from penstock.values import is_number, one_of, shown
 
-Line = tuple[float, float]
+ExchangeLine = tuple[float, float]
 """(seconds per byte of parameters, seconds besides) of an exchange of gradients."""
 
 RELEASED, PAPER, RING = "pipedream-released", "pipedream-paper", "ring"
@@ -104,7 +104,7 @@ class CostModel:
         seconds = self.bytes_moved(num_replicas) * _transfer(parameter_bytes, link)
         return seconds + 2 * others * self.latency_seconds(link)
 
-    def reduce_line(self, num_replicas: int, link: Link) -> Line:
+    def reduce_line(self, num_replicas: int, link: Link) -> ExchangeLine:
         """``reduce_seconds`` as a line over the bytes of parameters."""
         per_byte = 1 / link.bytes_per_second if link.bytes_per_second else 0.0
         base = self.reduce_seconds(0.0, num_replicas, link)

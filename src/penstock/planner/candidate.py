@@ -18,7 +18,7 @@ from penstock.plans.alternative import Alternative
 from penstock.plans.orders import search_order, written
 from penstock.plans.plan import Plan
 from penstock.plans.prediction import Prediction
-from penstock.plans.stage_plan import Recompute, StagePlan, bytes_of_ranks
+from penstock.plans.stage_plan import RecomputeWay, StagePlan, bytes_of_ranks
 from penstock.plans.steady import few_minibatches
 from penstock.plans.title import family_title
 from penstock.schedule import Schedule
@@ -41,7 +41,7 @@ class Candidate:
     task: Task
     setting: Setting
     cuts: tuple[int, ...]
-    recomputes: tuple[Recompute, ...]
+    recomputes: tuple[RecomputeWay, ...]
 
     def __str__(self) -> str:
         setting = self.setting

@@ -15,10 +15,10 @@ from penstock.planner.candidate import Candidate
 from penstock.planner.limits import least_excess
 from penstock.planner.setting import RecomputeRule, Rooms, Setting
 from penstock.planner.task import Task
-from penstock.plans.stage_plan import Recompute
+from penstock.plans.stage_plan import RecomputeWay
 
 _MOST_MOVES = 60
-_SQUEEZES: dict[RecomputeRule, tuple[Recompute, ...]] = {
+_SQUEEZES: dict[RecomputeRule, tuple[RecomputeWay, ...]] = {
     "where-needed": ("none", "stage"),
     "never": ("none",),
     "stage": ("stage",),

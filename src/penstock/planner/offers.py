@@ -267,7 +267,7 @@ def _with_any_replicas(task: Task, wish: Wish) -> Iterator[Offer]:
             yield Offer(family, devices, policy, counts, (), rule)
 
 
-def _shapes(task: Task) -> list[Shape]:
+def _shapes(task: Task) -> list[ReplicaShape]:
     if not task.known_shapes:
         shapes = (*_width_by_depth(task), *_all_but_some(task), *_partitions(task))
         task.known_shapes.extend(dict.fromkeys(shapes))
@@ -292,7 +292,7 @@ def neighbours(setting: Setting) -> Iterator[Offer]:
             )
 
 
-def _all_but_some(task: Task) -> Iterator[Shape]:
+def _all_but_some(task: Task) -> Iterator[ReplicaShape]:
     """Two stages, one of which has few devices: large layers at an end of the model want that."""
     num_devices = min(len(task.cluster.devices), task.num_microbatches + 1)
     for few in (1, 2) if num_devices > 2 and task.num_layers > 1 else ():
@@ -301,11 +301,11 @@ def _all_but_some(task: Task) -> Iterator[Shape]:
                 yield counts, tuple(range(sum(counts)))
 
 
-Shape = tuple[tuple[int, ...], tuple[int, ...]]
+ReplicaShape = tuple[tuple[int, ...], tuple[int, ...]]
 """(replicas of each stage, devices of each rank)."""
 
 
-def _width_by_depth(task: Task) -> Iterator[Shape]:
+def _width_by_depth(task: Task) -> Iterator[ReplicaShape]:
     """As many pipelines side by side as there are devices for; of depth 1, data parallelism."""
     devices = task.cluster.devices
     # Replicas take turns, so slow devices may do better without any work.
@@ -320,7 +320,7 @@ def _width_by_depth(task: Task) -> Iterator[Shape]:
                 yield (width,) * depth, tuple(pool[place + depth * turn] for place, turn in turns)
 
 
-def _partitions(task: Task) -> Iterator[Shape]:
+def _partitions(task: Task) -> Iterator[ReplicaShape]:
     """PipeDream's, with an update per minibatch and with one per microbatch, whether exchanges of
     gradients hide behind compute or not; and DAPPLE's."""
     models = (task.communication, replace(task.communication, overlap=1.0))
@@ -334,7 +334,7 @@ def _partitions(task: Task) -> Iterator[Shape]:
             yield from _shape(task, candidate.devices)
 
 
-def _shape(task: Task, stages: Sequence[Sequence[int]]) -> Iterator[Shape]:
+def _shape(task: Task, stages: Sequence[Sequence[int]]) -> Iterator[ReplicaShape]:
     """The shape of stages on these devices, if any has replicas and each replica a microbatch."""
     counts = tuple(map(len, stages))
     if 1 < max(counts) <= task.num_microbatches:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from penstock.planner.setting import Setting
 from penstock.planner.task import Task
-from penstock.plans.stage_plan import Recompute, StagePlan
+from penstock.plans.stage_plan import RecomputeWay, StagePlan
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Pricing:
     task: Task
     setting: Setting
     cuts: tuple[int, ...]
-    recomputes: tuple[Recompute, ...]
+    recomputes: tuple[RecomputeWay, ...]
 
     def stages(self) -> tuple[StagePlan, ...]:
         """All stages, in execution order."""

@@ -14,13 +14,13 @@ from penstock.partition.chain import Table
 from penstock.planner.moments import Moments, moments_of
 from penstock.planner.task import Task
 from penstock.plans.orders import stand_in
-from penstock.plans.stage_plan import Recompute
+from penstock.plans.stage_plan import RecomputeWay
 from penstock.schedule import Schedule, families
 from penstock.schedule.lower import add_recompute
 from penstock.schedule.memory import Load, loads, peak_activations
 from penstock.versions import Flush, Policy, place_of, weight_copies
 
-_RECOMPUTES: tuple[Recompute, ...] = ("none", "layers", "stage")
+_RECOMPUTES: tuple[RecomputeWay, ...] = ("none", "layers", "stage")
 
 RecomputeRule = Literal["where-needed", "never", "stage", "layers"]
 """Whether stages may run forward twice: where they would not fit otherwise, never, or always."""
@@ -216,7 +216,7 @@ class Rooms:
         least = np.minimum(self.num_bytes(stage, "layers"), self.num_bytes(stage, "stage"))
         return np.where(fits, 0.0, np.where(least <= limit, again, inf))
 
-    def recompute(self, stage: int, start: int, stop: int) -> Recompute:
+    def recompute(self, stage: int, start: int, stop: int) -> RecomputeWay:
         """What must run twice if a stage has layers ``[start, stop)``, which fit."""
         rule, limit = self._setting.recompute, self._limits[stage]
         if rule in {"stage", "layers"}:
@@ -228,13 +228,13 @@ class Rooms:
             return "none"
         return min(("layers", "stage"), key=sizes.__getitem__)
 
-    def held_bytes(self, stage: int, how: Recompute, start: int, stop: int) -> int:
+    def held_bytes(self, stage: int, how: RecomputeWay, start: int, stop: int) -> int:
         """What a rank of a stage needs if the stage has layers ``[start, stop)``, wherever these
         begin and end: also between the places of the tables."""
         numbers, inputs = self._task.numbers(start, stop), self._task.input_bytes[start]
         return int(_needed(numbers, inputs, *self._key(stage, how)))
 
-    def state_bytes(self, stage: int, how: Recompute, start: int, stop: int) -> int:
+    def state_bytes(self, stage: int, how: RecomputeWay, start: int, stop: int) -> int:
         """What a rank needs for a stage with layers ``[start, stop)`` while nothing is in
         flight."""
         numbers = self._task.numbers(start, stop)
@@ -246,30 +246,32 @@ class Rooms:
         return tuple(self.num_bytes(stage, how) for how in self.ways)
 
     @property
-    def ways(self) -> tuple[Recompute, ...]:
+    def ways(self) -> tuple[RecomputeWay, ...]:
         """What may run twice."""
         rule = self._setting.recompute
         if rule == "where-needed":
             return _RECOMPUTES
         return ("none",) if rule == "never" else (rule,)
 
-    def num_bytes(self, stage: int, how: Recompute) -> Table:
+    def num_bytes(self, stage: int, how: RecomputeWay) -> Table:
         """What a rank of a stage needs, for all starts and stops."""
         key = self._key(stage, how)
         if key not in self._task.known_bytes:
             self._task.known_bytes[key] = self._num_bytes(*key)
         return self._task.known_bytes[key]
 
-    def _key(self, stage: int, how: Recompute) -> tuple[int, bool, tuple[Load, ...], Recompute]:
+    def _key(
+        self, stage: int, how: RecomputeWay
+    ) -> tuple[int, bool, tuple[Load, ...], RecomputeWay]:
         """All of a stage that decides, with its layers, what it needs."""
         has_replicas = len(self._setting.ranks_of[stage]) > 1
         return self._copies[stage], has_replicas, self._loads(stage, how), how
 
-    def _loads(self, stage: int, how: Recompute) -> tuple[Load, ...]:
+    def _loads(self, stage: int, how: RecomputeWay) -> tuple[Load, ...]:
         return (self._setting.loads_again if how == "stage" else self._setting.loads)[stage]
 
     def _num_bytes(
-        self, copies: int, has_replicas: bool, loads: tuple[Load, ...], how: Recompute
+        self, copies: int, has_replicas: bool, loads: tuple[Load, ...], how: RecomputeWay
     ) -> Table:
         inputs = np.array(self._task.input_bytes, dtype=float)[list(self._task.places)][:, None]
         table: Table = _needed(self._task.tables, inputs, copies, has_replicas, loads, how)
@@ -282,7 +284,7 @@ def _needed(
     copies: int,
     has_replicas: bool,
     loads: tuple[Load, ...],
-    how: Recompute,
+    how: RecomputeWay,
 ) -> Any:
     """What a rank needs for one stage, as numbers, or for many at once, as tables.
 

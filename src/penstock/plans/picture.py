@@ -117,13 +117,13 @@ def _rank(plan: Plan, rank: int) -> pictured.RankRow:
     )
 
 
-def _block(plan: Plan, index: int, shade: int) -> pictured.Block:
+def _block(plan: Plan, index: int, shade: int) -> pictured.StageBlock:
     stage, copies = plan.stages[index], plan.placement.copies[index]
     times = _parts(stage, plan.placement.splits_backward)
     parts = [(kind, length / copies) for kind, length in times]
     updates = plan.updates_per_minibatch[index] / plan.num_microbatches
     parts.append((Kind.UPDATE, stage.update_seconds * updates))
-    return pictured.Block(index, tuple(part for part in parts if part[1]), shade)
+    return pictured.StageBlock(index, tuple(part for part in parts if part[1]), shade)
 
 
 def _memory(stages: Sequence[StagePlan], num_bytes: int) -> tuple[int, ...]:

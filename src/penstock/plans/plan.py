@@ -33,7 +33,7 @@ from penstock.plans.orders import (
     written,
 )
 from penstock.plans.prediction import Prediction
-from penstock.plans.stage_plan import Recompute, StagePlan, sizes_of
+from penstock.plans.stage_plan import RecomputeWay, StagePlan, sizes_of
 from penstock.plans.table import render
 from penstock.plans.title import title
 from penstock.schedule import Schedule, families
@@ -270,7 +270,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
             # The family wants more; what is left of a longer schedule is one, too.
             return first_microbatches(build(num_microbatches=self.num_microbatches), count)
 
-    def recomputing(self, how: Recompute, stages: Collection[int] | None = None) -> Plan:
+    def recomputing(self, how: RecomputeWay, stages: Collection[int] | None = None) -> Plan:
         """This plan with some stages keeping less and running forward twice.
 
         Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
@@ -283,7 +283,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         Raises:
             InputError: no such way, or no such stage.
         """
-        one_of("how", how, get_args(Recompute))
+        one_of("how", how, get_args(RecomputeWay))
         expect(stages, Collection | None, "stages", "give a list of their numbers")
         chosen = range(len(self.stages)) if stages is None else stages
         absent = sorted(set(chosen) - set(range(len(self.stages))))

@@ -14,7 +14,7 @@ from penstock.schedule.memory import Sizes, peaks
 from penstock.timing.costs import Costs
 from penstock.values import Value
 
-Recompute = Literal["none", "stage", "layers"]
+RecomputeWay = Literal["none", "stage", "layers"]
 Split = Literal["data", "column", "row", "any", "whole"]
 
 
@@ -78,7 +78,7 @@ class StagePlan(Value, frozen=True, kw_only=True):
     layer_input_bytes: int = 0
     peak_activations: float = 0.0
     weight_versions: int = 1
-    recompute: Recompute = "none"
+    recompute: RecomputeWay = "none"
     splits: dict[str, Split] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.run.counting import Peak
 from penstock.run.rank.journal import Record
-from penstock.run.seals import Call, Mode, Seal, autocast_codes
+from penstock.run.seals import Call, Modes, Seal, autocast_codes
 from penstock.weights.store import Held
 
 
@@ -50,7 +50,7 @@ class Minibatch:
         trains: whether gradients are wanted.
         updates: whether weights are updated; otherwise gradients accumulate.
         digests: of the inputs and of the targets, to compare with other ranks'; 0: not compared.
-        modes: the modes of the layers' modules, to compare with other ranks'; see ``seals.Mode``.
+        modes: the modes of the layers' modules, to compare with other ranks'; see ``seals.Modes``.
         autocast: device types and dtypes for which forwards and the loss run under autocast.
     """
 
@@ -108,7 +108,7 @@ def seal_of(minibatch: Minibatch, position: StreamPosition) -> bytes:
         # A loader that has raised is told of by the rank itself.
         position.more_follow or position.failure is not None,
         *autocast_codes(minibatch.autocast),
-        minibatch.modes if minibatch.trains else Mode.NOT_COMPARED,
+        minibatch.modes if minibatch.trains else Modes.NOT_COMPARED,
         minibatch.num_microbatches,
         minibatch.share,
         *minibatch.digests,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from penstock.transport import packing
 from penstock.transport.base import Edge
-from penstock.transport.packing import BlockLayout, Bytes, Prefix
+from penstock.transport.packing import BlockLayout, Buffer, Prefix
 
 _BLOCK_START = 64
 """Where the block begins in a slot, in bytes; the state has a cache line of its own."""
@@ -158,7 +158,7 @@ class RemoteSlot:
     def __init__(self, memory: mmap.mmap) -> None:
         self._state = memoryview(memory)[:1]
         self._bytes = memoryview(memory)[_BLOCK_START:]
-        self._block: Bytes = np.frombuffer(memory, dtype=np.uint8)
+        self._block: Buffer = np.frombuffer(memory, dtype=np.uint8)
 
     def prefix(self, edge: Edge) -> Prefix:
         """What the message in it, which came over an edge, begins with.
@@ -176,7 +176,7 @@ class RemoteSlot:
         """Nothing in it will be used."""
         self._state[0] = SlotState.FREE
 
-    def lend(self) -> Bytes:
+    def lend(self) -> Buffer:
         """The block, for one message; when the last tensor in it is dropped it is given back."""
         block = self._block[_BLOCK_START:]
         # [7] The tensors made of it keep it alive.

@@ -17,10 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from penstock.errors import InputError, ModelError
 from penstock.model.spine import NamedLayer, spine_fingerprint, spine_of
 from penstock.plans import Plan
+from penstock.profiler.alone import Progress
 from penstock.trial.workload import Batch, Workload
-
-Progress = Callable[[int, int], None]
-"""Called with (stages done, stages in all)."""
 
 _ONCE = once_differentiable(lambda *_: None).__code__
 """The code of every function that torch's decorator has marked; it leaves no other sign."""
@@ -75,7 +73,7 @@ def stage_curvatures(
         workload: its model, loss and minibatch.
         plan: made for its model; says which layers each stage has.
         steps: Hessian-vector products per stage.
-        progress: called after every stage.
+        progress: called with (stages done, stages in all).
 
     Raises:
         InputError: as ``largest_curvature``, or there is no minibatch.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from math import inf, sqrt
@@ -25,6 +25,7 @@ from penstock.model.spine import spine_fingerprint, spine_of
 from penstock.pipeline import Pipeline
 from penstock.plans import Plan
 from penstock.plans.explanation import steady_minibatch
+from penstock.profiler.alone import Progress
 from penstock.run.drive.joining import several_processes
 from penstock.timing.timeline import Timeline
 from penstock.trial.contestants import intra_op_threads
@@ -34,9 +35,6 @@ from penstock.trial.reference.single_device import SingleDevice
 from penstock.trial.verdict import Difference, Proof, ProofRow
 from penstock.trial.workload import Batch, Workload
 from penstock.versions import PipeMare, Predict
-
-Progress = Callable[[int, int], None]
-"""Called with (minibatches trained on both sides together, minibatches in all)."""
 
 _SEED = 0
 _USUAL_STEPS = 5
@@ -69,7 +67,7 @@ def prove(
         workload: what to train.
         plan: made for its model.
         num_steps: minibatches; by default 5, or more if the steady state needs more.
-        progress: called now and then.
+        progress: called with (minibatches trained on both sides together, minibatches in all).
         float64: train in float64 on both sides, where another order of sums hides nothing.
 
     Raises:

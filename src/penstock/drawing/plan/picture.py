@@ -18,7 +18,7 @@ work."""
 
 
 @dataclass(frozen=True)
-class Block:
+class StageBlock:
     """One stage on one rank.
 
     Attributes:
@@ -78,7 +78,7 @@ class RankRow:
     """One rank: the blocks that it runs, one after another, and its devices; several where they
     share every layer."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[StageBlock, ...]
     devices: tuple[DeviceRow, ...]
 
     @property

@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.drawing.markup import lines, tag, text_width, write
+from penstock.drawing.markup import Rectangle, lines, tag, text_width, write
 from penstock.drawing.timeline.labels import Names
-from penstock.drawing.timeline.version_marks import (
-    BAND,
-    READING,
-    Place,
-    band,
-    in_words,
-    update_tick,
-)
+from penstock.drawing.timeline.version_marks import BAND, READING, band, in_words, update_tick
 from penstock.schedule.op import COMPUTE, Kind
 from penstock.timing.spans import BUSY, Span
 from penstock.timing.timeline import Timeline
@@ -156,7 +149,7 @@ def _hatch(kind: Kind, level: int) -> str:
 def box(
     names: Names,
     span: Span,
-    place: Place,
+    place: Rectangle,
     style: LabelStyle | None,
     unit: TimeUnit,
     versions: bool = False,
@@ -197,7 +190,7 @@ def _gap(width: float) -> float:
     return 0.5 if width > 4 else 0.0
 
 
-def _rectangle(place: Place, fill: dict[str, str]) -> str:
+def _rectangle(place: Rectangle, fill: dict[str, str]) -> str:
     x, y, width, height = place
     gap = _gap(width)
     wide = max(width - 2 * gap, _NARROWEST_BOX)

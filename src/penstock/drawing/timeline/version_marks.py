@@ -6,7 +6,7 @@ glance where a rank goes on to new weights and which backward reads what which f
 
 from __future__ import annotations
 
-from penstock.drawing.markup import resource, tag, text_width, write
+from penstock.drawing.markup import Rectangle, resource, tag, text_width, write
 from penstock.schedule.op import COMPUTE, Kind
 from penstock.timing.spans import Span
 
@@ -23,16 +23,13 @@ MEANS = "v2: weights read, after 2 updates"
 
 _SIZE, _PADDING, _OVERHANG, _TICK = 9.0, 2.0, 3.0, 1.6
 
-Place = tuple[float, float, float, float]
-"""x, y, width and height in pixels."""
-
 
 def style() -> str:
     """The style sheet of these marks."""
     return tag("style", f"\n{resource('versions.css')}\n")
 
 
-def band(version: int, place: Place) -> str:
+def band(version: int, place: Rectangle) -> str:
     """The band of an op that read a version.
 
     Args:
@@ -49,7 +46,7 @@ def band(version: int, place: Place) -> str:
     return fill + words
 
 
-def update_tick(place: Place, class_: str) -> str:
+def update_tick(place: Rectangle, class_: str) -> str:
     """An update that takes no time: a line across the row, a little longer than it is high."""
     x, y, _, height = place
     return tag(

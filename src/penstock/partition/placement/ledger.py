@@ -15,7 +15,7 @@ _PATIENCE = 50
 
 
 @dataclass(frozen=True)
-class Placement:
+class Placed:
     """The best that a placer found.
 
     Attributes:
@@ -80,7 +80,7 @@ class Ledger:
         self.num_invalid += 1
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> Placed:
         """The best so far.
 
         Raises:
@@ -90,7 +90,7 @@ class Ledger:
             raise PlanError(
                 f"none of {self.num_draws} placements drawn was a pipeline; raise num_samples"
             )
-        return Placement(
+        return Placed(
             self.best,
             self.known[self.best],
             tuple(self.history),
@@ -124,7 +124,7 @@ class Placer:
         seed: int = 0,
         max_groups: int = 40,
         tiny: float = 0.005,
-    ) -> Placement:
+    ) -> Placed:
         """The best placement that it drew.
 
         Args:

@@ -10,7 +10,7 @@ from math import lcm
 from penstock.cluster import Cluster, Link, Topology
 from penstock.errors import InputError
 from penstock.graph import LayerGraph
-from penstock.partition.cost_models import PAPER, CostModel, Line
+from penstock.partition.cost_models import PAPER, CostModel, ExchangeLine
 from penstock.partition.readers import handed_on
 from penstock.partition.steady.tree import link_within, members_at, usual_seconds
 
@@ -103,7 +103,7 @@ def evaluate(
 
 def exchange_lines(
     cost_model: CostModel, topology: Topology, devices: Sequence[int]
-) -> tuple[Line, ...]:
+) -> tuple[ExchangeLine, ...]:
     """The ways in which devices can sum their gradients, each as a line over parameter bytes."""
     whole = cost_model.reduce_line(len(devices), topology.slowest_link(devices))
     levels = _levels(topology, devices)
@@ -115,7 +115,7 @@ def exchange_lines(
     return whole, (combine(slope for slope, _ in lines), combine(base for _, base in lines))
 
 
-def exchange_seconds(lines: Sequence[Line], parameter_bytes: float) -> float:
+def exchange_seconds(lines: Sequence[ExchangeLine], parameter_bytes: float) -> float:
     """The fastest of several ways to exchange gradients."""
     return min(slope * parameter_bytes + base for slope, base in lines)
 

@@ -12,7 +12,14 @@ from typing import NamedTuple
 
 from penstock.graph import Layer, LayerGraph
 from penstock.partition.readers import sources_of
-from penstock.partition.tensor.layouts import NOTHING, Held, Layout, Ring, Sharing, Traffic
+from penstock.partition.tensor.layouts import (
+    NOTHING,
+    GradientLayout,
+    Ring,
+    Sharing,
+    TensorLayout,
+    Traffic,
+)
 
 _MOST_STATES = 512
 """Chains have 3, transformers and ResNets a few dozen; more are only needed where many values that
@@ -31,9 +38,9 @@ class _Live(NamedTuple):
     """A value that is still to be read, and what its readers so far have paid for."""
 
     value: int
-    layout: Layout
-    copies: frozenset[Layout] = frozenset()
-    gradients: frozenset[Held] = frozenset()
+    layout: TensorLayout
+    copies: frozenset[TensorLayout] = frozenset()
+    gradients: frozenset[GradientLayout] = frozenset()
 
 
 State = tuple[_Live, ...]
@@ -217,7 +224,7 @@ class LayoutProblem:
     def _to_the_loss(self, value: _Value, sharing: Sharing) -> tuple[Traffic, Traffic]:
         """(traffic there, traffic back) of the model's output: a loss needs all features of a row,
         and all devices or those that have the row can compute it."""
-        places: tuple[Layout, ...] = ("rows", "whole")
+        places: tuple[TensorLayout, ...] = ("rows", "whole")
         if sharing.gives in places:
             return NOTHING, NOTHING
         ways = (

@@ -13,7 +13,7 @@ from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.run import outcome
 from penstock.run.counting import Peak
 from penstock.run.drive.board import Board
-from penstock.run.drive.driver import Deadlines, Driver, States, failure_notice, named, naming
+from penstock.run.drive.driver import Deadlines, Driver, StageStates, failure_notice, named, naming
 from penstock.run.minibatch import Harvest, Minibatch, StreamPosition, seal_of
 from penstock.run.outcome import MinibatchOutcome
 from penstock.run.rank.journal import Record
@@ -261,7 +261,7 @@ class ProcessDriver(Driver[ProcessTicket]):
     def _edges_to_all(self, tag: int) -> list[Edge]:
         return [Edge(self._worker.rank, other, tag) for other in self._others]
 
-    def gather(self, states: States, expected: Segment) -> States:
+    def gather(self, states: StageStates, expected: Segment) -> StageStates:
         self._check_usable()
         with self._telling_failures(expected, self._worker.num_runs):
             number = self._worker.next_number()
