@@ -93,7 +93,7 @@ class CostModel:
         return self.name != PAPER
 
     def reduce_seconds(self, parameter_bytes: float, num_replicas: int, link: Link) -> float:
-        """One exchange of gradients, alone.
+        """Seconds of one exchange of gradients, alone.
 
         Args:
             parameter_bytes: of the stage.
@@ -123,7 +123,7 @@ class CostModel:
 
 
 def cost_model(name: str, overlap: float = 1.0) -> CostModel:
-    """A cost model by its name.
+    """The cost model called ``name``.
 
     Args:
         name: one of ``COST_MODELS``.

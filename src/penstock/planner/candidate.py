@@ -55,7 +55,7 @@ class Candidate:
 
     @cached_property
     def stages(self) -> tuple[StagePlan, ...]:
-        """What each stage costs."""
+        """The plan of each stage, with its predicted costs."""
         return Pricing(self.task, self.setting, self.cuts, self.recomputes).stages()
 
     @cached_property
@@ -127,7 +127,7 @@ class Candidate:
 
     @cached_property
     def prediction(self) -> Prediction:
-        """What its stages do in the order of its ops."""
+        """What the stages do in the order of the schedule's ops."""
         setting = self.setting
         return Prediction(
             self.stages,
@@ -162,18 +162,18 @@ class Candidate:
 
     @cached_property
     def excess(self) -> Excess:
-        """By how much it misses the limit that it misses most."""
+        """By how many bytes the candidate misses the limit that it misses most, and where."""
         if not has_limits(self.task):
             return NO_EXCESS
         return worst_excess(self.task, self.setting, self.rank_bytes)
 
     def limited_like(self, other: Candidate) -> Candidate:
-        """The same cuts under the memory limits of another candidate's cluster."""
+        """This candidate's cuts under the memory limits of another candidate's cluster."""
         return replace(self, task=limited_like(self.task, other.task))
 
     @property
     def fits(self) -> bool:
-        """Whether it keeps all limits."""
+        """Whether the candidate keeps all memory limits."""
         return self.excess.num_bytes <= 0
 
     def with_final_order(self) -> Candidate:

@@ -34,8 +34,6 @@ def candidates(task: Task, setting: Setting, slack: float = 0.0) -> list[Candida
     if the setting allows it, which counts as compute.
 
     Args:
-        task: what is planned.
-        setting: the schedule and its devices.
         slack: bytes by which limits may be exceeded.
 
     Returns:
@@ -65,7 +63,6 @@ def refined(coarse: Candidate, slack: float = 0.0) -> list[Candidate]:
     that found these could not look between all layers; nothing for other candidates.
 
     Args:
-        coarse: a candidate.
         slack: as for ``candidates``.
     """
     if not coarse.task.is_coarse:
@@ -75,7 +72,7 @@ def refined(coarse: Candidate, slack: float = 0.0) -> list[Candidate]:
 
 
 def with_layers_moved(candidate: Candidate) -> list[Candidate]:
-    """The same with one layer on the other side of a cut, as far as that fits."""
+    """The candidates with one layer of this one on the other side of a cut, as far as they fit."""
     moved = (with_cuts(candidate.task, candidate.setting, cuts) for cuts in _moves(candidate.cuts))
     return [candidate for candidate in moved if candidate.fits]
 

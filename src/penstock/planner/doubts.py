@@ -23,7 +23,6 @@ def doubts_about(chosen: Candidate, rivals: Sequence[Candidate]) -> Iterator[str
     """What people should know before they trust the choice, with figures and a remedy.
 
     Args:
-        chosen: the plan.
         rivals: which fit and might have been chosen.
     """
     contention = chosen.task.graph.contention

@@ -33,13 +33,7 @@ NO_EXCESS = Excess(-inf, 0, inf, "")
 
 
 def worst_excess(task: Task, setting: Setting, rank_bytes: Sequence[int]) -> Excess:
-    """The limit that is missed most.
-
-    Args:
-        task: with the limits.
-        setting: says which device each rank has.
-        rank_bytes: what each rank needs.
-    """
+    """The limit of a task that is missed most if each rank of a setting needs ``rank_bytes``."""
     names = [task.cluster.devices[device].name for device in setting.devices]
     limits = [task.limits[device] for device in setting.devices]
     excesses = [
@@ -97,7 +91,7 @@ def least_excess(task: Task) -> float:
 
 
 def limited_like(task: Task, like: Task) -> Task:
-    """A task under the memory limits of another one's cluster, which has the same devices."""
+    """A task under the memory limits of another task's cluster, which has the same devices."""
     ranks = range(len(like.cluster.devices))
     limits = {
         device.name: device.memory_bytes for rank in ranks for device in like.devices_at(rank)

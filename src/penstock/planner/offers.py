@@ -61,7 +61,7 @@ class Offer:
     recompute: RecomputeRule = "where-needed"
 
     def least_seconds(self, task: Task) -> float:
-        """No minibatch takes less: all devices busy all the time."""
+        """Seconds that a minibatch takes at least: with all devices busy all the time."""
         # Whether the family splits backwards, only its schedule tells.
         modes: tuple[Mode, ...] = ("stream",) if self.versions.asynchronous else ("whole", "split")
         speed = max(
@@ -71,7 +71,7 @@ class Offer:
         return task.num_microbatches * sum(task.compute_seconds) / speed
 
     def setting(self, task: Task) -> Setting:
-        """Build it.
+        """Build the offer's schedule for a task.
 
         Raises:
             InputError: the family refuses, or the policy does not go with it.
@@ -127,7 +127,7 @@ class Offer:
 
 
 def offers(task: Task, wish: Wish) -> list[Offer]:
-    """All that a wish allows."""
+    """All offers that a wish allows for a task."""
     if wish.replicas:
         allowed = [_replicated(task, wish)]
     else:
@@ -275,8 +275,8 @@ def _shapes(task: Task) -> list[ReplicaShape]:
 
 
 def neighbours(setting: Setting) -> Iterator[Offer]:
-    """Offers with one replica moved from a stage to another, of the same devices in the same
-    order."""
+    """Offers that differ from a setting by one replica moved from a stage to another; devices keep
+    their order."""
     for source, target in permutations(range(len(setting.replicas)), 2):
         counts = list(setting.replicas)
         counts[source] -= 1

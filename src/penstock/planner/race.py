@@ -119,7 +119,7 @@ class Race:
                 return
 
     def built(self, task: Task, offer: Offer, wish: Wish) -> list[Candidate]:
-        """An offer's candidates, if it has as many stages as are wished for."""
+        """The candidates of an offer, if it has as many stages as the wish allows."""
         key = (offer, wish.cuts)
         if key not in task.known_offers:
             task.known_offers[key] = self._built(task, offer, wish.cuts)
@@ -184,8 +184,6 @@ def fastest(tasks: Sequence[Task], wish: Wish, budget: int = 250_000) -> Candida
     """The winner of a race; ``None`` if nothing fits.
 
     Args:
-        tasks: one per microbatch size.
-        wish: what may win.
         budget: ops to simulate.
     """
     race = Race(budget=budget)

@@ -22,8 +22,8 @@ _USUAL_BYTES = 2**20
 
 
 def in_other_orders(task: Task) -> Iterator[Task]:
-    """The same task with layers in the orders in which the exact partition of the graph, in the
-    steady state, has them."""
+    """The task with its layers in other orders: those that the exact partitions of the graph, in
+    the steady state, have."""
     names = [layer.name for layer in task.graph.layers]
     for updates in (1 / task.num_microbatches, 1.0):
         for straight in (False, True):
@@ -42,8 +42,9 @@ def in_other_orders(task: Task) -> Iterator[Task]:
 
 
 def learned(task: Task, wish: Wish) -> Candidate | None:
-    """What a policy finds that learns by trial and error which device takes which layers, judged by
-    simulations of 1F1B (``penstock.partition.placement.learned``); ``None`` if it does not fit.
+    """The candidate whose placement of layers on devices a policy learned by trial and error,
+    judged by simulations of 1F1B (``penstock.partition.placement.learned``); ``None`` if it does
+    not fit.
 
     Args:
         task: with devices that are all used, or fewer.

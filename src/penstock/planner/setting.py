@@ -33,8 +33,8 @@ def build_schedule(
     replicas: tuple[int, ...],
     options: Mapping[str, Any],
 ) -> Schedule:
-    """A family's schedule, where stages may have replicas; of a family that searches, one that
-    holds its place until stages and with them costs are known.
+    """A family's schedule, where stages may have replicas. A family that searches has to know the
+    stages' costs, so its place is held by another order until these are known.
 
     Raises:
         InputError: the family refuses.
@@ -72,12 +72,12 @@ class Setting:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks it uses."""
+        """How many ranks the schedule uses."""
         return self.schedule.num_ranks
 
     @property
     def num_stages(self) -> int:
-        """Into how many stages it wants the model cut."""
+        """How many stages the schedule cuts the model into."""
         return self.schedule.num_stages
 
     @cached_property
@@ -97,13 +97,13 @@ class Setting:
 
     @property
     def mode(self) -> Mode:
-        """How its ranks work."""
+        """How the ranks work, as ``Contention`` asks for it."""
         if self.versions.asynchronous:
             return "stream"
         return "split" if self.schedule.splits_backward else "whole"
 
     def stream(self, num_microbatches: int) -> Schedule:
-        """The schedule for so many microbatches."""
+        """The schedule for ``num_microbatches`` instead."""
         return build_schedule(
             self.schedule.name, self.num_ranks, num_microbatches, self.replicas, self.options
         )
@@ -135,7 +135,7 @@ class Setting:
 
     @cached_property
     def loads_again(self) -> tuple[tuple[Load, ...], ...]:
-        """The same where every stage runs forward a second time."""
+        """The ``loads`` if every stage runs forward a second time."""
         return self._loads(self._recomputing, lambda held: Load(inputs=held, whole=1))
 
     def _loads(
@@ -153,12 +153,12 @@ class Setting:
 
     @cached_property
     def moments_again(self) -> tuple[Moments, ...]:
-        """The same where every stage does."""
+        """The ``moments`` if every stage runs forward a second time."""
         return moments_of(self._recomputing)
 
     @cached_property
     def is_exact(self) -> bool:
-        """Whether ``loads`` are."""
+        """Whether ``loads`` are exact: every rank has one stage, and microbatches are whole."""
         return self.is_single and self.schedule.num_slices == 1
 
     @cached_property
@@ -170,8 +170,6 @@ class Rooms:
     """Which layers the stages of a setting have memory for, and with how much recomputing.
 
     Args:
-        task: for the sizes.
-        setting: whose stages they are.
         slack: bytes by which limits may be exceeded.
         shared: of a rank with several stages, whether each gets an even share of its limit;
             otherwise these have no limit.
@@ -204,8 +202,8 @@ class Rooms:
         return min(per_rank)
 
     def again_seconds(self, stage: int) -> Table:
-        """What a stage takes longer because it must run forward twice, for all starts and stops;
-        infinite where it does not fit even so."""
+        """Seconds that a stage takes longer because it must run forward twice, as a table of all
+        starts and stops; infinite where it does not fit even so."""
         rule, limit = self._setting.recompute, self._limits[stage]
         again = self._task.tables["recompute_seconds"]
         if rule in {"stage", "layers"}:
@@ -217,7 +215,7 @@ class Rooms:
         return np.where(fits, 0.0, np.where(least <= limit, again, inf))
 
     def recompute(self, stage: int, start: int, stop: int) -> RecomputeWay:
-        """What must run twice if a stage has layers ``[start, stop)``, which fit."""
+        """What a stage with layers ``[start, stop)``, which fits, must run twice."""
         rule, limit = self._setting.recompute, self._limits[stage]
         if rule in {"stage", "layers"}:
             return rule
@@ -229,13 +227,13 @@ class Rooms:
         return min(("layers", "stage"), key=sizes.__getitem__)
 
     def held_bytes(self, stage: int, how: RecomputeWay, start: int, stop: int) -> int:
-        """What a rank of a stage needs if the stage has layers ``[start, stop)``, wherever these
-        begin and end: also between the places of the tables."""
+        """Bytes that a rank needs for a stage with layers ``[start, stop)``, also where these begin
+        or end between the places of the tables."""
         numbers, inputs = self._task.numbers(start, stop), self._task.input_bytes[start]
         return int(_needed(numbers, inputs, *self._key(stage, how)))
 
     def state_bytes(self, stage: int, how: RecomputeWay, start: int, stop: int) -> int:
-        """What a rank needs for a stage with layers ``[start, stop)`` while nothing is in
+        """Bytes that a rank needs for a stage with layers ``[start, stop)`` while nothing is in
         flight."""
         numbers = self._task.numbers(start, stop)
         copies, has_replicas, _, _ = self._key(stage, how)
@@ -247,14 +245,14 @@ class Rooms:
 
     @property
     def ways(self) -> tuple[RecomputeWay, ...]:
-        """What may run twice."""
+        """The ways to recompute that the setting allows."""
         rule = self._setting.recompute
         if rule == "where-needed":
             return _RECOMPUTES
         return ("none",) if rule == "never" else (rule,)
 
     def num_bytes(self, stage: int, how: RecomputeWay) -> Table:
-        """What a rank of a stage needs, for all starts and stops."""
+        """Bytes that a rank of a stage needs, as a table of all starts and stops."""
         key = self._key(stage, how)
         if key not in self._task.known_bytes:
             self._task.known_bytes[key] = self._num_bytes(*key)

@@ -23,7 +23,6 @@ def shortfall(nearest: Candidate | None, tasks: Sequence[Task], wish: Wish) -> s
     Args:
         nearest: the candidate that misses its limits by the fewest bytes, if there is any.
         tasks: one per microbatch size.
-        wish: what was asked for.
     """
     if nearest is None:
         return "no plan fits in memory: nothing that was asked for can be built"

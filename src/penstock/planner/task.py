@@ -25,8 +25,7 @@ _MOST_PLACES = 256
 
 
 class Pace(NamedTuple):
-    """By what the profile's seconds are multiplied: those of forwards and backwards, and those of
-    updates."""
+    """Factors on the profile's seconds: of forwards and backwards, and of updates."""
 
     passes: float
     updates: float
@@ -46,8 +45,8 @@ class Tie(NamedTuple):
     last: int
 
     def is_parted(self, starts: Any, stops: Any) -> Any:
-        """Whether stages of layers ``[start, stop)`` share it with another stage: for numbers, or
-        elementwise for arrays."""
+        """Whether a stage with layers ``[start, stop)`` shares the parameter with another stage;
+        for arrays of starts and stops, elementwise."""
         has_first = (starts <= self.first) & (self.first < stops)
         has_last = (starts <= self.last) & (self.last < stops)
         return has_first ^ has_last
@@ -55,7 +54,7 @@ class Tie(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be planned.
+    """A model, a cluster and a minibatch, for which a plan is to be made.
 
     Attributes:
         graph: the profile, with microbatches of one size.
@@ -83,7 +82,7 @@ class Task:
         return 1 if self.groups is None else self.groups.num_ranks
 
     def devices_at(self, index: int) -> tuple[Device, ...]:
-        """What one device of the cluster stands for."""
+        """The devices that one device of the cluster stands for."""
         return (self.cluster.devices[index],) if self.groups is None else self.groups.devices[index]
 
     @cached_property
@@ -98,7 +97,7 @@ class Task:
 
     @cached_property
     def known_offers(self) -> dict[object, Any]:
-        """What was made of offers so far."""
+        """What was made of offers so far: candidates, or why there are none."""
         return {}
 
     @cached_property
@@ -113,7 +112,8 @@ class Task:
 
     @cached_property
     def known_bytes(self) -> dict[object, Table]:
-        """What stages need, found so far."""
+        """Tables of the bytes that stages need, as far as they were asked for, by what they depend
+        on."""
         return {}
 
     @cached_property
@@ -139,7 +139,7 @@ class Task:
 
     @cached_property
     def crossing_bytes(self) -> tuple[int, ...]:
-        """What travels over the cut in front of each layer; nothing in front of the first."""
+        """Bytes that cross the cut in front of each layer; 0 in front of the first."""
         return (0, *self.graph.crossing_bytes)
 
     @cached_property
@@ -174,12 +174,13 @@ class Task:
 
     @cached_property
     def begins_unit(self) -> tuple[bool, ...]:
-        """Whether each layer, where layers run again, does so apart from the one before it."""
+        """For each layer, whether it runs again apart from the layer before it, where layers
+        recompute."""
         units = [layer.unit for layer in self.graph.layers]
         return (True, *(not own or own != before for before, own in pairwise(units)))
 
     def again_input_bytes(self, start: int, stop: int) -> int:
-        """What a microbatch keeps at a stage with layers ``[start, stop)`` that run again."""
+        """Bytes that a microbatch keeps at a stage with layers ``[start, stop)`` that run again."""
         first = 0 if self.begins_unit[start] else self.input_bytes[start]
         return int(self.sum("again_input_bytes", start, stop)) + first
 
@@ -189,7 +190,7 @@ class Task:
         return tuple(layer.compute_seconds for layer in self.graph.layers)
 
     def activation_bytes(self, start: int, stop: int) -> int:
-        """What a microbatch keeps at a stage with layers ``[start, stop)``."""
+        """Bytes that a microbatch keeps at a stage with layers ``[start, stop)``."""
         # A stage hands back the gradient of its input, so it holds that whatever its layers keep.
         held = self.graph.layers[start].held_input_bytes
         return int(self.sum("activation_bytes", start, stop)) + held
@@ -218,8 +219,8 @@ class Task:
         return max(_MOST_PLACES, 2 * len(self.cluster.devices))
 
     def numbers(self, start: int, stop: int) -> dict[str, float]:
-        """What ``tables`` has for one stage with layers ``[start, stop)``, wherever these begin and
-        end."""
+        """The sums that ``tables`` has, by their names, for one stage with layers ``[start,
+        stop)``, wherever these begin and end."""
         bounds = start, stop
         if bounds not in self.known_numbers:
             self.known_numbers[bounds] = {
@@ -302,12 +303,10 @@ class Task:
         return tuple(Tie(name, sizes[name], own[0], own[-1]) for name, own in holders.items())
 
     def pace(self, devices: Collection[int], used: Collection[int], mode: Mode) -> Pace:
-        """By what the profile's seconds are multiplied on the slowest of some devices.
+        """The factors on the profile's seconds on the slowest of a stage's devices.
 
         Args:
-            devices: of a stage.
             used: by the whole plan.
-            mode: in which its ranks work.
         """
         slowest = min(self.cluster.devices[device].speed for device in devices)
         if not self._is_crowded(devices, used):
@@ -316,7 +315,7 @@ class Task:
         return Pace(contention.of_passes(mode) / slowest, contention.of_updates(mode) / slowest)
 
     def least_pace(self, device: int, used: Collection[int], mode: Mode) -> float:
-        """That of passes at any stage that has this device, of all its devices together."""
+        """The least factor on the seconds of passes at any stage that has this device."""
         own = self.pace((device,), used, mode).passes
         # Who works beside one that shares its host counts as if it did, too.
         crowded = self.graph.contention.of_passes(mode) / self.cluster.devices[device].speed
@@ -330,7 +329,8 @@ class Task:
         )
 
     def link_between(self, sources: Sequence[int], targets: Sequence[int], num_bytes: int) -> Link:
-        """The slowest over which a message may travel from one stage's devices to another's."""
+        """The slowest link over which a message may travel from one stage's devices to
+        another's."""
         if len(sources) * len(targets) > _MANY_PAIRS:
             return self.topology.slowest_link({*sources, *targets}, num_bytes)
         links = (

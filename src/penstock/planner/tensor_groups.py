@@ -47,11 +47,8 @@ class TensorGroups:
 
 
 def in_groups(task: Task, num_tensor_ranks: int) -> Task:
-    """A task whose devices are groups of as many devices of another, neighbours in its list.
-
-    Args:
-        task: with one device each.
-        num_tensor_ranks: devices per group, at least 2.
+    """A task whose devices are groups of ``num_tensor_ranks`` (at least 2) neighbouring devices of
+    another task, which has one device for each.
 
     Raises:
         PlanError: the cluster has fewer devices.

@@ -24,8 +24,8 @@ _BUDGET = 100_000
 
 
 def rivals(tasks: Sequence[Task], wish: Wish) -> dict[str, Candidate]:
-    """The best of every kind of plan, as far as it can be built: the fastest that fits, else the
-    fastest if memory did not matter."""
+    """The best candidate of every kind of plan, by the kind's label: the fastest that fits, else
+    the fastest if memory did not matter."""
     split = [task for task in tasks if task.groups is not None]
     singles = (task if task.groups is None else task.groups.single for task in tasks)
     whole = list({id(task): task for task in singles}.values())
@@ -115,7 +115,8 @@ def _essence(candidate: Candidate) -> tuple[object, ...]:
 
 
 def possible(contenders: Sequence[Candidate], chosen: Candidate, wish: Wish) -> list[Candidate]:
-    """Those of another kind than ``chosen`` that a wish allows and that fit where it does.
+    """The contenders of another kind than ``chosen`` that a wish allows and that fit where
+    ``chosen`` does.
 
     Rivals for the table may have been made for another request, so they are looked at again.
     """

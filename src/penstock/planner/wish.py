@@ -36,5 +36,5 @@ class Wish:
     recompute: RecomputeRule = "where-needed"
 
     def allows(self, num_stages: int) -> bool:
-        """Whether a plan may have so many stages."""
+        """Whether a plan may have ``num_stages``."""
         return num_stages >= self.least_stages and self.stages in (None, num_stages)

@@ -27,13 +27,11 @@ from penstock.timing.costs import Costs
 def stand_in(
     family: str, num_ranks: int, num_microbatches: int, options: Mapping[str, Any]
 ) -> Schedule:
-    """An order under the same limit, found quickly and for F = I = W: what is in flight before the
-    costs are known.
+    """An order in the place of a searched one, under the same limit, found quickly and for F = I =
+    W: it shows what is in flight before the costs are known.
 
     Args:
         family: one of ``families.SEARCHED``.
-        num_ranks, num_microbatches: as in every family.
-        options: of the family.
 
     Raises:
         InputError: the family refuses.
@@ -62,7 +60,6 @@ def search_order(
         family: one of ``families.SEARCHED``.
         stages: with their ranks, costs and sizes; what runs forward twice counts as a longer
             backward.
-        num_microbatches: per minibatch.
         options: of the family. ``activation_limit`` is in microbatches of a rank's layers.
         limits: bytes that each rank may use; infinite where there is no limit. Where they are
             missed even with one microbatch in flight, one is in flight.
@@ -157,7 +154,6 @@ def check_order_options(family: str, options: Collection[str]) -> None:
 
     Args:
         family: one of ``families.SEARCHED``.
-        options: their names.
     """
     families.check_options(family, options)
     follows = [name for name in ("costs", "sizes") if name in options]
@@ -174,8 +170,6 @@ def read_order(
 
     Args:
         order: as ``written`` gives it, perhaps edited by hand.
-        family: that it came from.
-        num_ranks, num_microbatches: of the plan.
 
     Raises:
         InputError: it is no order, or not for so many ranks and microbatches, or it cannot run.
@@ -206,8 +200,8 @@ def read_order(
 
 
 def with_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """The same order for another number of microbatches: without those that are missing; for more,
-    over and over again. Both keep what is in flight."""
+    """An order fitted to another number of microbatches: fewer leave the last ones out, more repeat
+    it over and over again. Both keep what is in flight."""
     own = schedule.num_microbatches
     turns = range(ceil(num_microbatches / own))
     ranks = (

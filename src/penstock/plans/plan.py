@@ -162,7 +162,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks it runs on."""
+        """How many ranks the plan runs on."""
         if self._given_replicas:
             return sum(self._given_replicas)
         return 1 + max(stage.rank for stage in self.stages)
@@ -200,7 +200,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         )
 
     def place(self, stage: int) -> Place:
-        """Where a stage stands, as weight-version policies ask for it."""
+        """The place of a stage in the pipeline, as weight-version policies ask for it."""
         return place_of(self.versions, self.replicas, stage, self.num_microbatches)
 
     @property
@@ -215,8 +215,8 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
 
     @property
     def one_device_seconds(self) -> float:
-        """A step without a pipeline, as the planner predicted it; where it did not, every op of
-        every stage and microbatch, one after another."""
+        """Seconds of a step without a pipeline, as the planner predicted them; where it did not, of
+        every op of every stage and microbatch, one after another."""
         for alternative in self.alternatives:
             if alternative.label == "single device":
                 return alternative.step_seconds
@@ -224,7 +224,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
 
     @property
     def work_seconds(self) -> float:
-        """What all ranks together work for a minibatch, updates included."""
+        """Seconds that all ranks together work for a minibatch, updates included."""
         return self.prediction.work_seconds
 
     @property
@@ -296,10 +296,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         return replace(self, stages=tuple(changed))
 
     def reading(self, versions: Policy) -> Plan:
-        """This plan with another weight-version policy.
-
-        Args:
-            versions: for the plan's kind of schedule.
+        """This plan with another weight-version policy of its kind of schedule.
 
         Raises:
             InputError: the policy does not go with the schedule.
@@ -329,7 +326,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         return argued(sheet, self.alternatives, self.reason, self.contention, self.warnings)
 
     def check_runnable(self) -> None:
-        """Raise ``InputError`` if the runtime cannot perform it."""
+        """Raise ``InputError`` if the runtime cannot perform this plan."""
         if self.num_tensor_ranks > 1:
             raise InputError(
                 f"the plan splits layers over {self.num_tensor_ranks} devices, which Penstock can "

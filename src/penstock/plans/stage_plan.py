@@ -90,35 +90,37 @@ class StagePlan(Value, frozen=True, kw_only=True):
 
     @property
     def compute_seconds(self) -> float:
-        """Forward and full backward of one microbatch."""
+        """Seconds of forward and full backward of one microbatch."""
         return self.forward_seconds + self.backward_input_seconds + self.backward_weight_seconds
 
     @property
     def kept_bytes(self) -> int:
-        """What a microbatch keeps from its forward, or its recompute, until its backward."""
+        """Bytes that a microbatch keeps from its forward, or its recompute, until its backward."""
         return self.layer_input_bytes if self.recompute == "layers" else self.activation_bytes
 
     @property
     def again_seconds(self) -> float:
-        """Its forward a second time."""
+        """Seconds of the forward when it runs a second time."""
         return self.forward_seconds if self.recompute_seconds is None else self.recompute_seconds
 
     @property
     def busy_seconds(self) -> float:
-        """What a microbatch takes on one of its ranks, with a second forward if there is one."""
+        """Seconds that a microbatch takes on one of the stage's ranks, with a second forward if
+        there is one."""
         return self.compute_seconds + (self.again_seconds if self.recompute != "none" else 0.0)
 
     @property
     def state_bytes(self) -> int:
-        """What it needs before the first microbatch comes: weights in all their versions, gradients
-        of one, optimizer state, buffers, room to work, and room to sum gradients."""
+        """Bytes that a rank of the stage needs before the first microbatch comes: weights in all
+        their versions, gradients of one, optimizer state, buffers, room to work, and room to sum
+        gradients."""
         weights = (self.weight_versions + 1) * self.parameter_bytes
         room = self.workspace_bytes + self.sum_bytes
         return weights + self.optimizer_bytes + self.buffer_bytes + room
 
     @property
     def in_flight_bytes(self) -> int:
-        """What microbatches in flight keep at the worst moment."""
+        """Bytes that microbatches in flight keep at the worst moment."""
         if self.recompute == "stage" and self.peak_activations:
             # All but the one that runs again keep their input only.
             return round(self.peak_activations * self.input_bytes) + self.activation_bytes
@@ -131,7 +133,7 @@ class StagePlan(Value, frozen=True, kw_only=True):
 
 
 def costs_of(stages: Sequence[StagePlan]) -> Costs:
-    """What the simulator needs to know of ``stages``."""
+    """The durations of the ops of ``stages``, for the simulator."""
     again = [stage.again_seconds if stage.recompute == "layers" else 0.0 for stage in stages]
     inputs = [one.backward_input_seconds + more for one, more in zip(stages, again, strict=True)]
     whole = [first + one.backward_weight_seconds for one, first in zip(stages, inputs, strict=True)]
@@ -149,7 +151,7 @@ def costs_of(stages: Sequence[StagePlan]) -> Costs:
 
 
 def sizes_of(stages: Sequence[StagePlan]) -> Sizes:
-    """What one microbatch keeps at each stage, in bytes."""
+    """Bytes that one microbatch keeps at each stage."""
     return Sizes(
         activation=[stage.kept_bytes for stage in stages],
         kept_for_weight=[stage.weight_kept_bytes for stage in stages],
@@ -161,7 +163,6 @@ def bytes_of_ranks(stages: Sequence[StagePlan], schedule: Schedule) -> tuple[int
     """Predicted memory of each rank: the state of its stages, and what the order of its ops keeps.
 
     Args:
-        stages: of the plan.
         schedule: with the recomputes that the stages want.
     """
     in_flight = peaks(schedule.ranks, sizes_of(stages), schedule.num_slices)

@@ -21,23 +21,23 @@ class Part(Protocol):
 
     @property
     def losses(self) -> Mapping[int, Tensor]:
-        """Unweighted, by microbatch."""
+        """Unweighted losses, by microbatch."""
 
     @property
     def outputs(self) -> Mapping[int, Any]:
-        """By microbatch, where there are no targets."""
+        """Outputs by microbatch, where there are no targets."""
 
     @property
     def metrics(self) -> Mapping[str, Mapping[int, Tensor]]:
-        """By name and microbatch, unweighted."""
+        """Unweighted metrics, by name and microbatch."""
 
     @property
     def peak(self) -> Peak | None:
-        """Where memory is counted."""
+        """The most that the rank held at once, where memory is counted."""
 
     @property
     def held(self) -> Held | None:
-        """Where weights have versions."""
+        """What the rank keeps of its weights, where these have versions."""
 
 
 class MinibatchOutcome(NamedTuple):

@@ -88,7 +88,7 @@ class Seal(NamedTuple):
     targets: int = 0
 
     def packed(self) -> bytes:
-        """As a note of a message."""
+        """The seal as the note of a message."""
         return _FIELDS.pack(*self)
 
     @classmethod

@@ -45,7 +45,7 @@ class SharedTensor(NamedTuple):
 
     @property
     def is_buffer(self) -> bool:
-        """Whether it is no parameter."""
+        """Whether the tensor is a buffer, and no parameter."""
         return self.name in self.module._buffers
 
 

@@ -145,8 +145,6 @@ def dependencies(
     earlier ones, and backward in reverse.
 
     Args:
-        op: the op that is asked about.
-        last_stage: the number of the last stage.
         present: the ops of the schedule.
         exchanges: the ``REDUCE`` and ``AGREE`` ops that an update waits for.
 

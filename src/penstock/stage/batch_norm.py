@@ -83,7 +83,7 @@ class MinibatchStatistics:
         self._gathered.clear()
 
     def forget(self) -> None:
-        """Drop what was gathered, after a failed step."""
+        """Drop the statistics that were gathered, after a failed step."""
         self._gathered.clear()
 
     def close(self) -> None:

@@ -34,10 +34,6 @@ def explain_overwritten(layers: Sequence[NamedLayer], error: RuntimeError) -> No
     autograd tells type, shape and version of what was overwritten, and what computed it; a buffer
     is computed by nothing. Several buffers may fit; then all of them are named.
 
-    Args:
-        layers: those that it went through.
-        error: what autograd raised.
-
     Raises:
         ModelError: it is; the buffer is named.
     """
@@ -100,8 +96,7 @@ class LayerRuns:
     """Consecutive layers of a model.
 
     Args:
-        layers: at least one.
-        first_layer: index of the first of them in the whole model.
+        first_layer: index of the first of these layers in the whole model.
         streams: where layers draw random numbers.
         recompute: keep only what each layer is given, and run it again when its backward comes.
             Layers of a captured model run again block by block.

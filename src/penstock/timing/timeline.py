@@ -101,7 +101,7 @@ class Timeline:
 
     @property
     def has_versions(self) -> bool:
-        """Whether it says which version of the weights each op read."""
+        """Whether the timeline says which version of the weights each op read."""
         return all(row.versions is not None or not row.ops for row in self.rows)
 
     @cached_property
@@ -130,12 +130,12 @@ class Timeline:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks, also those without a span."""
+        """How many ranks there are, also those without a span."""
         return len(self.rows)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """In order of start on each rank; ranks one after the other."""
+        """All spans, in order of start on each rank; ranks one after the other."""
         return tuple(span for spans in self.by_rank for span in spans)
 
     @cached_property
@@ -145,7 +145,7 @@ class Timeline:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The order of ops that it shows, of every kind that was recorded."""
+        """The order of ops that the timeline shows, of every kind that was recorded."""
         return Schedule.of(self._ops, self.name)
 
     @cached_property

@@ -20,12 +20,12 @@ _SIZE = re.compile(r'width="(\d+)" height="(\d+)"')
 def plan_with_timeline_text(
     picture: PlanPicture, timeline: Timeline, versions: bool = False
 ) -> str:
-    """Draw both with characters."""
+    """Draw a plan and its predicted timeline with characters."""
     return f"{plan_text(picture)}\n\n{text(timeline, versions=versions)}"
 
 
 def plan_with_timeline_svg(picture: PlanPicture, timeline: Timeline, versions: bool = False) -> str:
-    """Draw both into a standalone SVG document."""
+    """Draw a plan and its predicted timeline as one standalone SVG document."""
     steps = svg(timeline, versions=versions)
     width = min(max(_size(steps)[0], NARROWEST), WIDEST)
     return _below_each_other([plan_svg(picture, width), steps], picture.title)
@@ -60,7 +60,7 @@ def _below_each_other(documents: Sequence[str], words: str) -> str:
 
 
 def plan_page(picture: PlanPicture, timeline: Timeline, versions: bool = False) -> str:
-    """Draw both as a self-contained HTML page."""
+    """Draw a plan and its predicted timeline as a self-contained HTML page."""
     facts = tag("p", escaped(" · ".join(picture.facts)), class_="subtitle")
     reason = tag("p", escaped(picture.reason)) if picture.reason else ""
     head = f"<header>{tag('h1', escaped(picture.title))}{facts}{reason}</header>"

@@ -34,7 +34,7 @@ class StageBlock:
 
     @property
     def seconds(self) -> float:
-        """What all parts take together."""
+        """Seconds of all parts together."""
         return sum(length for _, length in self.parts)
 
 
@@ -54,17 +54,17 @@ class DeviceRow:
 
     @property
     def memory_bytes(self) -> int:
-        """All of it."""
+        """Bytes that the device needs in all."""
         return sum(self.memory)
 
     @property
     def over_bytes(self) -> int:
-        """How much more it needs than it has."""
+        """Bytes that the device needs beyond those that it has."""
         return max(self.memory_bytes - self.limit_bytes, 0) if self.limit_bytes else 0
 
     @property
     def memory_words(self) -> str:
-        """What it needs, and of how much; nothing where nobody knows."""
+        """How much memory the device needs, and has, in words; nothing where nobody knows."""
         if not self.memory_bytes:
             return f"of {picture_bytes(self.limit_bytes)}" if self.limit_bytes else ""
         needed = picture_bytes(self.memory_bytes)
@@ -83,7 +83,7 @@ class RankRow:
 
     @property
     def seconds(self) -> float:
-        """What it does per microbatch of the minibatch."""
+        """Seconds that the rank works per microbatch of the minibatch."""
         return sum(block.seconds for block in self.blocks)
 
 
@@ -116,7 +116,7 @@ class RankGroup:
 
     @property
     def devices(self) -> tuple[DeviceRow, ...]:
-        """The devices of all its ranks."""
+        """The devices of all ranks of the group."""
         return tuple(device for rank in self.ranks for device in rank.devices)
 
 

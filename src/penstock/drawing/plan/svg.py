@@ -97,7 +97,6 @@ def plan_svg(
     """Draw a plan as a standalone SVG document.
 
     Args:
-        picture: what it shows.
         width: in pixels.
         head: whether title, facts and reason stand above it.
         choices: whether the other choices stand below it.

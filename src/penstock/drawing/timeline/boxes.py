@@ -59,7 +59,7 @@ class LabelStyle:
         return name if self.full or len(name) == 1 else name[1:]
 
     def fits(self, name: str, width: float) -> bool:
-        """Whether it stays inside a box of this width."""
+        """Whether the label ``name`` stays inside a box of this width."""
         return text_width(self.text(name), self.size) + _PADDING <= width
 
 
@@ -154,8 +154,8 @@ def box(
     unit: TimeUnit,
     versions: bool = False,
 ) -> str:
-    """The element of one busy span at ``place``; with ``versions``, the one that it read stands at
-    its foot."""
+    """The element of one busy span at ``place``; with ``versions``, the version that the span read
+    stands at its foot."""
     kind, level = span.op.kind, shade(names, span)
     words = tooltip(span, unit) + (in_words(span) if versions else "")
     parts = [tag("title", words)]

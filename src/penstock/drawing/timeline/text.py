@@ -30,7 +30,6 @@ def text(timeline: Timeline, width: int = 100, versions: bool = False) -> str:
     their letter, or vanish.
 
     Args:
-        timeline: predicted or measured.
         width: how many columns the time has where labels do not fit.
         versions: whether to write under each op which version of the weights it read. Where full
             labels would need more than ``width`` columns, the longest then lose their letter.
@@ -48,7 +47,6 @@ def stacked_text(
     ops, only its beginning and its end.
 
     Args:
-        timelines: each with its title.
         width: how many columns the time has where labels do not fit.
         widest_grid: how many it may have at most where they do.
         versions: as in ``text``.

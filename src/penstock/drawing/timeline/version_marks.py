@@ -47,7 +47,7 @@ def band(version: int, place: Rectangle) -> str:
 
 
 def update_tick(place: Rectangle, class_: str) -> str:
-    """An update that takes no time: a line across the row, a little longer than it is high."""
+    """An update that takes no time: a line across the row, a little longer than the row is high."""
     x, y, _, height = place
     return tag(
         "rect",

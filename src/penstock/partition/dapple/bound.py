@@ -40,7 +40,7 @@ class Reached(NamedTuple):
         edge: tuple[float, float],
         shares: tuple[int, int],
     ) -> Reached:
-        """The bound with one more stage behind them.
+        """The bound of the stages so far and one more behind them.
 
         Args:
             stage: its forward, backward and reduction, in seconds.

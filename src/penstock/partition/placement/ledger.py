@@ -52,7 +52,7 @@ class Ledger:
 
     @property
     def is_spent(self) -> bool:
-        """Whether nothing more may be asked, or it has long been of no use."""
+        """Whether nothing more may be asked, or asking has long been of no use."""
         spent = len(self.history) >= self.budget
         return spent or self.num_draws >= _PATIENCE * self.budget
 
@@ -62,7 +62,7 @@ class Ledger:
         return self.num_draws - self.num_invalid - len(self.history)
 
     def ask(self, stages: Stages) -> float | None:
-        """The score of a placement; ``None`` if it is new and the budget is spent."""
+        """The score of a placement; ``None`` if the placement is new and the budget is spent."""
         self.num_draws += 1
         if stages not in self.known:
             if len(self.history) >= self.budget:

@@ -17,7 +17,7 @@ from penstock.partition.steady.tree import link_within, members_at, usual_second
 
 @dataclass(frozen=True)
 class PartitionedStage:
-    """One stage.
+    """One stage of a partition.
 
     Attributes:
         layers: names, in execution order.
@@ -69,7 +69,6 @@ def evaluate(
     faster.
 
     Args:
-        graph: the model.
         cluster: whose devices the partition names.
         cost_model: what stages and cuts cost.
         partition: ``bottleneck_seconds`` is not looked at.

@@ -51,8 +51,6 @@ def best_partition(
     Devices may be left over. Parameters that several layers share count in each.
 
     Args:
-        graph: the model.
-        cluster: where it may run.
         cost_model: what stages and cuts cost.
         updates: per microbatch, as in ``CostModel.shared_seconds``; 1/m for synchronous training
             with m microbatches.

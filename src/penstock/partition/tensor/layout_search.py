@@ -83,13 +83,7 @@ class Solution(NamedTuple):
 
 
 class LayoutProblem:
-    """One model on one group.
-
-    Args:
-        graph: the profile.
-        ring: the group.
-        num_microbatches: how many a minibatch has.
-    """
+    """The choice of layouts for one model on one group of devices."""
 
     def __init__(self, graph: LayerGraph, ring: Ring, num_microbatches: int) -> None:
         self.graph = graph
@@ -162,7 +156,7 @@ class LayoutProblem:
         return self.ring.all_reduce(layer.parameter_bytes)
 
     def moved_bytes(self, sharings: Sequence[Sharing]) -> int:
-        """What all devices together send in a minibatch."""
+        """Bytes that all devices together send in a minibatch."""
         total = 0.0
         for layer, sharing, step in self.walk(sharings):
             talk = step.forward.num_bytes + step.backward.num_bytes

@@ -40,7 +40,7 @@ class Deadlines(NamedTuple):
 
     @classmethod
     def of(cls, deadline_seconds: float, startup_seconds: float | None) -> Self:
-        """What the arguments of ``Pipeline`` say.
+        """The deadlines that the arguments of ``Pipeline`` set.
 
         Raises:
             InputError: one of them is not positive and finite.

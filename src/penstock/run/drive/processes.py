@@ -45,7 +45,7 @@ class RankReport(NamedTuple):
     held: Held | None
 
     def packed(self) -> tuple[Any, ...]:
-        """As it travels."""
+        """The report as it travels."""
         peak = None if self.peak is None else tuple(self.peak)
         held = None if self.held is None else tuple(self.held)
         return (*self[:-2], peak, held)

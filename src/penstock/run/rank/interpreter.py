@@ -21,10 +21,10 @@ class RankStep(Protocol[W_contra]):
 
     @property
     def op(self) -> Op:
-        """What it does, to which microbatch, counted from the beginning of its window."""
+        """The op, with its microbatch counted from the beginning of the window."""
 
     def perform(self, work: W_contra) -> None:
-        """Do it."""
+        """Perform the op."""
 
 
 class Restart(Exception):

@@ -59,7 +59,7 @@ class Observers:
         self._statistics = MinibatchStatistics(self._modules) if gathers else None
 
     def leave(self) -> None:
-        """It has ended, well or not."""
+        """The minibatch has ended, well or not: take the hooks away."""
         if self._statistics is not None:
             self._statistics.close()
             self._statistics = None

@@ -23,9 +23,7 @@ class Work:
     """One minibatch at work on one rank; its units are numbered from the beginning of the stream.
 
     Args:
-        minibatch: what is worked on.
         position: where it stands in its stream.
-        recipe: how to train.
         mail: what passes between stages, for as long as the stream lasts.
 
     Attributes:

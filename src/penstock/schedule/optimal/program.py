@@ -30,7 +30,6 @@ class LinearProgram:
     starts, the binaries (1: the first of the two ops comes first), and the objective.
 
     Args:
-        problem: what is to be ordered.
         gap: its gaps, and those of the orders that are known to be best.
         windows: what follows from them.
         bounds: the objective is no less than the first, and wanted no more than the second.

@@ -33,7 +33,6 @@ def search(problem: OrderingProblem, seeds: Iterable[Orders], effort: float = 1.
     same arguments.
 
     Args:
-        problem: what is asked.
         seeds: orders to begin with, over the same ops.
         effort: 2 looks at twice as many orders, 0 only at the seeds and the grid.
     """
