@@ -135,7 +135,7 @@ class Candidate:
             setting.versions,
             setting.all_replicas,
             self.schedule,
-            setting.stream,
+            setting.build,
         )
 
     @property
@@ -189,7 +189,7 @@ class Candidate:
             setting.schedule.name,
             self.stages,
             self.task.num_microbatches,
-            setting.options,
+            dict(setting.options),
             [self.task.limits[device] for device in setting.devices],
         )
         ordered, held = (

@@ -26,54 +26,60 @@ RecomputeRule = Literal["where-needed", "never", "stage", "layers"]
 """Whether stages may run forward twice: where they would not fit otherwise, never, or always."""
 
 
-def build_schedule(
-    family: str,
-    num_ranks: int,
-    num_microbatches: int,
-    replicas: tuple[int, ...],
-    options: Mapping[str, Any],
-) -> Schedule:
-    """A family's schedule, where stages may have replicas. A family that searches has to know the
-    stages' costs, so its place is held by another order until these are known.
-
-    Raises:
-        InputError: the family refuses.
-    """
-    if family in families.SEARCHED:
-        return stand_in(family, num_ranks, num_microbatches, options)
-    given = {"replicas": replicas} if replicas else {}
-    return families.build(
-        family, num_ranks=num_ranks, num_microbatches=num_microbatches, **options, **given
-    )
-
-
 @dataclass(frozen=True)
-class Setting:
-    """A schedule on some devices.
+class Terms:
+    """Which schedule on which devices, whether it is built or not.
+
+    Attributes:
+        family: the schedule's.
+        devices: the device of each rank, by its index in the cluster.
+        versions: which weights passes read.
+        replicas: how many each stage has; empty for one of each.
+        options: (name, value) pairs that the family is given.
+        recompute: what may run twice.
+    """
+
+    family: str
+    devices: tuple[int, ...]
+    versions: Policy = field(default_factory=Flush)
+    replicas: tuple[int, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+    recompute: RecomputeRule = "where-needed"
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the schedule uses."""
+        return len(self.devices)
+
+    def build(self, num_microbatches: int) -> Schedule:
+        """The schedule for some microbatches. A family that searches has to know the stages' costs,
+        so its place is held by another order until these are known.
+
+        Raises:
+            InputError: the family refuses.
+        """
+        options = dict(self.options)
+        if self.family in families.SEARCHED:
+            return stand_in(self.family, self.num_ranks, num_microbatches, options)
+        if self.replicas:
+            options["replicas"] = self.replicas
+        return families.build(
+            self.family, num_ranks=self.num_ranks, num_microbatches=num_microbatches, **options
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting(Terms):
+    """A schedule on some devices, built.
 
     Attributes:
         schedule: of one minibatch; of a stream, as long as shows how much is in flight.
-        devices: of each rank, by their index in the cluster.
-        versions: which weights passes read.
-        replicas: of each stage; empty for one of each.
-        options: of the schedule's family.
-        recompute: what may run twice.
         is_final: whether the schedule is the one that runs, and none that holds the place of an
             order still to be searched.
     """
 
     schedule: Schedule
-    devices: tuple[int, ...]
-    versions: Policy = field(default_factory=Flush)
-    replicas: tuple[int, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
-    recompute: RecomputeRule = "where-needed"
     is_final: bool = True
-
-    @property
-    def num_ranks(self) -> int:
-        """How many ranks the schedule uses."""
-        return self.schedule.num_ranks
 
     @property
     def num_stages(self) -> int:
@@ -101,12 +107,6 @@ class Setting:
         if self.versions.asynchronous:
             return "stream"
         return "split" if self.schedule.splits_backward else "whole"
-
-    def stream(self, num_microbatches: int) -> Schedule:
-        """The schedule for ``num_microbatches`` instead."""
-        return build_schedule(
-            self.schedule.name, self.num_ranks, num_microbatches, self.replicas, self.options
-        )
 
     @cached_property
     def all_replicas(self) -> tuple[int, ...]:
