@@ -33,11 +33,7 @@ class Seconds(float):
 
 
 class Joint:
-    """A link: a bandwidth, ``"10Gbit/s, 50us"``, or a table.
-
-    Args:
-        link: what it means.
-    """
+    """A link: a bandwidth, ``"10Gbit/s, 50us"``, or a table."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -197,9 +193,6 @@ class WrittenCluster(_Table, frozen=True):
 
 def read(text: str) -> dict[str, Any]:
     """The fields of a ``Cluster``.
-
-    Args:
-        text: TOML.
 
     Raises:
         msgspec.DecodeError: no TOML, an unknown key or a wrong type.

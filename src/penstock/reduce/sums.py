@@ -15,9 +15,7 @@ class Sums:
     A round begins with ``begin`` and sums every group of shared weights once.
 
     Args:
-        rank: the one that takes part.
         shared: the weights of which this rank holds one of several copies.
-        transport: the rank's end of its channels.
         everywhere: whether all holders keep the sum; otherwise the first of them does, and the
             others have no gradient.
     """

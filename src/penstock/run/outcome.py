@@ -143,7 +143,6 @@ def timeline(steps: Sequence[Sequence[Row]], name: str) -> Timeline:
 
     Args:
         steps: every rank's row, for each minibatch.
-        name: the schedule's.
     """
     columns = [_joined(rows) for rows in zip(*steps, strict=True)]
     zero = min((own.starts[0] for own in columns if own.ops), default=0.0)

@@ -131,11 +131,7 @@ class BlockLayout:
 
 
 class Packer:
-    """Turns the values of one rank's channels into blocks, and blocks into values.
-
-    Args:
-        codec: describes values.
-    """
+    """Turns the values of one rank's channels into blocks, and blocks into values."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec

@@ -75,7 +75,6 @@ class SharedMemoryTransport(Transport):
     """One rank's end of all channels to other processes of this host.
 
     Args:
-        rank: the one at this end.
         connections: a connected ``SOCK_SEQPACKET`` socket to each other rank; they are closed with
             the transport.
         deadline_seconds: how long a message may take, unless ``patience`` is changed.

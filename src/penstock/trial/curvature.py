@@ -43,7 +43,6 @@ def largest_curvature(
     the only one that can be differentiated twice.
 
     Args:
-        model: the model that has the parameters.
         loss: from (output, targets) to a scalar.
         batch: (inputs, targets) of one minibatch.
         parameters: those to look at; frozen ones are left out, and without any the answer is 0.

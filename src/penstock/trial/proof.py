@@ -64,7 +64,6 @@ def prove(
     of its dtype: 3e-4 in float32, 1.5e-8 in float64), or by 16 units in the last place.
 
     Args:
-        workload: what to train.
         plan: made for its model.
         num_steps: minibatches; by default 5, or more if the steady state needs more.
         progress: called with (minibatches trained on both sides together, minibatches in all).

@@ -34,7 +34,6 @@ def run_trial(
     minibatches all the same, so that all take turns on an equally noisy machine.
 
     Args:
-        workload: what to train.
         plan: made for its model.
         num_steps: minibatches, at least 1.
         compare: train the single-device twins too.

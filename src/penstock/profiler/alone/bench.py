@@ -50,8 +50,6 @@ class Bench:
     """Measures a model's layers with any number of samples.
 
     Args:
-        layers: the model's.
-        device: where the layers are.
         repeats: rounds that count, for each sample.
         num_samples: how many samples there will be, for ``progress``.
         progress: called after each round.

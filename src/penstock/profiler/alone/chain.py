@@ -61,7 +61,6 @@ def handed_on(layers: Sequence[NamedLayer], index: int, output: Any, is_loss: bo
     """The bytes of a layer's result that it made itself; it may pass on those of others.
 
     Args:
-        layers: all layers of the model.
         index: the layer's position among them.
         output: what the layer's function gave.
         is_loss: whether ``output`` is the loss that follows the last layer.

@@ -38,7 +38,6 @@ def measure_footprints(
     """Run layers one after the other, and measure what each keeps.
 
     Args:
-        modules: the layers.
         runs: the same as functions, cut off from each other; the last may go on to the loss.
         inputs: the first layer's; they are not overwritten.
     """

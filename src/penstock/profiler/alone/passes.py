@@ -43,9 +43,7 @@ class Passes:
     stages, so that the backward of each can be timed by itself.
 
     Args:
-        runs: the layers as functions.
         inputs: the first layer's; they are not overwritten.
-        clock: the clock of their device.
         undeferred: ids of the parameters whose gradients are never deferred.
 
     Attributes:

@@ -77,9 +77,7 @@ def measure_rounds(
     Each ends with a backward, so that the next one's forward finds the caches as in training.
 
     Args:
-        runs: the layers as functions.
         inputs: one microbatch.
-        clock: the clock of its device.
         repeats: rounds that count.
         undeferred: ids of the parameters whose gradients are never deferred.
         tell: called after each round.
@@ -156,7 +154,6 @@ def times_of(
     medians. So layers say how the time divides, and the passes without cuts how much it is.
 
     Args:
-        rounds: what was measured.
         overheads: what measuring adds; it is taken off.
         trains: whether each layer has parameters that need gradients.
         tick_seconds: the least time of a layer that does anything.

@@ -53,8 +53,6 @@ class Runner:
     """Trains a copy of a model on one microbatch, again and again.
 
     Args:
-        model: with a spine.
-        sample: one microbatch.
         optimizer: as for ``Pipeline``.
 
     Raises:

@@ -94,8 +94,6 @@ class Driver(ABC, Generic[T]):
         """Begin one minibatch.
 
         Args:
-            segment: of the schedule, which the ranks perform.
-            minibatch: what they perform it on.
             position: where it stands in its stream.
         """
 

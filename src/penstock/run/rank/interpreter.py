@@ -37,8 +37,6 @@ def perform_all(
     """Perform steps in order, and write down when each began and ended.
 
     Args:
-        steps: of one rank.
-        work: what they are performed on.
         journal: where it is written down.
         base: how many microbatches come before those of the steps' ops, for errors.
 
