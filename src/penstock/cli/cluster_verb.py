@@ -231,10 +231,7 @@ def _numbers(measurement: Measurement) -> dict[str, object]:
 
 
 def _fields(link: Link) -> dict[str, float]:
-    return {
-        "latency_seconds": link.latency_seconds,
-        "bytes_per_second": link.bytes_per_second,
-    }
+    return {"latency_seconds": link.latency_seconds, "bytes_per_second": link.bytes_per_second}
 
 
 def _print_measurement(measurement: Measurement) -> None:

@@ -212,10 +212,7 @@ def read(text: str) -> dict[str, Any]:
         num_servers += server.count
     devices += [
         Device(
-            name=device.name,
-            memory_bytes=int(device.memory),
-            speed=device.speed,
-            kind=device.kind,
+            name=device.name, memory_bytes=int(device.memory), speed=device.speed, kind=device.kind
         )
         for device in written_cluster.devices
     ]

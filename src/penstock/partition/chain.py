@@ -106,9 +106,7 @@ def _sums(costs: Sequence[float]) -> Table:
 
 
 def _solve(
-    num_stages: int,
-    price: Callable[[int], Table],
-    combine: Callable[[Table, Table], Table],
+    num_stages: int, price: Callable[[int], Table], combine: Callable[[Table, Table], Table]
 ) -> tuple[float, tuple[int, ...]]:
     """The least combined price over all cuts, and these cuts."""
     best, starts = np.zeros(1), []

@@ -124,10 +124,7 @@ def check_kinds(devices: Sequence[Device]) -> None:
 
 
 def check_model(
-    planned: Sequence[str],
-    planned_fingerprint: str,
-    names: Sequence[str],
-    fingerprint: str,
+    planned: Sequence[str], planned_fingerprint: str, names: Sequence[str], fingerprint: str
 ) -> None:
     """Raise ``ModelError`` unless a model has the layers and the fingerprint that a plan was
     made for."""

@@ -135,11 +135,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
             check_order_options(self.schedule, self.options)
             if not self.order:
                 schedule = search_order(
-                    self.schedule,
-                    self.stages,
-                    self.num_microbatches,
-                    self.options,
-                    self._limits,
+                    self.schedule, self.stages, self.num_microbatches, self.options, self._limits
                 )
                 force_setattr(self, "order", written(schedule))
         elif self.order:

@@ -177,11 +177,7 @@ def _in_processes(
         plan,
         driver,
         _cutter(
-            layout,
-            layers,
-            recipe,
-            compares=running.compare_data and has_peers,
-            has_peers=has_peers,
+            layout, layers, recipe, compares=running.compare_data and has_peers, has_peers=has_peers
         ),
         Feed(plan, layout, recipe, driver),
         layout,

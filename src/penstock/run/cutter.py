@@ -37,13 +37,7 @@ class Cutter:
     modules: Sequence[nn.Module] = ()
 
     def to_train(
-        self,
-        inputs: Any,
-        targets: Any,
-        *,
-        step: int,
-        share: float = 1.0,
-        updates: bool = True,
+        self, inputs: Any, targets: Any, *, step: int, share: float = 1.0, updates: bool = True
     ) -> Minibatch:
         """A minibatch to train on.
 

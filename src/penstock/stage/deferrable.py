@@ -207,10 +207,7 @@ def _embedding(
         return (weight_gradient,)
 
     return Deferrable(
-        input,
-        (weight,),
-        lambda given: F.embedding(given, fixed, padding_idx),
-        gradients,
+        input, (weight,), lambda given: F.embedding(given, fixed, padding_idx), gradients
     )
 
 

@@ -44,10 +44,7 @@ def explain_overwritten(layers: Sequence[NamedLayer], error: RuntimeError) -> No
     holders: dict[int, list[tuple[NamedLayer, str]]] = {}
     for layer in layers:
         for name, buffer in layer.module.named_buffers():
-            if buffer.is_inference() or (buffer.type(), tuple(buffer.shape)) != (
-                match[1],
-                shape,
-            ):
+            if buffer.is_inference() or (buffer.type(), tuple(buffer.shape)) != (match[1], shape):
                 continue
             if buffer._version == int(match[4]):
                 holders.setdefault(id(buffer), []).append((layer, name))

@@ -185,7 +185,7 @@ def _heading(sheet: _Sheet, heading: Heading, top: float) -> float:
     layers = shortened_layers(heading.layers, 12, right - start if own_line else room)
     title = tag("title", escaped(", ".join(heading.layers)))
     sheet.parts += [
-        tag("g", title + write(left, top + 12, name, "strong") + write(start, top + 12, layers)),
+        tag("g", title + write(left, top + 12, name, "strong") + write(start, top + 12, layers))
     ]
     if not told:
         return top + _HEADING

@@ -35,10 +35,7 @@ class Reached(NamedTuple):
     back: float = 0.0
 
     def then(
-        self,
-        stage: tuple[float, float, float],
-        edge: tuple[float, float],
-        shares: tuple[int, int],
+        self, stage: tuple[float, float, float], edge: tuple[float, float], shares: tuple[int, int]
     ) -> Reached:
         """The bound of the stages so far and one more behind them.
 

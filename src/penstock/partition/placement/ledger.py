@@ -91,11 +91,7 @@ class Ledger:
                 f"none of {self.num_draws} placements drawn was a pipeline; raise num_samples"
             )
         return Placed(
-            self.best,
-            self.known[self.best],
-            tuple(self.history),
-            self.num_draws,
-            self.num_invalid,
+            self.best, self.known[self.best], tuple(self.history), self.num_draws, self.num_invalid
         )
 
 

@@ -124,11 +124,7 @@ class ThreadDriver(Driver[ThreadTicket]):
             for harvest in harvests
         ]
         return MinibatchOutcome.of(
-            harvests,
-            ticket.minibatch.weights,
-            rows,
-            harvests[0].norm,
-            begins=ticket.segment.begins,
+            harvests, ticket.minibatch.weights, rows, harvests[0].norm, begins=ticket.segment.begins
         )
 
     @contextmanager
