@@ -11,14 +11,13 @@ from penstock.graph import Contention
 from penstock.planner.bounds import least_steady_seconds, least_step_seconds
 from penstock.planner.limits import NO_EXCESS, Excess, has_limits, limited_like, worst_excess
 from penstock.planner.moments import StageSizes
-from penstock.planner.pricing import Pricing
-from penstock.planner.setting import Rooms, Setting
-from penstock.planner.task import Task
+from penstock.planner.pricing import CutSetting
+from penstock.planner.setting import Rooms
 from penstock.plans.alternative import Alternative
 from penstock.plans.orders import search_order, written
 from penstock.plans.plan import Plan
 from penstock.plans.prediction import Prediction
-from penstock.plans.stage_plan import RecomputeWay, StagePlan, bytes_of_ranks
+from penstock.plans.stage_plan import bytes_of_ranks
 from penstock.plans.steady import few_minibatches
 from penstock.plans.title import family_title
 from penstock.schedule import Schedule
@@ -28,20 +27,8 @@ from penstock.units import count_of
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A setting with its cuts. Its text is for reasons and errors.
-
-    Attributes:
-        task: what is planned.
-        setting: the schedule and its devices.
-        cuts: where stages begin; the last entry is the number of layers.
-        recomputes: what runs again before its backward, of each stage.
-    """
-
-    task: Task
-    setting: Setting
-    cuts: tuple[int, ...]
-    recomputes: tuple[RecomputeWay, ...]
+class Candidate(CutSetting):
+    """A setting with its cuts, judged by a simulation. Its text is for reasons and errors."""
 
     def __str__(self) -> str:
         setting = self.setting
@@ -52,11 +39,6 @@ class Candidate:
         if len(setting.replicas) == 1:
             return f"data parallelism on {count_of(setting.num_ranks, 'device')}{again}"
         return f"{count_of(len(self.recomputes), 'stage')} with {name}{again}"
-
-    @cached_property
-    def stages(self) -> tuple[StagePlan, ...]:
-        """The plan of each stage, with its predicted costs."""
-        return Pricing(self.task, self.setting, self.cuts, self.recomputes).stages()
 
     @cached_property
     def schedule(self) -> Schedule:

@@ -59,8 +59,8 @@ def candidates(task: Task, setting: Setting, slack: float = 0.0) -> list[Candida
 
 
 def refined(coarse: Candidate, slack: float = 0.0) -> list[Candidate]:
-    """The best cuts for the same setting among all layers near a candidate's cuts, where the search
-    that found these could not look between all layers; nothing for other candidates.
+    """The best cuts of a candidate's setting among all layers near its cuts, where the search could
+    not look between all layers; nothing for other candidates.
 
     Args:
         slack: as for ``candidates``.
@@ -114,9 +114,9 @@ def _balanced(task: Task, setting: Setting, rooms: Rooms) -> Iterator[Candidate]
     else:
         # Without limits, cuts depend on the devices only: many schedules share them.
         key = (setting.devices_of, setting.replicas, setting.mode)
-        if key not in task.known_cuts:
-            task.known_cuts[key] = _balance(task, setting, rooms)
-        choices = task.known_cuts[key]
+        if key not in task.known.cuts:
+            task.known.cuts[key] = _balance(task, setting, rooms)
+        choices = task.known.cuts[key]
     for cuts in choices:
         yield _candidate(task, setting, cuts, rooms)
 
@@ -151,11 +151,11 @@ def _hops(task: Task, setting: Setting, stage: int) -> Floats:
     if stage == setting.num_stages - 1:
         return np.zeros(len(task.places))
     ends = setting.devices_of[stage], setting.devices_of[stage + 1]
-    if ends not in task.known_hops:
-        task.known_hops[ends] = np.array(
+    if ends not in task.known.hops:
+        task.known.hops[ends] = np.array(
             [task.hop(stop, *ends)[0] if 0 < stop < task.num_layers else 0 for stop in task.places]
         )
-    return task.known_hops[ends]
+    return task.known.hops[ends]
 
 
 def _lightest(task: Task, setting: Setting, slack: float) -> Iterator[Candidate]:

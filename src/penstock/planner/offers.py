@@ -93,9 +93,9 @@ class Offer(Terms):
             return self.build(num_microbatches)
         # Found slowly, and the same on all devices.
         key = self.family, self.num_ranks, num_microbatches, self.options
-        if key not in task.known_orders:
-            task.known_orders[key] = self.build(num_microbatches)
-        return task.known_orders[key]
+        if key not in task.known.orders:
+            task.known.orders[key] = self.build(num_microbatches)
+        return task.known.orders[key]
 
 
 def offers(task: Task, wish: Wish) -> list[Offer]:
@@ -245,10 +245,10 @@ def _with_any_replicas(task: Task, wish: Wish) -> Iterator[Offer]:
 
 
 def _shapes(task: Task) -> list[ReplicaShape]:
-    if not task.known_shapes:
+    if not task.known.shapes:
         shapes = (*_width_by_depth(task), *_all_but_some(task), *_partitions(task))
-        task.known_shapes.extend(dict.fromkeys(shapes))
-    return task.known_shapes
+        task.known.shapes.extend(dict.fromkeys(shapes))
+    return task.known.shapes
 
 
 def neighbours(setting: Setting) -> Iterator[Offer]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from penstock.planner.setting import Setting
 from penstock.planner.task import Task
@@ -10,14 +11,14 @@ from penstock.plans.stage_plan import RecomputeWay, StagePlan
 
 
 @dataclass(frozen=True)
-class Pricing:
-    """Layers cut into stages, before anything is known of the order of their ops.
+class CutSetting:
+    """A setting with its cuts, and what that costs before anything is known of the order of ops.
 
     Attributes:
         task: what is planned.
         setting: the schedule and its devices.
         cuts: where stages begin; the last entry is the number of layers.
-        recomputes: what runs again, of each stage.
+        recomputes: what each stage runs again before its backward.
     """
 
     task: Task
@@ -25,8 +26,9 @@ class Pricing:
     cuts: tuple[int, ...]
     recomputes: tuple[RecomputeWay, ...]
 
+    @cached_property
     def stages(self) -> tuple[StagePlan, ...]:
-        """All stages, in execution order."""
+        """The plan of each stage, with its predicted costs, in execution order."""
         return tuple(self._stage(index) for index in range(len(self.recomputes)))
 
     def _stage(self, index: int) -> StagePlan:

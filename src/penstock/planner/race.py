@@ -121,9 +121,9 @@ class Race:
     def built(self, task: Task, offer: Offer, wish: Wish) -> list[Candidate]:
         """The candidates of an offer, if it has as many stages as the wish allows."""
         key = (offer, wish.cuts)
-        if key not in task.known_offers:
-            task.known_offers[key] = self._built(task, offer, wish.cuts)
-        outcome: Built = task.known_offers[key]
+        if key not in task.known.offers:
+            task.known.offers[key] = self._built(task, offer, wish.cuts)
+        outcome: Built = task.known.offers[key]
         if not isinstance(outcome, tuple):
             self.refusals[len(offer.devices)] = outcome
             return []
@@ -194,7 +194,7 @@ def fastest(tasks: Sequence[Task], wish: Wish, budget: int = 250_000) -> Candida
 def closest(tasks: Sequence[Task], wish: Wish) -> Candidate | None:
     """The candidate that misses its limits by the fewest bytes; ``None`` if nothing can be built.
 
-    Each one found tightens the slack for the next, so that what remains is the least excess. Where
+    Each candidate tightens the slack for the next, so that what remains is the least excess. Where
     the search does not cut between all layers, it then looks at those near the cuts, and may find
     what fits.
     """

@@ -254,9 +254,9 @@ class Rooms:
     def num_bytes(self, stage: int, how: RecomputeWay) -> Table:
         """Bytes that a rank of a stage needs, as a table of all starts and stops."""
         key = self._key(stage, how)
-        if key not in self._task.known_bytes:
-            self._task.known_bytes[key] = self._num_bytes(*key)
-        return self._task.known_bytes[key]
+        if key not in self._task.known.tables:
+            self._task.known.tables[key] = self._num_bytes(*key)
+        return self._task.known.tables[key]
 
     def _key(
         self, stage: int, how: RecomputeWay

@@ -53,6 +53,29 @@ class Tie(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Known:
+    """What was worked out for a task so far, by what it depends on.
+
+    Attributes:
+        cuts: the best ones of settings without limits.
+        offers: what was made of offers: candidates, or why there are none.
+        orders: those that were searched without costs.
+        shapes: replicas of each stage and devices of each rank that are worth trying.
+        tables: the bytes that stages need.
+        numbers: ``Task.numbers``, by a stage's first layer and the one behind its last.
+        hops: their seconds, by the devices at their ends.
+    """
+
+    cuts: dict[object, list[tuple[int, ...]]] = field(default_factory=dict)
+    offers: dict[object, Any] = field(default_factory=dict)
+    orders: dict[object, Schedule] = field(default_factory=dict)
+    shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    tables: dict[object, Table] = field(default_factory=dict)
+    numbers: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
+    hops: dict[object, Floats] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Task:
     """A model, a cluster and a minibatch, for which a plan is to be made.
 
@@ -91,40 +114,9 @@ class Task:
         return Topology(self.cluster)
 
     @cached_property
-    def known_cuts(self) -> dict[object, list[tuple[int, ...]]]:
-        """Cuts found so far, by what they depend on."""
-        return {}
-
-    @cached_property
-    def known_offers(self) -> dict[object, Any]:
-        """What was made of offers so far: candidates, or why there are none."""
-        return {}
-
-    @cached_property
-    def known_orders(self) -> dict[object, Schedule]:
-        """Orders that were searched without costs, by what they depend on."""
-        return {}
-
-    @cached_property
-    def known_shapes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Replicas of each stage and devices of each rank that are worth trying, once found."""
-        return []
-
-    @cached_property
-    def known_bytes(self) -> dict[object, Table]:
-        """Tables of the bytes that stages need, as far as they were asked for, by what they depend
-        on."""
-        return {}
-
-    @cached_property
-    def known_numbers(self) -> dict[tuple[int, int], dict[str, float]]:
-        """``numbers`` of stages so far, by their first layer and the one behind their last."""
-        return {}
-
-    @cached_property
-    def known_hops(self) -> dict[object, Floats]:
-        """Seconds of hops found so far, by the devices at their ends."""
-        return {}
+    def known(self) -> Known:
+        """What was worked out for this task so far."""
+        return Known()
 
     @cached_property
     def num_layers(self) -> int:
@@ -222,8 +214,8 @@ class Task:
         """The sums that ``tables`` has, by their names, for one stage with layers ``[start,
         stop)``, wherever these begin and end."""
         bounds = start, stop
-        if bounds not in self.known_numbers:
-            self.known_numbers[bounds] = {
+        if bounds not in self.known.numbers:
+            self.known.numbers[bounds] = {
                 **{name: self.sum(name, start, stop) for name in self.sums},
                 "activation_bytes": self.activation_bytes(start, stop),
                 "again_input_bytes": self.again_input_bytes(start, stop),
@@ -231,7 +223,7 @@ class Task:
                 "again_workspace_bytes": self.workspace_bytes(start, stop, again=True),
                 "tied_bytes": sum(tie.num_bytes for tie in self.ties if tie.is_parted(start, stop)),
             }
-        return self.known_numbers[bounds]
+        return self.known.numbers[bounds]
 
     @cached_property
     def tables(self) -> dict[str, Table]:

@@ -134,7 +134,7 @@ class _Moments:
             return cls(count, mean.double(), variance.double() * count)
 
     def joined(self, other: _Moments) -> _Moments:
-        """Of both together: Chan, Golub and LeVeque, 1983, which cancels no digits."""
+        """The moments of both together: Chan, Golub and LeVeque, 1983, which cancels no digits."""
         count = self.count + other.count
         shift = other.mean - self.mean
         mean = self.mean + shift * (other.count / count)

@@ -52,7 +52,7 @@ class SummedTogether(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """What was found; the same on every rank.
+    """What was measured; the same on every rank.
 
     Attributes:
         cluster: device i is rank i's.

@@ -164,7 +164,7 @@ class LayoutProblem:
         return round(self.ring.num_ranks * total)
 
     def _work_seconds(self, layer: Layer, sharing: Sharing) -> float:
-        """Of a layer's compute, updates and sum of gradients in a minibatch."""
+        """Seconds of a layer's compute, updates and sum of gradients in a minibatch."""
         compute = self.num_microbatches * layer.compute_seconds * self.ring.share(sharing.divides)
         update = layer.update_seconds * self.ring.parameter_share(sharing)
         return compute + update + self.reduction(layer, sharing).seconds
