@@ -198,8 +198,8 @@ def _inside(hosts: Mapping[str, Sequence[int]], links: Mapping[Pair, Link]) -> d
         host: [link for pair, link in links.items() if {*pair} <= {*ranks}]
         for host, ranks in hosts.items()
     }
-    usual = _middle(link for own in within.values() for link in own)
-    return {host: _middle(own) if own else usual for host, own in within.items()}
+    usual = _middle(link for inner in within.values() for link in inner)
+    return {host: _middle(inner) if inner else usual for host, inner in within.items()}
 
 
 def _middle(links: Iterable[Link]) -> Link:
@@ -214,5 +214,5 @@ def _middle(links: Iterable[Link]) -> Link:
 
 
 def _differs(link: Link, usual: Link) -> bool:
-    own, expected = link.seconds(TYPICAL_BYTES), usual.seconds(TYPICAL_BYTES)
-    return max(own, expected) > (1 + MOST_DIFFERENCE) * min(own, expected)
+    actual, expected = link.seconds(TYPICAL_BYTES), usual.seconds(TYPICAL_BYTES)
+    return max(actual, expected) > (1 + MOST_DIFFERENCE) * min(actual, expected)

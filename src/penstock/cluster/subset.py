@@ -17,7 +17,7 @@ def only(cluster: Cluster, chosen: Collection[int]) -> Cluster:
     members = {group.name: set(group.members) for group in cluster.groups}
     while True:
         there = names | members.keys()
-        kept = {name: own & there for name, own in members.items() if own & there}
+        kept = {name: names & there for name, names in members.items() if names & there}
         if kept == members:
             break
         members = kept

@@ -31,16 +31,16 @@ def doubts_about(chosen: Candidate, rivals: Sequence[Candidate]) -> Iterator[str
     yield from chosen.task.graph.warnings
     nearest = _nearest(rivals)
     for num_spreads, end in ((-_SPREADS, "less"), (_SPREADS, "more")):
-        own = _if_off_by(num_spreads, chosen)
+        shifted = _if_off_by(num_spreads, chosen)
         others = [_if_off_by(num_spreads, candidate) for candidate in nearest]
-        best = min(others, key=lambda candidate: candidate.seconds, default=own)
-        if best.seconds < own.seconds * (1 - SAME):
-            mode = (own if own.setting.num_ranks > 1 else best).setting.mode
+        best = min(others, key=lambda candidate: candidate.seconds, default=shifted)
+        if best.seconds < shifted.seconds * (1 - SAME):
+            mode = (shifted if shifted.setting.num_ranks > 1 else best).setting.mode
             yield (
                 f"the choice hangs on contention, {contention.of_passes(mode):.2f} ± "
                 f"{contention.spread_of(mode):.1%} where ranks work as here: if it is {end}, "
-                f"{own.task.graph.contention.of_passes(mode):.2f}, {best} would take "
-                f"{format_seconds(best.seconds)} and this plan {format_seconds(own.seconds)}; "
+                f"{shifted.task.graph.contention.of_passes(mode):.2f}, {best} would take "
+                f"{format_seconds(best.seconds)} and this plan {format_seconds(shifted.seconds)}; "
                 "profile again on a quiet machine, or for longer (patience_seconds=…, --patience)"
             )
 

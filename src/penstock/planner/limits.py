@@ -41,14 +41,14 @@ def worst_excess(task: Task, setting: Setting, rank_bytes: Sequence[int]) -> Exc
         for rank, (held, limit) in enumerate(zip(rank_bytes, limits, strict=True))
     ]
     for host, limit in task.topology.shared_memories:
-        own = [
+        on_host = [
             held for held, device in zip(rank_bytes, setting.devices, strict=True) if device in host
         ]
         place = "on all ranks together, which share memory"
-        if len(own) < setting.num_ranks:
-            place = f"on the {len(own)} ranks that share a host's memory"
+        if len(on_host) < setting.num_ranks:
+            place = f"on the {len(on_host)} ranks that share a host's memory"
         # Who shares layers with a rank shares its host's memory, too.
-        excesses.append(_excess(sum(own) * task.num_tensor_ranks, limit, place))
+        excesses.append(_excess(sum(on_host) * task.num_tensor_ranks, limit, place))
     return max(excesses)
 
 
@@ -99,8 +99,8 @@ def limited_like(task: Task, like: Task) -> Task:
     shared = {group.name: group.memory_bytes for group in like.cluster.groups}
 
     def limit(index: int) -> int:
-        own = (limits.get(device.name, 0) for device in task.devices_at(index))
-        return min(filter(None, own), default=0)
+        allowed = (limits.get(device.name, 0) for device in task.devices_at(index))
+        return min(filter(None, allowed), default=0)
 
     cluster = with_fields(
         task.cluster,

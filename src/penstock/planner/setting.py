@@ -99,7 +99,7 @@ class Setting(Terms):
     @cached_property
     def is_single(self) -> bool:
         """Whether every rank has one stage."""
-        return all(len(own) == 1 for own in self.schedule.stages_of)
+        return all(len(stages) == 1 for stages in self.schedule.stages_of)
 
     @property
     def mode(self) -> Mode:

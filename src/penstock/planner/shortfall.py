@@ -54,9 +54,9 @@ def _changes(tasks: Sequence[Task], wish: Wish) -> Iterator[tuple[str, Candidate
         ("leave recomputing to it too", tasks, replaced(free, recompute="where-needed")),
         ("take smaller microbatches", smaller, replaced(free, recompute="where-needed")),
     )
-    for change, those, what in steps:
-        if those and (what != wish or those is not tasks):
-            candidate = fastest(those, what)
+    for change, chosen, what in steps:
+        if chosen and (what != wish or chosen is not tasks):
+            candidate = fastest(chosen, what)
             if candidate is not None:
                 yield change, candidate
     for times in _TIMES_AS_MANY:

@@ -169,7 +169,7 @@ class Task:
         """For each layer, whether it runs again apart from the layer before it, where layers
         recompute."""
         units = [layer.unit for layer in self.graph.layers]
-        return (True, *(not own or own != before for before, own in pairwise(units)))
+        return (True, *(not unit or unit != before for before, unit in pairwise(units)))
 
     def again_input_bytes(self, start: int, stop: int) -> int:
         """Bytes that a microbatch keeps at a stage with layers ``[start, stop)`` that run again."""
@@ -308,10 +308,10 @@ class Task:
 
     def least_pace(self, device: int, used: Collection[int], mode: Mode) -> float:
         """The least factor on the seconds of passes at any stage that has this device."""
-        own = self.pace((device,), used, mode).passes
+        alone = self.pace((device,), used, mode).passes
         # Who works beside one that shares its host counts as if it did, too.
         crowded = self.graph.contention.of_passes(mode) / self.cluster.devices[device].speed
-        return min(own, crowded)
+        return min(alone, crowded)
 
     def _is_crowded(self, devices: Collection[int], used: Collection[int]) -> bool:
         """Whether one of them shares its host's memory with another one that works."""

@@ -189,7 +189,7 @@ def _walk(
             elif op.microbatch == example and op.kind in RELEASING:
                 backwards[op.stage] = version
     ranks = [
-        tuple(rank for rank, own in enumerate(timeline.stages_of) if stage in own)
+        tuple(rank for rank, stages in enumerate(timeline.stages_of) if stage in stages)
         for stage in range(count)
     ]
     return ranks, forwards, backwards, in_flight
@@ -197,8 +197,8 @@ def _walk(
 
 def _most_in_flight(ops: Sequence[Op], stage: int) -> int:
     """Microbatches that have gone forward and not yet all the way back."""
-    own = (op for op in ops if op.stage == stage and op.slice == 0)
-    steps = (1 if op.kind is Kind.FORWARD else -(op.kind in RELEASING) for op in own)
+    stage_ops = (op for op in ops if op.stage == stage and op.slice == 0)
+    steps = (1 if op.kind is Kind.FORWARD else -(op.kind in RELEASING) for op in stage_ops)
     return max(accumulate(steps, initial=0))
 
 

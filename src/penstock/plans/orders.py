@@ -80,7 +80,7 @@ def search_order(
     asked = one_per_rank(
         family, "activation_limit", given.pop("activation_limit", default), num_ranks
     )
-    units = [_unit(family, own) for own in _stages_of(stages, num_ranks)]
+    units = [_unit(family, rank_stages) for rank_stages in _stages_of(stages, num_ranks)]
     left = _left(stages, limits)
     room = [
         max(1.0, min(most, has / unit if unit else inf))
@@ -114,9 +114,9 @@ def _kept(stage: StagePlan) -> int:
     return max(kept, stage.weight_kept_bytes)
 
 
-def _unit(family: str, own: Sequence[StagePlan]) -> int:
+def _unit(family: str, rank_stages: Sequence[StagePlan]) -> int:
     """Bytes of one microbatch on a rank with these stages, as the family counts."""
-    kept = [_kept(stage) for stage in own]
+    kept = [_kept(stage) for stage in rank_stages]
     # The exact search takes all stages of a rank for equally large.
     return len(kept) * max(kept) if family == "optimal" else sum(kept)
 
@@ -125,9 +125,9 @@ def _left(stages: Sequence[StagePlan], limits: Sequence[float]) -> list[float]:
     """Bytes that each rank has left for microbatches in flight: without the state of its stages,
     and without what one microbatch more holds while its forward runs again."""
     left = list(limits)
-    for rank, own in enumerate(_stages_of(stages, len(limits))):
-        again = [stage.activation_bytes for stage in own if stage.recompute == "stage"]
-        left[rank] -= sum(stage.state_bytes for stage in own) + max(again, default=0)
+    for rank, rank_stages in enumerate(_stages_of(stages, len(limits))):
+        again = [stage.activation_bytes for stage in rank_stages if stage.recompute == "stage"]
+        left[rank] -= sum(stage.state_bytes for stage in rank_stages) + max(again, default=0)
     return left
 
 
@@ -202,14 +202,14 @@ def read_order(
 def with_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
     """An order fitted to another number of microbatches: fewer leave the last ones out, more repeat
     it over and over again. Both keep what is in flight."""
-    own = schedule.num_microbatches
-    turns = range(ceil(num_microbatches / own))
+    count = schedule.num_microbatches
+    turns = range(ceil(num_microbatches / count))
     ranks = (
         (
-            op._replace(microbatch=op.microbatch + turn * own)
+            op._replace(microbatch=op.microbatch + turn * count)
             for turn in turns
             for op in ops
-            if op.microbatch + turn * own < num_microbatches
+            if op.microbatch + turn * count < num_microbatches
         )
         for ops in schedule.ranks
     )

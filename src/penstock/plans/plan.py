@@ -255,8 +255,8 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
 
     def _compute_only(self, count: int) -> Schedule:
         if self.order:
-            own = read_order(self.order, self.schedule, self.num_ranks, self.num_microbatches)
-            return with_microbatches(own, count)
+            searched = read_order(self.order, self.schedule, self.num_ranks, self.num_microbatches)
+            return with_microbatches(searched, count)
         build = partial(families.build, self.schedule, num_ranks=self.num_ranks, **self.options)
         try:
             return build(num_microbatches=count)

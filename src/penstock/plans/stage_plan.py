@@ -167,6 +167,6 @@ def bytes_of_ranks(stages: Sequence[StagePlan], schedule: Schedule) -> tuple[int
     """
     in_flight = peaks(schedule.ranks, sizes_of(stages), schedule.num_slices)
     return tuple(
-        sum(stages[stage].state_bytes for stage in own) + ceil(held)
-        for own, held in zip(schedule.stages_of, in_flight, strict=True)
+        sum(stages[stage].state_bytes for stage in rank_stages) + ceil(held)
+        for rank_stages, held in zip(schedule.stages_of, in_flight, strict=True)
     )

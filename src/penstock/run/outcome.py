@@ -145,13 +145,13 @@ def timeline(steps: Sequence[Sequence[Row]], name: str) -> Timeline:
         steps: every rank's row, for each minibatch.
     """
     columns = [_joined(rows) for rows in zip(*steps, strict=True)]
-    zero = min((own.starts[0] for own in columns if own.ops), default=0.0)
+    zero = min((row.starts[0] for row in columns if row.ops), default=0.0)
     moved = (
-        own._replace(
-            starts=array("d", [start - zero for start in own.starts]),
-            ends=array("d", [end - zero for end in own.ends]),
+        row._replace(
+            starts=array("d", [start - zero for start in row.starts]),
+            ends=array("d", [end - zero for end in row.ends]),
         )
-        for own in columns
+        for row in columns
     )
     return Timeline(tuple(moved), name, "measured")
 
@@ -159,10 +159,10 @@ def timeline(steps: Sequence[Sequence[Row]], name: str) -> Timeline:
 def _joined(rows: Sequence[Row]) -> Row:
     if len(rows) == 1:
         return rows[0]
-    known = all(own.versions is not None or not own.ops for own in rows)
+    known = all(row.versions is not None or not row.ops for row in rows)
     return Row(
-        tuple(op for own in rows for op in own.ops),
-        array("d", [start for own in rows for start in own.starts]),
-        array("d", [end for own in rows for end in own.ends]),
-        tuple(version for own in rows for version in own.versions or ()) if known else None,
+        tuple(op for row in rows for op in row.ops),
+        array("d", [start for row in rows for start in row.starts]),
+        array("d", [end for row in rows for end in row.ends]),
+        tuple(version for row in rows for version in row.versions or ()) if known else None,
     )

@@ -65,11 +65,11 @@ def _overwriting(suspects: Sequence[tuple[NamedLayer, str]]) -> str:
 
 
 def _instead(layer: NamedLayer, name: str) -> str:
-    own = name.rpartition(".")[2]
-    copied = f'ompute with a copy (`self.{own}.clone()`), or set the stage\'s recompute to "stage"'
-    if isinstance(layer.module, CapturedLayer) and own != name:
+    leaf = name.rpartition(".")[2]
+    copied = f'ompute with a copy (`self.{leaf}.clone()`), or set the stage\'s recompute to "stage"'
+    if isinstance(layer.module, CapturedLayer) and leaf != name:
         return f"C{copied}"  # tracing does not see values assigned in modules of the model
-    return f"Assign a new value (`self.{own} = self.{own} + 1`) instead, c{copied}"
+    return f"Assign a new value (`self.{leaf} = self.{leaf} + 1`) instead, c{copied}"
 
 
 def apart_from_buffers(value: Any, modules: Iterable[nn.Module]) -> Any:

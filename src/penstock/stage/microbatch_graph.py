@@ -82,7 +82,7 @@ class MicrobatchGraph:
             )
         # One value may have left as several skips and as the output. autograd sums in this order,
         # and without a cut it would sum from the last reader to the first, which is the next layer.
-        given = [(self.stashed[key], those) for key, those in skip_gradients.items()]
+        given = [(self.stashed[key], leaves) for key, leaves in skip_gradients.items()]
         given.append((self.outputs, gradients))
         pairs = [
             (edge, gradient)

@@ -84,18 +84,18 @@ class Timeline:
                 f"there are versions of {len(versions)} ranks, but the timeline has "
                 f"{self.num_ranks}; give one sequence per rank"
             )
-        for rank, (row, own) in enumerate(zip(self.rows, versions, strict=True)):
-            if len(row.ops) != len(own):
+        for rank, (row, read) in enumerate(zip(self.rows, versions, strict=True)):
+            if len(row.ops) != len(read):
                 raise InputError(
-                    f"rank {rank} has {len(row.ops)} ops, but {len(own)} versions; give one per op"
+                    f"rank {rank} has {len(row.ops)} ops, but {len(read)} versions; give one per op"
                 )
-            if min(own, default=0) < NO_VERSION:
+            if min(read, default=0) < NO_VERSION:
                 raise InputError(
-                    f"a version on rank {rank} is {min(own)}, but must be ≥ 0, or −1 for none"
+                    f"a version on rank {rank} is {min(read)}, but must be ≥ 0, or −1 for none"
                 )
         rows = (
-            row._replace(versions=tuple(own) or None)
-            for row, own in zip(self.rows, versions, strict=True)
+            row._replace(versions=tuple(read) or None)
+            for row, read in zip(self.rows, versions, strict=True)
         )
         return Timeline(tuple(rows), self.name, self.source)
 
@@ -237,7 +237,7 @@ class Timeline:
 
     @cached_property
     def _num_stages(self) -> int:
-        return 1 + max((stage for own in self.stages_of for stage in own), default=-1)
+        return 1 + max((stage for stages in self.stages_of for stage in stages), default=-1)
 
     def to_json(self) -> str:
         """This timeline as JSON; ``from_json`` reads it back."""

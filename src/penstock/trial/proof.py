@@ -148,7 +148,7 @@ class Sides:
         """
         model, twin = workload.build_model(), workload.build_model()
         layers = layers_of_stages(model, plan)
-        rounding = _rounding(plan, [layer.module for own in layers for layer in own])
+        rounding = _rounding(plan, [layer.module for stage in layers for layer in stage])
         if float64:
             model, twin = model.double(), twin.double()
             plan = replace(plan, model=spine_fingerprint(spine_of(model)))

@@ -83,13 +83,13 @@ def evaluate(
     layers = {layer.name: layer for layer in graph.layers}
     beats = []
     for stage in partition.stages:
-        own = [layers[name] for name in stage.layers]
+        stage_layers = [layers[name] for name in stage.layers]
         pace = min(cluster.devices[index].speed for index in stage.devices)
         exchange = exchange_seconds(
             exchange_lines(cost_model, topology, stage.devices),
-            float(sum(layer.parameter_bytes for layer in own)),
+            float(sum(layer.parameter_bytes for layer in stage_layers)),
         )
-        compute = sum(layer.compute_seconds for layer in own) / pace
+        compute = sum(layer.compute_seconds for layer in stage_layers) / pace
         beats.append(cost_model.shared_seconds(compute, exchange, stage.replicas, updates))
     for (stage, following), num_bytes in zip(
         pairwise(partition.stages), _cuts(graph, partition), strict=True

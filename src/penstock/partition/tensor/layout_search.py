@@ -97,10 +97,10 @@ class LayoutProblem:
     def _collect_values(self) -> None:
         layers = self.graph.layers
         place = {layer.name: index for index, layer in enumerate(layers)}
-        sources = [set(own) for own in sources_of(self.graph)]
+        sources = [set(read) for read in sources_of(self.graph)]
         readers: list[list[int]] = [[] for _ in layers]
-        for index, own in enumerate(sources):
-            for source in own:
+        for index, read in enumerate(sources):
+            for source in read:
                 readers[source].append(index)
         for index, layer in enumerate(layers):
             for name in layer.skip_bytes:

@@ -79,9 +79,9 @@ def round_robin(
     def ranks() -> Iterator[list[Op]]:
         for stage, count in enumerate(counts):
             for replica in range(count):
-                own = range(replica, num_microbatches, count)
-                forwards = [Op(stage, Kind.FORWARD, microbatch) for microbatch in own]
-                backwards = [Op(stage, Kind.BACKWARD, microbatch) for microbatch in own]
+                microbatches = range(replica, num_microbatches, count)
+                forwards = [Op(stage, Kind.FORWARD, microbatch) for microbatch in microbatches]
+                backwards = [Op(stage, Kind.BACKWARD, microbatch) for microbatch in microbatches]
                 yield order(warm_up(counts, stage), forwards, backwards)
 
     return Schedule.of(ranks(), family)
