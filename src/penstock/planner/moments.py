@@ -26,7 +26,7 @@ class Moments(NamedTuple):
     """How many microbatches a rank holds at a time, and how.
 
     Attributes:
-        stages: of the rank.
+        stages: those that the rank has.
         counts: a row per moment that differs from all others, three columns per stage: as
             ``StageSizes``.
     """

@@ -35,8 +35,8 @@ class Tie(NamedTuple):
     """A parameter that several layers hold.
 
     Attributes:
-        num_bytes: of the parameter.
-        first, last: of the layers that hold it.
+        num_bytes: size of the parameter.
+        first, last: the outermost layers that hold it.
     """
 
     name: str
@@ -81,8 +81,8 @@ class Task:
 
     Attributes:
         graph: the profile, with microbatches of one size.
-        cluster: where.
-        num_microbatches: per minibatch.
+        cluster: the devices.
+        num_microbatches: how many a minibatch has.
         memory_bytes: what a device may use, on top of the cluster's own limits.
         communication: how gradients and outputs are counted.
         marks: numbers of layers with which stages must be able to begin.

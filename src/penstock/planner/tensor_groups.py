@@ -23,7 +23,7 @@ class TensorGroups:
     """Who shares layers with whom, and how.
 
     Attributes:
-        devices: of each group, which stands for one device of the task's cluster.
+        devices: those of each group, which stands for one device of the task's cluster.
         tensor_split: which layers are split, and how.
         single: the task without groups.
     """

@@ -36,16 +36,15 @@ class ExplainedStage(Value, frozen=True, kw_only=True):
 
     Attributes:
         layers: their names.
-        ranks: that hold it; several where it has replicas or copies.
-        forward: which version a forward reads.
-        backward: which version its backward reads.
+        ranks: those that hold the stage; several where it has replicas or copies.
+        forward, backward: which version the two passes of a microbatch read.
         delay: updates between the version that a forward reads and the one that its gradient is
             applied to, in the steady state; a mean where microbatches differ.
         versions_held: the most that are alive at once, on each of the ranks.
-        version_bytes: of all of them.
-        extra_bytes: of PipeMare's δ.
+        version_bytes: memory of all these versions.
+        extra_bytes: memory of PipeMare's δ.
         activations_in_flight: the most microbatches whose activations a rank keeps.
-        activation_bytes: of these.
+        activation_bytes: memory of these activations.
         stability_bound: ``stability_bound`` of the delay.
         rate_factor: what the learning rate is multiplied by because updates are means over
             replicas.

@@ -57,8 +57,8 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         model: fingerprint of the model it was made for (``LayerGraph.fingerprint``).
         schedule: name of a schedule family.
         options: the family's options.
-        order: of a family that searches (``zb-auto``, ``optimal``), the order that it found under
-            the costs of the stages, a line of ops per rank. Where it is left out, it is searched
+        order: a line of ops per rank for a family that searches (``zb-auto``, ``optimal``), in the
+            order that is best under the costs of the stages. Where it is left out, it is searched
             now, in the memory of ``devices``. Empty for all other families.
         versions: which weights passes read (``penstock.versions``). A schedule that never flushes
             has a policy of its own, which stands for ``Flush()`` there.
@@ -66,15 +66,15 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         stages: in execution order, at least one.
         num_threads: intra-op threads of each worker, as in the profile.
         microbatch_size: rows of a microbatch, as in the profile; 0 where nobody says.
-        devices: of each rank, in order; with several tensor ranks, those of a rank follow one
-            another. Empty where nobody says.
+        devices: the device of each rank, in order; with several tensor ranks, the devices of a
+            rank follow one another. Empty where nobody says.
         num_tensor_ranks: devices that share every layer of a stage (``StagePlan.splits``).
-        cost_model: by which communication was counted.
+        cost_model: the name of the one by which communication was counted.
         reason: one sentence on why this plan was chosen.
         alternatives: what else could have been done, and what it would have cost.
         contention: what ranks that share a machine were taken to cost each other.
         warnings: what makes the choice doubtful, in words.
-        version: of this file format.
+        version: the number of this file format.
 
     Raises:
         InputError: the parts contradict each other: no stage, a stage without layers, a layer

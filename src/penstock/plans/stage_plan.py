@@ -23,8 +23,8 @@ class StagePlan(Value, frozen=True, kw_only=True):
 
     Attributes:
         layers: qualified names, consecutive in the model's order, at least one.
-        rank: the rank that runs the stage; the first of them where it has replicas.
-        forward_seconds: one microbatch; likewise the other times.
+        rank: the rank that runs the stage; where it has replicas, the first of their ranks.
+        forward_seconds: of one microbatch, as are the times below that do not say otherwise.
         split_seconds: what a backward in two halves takes longer than a whole one.
         recompute_seconds: a forward that runs again; as long as the first by default.
         update_seconds: once per minibatch.
@@ -34,7 +34,7 @@ class StagePlan(Value, frozen=True, kw_only=True):
         transfer_bytes: what goes to the next stage for a microbatch, and as gradients comes back.
         parameter_bytes: weights; gradients take as much again.
         optimizer_bytes: optimizer state.
-        buffer_bytes: state that is neither.
+        buffer_bytes: the model's state that is no weight.
         sum_bytes: what a rank keeps besides while gradients of weights with several holders are
             summed: those that it gets and the sum, together as much as these weights.
         workspace_bytes: what the hungriest of its layers needs for itself while it runs.

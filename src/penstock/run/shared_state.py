@@ -25,10 +25,10 @@ class SharedTensor(NamedTuple):
     """A buffer or parameter with several holders.
 
     Attributes:
-        told: how errors name it.
+        told: how errors name the tensor.
         holders: how errors name those who hold it.
-        module: the one of this rank that has it.
-        name: in the module.
+        module: the module of this rank that has it.
+        name: its name in that module.
     """
 
     told: str

@@ -45,7 +45,7 @@ class DeviceRow:
     Attributes:
         name: of the device, or of the rank.
         memory: bytes, one number for each of ``MEMORY_PARTS``.
-        limit_bytes: what it has; 0 where nobody says.
+        limit_bytes: memory that the device has; 0 where nobody says.
     """
 
     name: str
@@ -125,11 +125,10 @@ class Flow:
     """What goes from one group of ranks to another, and as gradients comes back.
 
     Attributes:
-        source: index of the group.
-        target: likewise, another one.
-        stages: those behind whose output it goes.
-        num_bytes: per microbatch and stage.
-        seconds: until it can be used.
+        source, target: indices of the two groups.
+        stages: the stages whose outputs flow.
+        num_bytes: size of an output, per microbatch.
+        seconds: how long until an output can be used.
     """
 
     source: int
@@ -176,9 +175,9 @@ class PlanPicture:
     Attributes:
         title: schedule, stages, ranks, microbatches.
         facts: what is predicted, each a few words.
-        reason: why it was chosen; may be empty.
-        groups: in the order of ranks.
-        flows: between them.
+        reason: why the plan was chosen; may be empty.
+        groups: all ranks, in their order.
+        flows: what goes between the groups.
         choices: what else there was, if anything.
     """
 

@@ -124,8 +124,8 @@ class Ring:
     """A group of devices that share layers.
 
     Attributes:
-        num_ranks: how many, at least 1.
-        link: between any two of them.
+        num_ranks: how many devices there are, at least 1.
+        link: what joins any two of them.
         num_rows: rows of a microbatch; a device has ``ceil(num_rows / num_ranks)`` of them at most.
     """
 
