@@ -14,7 +14,7 @@ from penstock.rehearsal.result import Rehearsal, rehearsal_of
 from penstock.rehearsal.stream import Stream, compute_of, stream_of
 from penstock.schedule import Kind, Schedule
 from penstock.schedule.check import check
-from penstock.schedule.lower import add_agreement, add_communication, add_update
+from penstock.schedule.lower import add_agreement, add_communication, add_update, add_updates
 from penstock.schedule.op import COMPUTE
 from penstock.timing.costs import Costs
 from penstock.timing.simulator import simulate
@@ -126,7 +126,7 @@ def performable(
     ranks = (tuple(op for op in ops if op.kind in kept) for ops in schedule.ranks)
     compute = Schedule.of(ranks, schedule.name)
     if stream is not None:
-        return add_communication(stream.with_updates(compute))
+        return add_communication(add_updates(compute, stream.rounds))
     updated = add_update(compute, together=updates == "agreed")
     if updates != "separate":
         updated = add_agreement(updated, late=updates == "post-validated")
