@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from penstock.errors import PlanError
 from penstock.graph import LayerGraph
-from penstock.partition.placement import Placement, Placer, Score, make_space
+from penstock.partition.placement import Placed, Placer, Score, make_space
 from penstock.partition.placement.climbing import labels_of, random_order
 from penstock.partition.placement.ledger import Ledger
 from penstock.partition.placement.space import Space
@@ -25,7 +25,7 @@ def brute_force_placement(
     max_groups: int = 40,
     tiny: float = 0.005,
     limit: int = 200_000,
-) -> Placement:
+) -> Placed:
     """Score every placement of the groups.
 
     Args:

@@ -14,7 +14,7 @@ import click
 
 from penstock.cli import options, show
 from penstock.cluster import Cluster, Link
-from penstock.cluster.parts import Kind
+from penstock.cluster.parts import DeviceKind
 from penstock.errors import DeadlineError, InputError, RunError
 from penstock.units import format_bytes_per_second, picture_bytes, picture_seconds
 from penstock.values import write_atomically
@@ -34,25 +34,25 @@ _OTHERS_SECONDS = 5.0
 @click.argument("file", type=click.Path(), required=False)
 @options.ranks_option(None)
 @click.option(
-    "--kind", type=click.Choice(get_args(Kind)),
+    "--kind", type=click.Choice(get_args(DeviceKind)),
     help="Cores (the default) or GPUs of this machine.",
 )  # fmt: skip
 @options.output_option("Where to write the cluster (.json).")
 @options.json_option
 def cluster(
-    file: str | None, ranks: int | None, kind: Kind | None, output: str | None, as_json: bool
+    file: str | None, ranks: int | None, kind: DeviceKind | None, output: str | None, as_json: bool
 ) -> None:
     """Show a cluster: this machine's devices, or those in FILE (.toml or .json)."""
     if file is not None and (ranks is not None or kind is not None):
         raise InputError("--ranks and --kind are about this machine; leave them or FILE out")
-    found = Cluster.load(file) if file is not None else Cluster.local(ranks, kind or "cpu")
+    chosen = Cluster.load(file) if file is not None else Cluster.local(ranks, kind or "cpu")
     if output is not None:
-        found.save(output)
+        chosen.save(output)
         show.say(f"wrote {output}")
     if as_json:
-        show.print_json(found)
+        show.print_json(chosen)
     else:
-        _print_cluster(found)
+        _print_cluster(chosen)
 
 
 @click.command("measure-cluster")
@@ -105,14 +105,14 @@ def measure_cluster(
 
         counting = show.counting("measuring links") if rank == 0 else nullcontext(None)
         with counting as progress:
-            found = measure(
+            measurement = measure(
                 most_pairs=most_pairs,
                 seconds_per_pair=seconds,
                 deadline_seconds=deadline,
                 progress=progress,
             )
         if rank == 0:
-            _report(found, output, as_json)
+            _report(measurement, output, as_json)
 
 
 @contextmanager
@@ -207,77 +207,74 @@ def _pause(processes: list[subprocess.Popen[bytes]]) -> None:
         return
 
 
-def _report(found: Measurement, output: str | None, as_json: bool) -> None:
+def _report(measurement: Measurement, output: str | None, as_json: bool) -> None:
     if output is not None:
-        write_atomically(output, found.cluster.to_json() + "\n")
+        write_atomically(output, measurement.cluster.to_json() + "\n")
     if as_json:
-        show.print_json(_numbers(found))
+        show.print_json(_numbers(measurement))
     else:
-        _print_measurement(found)
+        _print_measurement(measurement)
     if output is not None:
         show.say(f"wrote {output}")
 
 
-def _numbers(found: Measurement) -> dict[str, object]:
-    names = [device.name for device in found.cluster.devices]
+def _numbers(measurement: Measurement) -> dict[str, object]:
+    names = [device.name for device in measurement.cluster.devices]
     return {
-        "cluster": found.cluster,
+        "cluster": measurement.cluster,
         "links": [
-            {"between": [names[a], names[b]], **_fields(one.link), "fit_error": one.error}
-            for (a, b), one in found.fits.items()
+            {"between": [names[a], names[b]], **_fields(fit.link), "fit_error": fit.error}
+            for (a, b), fit in measurement.fits.items()
         ],
-        "all_reduces": [one._asdict() for one in found.sums],
+        "all_reduces": [total._asdict() for total in measurement.sums],
     }
 
 
 def _fields(link: Link) -> dict[str, float]:
-    return {
-        "latency_seconds": link.latency_seconds,
-        "bytes_per_second": link.bytes_per_second,
-    }
+    return {"latency_seconds": link.latency_seconds, "bytes_per_second": link.bytes_per_second}
 
 
-def _print_measurement(found: Measurement) -> None:
-    names = [device.name for device in found.cluster.devices]
+def _print_measurement(measurement: Measurement) -> None:
+    names = [device.name for device in measurement.cluster.devices]
     rows = [
-        (f"{names[a]} – {names[b]}", *_cells(one.link), f"{one.error:.0%}")
-        for (a, b), one in found.fits.items()
+        (f"{names[a]} – {names[b]}", *_cells(fit.link), f"{fit.error:.0%}")
+        for (a, b), fit in measurement.fits.items()
     ]
     show.print_table(("pair", "latency", "bandwidth", "fit error"), rows)
     click.echo()
     sums = [
         (
-            picture_bytes(one.num_bytes),
-            picture_seconds(one.measured_seconds),
-            picture_seconds(one.predicted_seconds),
-            f"{one.predicted_seconds / one.measured_seconds - 1:+.0%}",
+            picture_bytes(total.num_bytes),
+            picture_seconds(total.measured_seconds),
+            picture_seconds(total.predicted_seconds),
+            f"{total.predicted_seconds / total.measured_seconds - 1:+.0%}",
         )
-        for one in found.sums
+        for total in measurement.sums
     ]
     show.print_table(("all-reduce of", "measured", "as a ring", "difference"), sums)
     click.echo()
-    _print_cluster(found.cluster)
+    _print_cluster(measurement.cluster)
 
 
-def _print_cluster(found: Cluster) -> None:
+def _print_cluster(cluster: Cluster) -> None:
     devices = [
         (device.name, picture_bytes(device.memory_bytes) if device.memory_bytes else "–",
          f"{device.speed:g}")
-        for device in found.devices
+        for device in cluster.devices
     ]  # fmt: skip
     show.print_table(("device", "memory", "speed"), devices)
     click.echo()
     joined = [
         (f"{group.name}: {', '.join(group.members)}", *_cells(group.link),
          picture_bytes(group.memory_bytes) if group.memory_bytes else "–")
-        for group in found.groups
+        for group in cluster.groups
     ]  # fmt: skip
-    shared = picture_bytes(found.memory_bytes) if found.memory_bytes else "–"
-    joined.append(("between groups" if joined else "all", *_cells(found.link), shared))
-    joined += [(" – ".join(wire.between), *_cells(wire.link), "–") for wire in found.wires]
+    shared = picture_bytes(cluster.memory_bytes) if cluster.memory_bytes else "–"
+    joined.append(("between groups" if joined else "all", *_cells(cluster.link), shared))
+    joined += [(" – ".join(wire.between), *_cells(wire.link), "–") for wire in cluster.wires]
     joined += [
-        (f"spare {one.name}", "–", format_bytes_per_second(one.bytes_per_second), "–")
-        for one in found.spares
+        (f"spare {spare.name}", "–", format_bytes_per_second(spare.bytes_per_second), "–")
+        for spare in cluster.spares
     ]
     show.print_table(("joined", "latency", "bandwidth", "shared memory"), joined)
 

@@ -67,18 +67,18 @@ def explain_plan(
     if curvature is not None and workload is not None:
         raise click.UsageError("give --curvature or --workload, not both")
     loaded = Plan.load(plan)
-    found = explain(loaded)
-    curvatures = None if curvature is None else [curvature] * len(found.stages)
+    explanation = explain(loaded)
+    curvatures = None if curvature is None else [curvature] * len(explanation.stages)
     if workload is not None:
         curvatures = _estimated(loaded, workload, estimate_steps)
     checks: Sequence[Stability] = ()
     if learning_rate is not None and curvatures is not None:
-        checks = check_stability(found, learning_rate, curvatures)
+        checks = check_stability(explanation, learning_rate, curvatures)
     if as_json:
-        show.print_json(_numbers(found, curvatures, checks))
+        show.print_json(_numbers(explanation, curvatures, checks))
         return
-    _print_versions(found)
-    _print_stability(found, learning_rate, curvatures, checks)
+    _print_versions(explanation)
+    _print_stability(explanation, learning_rate, curvatures, checks)
 
 
 def _estimated(plan: Plan, workload: str, steps: int) -> list[float] | None:
@@ -96,13 +96,14 @@ def _estimated(plan: Plan, workload: str, steps: int) -> list[float] | None:
         return None
 
 
-def _print_versions(found: Explanation) -> None:
-    click.echo(fill(found.title, _WIDTH))
-    click.echo(fill(found.summary, _WIDTH) + "\n")
-    stages = list(enumerate(found.stages))
-    if not found.synchronous:
-        at = f"at k={found.example}"
-        columns = ("stage", "layers", "ranks", "forward reads", at, "backward reads", at, "delay")
+def _print_versions(explanation: Explanation) -> None:
+    click.echo(fill(explanation.title, _WIDTH))
+    click.echo(fill(explanation.summary, _WIDTH) + "\n")
+    stages = list(enumerate(explanation.stages))
+    if not explanation.synchronous:
+        example = f"at k={explanation.example}"
+        reads = ("forward reads", example, "backward reads", example)
+        columns = ("stage", "layers", "ranks", *reads, "delay")
         show.print_table(columns, [_readings(*stage) for stage in stages], num_texts=7)
         click.echo("\n" + fill(_READING, _WIDTH) + "\n")
     columns = ("stage", "layers", "ranks", "versions", "bytes", "δ", "in flight", "bytes")
@@ -139,7 +140,7 @@ def _named(index: int, stage: ExplainedStage) -> tuple[str, str, str]:
 
 
 def _print_stability(
-    found: Explanation,
+    explanation: Explanation,
     learning_rate: float | None,
     curvatures: Sequence[float] | None,
     checks: Sequence[Stability],
@@ -148,20 +149,20 @@ def _print_stability(
     columns = ["stage", "delay", "at most"]
     rows = [
         [str(index), f"{stage.delay:.3g}", f"{stage.stability_bound / stage.rate_factor:.3g}"]
-        for index, stage in enumerate(found.stages)
+        for index, stage in enumerate(explanation.stages)
     ]
     if curvatures is not None:
         columns += ["curvature", "largest rate"]
         for index, curvature in enumerate(curvatures):
-            rows[index] += [f"{curvature:.3g}", f"{found.largest_rate(index, curvature):.3g}"]
+            rows[index] += [f"{curvature:.3g}", f"{explanation.largest_rate(index, curvature):.3g}"]
     elif learning_rate is not None:
         columns.append(f"largest curvature at {learning_rate:g}")
-        for index, stage in enumerate(found.stages):
+        for index, stage in enumerate(explanation.stages):
             most = stage.stability_bound / stage.rate_factor / learning_rate
             rows[index].append(f"{most:.3g}")
     show.print_table(columns, rows)
     click.echo()
-    if any(stage.rate_factor > 1 for stage in found.stages):
+    if any(stage.rate_factor > 1 for stage in explanation.stages):
         click.echo(fill(_REPLICAS, _WIDTH) + "\n")
     for check in checks:
         click.echo(fill(("" if check.stable else "warning: ") + check.words, _WIDTH))
@@ -171,16 +172,17 @@ def _print_stability(
 
 
 def _numbers(
-    found: Explanation, curvatures: Sequence[float] | None, checks: Sequence[Stability]
+    explanation: Explanation, curvatures: Sequence[float] | None, checks: Sequence[Stability]
 ) -> dict[str, object]:
     rates = [
-        found.largest_rate(index, curvature) for index, curvature in enumerate(curvatures or ())
+        explanation.largest_rate(stage, curvature)
+        for stage, curvature in enumerate(curvatures or ())
     ]
     return {
-        "explanation": found,
+        "explanation": explanation,
         "curvatures": curvatures,
         "largest_rates": [rate if isfinite(rate) else None for rate in rates],
         "stability": [
-            {"stage": one.stage, "stable": one.stable, "words": one.words} for one in checks
+            {"stage": check.stage, "stable": check.stable, "words": check.words} for check in checks
         ],
     }

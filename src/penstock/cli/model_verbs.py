@@ -117,12 +117,12 @@ def _train(
 @options.json_option
 def report(folder: str, as_json: bool) -> None:
     """Write a run's report page again from its run.json."""
-    found = read_report(folder)
-    page = write_report(found, folder)
+    recorded = read_report(folder)
+    page = write_report(recorded, folder)
     if as_json:
-        show.print_json({"page": str(page), "facts": found.facts})
+        show.print_json({"page": str(page), "facts": recorded.facts})
     else:
-        show.print_facts(found.facts)
+        show.print_facts(recorded.facts)
         show.say(f"report: {page}")
 
 

@@ -32,7 +32,7 @@ class CostsFile(Value, frozen=True):
     reduce: float | list[float] = 0.0
 
     def costs(self, where: str) -> Costs:
-        """As ``Costs``.
+        """The costs that the file's fields say.
 
         Raises:
             FileError: a cost is negative or not finite; ``where`` is named.

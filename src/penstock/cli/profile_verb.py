@@ -145,11 +145,11 @@ def _amounts(layers: Sequence[Layer]) -> list[str]:
 
 
 def _warnings(layers: Sequence[Layer]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    layers_by_warning: dict[str, list[str]] = {}
     for layer in layers:
         for warning in layer.warnings:
-            found.setdefault(warning, []).append(layer.name)
-    return found
+            layers_by_warning.setdefault(warning, []).append(layer.name)
+    return layers_by_warning
 
 
 def _conditions(graph: LayerGraph) -> list[str]:

@@ -14,8 +14,8 @@ from penstock.plans import Plan
 from penstock.rehearsal import Comparison, Rehearsal
 from penstock.rehearsal import rehearse as perform
 from penstock.rehearsal.conduct import MOST_RANKS
-from penstock.rehearsal.job import Updates
-from penstock.rehearsal.performance import TransportName
+from penstock.rehearsal.job import UpdateMode
+from penstock.rehearsal.performance import RehearsalTransport
 from penstock.schedule import Kind, Schedule
 from penstock.timing.costs import Costs
 from penstock.timing.simulator import simulate
@@ -51,11 +51,11 @@ _QUIET_SECONDS = 2.0
     help="Size of a message between stages.",
 )  # fmt: skip
 @click.option(
-    "--transport", type=click.Choice(get_args(TransportName)), default="shared-memory",
+    "--transport", type=click.Choice(get_args(RehearsalTransport)), default="shared-memory",
     show_default=True, help="Between processes, or between threads of one process.",
 )  # fmt: skip
 @click.option(
-    "--updates", type=click.Choice(get_args(Updates)), default="separate", show_default=True,
+    "--updates", type=click.Choice(get_args(UpdateMode)), default="separate", show_default=True,
     help="Each stage for itself; when all ranks agree (clipping); or on trust, steps overlapping.",
 )  # fmt: skip
 @options.output_option("Picture to write (.svg, .html, .txt), or all that was found (.json).")
@@ -69,8 +69,8 @@ def rehearse(
     scale: float,
     steps: int,
     message_kib: int,
-    transport: TransportName,
-    updates: Updates,
+    transport: RehearsalTransport,
+    updates: UpdateMode,
     output: str | None,
     as_json: bool,
 ) -> None:
@@ -86,7 +86,7 @@ def rehearse(
     plan, op_costs = _plan(source, ranks, microbatches, costs, op_ms / 1e3)
     expected_seconds = steps * scale * _step_seconds(plan, op_costs)
     with show.counting("rehearsing", quietly=expected_seconds < _QUIET_SECONDS) as progress:
-        found = perform(
+        rehearsal = perform(
             plan,
             op_costs,
             steps=steps,
@@ -98,11 +98,11 @@ def rehearse(
             progress=progress,
         )
     if output is not None:
-        _write(found, output)
+        _write(rehearsal, output)
     if as_json:
-        show.print_json(_numbers(found))
+        show.print_json(_numbers(rehearsal))
     else:
-        _print(found)
+        _print(rehearsal)
     if output is not None:
         show.say(f"wrote {output}")
 
@@ -129,8 +129,8 @@ def _minibatch(source: str) -> int | None:
     family, _, rest = source.partition(":")
     if family not in USUAL:
         return None
-    found: int | None = sources.family_options(family, rest).get("minibatch")
-    return found
+    minibatch: int | None = sources.family_options(family, rest).get("minibatch")
+    return minibatch
 
 
 def _step_seconds(plan: Plan | Schedule, costs: Costs | None) -> float:
@@ -144,78 +144,84 @@ def _check_suffix(output: str) -> None:
         raise InputError(f"cannot write {output!r}: end the name in .svg, .html, .txt or .json")
 
 
-def _write(found: Rehearsal, output: str) -> None:
+def _write(rehearsal: Rehearsal, output: str) -> None:
     if Path(output).suffix.lower() != ".json":
-        titled = [("Predicted", found.predicted), ("Measured", found.measured)]
+        titled = [("Predicted", rehearsal.predicted), ("Measured", rehearsal.measured)]
         draw_stacked(titled, output)
         return
     report = Report(
-        title=f"Rehearsal of {found.measured.name or 'a schedule'}",
-        facts=_facts(found),
-        predicted=TimelineRecord.of(found.predicted),
-        measured=TimelineRecord.of(found.measured),
+        title=f"Rehearsal of {rehearsal.measured.name or 'a schedule'}",
+        facts=_facts(rehearsal),
+        predicted=TimelineRecord.of(rehearsal.predicted),
+        measured=TimelineRecord.of(rehearsal.measured),
     )
     report.save(output)
 
 
-def _print(found: Rehearsal) -> None:
+def _print(rehearsal: Rehearsal) -> None:
     rows = [
-        (one.name, *_shown(one), f"{100 * one.difference:+.1f} {'points' if one.is_share else '%'}")
-        for one in found.comparisons
+        (each.name, *_shown(each), f"{100 * each.difference:+.1f} {_unit(each)}")
+        for each in rehearsal.comparisons
     ]
-    name = found.measured.name or "schedule"
+    name = rehearsal.measured.name or "schedule"
     show.print_table((name, "predicted", "measured", "difference"), rows)
-    click.echo("\n" + "\n".join(f"{fact.label}: {fact.value}" for fact in _circumstances(found)))
+    facts = (f"{fact.label}: {fact.value}" for fact in _circumstances(rehearsal))
+    click.echo("\n" + "\n".join(facts))
 
 
-def _shown(one: Comparison) -> tuple[str, str]:
-    if one.is_share:
-        return f"{one.predicted:.1%}", f"{one.measured:.1%}"
-    return picture_seconds(one.predicted), picture_seconds(one.measured)
+def _unit(comparison: Comparison) -> str:
+    return "points" if comparison.is_share else "%"
 
 
-def _circumstances(found: Rehearsal) -> list[Fact]:
+def _shown(comparison: Comparison) -> tuple[str, str]:
+    if comparison.is_share:
+        return f"{comparison.predicted:.1%}", f"{comparison.measured:.1%}"
+    return picture_seconds(comparison.predicted), picture_seconds(comparison.measured)
+
+
+def _circumstances(rehearsal: Rehearsal) -> list[Fact]:
     """How the figures came about."""
-    shortest, longest = (picture_seconds(find(found.step_seconds)) for find in (min, max))
+    shortest, longest = (picture_seconds(find(rehearsal.step_seconds)) for find in (min, max))
+    num_steps = len(rehearsal.step_seconds)
     facts = [
-        Fact(label="steps", value=f"median of {len(found.step_seconds)}, {shortest} to {longest}"),
+        Fact(label="steps", value=f"median of {num_steps}, {shortest} to {longest}"),
         Fact(
             label="a message takes",
-            value=f"{picture_seconds(found.hop_seconds)} more than planned, "
+            value=f"{picture_seconds(rehearsal.hop_seconds)} more than planned, "
             "which the prediction includes",
         ),
     ]
-    if any(op.kind is Kind.AGREE for op in found.measured.rows[0].ops):
-        value = f"{picture_seconds(found.pace_seconds)} a step, one after the other"
+    if any(op.kind is Kind.AGREE for op in rehearsal.measured.rows[0].ops):
+        value = f"{picture_seconds(rehearsal.pace_seconds)} a step, one after the other"
         facts.append(Fact(label="pace", value=value))
-    if found.num_held_up:
-        value = f"{found.num_held_up} took 1 ms longer than they should: this machine was busy"
+    if rehearsal.num_held_up:
+        value = f"{rehearsal.num_held_up} took 1 ms longer than they should: this machine was busy"
         facts.append(Fact(label="ops held up", value=value))
     return facts
 
 
-def _facts(found: Rehearsal) -> tuple[Fact, ...]:
+def _facts(rehearsal: Rehearsal) -> tuple[Fact, ...]:
     compared = (
-        Fact(label=one.name, value=_shown(one)[1], note=f"{_shown(one)[0]} predicted")
-        for one in found.comparisons
+        Fact(label=each.name, value=_shown(each)[1], note=f"{_shown(each)[0]} predicted")
+        for each in rehearsal.comparisons
     )
-    return (*compared, *_circumstances(found))
+    return (*compared, *_circumstances(rehearsal))
 
 
-def _numbers(found: Rehearsal) -> dict[str, object]:
+def _numbers(rehearsal: Rehearsal) -> dict[str, object]:
     """For ``--json``: times in seconds, bubbles as shares of 1."""
     return {
-        "name": found.measured.name,
-        "num_ranks": found.measured.num_ranks,
+        "name": rehearsal.measured.name,
+        "num_ranks": rehearsal.measured.num_ranks,
         **{
-            one.name.replace(" ", "_"): {
-                "predicted": one.predicted,
-                "measured": one.measured,
-                "difference": one.difference,
+            comparison.name.replace(" ", "_"): {
+                "predicted": comparison.predicted,
+                "measured": comparison.measured,
+                "difference": comparison.difference,
             }
-            for one in found.comparisons
+            for comparison in rehearsal.comparisons
         },
-        "pace_seconds": found.pace_seconds,
-        "hop_seconds": found.hop_seconds,
-        "step_seconds": found.step_seconds,
+        "pace_seconds": rehearsal.pace_seconds,
+        "hop_seconds": rehearsal.hop_seconds,
+        "step_seconds": rehearsal.step_seconds,
     }

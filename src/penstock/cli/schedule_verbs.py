@@ -31,7 +31,7 @@ def schedules(name: str | None, as_json: bool) -> None:
     if as_json:
         show.print_json([one.facts() for one in listed] if name is None else listed[0].facts())
     elif name is None:
-        show.print_table(("name", "law"), [(one.name, one.law) for one in listed], 2)
+        show.print_table(("name", "law"), [(family.name, family.law) for family in listed], 2)
         click.echo(
             "\npenstock schedules NAME tells when a schedule wins, who published it, and more."
         )
@@ -47,11 +47,11 @@ def schedules(name: str | None, as_json: bool) -> None:
 @options.json_option
 def simulate(source: str, ranks: int, microbatches: int, costs: Costs, as_json: bool) -> None:
     """Predict makespan, both bubbles and memory of a schedule."""
-    found = sources.load(source, ranks, microbatches, costs)
+    loaded = sources.load(source, ranks, microbatches, costs)
     if as_json:
-        show.print_json(show.metrics(found))
+        show.print_json(show.metrics(loaded))
     else:
-        show.print_metrics([found])
+        show.print_metrics([loaded])
 
 
 @click.command(epilog=_SOURCE_HELP)
@@ -79,15 +79,15 @@ def draw(
     """
     versions = versions or policy is not None
     if versions:
-        found = sources.load_with_versions(source, ranks, microbatches, costs, policy)
+        loaded = sources.load_with_versions(source, ranks, microbatches, costs, policy)
     else:
-        found = sources.load(source, ranks, microbatches, costs)
-    if found.plan is None:
-        picture = draw_timeline(found.timeline, output, versions=versions)
+        loaded = sources.load(source, ranks, microbatches, costs)
+    if loaded.plan is None:
+        picture = draw_timeline(loaded.timeline, output, versions=versions)
     else:
-        picture = draw_plan(picture_of(found.plan), found.timeline, output, versions=versions)
+        picture = draw_plan(picture_of(loaded.plan), loaded.timeline, output, versions=versions)
     if as_json:
-        show.print_json({**show.metrics(found), "output": output})
+        show.print_json({**show.metrics(loaded), "output": output})
     elif output is None:
         click.echo(picture)
     else:
@@ -112,9 +112,11 @@ def compare(
     as_json: bool,
 ) -> None:
     """Compare schedules on the same ranks, microbatches and costs."""
-    found = [sources.load(name, ranks, microbatches, costs) for name in names]
-    timelines = [one.timeline for one in found]
-    titled = [(one.name or name, one) for name, one in zip(names, timelines, strict=True)]
+    loaded = [sources.load(name, ranks, microbatches, costs) for name in names]
+    titled = [
+        (source.timeline.name or name, source.timeline)
+        for name, source in zip(names, loaded, strict=True)
+    ]
     if output is not None:
         draw_stacked(titled, output)
         show.say(f"wrote {output}")
@@ -122,9 +124,9 @@ def compare(
         draw_scatter(titled, scatter)
         show.say(f"wrote {scatter}")
     if as_json:
-        show.print_json([show.metrics(one) for one in found])
+        show.print_json([show.metrics(source) for source in loaded])
         return
-    show.print_metrics(found)
+    show.print_metrics(loaded)
     if output is None and scatter is None:
         click.echo(f"\n{show.stacked_in_terminal(titled)}")
 

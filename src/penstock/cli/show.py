@@ -26,7 +26,7 @@ from penstock.units import format_bytes
 from penstock.values import encode
 
 if TYPE_CHECKING:
-    from penstock.cli.sources import Source
+    from penstock.cli.sources import Drawable
     from penstock.drawing import Fact
     from penstock.trial import Contestant
 
@@ -102,7 +102,7 @@ def stacked_in_terminal(timelines: Sequence[Titled]) -> str:
     return stacked_text(timelines, wide, wide)
 
 
-def metrics(source: Source) -> dict[str, object]:
+def metrics(source: Drawable) -> dict[str, object]:
     """A timeline's numbers, for ``--json``; what only a schedule or a plan knows is null without
     one."""
     timeline, schedule, sizes = source.timeline, source.schedule, source.sizes
@@ -120,7 +120,7 @@ def metrics(source: Source) -> dict[str, object]:
     }
 
 
-def print_metrics(sources: Sequence[Source]) -> None:
+def print_metrics(sources: Sequence[Drawable]) -> None:
     """Numbers of timelines as a table, with a column for bytes where a plan knows them."""
     columns = ["schedule", "makespan", "bubble", "stage bubble", "peak activations"]
     with_bytes = any(source.sizes for source in sources)
@@ -129,7 +129,7 @@ def print_metrics(sources: Sequence[Source]) -> None:
     print_table([*columns, "hops", "weight copies"], rows)
 
 
-def _metric_row(source: Source, with_bytes: bool) -> list[str]:
+def _metric_row(source: Drawable, with_bytes: bool) -> list[str]:
     timeline, schedule, sizes = source.timeline, source.schedule, source.sizes
     row = [
         timeline.name or "schedule",

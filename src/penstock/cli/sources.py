@@ -54,7 +54,7 @@ _STAGES_PER_RANK = {"v": 2}
 """Stages per rank of the placements with a name; a straight pipeline has one."""
 
 
-class Source(NamedTuple):
+class Drawable(NamedTuple):
     """Something that can be drawn: its timeline, and the schedule and the plan if it came from
     them."""
 
@@ -68,7 +68,7 @@ class Source(NamedTuple):
         return self.plan.sizes if self.plan else None
 
 
-def load(name: str, ranks: int, microbatches: int, costs: Costs) -> Source:
+def load(name: str, ranks: int, microbatches: int, costs: Costs) -> Drawable:
     """Find what ``name`` means and make a timeline of it.
 
     Args:
@@ -82,15 +82,15 @@ def load(name: str, ranks: int, microbatches: int, costs: Costs) -> Source:
         InputError: neither, or a file that does not hold what it should.
     """
     if _suffix(name) == ".json":
-        found = _load_json(name)
-        return found if isinstance(found, Source) else _planned(found)
+        content = _load_json(name)
+        return content if isinstance(content, Drawable) else _planned(content)
     schedule = _schedule(name, ranks, microbatches, costs)
-    return Source(_named(name, simulate, schedule, _spread(costs, schedule)), schedule)
+    return Drawable(_named(name, simulate, schedule, _spread(costs, schedule)), schedule)
 
 
 def load_with_versions(
     name: str, ranks: int, microbatches: int, costs: Costs, policy: str | None = None
-) -> Source:
+) -> Drawable:
     """As ``load``, but the timeline says which version of the weights each op read, and has the
     updates between them.
 
@@ -114,9 +114,9 @@ def load_with_versions(
     chosen = _policy(family, policy)
     if not chosen.asynchronous:
         flushed = simulate(add_update(schedule), _spread(costs, schedule))
-        return Source(_reading_the_first(flushed), schedule)
+        return Drawable(_reading_the_first(flushed), schedule)
     size = family_options(family, rest).get("minibatch") or schedule.num_stages
-    return Source(_named(name, _stream, schedule, chosen, size, costs), schedule)
+    return Drawable(_named(name, _stream, schedule, chosen, size, costs), schedule)
 
 
 def _stream(schedule: Schedule, policy: Policy, minibatch: int, costs: Costs) -> Timeline:
@@ -238,40 +238,40 @@ def family_options(family: str, text: str) -> dict[str, Any]:
     return options
 
 
-def _planned(plan: Plan) -> Source:
-    return Source(plan.simulate(), plan.build_schedule(), plan)
+def _planned(plan: Plan) -> Drawable:
+    return Drawable(plan.simulate(), plan.build_schedule(), plan)
 
 
-def _json_with_versions(path: str, policy: str | None) -> Source:
-    found = _load_json(path)
-    if isinstance(found, Plan):
-        chosen = _policy(found.schedule, policy)
-        source = _planned(found if policy is None else found.reading(chosen))
+def _json_with_versions(path: str, policy: str | None) -> Drawable:
+    content = _load_json(path)
+    if isinstance(content, Plan):
+        chosen = _policy(content.schedule, policy)
+        source = _planned(content if policy is None else content.reading(chosen))
         if chosen.asynchronous:
             return source
         return source._replace(timeline=_reading_the_first(source.timeline))
     if policy is not None:
         raise InputError(f"{path} is a timeline, whose ops have read already; leave --policy out")
-    if not found.timeline.has_versions:
+    if not content.timeline.has_versions:
         raise InputError(
             f"{path} does not say which versions of the weights its ops read; draw it without "
             "--versions"
         )
-    return found
+    return content
 
 
-def _load_json(path: str) -> Source | Plan:
+def _load_json(path: str) -> Drawable | Plan:
     """A plan, or the timeline in a file."""
     text = read_text(path)
     with refused_as(f"{path} holds neither a plan nor a timeline"):
         keys = set(msgspec.json.decode(text, type=dict[str, msgspec.Raw]))
     if "spans" in keys:
-        return Source(Timeline.from_json(text, where=path), None)
+        return Drawable(Timeline.from_json(text, where=path), None)
     if "measured" in keys:
         report = Report.from_json(text, where=path)
-        found = report.measured or report.predicted
-        if found is not None:
-            return Source(found.timeline(), None)
+        record = report.measured or report.predicted
+        if record is not None:
+            return Drawable(record.timeline(), None)
     if "traceEvents" in keys:
         raise FileError(f"{path} is a Chrome trace, a picture of a timeline; open it in Perfetto")
     if not {"stages", "schedule"} & keys:

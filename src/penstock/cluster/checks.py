@@ -32,12 +32,7 @@ def check_names(
 
 
 def check_groups(devices: Collection[str], groups: Sequence[Group]) -> None:
-    """Raise ``InputError`` unless groups are a tree.
-
-    Args:
-        devices: their names.
-        groups: with names that are unique.
-    """
+    """Raise ``InputError`` unless groups are a tree."""
     known = {*devices, *(group.name for group in groups)}
     parent: dict[str, str] = {}
     for group in groups:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from penstock.cluster import local
 from penstock.cluster.checks import MOST_DEVICES, check_groups, check_names, check_wires
-from penstock.cluster.parts import Device, Group, Kind, Link, SpareMachine, Wire
+from penstock.cluster.parts import Device, DeviceKind, Group, Link, SpareMachine, Wire
 from penstock.errors import InputError
 from penstock.values import Value, expect, read_text, refused_as, whole
 
@@ -106,7 +106,7 @@ class Cluster(Value, frozen=True, kw_only=True):
         devices = tuple(replace(pattern, name=name) for name in names)
         groups: list[Group] = []
         for level, (count, link) in enumerate(zip(counts[:-1], links[:-1], strict=True)):
-            parts = [tuple(names[at : at + count]) for at in range(0, len(names), count)]
+            parts = [tuple(names[first : first + count]) for first in range(0, len(names), count)]
             word = "server" if level == 0 else f"level{level}-"
             made = [
                 Group(name=f"{word}{index}", members=members, link=link)
@@ -117,7 +117,7 @@ class Cluster(Value, frozen=True, kw_only=True):
         return cls(devices=devices, link=links[-1], groups=tuple(groups))
 
     @classmethod
-    def local(cls, num_devices: int | None = None, kind: Kind = "cpu") -> Cluster:
+    def local(cls, num_devices: int | None = None, kind: DeviceKind = "cpu") -> Cluster:
         """This machine: the CPU cores that this process may use, or its GPUs.
 
         Links are without cost, since nobody has measured them (``penstock measure-cluster`` does).

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, get_args
 
 from penstock.cluster.checks import MOST_DEVICES
-from penstock.cluster.parts import Device, Kind
+from penstock.cluster.parts import Device, DeviceKind
 from penstock.errors import InputError
 from penstock.values import one_of, whole
 
@@ -25,11 +25,11 @@ class Gpu(NamedTuple):
     memory_bytes: int
 
 
-def devices(num_devices: int | None, kind: Kind) -> tuple[tuple[Device, ...], int]:
+def devices(num_devices: int | None, kind: DeviceKind) -> tuple[tuple[Device, ...], int]:
     """As ``Cluster.local``: the devices, and the memory that they share (0 for GPUs)."""
     if num_devices is not None:
         num_devices = whole("num_devices", num_devices, 1, MOST_DEVICES)
-    one_of("kind", kind, get_args(Kind))
+    one_of("kind", kind, get_args(DeviceKind))
     if kind == "gpu":
         return _gpus(num_devices), 0
     count = usable_cores() if num_devices is None else num_devices

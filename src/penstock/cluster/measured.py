@@ -11,7 +11,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from penstock.cluster.cluster import Cluster
-from penstock.cluster.parts import Device, Group, Kind, Link, Wire
+from penstock.cluster.parts import Device, DeviceKind, Group, Link, Wire
 from penstock.cluster.topology import Topology
 from penstock.errors import InputError
 
@@ -47,7 +47,7 @@ class Seat(NamedTuple):
     """
 
     host: str
-    kind: Kind
+    kind: DeviceKind
     memory_bytes: int
     host_memory_bytes: int
 
@@ -134,8 +134,8 @@ def gathered(seats: Sequence[Seat], links: Mapping[Pair, Link]) -> Cluster:
         (host,) = hosts
         plain = Cluster(devices=devices, link=inside[host], memory_bytes=seats[0].shared_bytes)
     else:
-        at = {rank: host for host, ranks in hosts.items() for rank in ranks}
-        between = _middle(link for (a, b), link in links.items() if at[a] != at[b])
+        host_of = {rank: host for host, ranks in hosts.items() for rank in ranks}
+        between = _middle(link for (a, b), link in links.items() if host_of[a] != host_of[b])
         groups = tuple(
             Group(
                 name=titles[host],
@@ -198,8 +198,8 @@ def _inside(hosts: Mapping[str, Sequence[int]], links: Mapping[Pair, Link]) -> d
         host: [link for pair, link in links.items() if {*pair} <= {*ranks}]
         for host, ranks in hosts.items()
     }
-    usual = _middle(link for own in within.values() for link in own)
-    return {host: _middle(own) if own else usual for host, own in within.items()}
+    usual = _middle(link for inner in within.values() for link in inner)
+    return {host: _middle(inner) if inner else usual for host, inner in within.items()}
 
 
 def _middle(links: Iterable[Link]) -> Link:
@@ -214,5 +214,5 @@ def _middle(links: Iterable[Link]) -> Link:
 
 
 def _differs(link: Link, usual: Link) -> bool:
-    own, expected = link.seconds(TYPICAL_BYTES), usual.seconds(TYPICAL_BYTES)
-    return max(own, expected) > (1 + MOST_DIFFERENCE) * min(own, expected)
+    actual, expected = link.seconds(TYPICAL_BYTES), usual.seconds(TYPICAL_BYTES)
+    return max(actual, expected) > (1 + MOST_DIFFERENCE) * min(actual, expected)

@@ -9,7 +9,7 @@ from penstock.values import Value, number, shown
 
 _LEAST_SPEED, _MOST_SPEED = 1e-6, 1e6
 
-Kind = Literal["cpu", "gpu"]
+DeviceKind = Literal["cpu", "gpu"]
 
 
 class Device(Value, frozen=True, kw_only=True):
@@ -29,7 +29,7 @@ class Device(Value, frozen=True, kw_only=True):
     name: str
     memory_bytes: int = 0
     speed: float = 1.0
-    kind: Kind | None = None
+    kind: DeviceKind | None = None
 
     def __post_init__(self) -> None:
         whose = f"device {shown(self.name)}"

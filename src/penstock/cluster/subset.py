@@ -12,12 +12,12 @@ from penstock.cluster import Cluster
 def only(cluster: Cluster, chosen: Collection[int]) -> Cluster:
     """A cluster with some devices of another, by their indices, in its order. Groups that have none
     of them are left out."""
-    devices = tuple(one for index, one in enumerate(cluster.devices) if index in set(chosen))
+    devices = tuple(device for index, device in enumerate(cluster.devices) if index in set(chosen))
     names = {device.name for device in devices}
     members = {group.name: set(group.members) for group in cluster.groups}
     while True:
         there = names | members.keys()
-        kept = {name: own & there for name, own in members.items() if own & there}
+        kept = {name: names & there for name, names in members.items() if names & there}
         if kept == members:
             break
         members = kept

@@ -56,9 +56,9 @@ class Topology:
         """The link between two different devices."""
         if self.wires:
             pair = (first, second) if first < second else (second, first)
-            own = self.wires.get(pair)
-            if own is not None:
-                return own
+            wire = self.wires.get(pair)
+            if wire is not None:
+                return wire
         return self._link_of(self._common(first, second))
 
     def slowest_link(self, devices: Collection[int], num_bytes: float = 2**20) -> Link:

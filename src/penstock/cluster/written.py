@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from penstock.cluster.checks import MOST_DEVICES
-from penstock.cluster.parts import Device, Group, Kind, Link, SpareMachine, Wire
+from penstock.cluster.parts import Device, DeviceKind, Group, Link, SpareMachine, Wire
 from penstock.errors import InputError
 from penstock.units import is_time, to_bytes, to_bytes_per_second, to_seconds
 from penstock.values import whole
@@ -33,11 +33,7 @@ class Seconds(float):
 
 
 class Joint:
-    """A link: a bandwidth, ``"10Gbit/s, 50us"``, or a table.
-
-    Args:
-        link: what it means.
-    """
+    """A link: a bandwidth, ``"10Gbit/s, 50us"``, or a table."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -63,7 +59,7 @@ class WrittenDevice(_Table, frozen=True):
     name: str
     memory: Bytes = Bytes(0)
     speed: float = 1.0
-    kind: Kind | None = None
+    kind: DeviceKind | None = None
 
 
 class WrittenServer(_Table, frozen=True):
@@ -75,7 +71,7 @@ class WrittenServer(_Table, frozen=True):
     memory: Bytes = Bytes(0)
     shared_memory: Bytes = Bytes(0)
     speed: float = 1.0
-    kind: Kind | None = None
+    kind: DeviceKind | None = None
     link: Joint = _NO_LINK
 
     def __post_init__(self) -> None:
@@ -198,9 +194,6 @@ class WrittenCluster(_Table, frozen=True):
 def read(text: str) -> dict[str, Any]:
     """The fields of a ``Cluster``.
 
-    Args:
-        text: TOML.
-
     Raises:
         msgspec.DecodeError: no TOML, an unknown key or a wrong type.
         InputError: parts that cannot be.
@@ -219,10 +212,7 @@ def read(text: str) -> dict[str, Any]:
         num_servers += server.count
     devices += [
         Device(
-            name=device.name,
-            memory_bytes=int(device.memory),
-            speed=device.speed,
-            kind=device.kind,
+            name=device.name, memory_bytes=int(device.memory), speed=device.speed, kind=device.kind
         )
         for device in written_cluster.devices
     ]

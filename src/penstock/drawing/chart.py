@@ -14,7 +14,7 @@ from penstock.drawing.markup import coordinate, document, lines, tag, text_width
 from penstock.units import four_digits
 
 Point = tuple[float, float]
-Line = tuple[str, Sequence[tuple[float, float | None]]]
+NamedLine = tuple[str, Sequence[tuple[float, float | None]]]
 
 _WIDTH, _PLOT_HEIGHT, _MARGIN = 520.0, 220.0, 16.0
 _LINE_HEIGHT = 22.0
@@ -23,7 +23,7 @@ _MOST_POINTS, _MOST_MARKS = 600, 40
 
 
 @dataclass(frozen=True)
-class _Frame:
+class _Plane:
     """From values to pixels."""
 
     left: float
@@ -41,7 +41,7 @@ class _Frame:
         return x, self.bottom - up * (self.bottom - self.top)
 
 
-def line_chart(series: Sequence[Line], x_name: str, y_name: str) -> str:
+def line_chart(series: Sequence[NamedLine], x_name: str, y_name: str) -> str:
     """Draw named lines as a standalone SVG document.
 
     Args:
@@ -52,13 +52,13 @@ def line_chart(series: Sequence[Line], x_name: str, y_name: str) -> str:
     """
     drawn = [(name, _finite(points)) for name, points in series]
     keys, top = _legend(drawn)
-    frame = _frame([point for _, points in drawn for point in points], top + 26)
-    height = frame.bottom + 52
+    plane = _plane([point for _, points in drawn for point in points], top + 26)
+    height = plane.bottom + 52
     parts = [
         keys,
         write(_MARGIN, top + 12, y_name, "muted"),
-        _axes(frame, x_name),
-        *(_line(frame, index, points) for index, (_, points) in enumerate(drawn)),
+        _axes(plane, x_name),
+        *(_line(plane, index, points) for index, (_, points) in enumerate(drawn)),
     ]
     words = f"{y_name} by {x_name}: {', '.join(name for name, _ in series)}"
     return document("chart", (_WIDTH, height), words, "chart.css", parts)
@@ -68,13 +68,13 @@ def _finite(points: Iterable[tuple[float, float | None]]) -> list[Point]:
     return sorted((x, y) for x, y in points if y is not None and math.isfinite(y))
 
 
-def _frame(points: Sequence[Point], top: float) -> _Frame:
+def _plane(points: Sequence[Point], top: float) -> _Plane:
     low, high = _bounds([y for _, y in points], 0.06)
     first, last = _bounds([x for x, _ in points], 0.0)
     labels = [tick_label(value) for value in ticks(low, high, 6)]
     left = _MARGIN + max((text_width(label, 11) for label in labels), default=0.0) + 8
     right = _WIDTH - _MARGIN - 8
-    return _Frame(left, right, top, top + _PLOT_HEIGHT, (first, low), (last, high))
+    return _Plane(left, right, top, top + _PLOT_HEIGHT, (first, low), (last, high))
 
 
 def _bounds(values: Sequence[float], margin: float) -> Point:
@@ -87,27 +87,27 @@ def _bounds(values: Sequence[float], margin: float) -> Point:
     return low - room, high + room
 
 
-def _axes(frame: _Frame, x_name: str) -> str:
-    grid, axis, parts = "", f"M{frame.left:g} {frame.bottom:g}H{frame.right:g}", []
-    for value in ticks(frame.low[1], frame.high[1], 6):
-        _, y = frame.place((frame.low[0], value))
-        grid += f"M{frame.left:g} {y:.2f}H{frame.right:g}"
+def _axes(plane: _Plane, x_name: str) -> str:
+    grid, axis, parts = "", f"M{plane.left:g} {plane.bottom:g}H{plane.right:g}", []
+    for value in ticks(plane.low[1], plane.high[1], 6):
+        _, y = plane.place((plane.low[0], value))
+        grid += f"M{plane.left:g} {y:.2f}H{plane.right:g}"
         label = tick_label(value)
-        parts.append(write(frame.left - 8, y + 4, label, "muted", text_anchor="end"))
-    for value in ticks(frame.low[0], frame.high[0], 8):
+        parts.append(write(plane.left - 8, y + 4, label, "muted", text_anchor="end"))
+    for value in ticks(plane.low[0], plane.high[0], 8):
         if value != round(value):
             continue
-        x, _ = frame.place((value, frame.low[1]))
-        axis += f"M{x:.2f} {frame.bottom:g}v5"
+        x, _ = plane.place((value, plane.low[1]))
+        axis += f"M{x:.2f} {plane.bottom:g}v5"
         label = tick_label(value)
-        parts.append(write(x, frame.bottom + 18, label, "muted", text_anchor="middle"))
-    parts.append(write(frame.left, frame.bottom + 38, x_name, "muted"))
+        parts.append(write(x, plane.bottom + 18, label, "muted", text_anchor="middle"))
+    parts.append(write(plane.left, plane.bottom + 38, x_name, "muted"))
     return lines([tag("path", class_="grid", d=grid), tag("path", class_="axis", d=axis), *parts])
 
 
-def _line(frame: _Frame, index: int, points: Sequence[Point]) -> str:
+def _line(plane: _Plane, index: int, points: Sequence[Point]) -> str:
     style = f"k{index % _NUM_STYLES}"
-    places = [frame.place(point) for point in thinned(points)]
+    places = [plane.place(point) for point in thinned(points)]
     path = "M" + "L".join(f"{coordinate(x)} {coordinate(y)}" for x, y in places)
     parts = [tag("path", class_=f"line {style}", d=path)] if len(places) > 1 else []
     if len(places) <= _MOST_MARKS:

@@ -57,7 +57,7 @@ def draw(
     expect(timeline, Timeline, "the timeline", "make one with penstock.simulate")
     if versions:
         timeline.check_versions()
-    renderers = {suffix: partial(one, versions=versions) for suffix, one in RENDERERS.items()}
+    renderers = {suffix: partial(render, versions=versions) for suffix, render in RENDERERS.items()}
     return _drawn(renderers, timeline, path)
 
 
@@ -68,14 +68,11 @@ def draw_plan(
     *,
     versions: bool = False,
 ) -> str:
-    """Draw a plan with its predicted timeline below; otherwise as ``draw``. A ``.json`` holds the
-    timeline alone.
+    """Draw a plan with its predicted timeline below; ``path`` and ``versions`` are as for ``draw``.
+    A ``.json`` holds the timeline alone.
 
     Args:
         picture: of the plan, from ``penstock.plans.picture.picture_of``.
-        timeline: its prediction.
-        path: as for ``draw``.
-        versions: as for ``draw``.
     """
     if versions:
         timeline.check_versions()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def first_to_last(names: Sequence[str]) -> str:
-    """For sentences and headings.
+    """The first and the last layer, and how many there are, for sentences and headings.
 
     >>> first_to_last(["a"]), first_to_last(["a", "b", "c"])
     ('a', 'a … c (3 layers)')
@@ -15,7 +15,8 @@ def first_to_last(names: Sequence[str]) -> str:
 
 
 def counted(names: Sequence[str]) -> str:
-    """For the narrow column of a table, where the end may be cut off.
+    """How many layers there are, the first and the last, for the narrow column of a table, where
+    the end may be cut off.
 
     >>> counted(["a"]), counted(["a", "b", "c"])
     ('1: a', '3: a … c')
@@ -24,5 +25,5 @@ def counted(names: Sequence[str]) -> str:
 
 
 def how_many(names: Sequence[str]) -> str:
-    """What stands behind the last of several names."""
+    """The words behind the last of several names."""
     return f" ({len(names)} layers)"

@@ -7,6 +7,9 @@ import re
 from collections.abc import Iterable
 from importlib import resources
 
+Rectangle = tuple[float, float, float, float]
+"""x, y, width and height in pixels."""
+
 # XML has no way to write these characters, not even escaped.
 _UNWRITABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 

@@ -41,18 +41,18 @@ def scatter_timelines(timelines: Sequence[Titled]) -> str:
 
 def scatter(marks: Sequence[Mark]) -> str:
     """Draw marks as a standalone SVG document."""
-    frame = _Frame(marks)
-    labels = _Labels(frame, marks)
+    plane = _MemoryPlane(marks)
+    labels = _Labels(plane, marks)
     named: dict[tuple[float, float], list[Mark]] = {}
     for mark in marks:
-        named.setdefault(frame.place(mark.memory, mark.bubble), []).append(mark)
+        named.setdefault(plane.place(mark.memory, mark.bubble), []).append(mark)
     for place, group in sorted(named.items()):
         labels.add(place, [mark.name for mark in group])
-        _name_hollow(frame, labels, group)
+        _name_hollow(plane, labels, group)
     parts = [
         _legend(marks),
-        _axes(frame),
-        *(_join(frame, mark) for mark in marks),
+        _axes(plane),
+        *(_join(plane, mark) for mark in marks),
         *labels.drawn,
         *(tag("circle", class_="dot", cx=x, cy=y, r=_RADIUS) for x, y in named),
     ]
@@ -64,17 +64,17 @@ def _differs(mark: Mark) -> bool:
     return abs(mark.bubble - mark.stage_bubble) > 1e-9
 
 
-def _name_hollow(frame: _Frame, labels: _Labels, group: Sequence[Mark]) -> None:
+def _name_hollow(plane: _MemoryPlane, labels: _Labels, group: Sequence[Mark]) -> None:
     """Where some of the schedules of one point have another stage bubble, say which."""
     lower: dict[tuple[float, float], list[str]] = {}
     for mark in filter(_differs, group):
-        lower.setdefault(frame.place(mark.memory, mark.stage_bubble), []).append(mark.name)
+        lower.setdefault(plane.place(mark.memory, mark.stage_bubble), []).append(mark.name)
     for place, names in sorted(lower.items()):
         if len(names) < len(group):
             labels.add(place, names)
 
 
-class _Frame:
+class _MemoryPlane:
     """From values to pixels: memory in powers of two across, bubbles upwards from 0."""
 
     def __init__(self, marks: Sequence[Mark]) -> None:
@@ -124,7 +124,7 @@ _DISTANCES = (_NEAR + _RADIUS, 22.0, 36.0, 54.0)
 class _Labels:
     """Names beside their marks, each where it covers no other and no mark."""
 
-    frame: _Frame
+    plane: _MemoryPlane
     marks: Sequence[Mark]
     drawn: list[str] = field(default_factory=list)
 
@@ -133,8 +133,8 @@ class _Labels:
 
     def _obstacles(self) -> Iterable[_Box]:
         for mark in self.marks:
-            x, high = self.frame.place(mark.memory, mark.bubble)
-            _, low = self.frame.place(mark.memory, mark.stage_bubble)
+            x, high = self.plane.place(mark.memory, mark.bubble)
+            _, low = self.plane.place(mark.memory, mark.stage_bubble)
             yield _Box(x - _RADIUS - 1, high - _RADIUS - 1, x + _RADIUS + 1, high + _RADIUS + 1)
             if _differs(mark):
                 yield _Box(x - _RADIUS - 1, low - _RADIUS - 1, x + _RADIUS + 1, low + _RADIUS + 1)
@@ -157,12 +157,12 @@ class _Labels:
             end_y = min(max(y, box.top + 4), box.bottom - 4)
             path = f"M{coordinate(x)} {coordinate(y)}L{coordinate(end_x)} {coordinate(end_y)}"
             self.drawn.append(tag("path", class_="leader", d=path))
-        anchor, at = "middle", (box.left + box.right) / 2
+        anchor, text_x = "middle", (box.left + box.right) / 2
         if box.left >= x or box.right <= x:
-            anchor, at = ("start", box.left) if box.left >= x else ("end", box.right)
+            anchor, text_x = ("start", box.left) if box.left >= x else ("end", box.right)
         for line, name in enumerate(names):
             base = box.top + _LINE_HEIGHT * line + 11.5
-            self.drawn.append(write(at, base, name, "name", text_anchor=anchor))
+            self.drawn.append(write(text_x, base, name, "name", text_anchor=anchor))
 
     def _covered(self, box: _Box) -> float:
         return sum(box.overlap(other) for other in self._taken) + 10 * box.outside()
@@ -182,11 +182,11 @@ def _beside(
     return _Box(x, y, x + width, y + height)
 
 
-def _join(frame: _Frame, mark: Mark) -> str:
+def _join(plane: _MemoryPlane, mark: Mark) -> str:
     if not _differs(mark):
         return ""
-    x, high = frame.place(mark.memory, mark.bubble)
-    _, low = frame.place(mark.memory, mark.stage_bubble)
+    x, high = plane.place(mark.memory, mark.bubble)
+    _, low = plane.place(mark.memory, mark.stage_bubble)
     path = f"M{coordinate(x)} {coordinate(high)}V{coordinate(low)}"
     line = tag("path", class_="join", d=path)
     return line + tag("circle", class_="ring", cx=x, cy=low, r=_RADIUS)
@@ -208,16 +208,16 @@ def _legend(marks: Sequence[Mark]) -> str:
     return lines(parts)
 
 
-def _axes(frame: _Frame) -> str:
+def _axes(plane: _MemoryPlane) -> str:
     bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _MARGIN
     grid, axis, parts = "", f"M{_LEFT:g} {bottom:g}H{right:g}", []
-    for value in ticks(0.0, frame.top, 8):
-        _, y = frame.place(1.0, value)
+    for value in ticks(0.0, plane.top, 8):
+        _, y = plane.place(1.0, value)
         grid += f"M{_LEFT:g} {y:g}H{right:g}"
         label = f"{tick_label(round(100 * value, 6))}\N{NO-BREAK SPACE}%"
         parts.append(write(_LEFT - 8, y + 4, label, "muted", text_anchor="end"))
-    for value in frame.memory_ticks():
-        x, _ = frame.place(value, 0.0)
+    for value in plane.memory_ticks():
+        x, _ = plane.place(value, 0.0)
         axis += f"M{x:g} {bottom:g}v5"
         parts.append(write(x, bottom + 18, tick_label(value), "muted", text_anchor="middle"))
     name = "peak of activations, in microbatches of a rank's layers (logarithmic)"

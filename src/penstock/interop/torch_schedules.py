@@ -35,7 +35,6 @@ def from_torch_csv(text: str, name: str = "") -> Schedule:
 
     Args:
         text: one line per rank, cells separated by commas; empty cells are idle.
-        name: for people.
 
     Raises:
         ScheduleError: a cell is not an action of torch's; or the order is incomplete or deadlocks.

@@ -52,8 +52,6 @@ def make_optimizer(
     """Make the optimizer of some parameters.
 
     Args:
-        make: the user's function.
-        parameters: what it is given.
         whose: owner of the parameters, for errors, as "stage 1".
 
     Raises:
@@ -90,8 +88,6 @@ def make_scheduler(
     """Make the learning-rate scheduler of an optimizer.
 
     Args:
-        make: the user's function.
-        optimizer: what it is given.
         whose: owner of the optimizer, for errors, as "stage 1".
 
     Raises:

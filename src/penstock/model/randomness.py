@@ -179,9 +179,6 @@ class LayerStreams:
 
         Args:
             layer: its index in the whole spine.
-            training: whether it is in training mode.
-            step: number of the minibatch.
-            microbatch: its number in the minibatch.
             part: number of the slice of the microbatch.
         """
         if (layer, training) in self._quiet:
@@ -231,11 +228,7 @@ class LayerStreams:
 
 
 class Audit:
-    """Compares torch's default CPU generator before and after layers have run.
-
-    Args:
-        streams: the streams of these layers.
-    """
+    """Compares torch's default CPU generator before and after layers have run."""
 
     def __init__(self, streams: LayerStreams) -> None:
         self._streams = streams

@@ -42,7 +42,6 @@ def balance(
 
     Args:
         costs: seconds of each layer, usually forward and backward of one microbatch.
-        num_stages: how many stages, between 1 and the number of layers.
         edges: seconds that a cut behind layer k adds to the stage before it, a number for each
             layer but the last; by default a cut costs nothing.
         speeds: how fast each stage's device is; a stage takes its layers' seconds divided by that.
@@ -86,8 +85,6 @@ def lightest(num_layers: int, num_stages: int, weight: Callable[[int], Table]) -
     """Cut layers into consecutive, non-empty stages of the least total weight.
 
     Args:
-        num_layers: how many the model has, at least ``num_stages``.
-        num_stages: how many stages.
         weight: for a stage, what it weighs with layers ``[start, stop)``; infinite where it may not
             hold them. A table as for ``balance``.
 
@@ -109,9 +106,7 @@ def _sums(costs: Sequence[float]) -> Table:
 
 
 def _solve(
-    num_stages: int,
-    price: Callable[[int], Table],
-    combine: Callable[[Table, Table], Table],
+    num_stages: int, price: Callable[[int], Table], combine: Callable[[Table, Table], Table]
 ) -> tuple[float, tuple[int, ...]]:
     """The least combined price over all cuts, and these cuts."""
     best, starts = np.zeros(1), []

@@ -25,7 +25,7 @@ from penstock.errors import InputError
 from penstock.partition.arrays import Array, np
 from penstock.values import is_number, one_of, shown
 
-Line = tuple[float, float]
+ExchangeLine = tuple[float, float]
 """(seconds per byte of parameters, seconds besides) of an exchange of gradients."""
 
 RELEASED, PAPER, RING = "pipedream-released", "pipedream-paper", "ring"
@@ -93,7 +93,7 @@ class CostModel:
         return self.name != PAPER
 
     def reduce_seconds(self, parameter_bytes: float, num_replicas: int, link: Link) -> float:
-        """One exchange of gradients, alone.
+        """Seconds of one exchange of gradients, alone.
 
         Args:
             parameter_bytes: of the stage.
@@ -104,7 +104,7 @@ class CostModel:
         seconds = self.bytes_moved(num_replicas) * _transfer(parameter_bytes, link)
         return seconds + 2 * others * self.latency_seconds(link)
 
-    def reduce_line(self, num_replicas: int, link: Link) -> Line:
+    def reduce_line(self, num_replicas: int, link: Link) -> ExchangeLine:
         """``reduce_seconds`` as a line over the bytes of parameters."""
         per_byte = 1 / link.bytes_per_second if link.bytes_per_second else 0.0
         base = self.reduce_seconds(0.0, num_replicas, link)
@@ -123,7 +123,7 @@ class CostModel:
 
 
 def cost_model(name: str, overlap: float = 1.0) -> CostModel:
-    """A cost model by its name.
+    """The cost model called ``name``.
 
     Args:
         name: one of ``COST_MODELS``.

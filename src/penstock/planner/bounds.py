@@ -22,13 +22,13 @@ def least_step_seconds(
     way_back = _way([share * stage.backward_input_seconds + stage.hop_seconds for stage in stages])
     returns = setting.is_single and not setting.schedule.splits_backward
     bounds = []
-    for own in setting.schedule.stages_of:
-        shares = (ceil(num_microbatches / setting.replicas_of(stage)) for stage in own)
+    for rank_stages in setting.schedule.stages_of:
         work = sum(
-            share * stages[stage].busy_seconds for share, stage in zip(shares, own, strict=True)
+            ceil(num_microbatches / setting.replicas_of(stage)) * stages[stage].busy_seconds
+            for stage in rank_stages
         )
-        updates = sum(stages[stage].update_seconds for stage in own)
-        first = own[0]
+        updates = sum(stages[stage].update_seconds for stage in rank_stages)
+        first = rank_stages[0]
         bounds.append(way_in[first] + work + updates)
         if returns and not setting.replicas:
             bounds.append(way_in[first] + work + way_back[first])
@@ -42,8 +42,8 @@ def least_steady_seconds(
     link."""
     replicas = [setting.replicas_of(index) for index in range(len(stages))]
     ranks = (
-        num_microbatches * stage.busy_seconds / own
-        for stage, own in zip(stages, replicas, strict=True)
+        num_microbatches * stage.busy_seconds / count
+        for stage, count in zip(stages, replicas, strict=True)
     )
     # Microbatches take turns on the pairs of replicas at the ends of a cut.
     links = (

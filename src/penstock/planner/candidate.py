@@ -11,14 +11,13 @@ from penstock.graph import Contention
 from penstock.planner.bounds import least_steady_seconds, least_step_seconds
 from penstock.planner.limits import NO_EXCESS, Excess, has_limits, limited_like, worst_excess
 from penstock.planner.moments import StageSizes
-from penstock.planner.pricing import Pricing
-from penstock.planner.setting import Rooms, Setting
-from penstock.planner.task import Task
+from penstock.planner.pricing import CutSetting
+from penstock.planner.setting import Rooms
 from penstock.plans.alternative import Alternative
 from penstock.plans.orders import search_order, written
 from penstock.plans.plan import Plan
 from penstock.plans.prediction import Prediction
-from penstock.plans.stage_plan import Recompute, StagePlan, bytes_of_ranks
+from penstock.plans.stage_plan import bytes_of_ranks
 from penstock.plans.steady import few_minibatches
 from penstock.plans.title import family_title
 from penstock.schedule import Schedule
@@ -28,20 +27,8 @@ from penstock.units import count_of
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A setting with its cuts. Its text is for reasons and errors.
-
-    Attributes:
-        task: what is planned.
-        setting: the schedule and its devices.
-        cuts: where stages begin; the last entry is the number of layers.
-        recomputes: what runs again before its backward, of each stage.
-    """
-
-    task: Task
-    setting: Setting
-    cuts: tuple[int, ...]
-    recomputes: tuple[Recompute, ...]
+class Candidate(CutSetting):
+    """A setting with its cuts, judged by a simulation. Its text is for reasons and errors."""
 
     def __str__(self) -> str:
         setting = self.setting
@@ -52,11 +39,6 @@ class Candidate:
         if len(setting.replicas) == 1:
             return f"data parallelism on {count_of(setting.num_ranks, 'device')}{again}"
         return f"{count_of(len(self.recomputes), 'stage')} with {name}{again}"
-
-    @cached_property
-    def stages(self) -> tuple[StagePlan, ...]:
-        """What each stage costs."""
-        return Pricing(self.task, self.setting, self.cuts, self.recomputes).stages()
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -127,7 +109,7 @@ class Candidate:
 
     @cached_property
     def prediction(self) -> Prediction:
-        """What its stages do in the order of its ops."""
+        """What the stages do in the order of the schedule's ops."""
         setting = self.setting
         return Prediction(
             self.stages,
@@ -135,7 +117,7 @@ class Candidate:
             setting.versions,
             setting.all_replicas,
             self.schedule,
-            setting.stream,
+            setting.build,
         )
 
     @property
@@ -157,23 +139,23 @@ class Candidate:
             total += 2 * others * stage.parameter_bytes * updates
         if self.task.groups is not None:
             used = self.setting.num_ranks / len(self.task.cluster.devices)
-            total += self.task.groups.found.moved_bytes * max(used, 1 / len(self.stages))
+            total += self.task.groups.tensor_split.moved_bytes * max(used, 1 / len(self.stages))
         return round(total)
 
     @cached_property
     def excess(self) -> Excess:
-        """By how much it misses the limit that it misses most."""
+        """By how many bytes the candidate misses the limit that it misses most, and where."""
         if not has_limits(self.task):
             return NO_EXCESS
         return worst_excess(self.task, self.setting, self.rank_bytes)
 
     def limited_like(self, other: Candidate) -> Candidate:
-        """The same cuts under the memory limits of another candidate's cluster."""
+        """This candidate's cuts under the memory limits of another candidate's cluster."""
         return replace(self, task=limited_like(self.task, other.task))
 
     @property
     def fits(self) -> bool:
-        """Whether it keeps all limits."""
+        """Whether the candidate keeps all memory limits."""
         return self.excess.num_bytes <= 0
 
     def with_final_order(self) -> Candidate:
@@ -185,16 +167,16 @@ class Candidate:
             InputError: the family finds none.
         """
         setting = self.setting
-        found = search_order(
+        searched = search_order(
             setting.schedule.name,
             self.stages,
             self.task.num_microbatches,
-            setting.options,
+            dict(setting.options),
             [self.task.limits[device] for device in setting.devices],
         )
         ordered, held = (
             replace(self, setting=replace(setting, schedule=schedule, is_final=True))
-            for schedule in (found, setting.schedule)
+            for schedule in (searched, setting.schedule)
         )
         # Links that are busy, updates and memory that a host shares are the simulator's to judge.
         return ordered if ordered.fits and ordered.seconds <= self.seconds else held
@@ -220,7 +202,7 @@ class Candidate:
             versions=setting.versions,
             num_threads=task.graph.num_threads,
             microbatch_size=task.graph.microbatch_size,
-            devices=tuple(one for device in setting.devices for one in task.devices_at(device)),
+            devices=tuple(part for device in setting.devices for part in task.devices_at(device)),
             num_tensor_ranks=task.num_tensor_ranks,
             cost_model=task.communication.name,
             reason=reason,

@@ -69,7 +69,7 @@ class Change:
         return cls(match["quantity"], match["how"], match["value"])
 
     def of(self, number: float, read: Callable[[object], float] | None = None) -> float:
-        """What a number becomes.
+        """The number that this change makes of ``number``.
 
         Raises:
             InputError: the value is no finite number > 0.

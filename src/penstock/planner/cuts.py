@@ -15,10 +15,10 @@ from penstock.planner.candidate import Candidate
 from penstock.planner.limits import least_excess
 from penstock.planner.setting import RecomputeRule, Rooms, Setting
 from penstock.planner.task import Task
-from penstock.plans.stage_plan import Recompute
+from penstock.plans.stage_plan import RecomputeWay
 
 _MOST_MOVES = 60
-_SQUEEZES: dict[RecomputeRule, tuple[Recompute, ...]] = {
+_SQUEEZES: dict[RecomputeRule, tuple[RecomputeWay, ...]] = {
     "where-needed": ("none", "stage"),
     "never": ("none",),
     "stage": ("stage",),
@@ -34,8 +34,6 @@ def candidates(task: Task, setting: Setting, slack: float = 0.0) -> list[Candida
     if the setting allows it, which counts as compute.
 
     Args:
-        task: what is planned.
-        setting: the schedule and its devices.
         slack: bytes by which limits may be exceeded.
 
     Returns:
@@ -47,8 +45,8 @@ def candidates(task: Task, setting: Setting, slack: float = 0.0) -> list[Candida
     # Several stages of a rank share its memory; they get even shares if they do not fit without.
     for shared in (True,) if setting.is_single else (False, True):
         rooms = Rooms(task, setting, slack, shared)
-        found = _balanced(task, setting, rooms)
-        fitting = [one for one in found if one.excess.num_bytes <= slack]
+        balanced = _balanced(task, setting, rooms)
+        fitting = [one for one in balanced if one.excess.num_bytes <= slack]
         if fitting:
             return fitting
     if not setting.is_single:
@@ -61,11 +59,10 @@ def candidates(task: Task, setting: Setting, slack: float = 0.0) -> list[Candida
 
 
 def refined(coarse: Candidate, slack: float = 0.0) -> list[Candidate]:
-    """The best cuts for the same setting among all layers near a candidate's cuts, where the search
-    that found these could not look between all layers; nothing for other candidates.
+    """The best cuts of a candidate's setting among all layers near its cuts, where the search could
+    not look between all layers; nothing for other candidates.
 
     Args:
-        coarse: a candidate.
         slack: as for ``candidates``.
     """
     if not coarse.task.is_coarse:
@@ -75,9 +72,9 @@ def refined(coarse: Candidate, slack: float = 0.0) -> list[Candidate]:
 
 
 def with_layers_moved(candidate: Candidate) -> list[Candidate]:
-    """The same with one layer on the other side of a cut, as far as that fits."""
+    """The candidates with one layer of this one on the other side of a cut, as far as they fit."""
     moved = (with_cuts(candidate.task, candidate.setting, cuts) for cuts in _moves(candidate.cuts))
-    return [one for one in moved if one.fits]
+    return [candidate for candidate in moved if candidate.fits]
 
 
 def _moves(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -99,7 +96,7 @@ def _squeezed(task: Task, setting: Setting, slack: float) -> Candidate | None:
             if best.excess.num_bytes <= slack:
                 return best
             moved = [replace(best, cuts=cuts) for cuts in _moves(best.cuts)]
-            nearest = min(moved, key=lambda one: one.excess.num_bytes, default=best)
+            nearest = min(moved, key=lambda candidate: candidate.excess.num_bytes, default=best)
             if nearest.excess.num_bytes >= best.excess.num_bytes:
                 break
             best = nearest
@@ -113,15 +110,15 @@ def with_cuts(task: Task, setting: Setting, cuts: tuple[int, ...]) -> Candidate:
 
 def _balanced(task: Task, setting: Setting, rooms: Rooms) -> Iterator[Candidate]:
     if not rooms.is_free or (setting.versions.asynchronous and task.ties):
-        cuts = _balance(task, setting, rooms)
+        choices = _balance(task, setting, rooms)
     else:
         # Without limits, cuts depend on the devices only: many schedules share them.
         key = (setting.devices_of, setting.replicas, setting.mode)
-        if key not in task.known_cuts:
-            task.known_cuts[key] = _balance(task, setting, rooms)
-        cuts = task.known_cuts[key]
-    for one in cuts:
-        yield _candidate(task, setting, one, rooms)
+        if key not in task.known.cuts:
+            task.known.cuts[key] = _balance(task, setting, rooms)
+        choices = task.known.cuts[key]
+    for cuts in choices:
+        yield _candidate(task, setting, cuts, rooms)
 
 
 def _balance(task: Task, setting: Setting, rooms: Rooms) -> list[tuple[int, ...]]:
@@ -142,11 +139,11 @@ def _balance(task: Task, setting: Setting, rooms: Rooms) -> list[tuple[int, ...]
     costs = [sum(task.compute_seconds[start:stop]) for start, stop in pairwise(task.places)]
     if len(costs) < setting.num_stages:
         return []
-    found = []
+    choices = []
     for cost in (extra, with_hop) if any(map(any, hops)) else (extra,):
         with suppress(PlanError):
-            found.append(balance(costs, setting.num_stages, speeds=speeds, extra=cost))
-    return [tuple(task.places[number] for number in cuts) for cuts in dict.fromkeys(found)]
+            choices.append(balance(costs, setting.num_stages, speeds=speeds, extra=cost))
+    return [tuple(task.places[number] for number in cuts) for cuts in dict.fromkeys(choices)]
 
 
 def _hops(task: Task, setting: Setting, stage: int) -> Floats:
@@ -154,11 +151,11 @@ def _hops(task: Task, setting: Setting, stage: int) -> Floats:
     if stage == setting.num_stages - 1:
         return np.zeros(len(task.places))
     ends = setting.devices_of[stage], setting.devices_of[stage + 1]
-    if ends not in task.known_hops:
-        task.known_hops[ends] = np.array(
+    if ends not in task.known.hops:
+        task.known.hops[ends] = np.array(
             [task.hop(stop, *ends)[0] if 0 < stop < task.num_layers else 0 for stop in task.places]
         )
-    return task.known_hops[ends]
+    return task.known.hops[ends]
 
 
 def _lightest(task: Task, setting: Setting, slack: float) -> Iterator[Candidate]:
@@ -171,13 +168,13 @@ def _lightest(task: Task, setting: Setting, slack: float) -> Iterator[Candidate]
         allowed = np.isfinite(rooms.again_seconds(stage) + ties)
         return np.where(allowed, setting.replicas_of(stage) * needed, inf)
 
-    found = lightest(len(task.places) - 1, setting.num_stages, weight)
-    if found:
+    ends = lightest(len(task.places) - 1, setting.num_stages, weight)
+    if ends:
         least = (
             rooms.ways[int(np.argmin([table[bounds] for table in rooms.lightest(stage)]))]
-            for stage, bounds in enumerate(pairwise(found))
+            for stage, bounds in enumerate(pairwise(ends))
         )
-        cuts = tuple(task.places[number] for number in found)
+        cuts = tuple(task.places[number] for number in ends)
         yield Candidate(task, setting, cuts, tuple(least))
 
 

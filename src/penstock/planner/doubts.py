@@ -23,7 +23,6 @@ def doubts_about(chosen: Candidate, rivals: Sequence[Candidate]) -> Iterator[str
     """What people should know before they trust the choice, with figures and a remedy.
 
     Args:
-        chosen: the plan.
         rivals: which fit and might have been chosen.
     """
     contention = chosen.task.graph.contention
@@ -32,16 +31,16 @@ def doubts_about(chosen: Candidate, rivals: Sequence[Candidate]) -> Iterator[str
     yield from chosen.task.graph.warnings
     nearest = _nearest(rivals)
     for num_spreads, end in ((-_SPREADS, "less"), (_SPREADS, "more")):
-        own = _if_off_by(num_spreads, chosen)
-        others = [_if_off_by(num_spreads, one) for one in nearest]
-        best = min(others, key=lambda one: one.seconds, default=own)
-        if best.seconds < own.seconds * (1 - SAME):
-            mode = (own if own.setting.num_ranks > 1 else best).setting.mode
+        shifted = _if_off_by(num_spreads, chosen)
+        others = [_if_off_by(num_spreads, candidate) for candidate in nearest]
+        best = min(others, key=lambda candidate: candidate.seconds, default=shifted)
+        if best.seconds < shifted.seconds * (1 - SAME):
+            mode = (shifted if shifted.setting.num_ranks > 1 else best).setting.mode
             yield (
                 f"the choice hangs on contention, {contention.of_passes(mode):.2f} ± "
                 f"{contention.spread_of(mode):.1%} where ranks work as here: if it is {end}, "
-                f"{own.task.graph.contention.of_passes(mode):.2f}, {best} would take "
-                f"{format_seconds(best.seconds)} and this plan {format_seconds(own.seconds)}; "
+                f"{shifted.task.graph.contention.of_passes(mode):.2f}, {best} would take "
+                f"{format_seconds(best.seconds)} and this plan {format_seconds(shifted.seconds)}; "
                 "profile again on a quiet machine, or for longer (patience_seconds=…, --patience)"
             )
 
@@ -49,17 +48,17 @@ def doubts_about(chosen: Candidate, rivals: Sequence[Candidate]) -> Iterator[str
 def _nearest(rivals: Iterable[Candidate]) -> list[Candidate]:
     """The fastest few of different kinds, as far as they are quickly simulated."""
     kinds: dict[str, Candidate] = {}
-    for rival in sorted(rivals, key=lambda one: one.seconds):
+    for rival in sorted(rivals, key=lambda rival: rival.seconds):
         kinds.setdefault(str(rival), rival)
-    found, ops = [], 0
+    quick, ops = [], 0
     for rival in list(kinds.values())[:_MOST_RIVALS]:
         ops += 2 * rival.num_ops
         if ops <= _MOST_OPS:
-            found.append(rival)
-    return found
+            quick.append(rival)
+    return quick
 
 
-def _if_off_by(num_spreads: float, one: Candidate) -> Candidate:
-    graph = one.task.graph
+def _if_off_by(num_spreads: float, candidate: Candidate) -> Candidate:
+    graph = candidate.task.graph
     shifted = replace(graph, contention=graph.contention.shifted(num_spreads))
-    return replaced(one, task=replaced(one.task, graph=shifted))
+    return replaced(candidate, task=replaced(candidate.task, graph=shifted))

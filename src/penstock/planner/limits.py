@@ -33,29 +33,23 @@ NO_EXCESS = Excess(-inf, 0, inf, "")
 
 
 def worst_excess(task: Task, setting: Setting, rank_bytes: Sequence[int]) -> Excess:
-    """The limit that is missed most.
-
-    Args:
-        task: with the limits.
-        setting: says which device each rank has.
-        rank_bytes: what each rank needs.
-    """
+    """The limit of a task that is missed most if each rank of a setting needs ``rank_bytes``."""
     names = [task.cluster.devices[device].name for device in setting.devices]
     limits = [task.limits[device] for device in setting.devices]
-    found = [
+    excesses = [
         _excess(held, limit, f"on rank {rank} ({names[rank]})")
         for rank, (held, limit) in enumerate(zip(rank_bytes, limits, strict=True))
     ]
     for host, limit in task.topology.shared_memories:
-        own = [
+        on_host = [
             held for held, device in zip(rank_bytes, setting.devices, strict=True) if device in host
         ]
         place = "on all ranks together, which share memory"
-        if len(own) < setting.num_ranks:
-            place = f"on the {len(own)} ranks that share a host's memory"
+        if len(on_host) < setting.num_ranks:
+            place = f"on the {len(on_host)} ranks that share a host's memory"
         # Who shares layers with a rank shares its host's memory, too.
-        found.append(_excess(sum(own) * task.num_tensor_ranks, limit, place))
-    return max(found)
+        excesses.append(_excess(sum(on_host) * task.num_tensor_ranks, limit, place))
+    return max(excesses)
 
 
 def _excess(held: float, limit: float, place: str) -> Excess:
@@ -97,7 +91,7 @@ def least_excess(task: Task) -> float:
 
 
 def limited_like(task: Task, like: Task) -> Task:
-    """A task under the memory limits of another one's cluster, which has the same devices."""
+    """A task under the memory limits of another task's cluster, which has the same devices."""
     ranks = range(len(like.cluster.devices))
     limits = {
         device.name: device.memory_bytes for rank in ranks for device in like.devices_at(rank)
@@ -105,8 +99,8 @@ def limited_like(task: Task, like: Task) -> Task:
     shared = {group.name: group.memory_bytes for group in like.cluster.groups}
 
     def limit(index: int) -> int:
-        own = (limits.get(device.name, 0) for device in task.devices_at(index))
-        return min(filter(None, own), default=0)
+        allowed = (limits.get(device.name, 0) for device in task.devices_at(index))
+        return min(filter(None, allowed), default=0)
 
     cluster = with_fields(
         task.cluster,

@@ -26,7 +26,7 @@ class Moments(NamedTuple):
     """How many microbatches a rank holds at a time, and how.
 
     Attributes:
-        stages: of the rank.
+        stages: those that the rank has.
         counts: a row per moment that differs from all others, three columns per stage: as
             ``StageSizes``.
     """
@@ -35,11 +35,8 @@ class Moments(NamedTuple):
     counts: Floats
 
     def most_bytes(self, sizes: Callable[[int], StageSizes]) -> float:
-        """What the rank holds at its worst moment.
-
-        Args:
-            sizes: of a stage.
-        """
+        """Bytes that the rank holds at its worst moment, if ``sizes`` tells what a microbatch
+        keeps at a stage."""
         flat = [size for stage in self.stages for size in sizes(stage)]
         return float((self.counts @ flat).max())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, permutations, product
 from math import ceil
 from typing import Any
@@ -13,7 +13,7 @@ from penstock.errors import InputError, PlanError
 from penstock.graph import Mode
 from penstock.partition import best_partition
 from penstock.partition.dapple import dapple_candidates
-from penstock.planner.setting import RecomputeRule, Setting, build_schedule
+from penstock.planner.setting import RecomputeRule, Setting, Terms
 from penstock.planner.task import Task
 from penstock.planner.wish import Wish
 from penstock.schedule import Schedule, families
@@ -41,27 +41,11 @@ _DAPPLE_LIMIT = 5_000
 
 
 @dataclass(frozen=True)
-class Offer:
-    """A schedule on some devices, not built yet.
-
-    Attributes:
-        family: of the schedule.
-        devices: of each rank.
-        versions: which weights passes read.
-        replicas: of each stage; none for one of each.
-        options: of the family.
-        recompute: what may run twice.
-    """
-
-    family: str
-    devices: tuple[int, ...]
-    versions: Policy = field(default_factory=Flush)
-    replicas: tuple[int, ...] = ()
-    options: tuple[tuple[str, Any], ...] = ()
-    recompute: RecomputeRule = "where-needed"
+class Offer(Terms):
+    """A schedule on some devices, not built yet."""
 
     def least_seconds(self, task: Task) -> float:
-        """No minibatch takes less: all devices busy all the time."""
+        """Seconds that a minibatch takes at least: with all devices busy all the time."""
         # Whether the family splits backwards, only its schedule tells.
         modes: tuple[Mode, ...] = ("stream",) if self.versions.asynchronous else ("whole", "split")
         speed = max(
@@ -71,7 +55,7 @@ class Offer:
         return task.num_microbatches * sum(task.compute_seconds) / speed
 
     def setting(self, task: Task) -> Setting:
-        """Build it.
+        """Build the offer's schedule for a task.
 
         Raises:
             InputError: the family refuses, or the policy does not go with it.
@@ -84,22 +68,12 @@ class Offer:
                 f"a stage has {widest} replicas, but a minibatch only {task.num_microbatches} "
                 "microbatches; each replica needs at least one"
             )
-        num_ranks = len(self.devices)
         # Of a stream, as many as fill the pipeline.
         flushes = not self.versions.asynchronous
-        fills = 1 if flushes else filling(self.replicas or (1,) * num_ranks)
-        count = max(task.num_microbatches, fills)
-        options = dict(self.options)
-        schedule = self._schedule(task, count)
-        setting = Setting(
-            schedule,
-            self.devices,
-            self.versions,
-            self.replicas,
-            options,
-            self.recompute,
-            is_final=self.family not in families.SEARCHED,
-        )
+        fills = 1 if flushes else filling(self.replicas or (1,) * self.num_ranks)
+        schedule = self._schedule(task, max(task.num_microbatches, fills))
+        is_final = self.family not in families.SEARCHED
+        setting = Setting(**vars(self), schedule=schedule, is_final=is_final)
         counts = self.replicas or (1,) * setting.num_stages
         check_policy(self.versions, self.family, counts, task.num_microbatches)
         if not self.replicas and schedule.weight_copies > 1:
@@ -109,32 +83,38 @@ class Offer:
             )
         if setting.num_stages > task.num_layers:
             raise PlanError(
-                f"{self.family} on {num_ranks} rank(s) needs {setting.num_stages} stages, but "
+                f"{self.family} on {self.num_ranks} rank(s) needs {setting.num_stages} stages, but "
                 f"there are only {task.num_layers} layers"
             )
         return setting
 
     def _schedule(self, task: Task, num_microbatches: int) -> Schedule:
-        num_ranks = len(self.devices)
-        given = self.family, num_ranks, num_microbatches, self.replicas
         if self.family not in families.SEARCHED:
-            return build_schedule(*given, dict(self.options))
+            return self.build(num_microbatches)
         # Found slowly, and the same on all devices.
-        key = (*given, self.options)
-        if key not in task.known_orders:
-            task.known_orders[key] = build_schedule(*given, dict(self.options))
-        return task.known_orders[key]
+        key = self.family, self.num_ranks, num_microbatches, self.options
+        if key not in task.known.orders:
+            task.known.orders[key] = self.build(num_microbatches)
+        return task.known.orders[key]
 
 
 def offers(task: Task, wish: Wish) -> list[Offer]:
-    """All that a wish allows."""
+    """All offers that a wish allows for a task."""
     if wish.replicas:
-        found = [_replicated(task, wish)]
+        allowed = [_replicated(task, wish)]
     else:
-        found = list(_straight(task, wish))
+        allowed = list(_straight(task, wish))
         if wish.any_replicas and wish.schedule in (None, *REPLICATED):
-            found += _with_any_replicas(task, wish)
-    return list(dict.fromkeys(found))
+            allowed += _with_any_replicas(task, wish)
+    return list(dict.fromkeys(allowed))
+
+
+def _policy(wish: Wish, family: str) -> Policy:
+    return wish.versions or USUAL.get(family, Flush())
+
+
+def _rule(wish: Wish, policy: Policy) -> RecomputeRule:
+    return "never" if policy.asynchronous else wish.recompute
 
 
 def _policies(wish: Wish) -> tuple[tuple[str, Policy], ...]:
@@ -149,7 +129,7 @@ def _policies(wish: Wish) -> tuple[tuple[str, Policy], ...]:
 def _names(wish: Wish, num_ranks: int) -> list[tuple[str, Policy]]:
     """The (family, policy) pairs that may run on so many ranks."""
     if wish.schedule is not None:
-        return [(wish.schedule, wish.versions or USUAL.get(wish.schedule, Flush()))]
+        return [(wish.schedule, _policy(wish, wish.schedule))]
     never_flushes = _policies(wish) if num_ranks > 1 else ()
     if wish.versions is not None and wish.versions.asynchronous:
         return list(_policies(wish))
@@ -169,9 +149,8 @@ def _straight(task: Task, wish: Wish) -> Iterator[Offer]:
         names = [one for one in _names(wish, num_ranks) if not (large and one[0] in _BUILT_SLOWLY)]
         for devices in _orders(task, num_ranks):
             for family, policy in names:
-                rule = "never" if policy.asynchronous else wish.recompute
                 for options in _variants(family, num_ranks, task.num_layers):
-                    yield Offer(family, devices, policy, (), options, rule)
+                    yield Offer(family, devices, policy, (), options, _rule(wish, policy))
 
 
 def _numbers(most: int) -> list[int]:
@@ -246,9 +225,8 @@ def _replicated(task: Task, wish: Wish) -> Offer:
     if len(counts) > task.num_layers:
         raise PlanError(f"{task.num_layers} layers cannot make {len(counts)} stages")
     family = wish.schedule or PLAIN
-    policy = wish.versions or USUAL.get(family, Flush())
-    rule: RecomputeRule = "never" if policy.asynchronous else wish.recompute
-    return Offer(family, tuple(range(sum(counts))), policy, counts, (), rule)
+    policy = _policy(wish, family)
+    return Offer(family, tuple(range(sum(counts))), policy, counts, (), _rule(wish, policy))
 
 
 def _with_any_replicas(task: Task, wish: Wish) -> Iterator[Offer]:
@@ -256,43 +234,42 @@ def _with_any_replicas(task: Task, wish: Wish) -> Iterator[Offer]:
     PipeDream-2BW, and PipeDream's own, exact for the steady state."""
     pairs: Sequence[tuple[str, Policy]]
     if wish.schedule is not None:
-        pairs = [(wish.schedule, wish.versions or USUAL.get(wish.schedule, Flush()))]
+        pairs = [(wish.schedule, _policy(wish, wish.schedule))]
     else:
         never = wish.asynchronous == "only" or (wish.versions and wish.versions.asynchronous)
         pairs = [*([] if never else [(PLAIN, Flush())]), *_policies(wish)]
     shapes = _shapes(task)
     for family, policy in pairs:
-        rule: RecomputeRule = "never" if policy.asynchronous else wish.recompute
         for counts, devices in shapes:
-            yield Offer(family, devices, policy, counts, (), rule)
+            yield Offer(family, devices, policy, counts, (), _rule(wish, policy))
 
 
-def _shapes(task: Task) -> list[Shape]:
-    if not task.known_shapes:
-        found = [*_width_by_depth(task), *_all_but_some(task), *_partitions(task)]
-        task.known_shapes.extend(dict.fromkeys(found))
-    return task.known_shapes
+def _shapes(task: Task) -> list[ReplicaShape]:
+    if not task.known.shapes:
+        shapes = (*_width_by_depth(task), *_all_but_some(task), *_partitions(task))
+        task.known.shapes.extend(dict.fromkeys(shapes))
+    return task.known.shapes
 
 
 def neighbours(setting: Setting) -> Iterator[Offer]:
-    """Offers with one replica moved from a stage to another, of the same devices in the same
-    order."""
+    """Offers that differ from a setting by one replica moved from a stage to another; devices keep
+    their order."""
     for source, target in permutations(range(len(setting.replicas)), 2):
         counts = list(setting.replicas)
         counts[source] -= 1
         counts[target] += 1
         if counts[source]:
             yield Offer(
-                setting.schedule.name,
+                setting.family,
                 setting.devices,
                 setting.versions,
                 tuple(counts),
-                tuple(setting.options.items()),
+                setting.options,
                 setting.recompute,
             )
 
 
-def _all_but_some(task: Task) -> Iterator[Shape]:
+def _all_but_some(task: Task) -> Iterator[ReplicaShape]:
     """Two stages, one of which has few devices: large layers at an end of the model want that."""
     num_devices = min(len(task.cluster.devices), task.num_microbatches + 1)
     for few in (1, 2) if num_devices > 2 and task.num_layers > 1 else ():
@@ -301,11 +278,11 @@ def _all_but_some(task: Task) -> Iterator[Shape]:
                 yield counts, tuple(range(sum(counts)))
 
 
-Shape = tuple[tuple[int, ...], tuple[int, ...]]
+ReplicaShape = tuple[tuple[int, ...], tuple[int, ...]]
 """(replicas of each stage, devices of each rank)."""
 
 
-def _width_by_depth(task: Task) -> Iterator[Shape]:
+def _width_by_depth(task: Task) -> Iterator[ReplicaShape]:
     """As many pipelines side by side as there are devices for; of depth 1, data parallelism."""
     devices = task.cluster.devices
     # Replicas take turns, so slow devices may do better without any work.
@@ -317,24 +294,24 @@ def _width_by_depth(task: Task) -> Iterator[Shape]:
                 yield (width,) * depth, tuple(pool[: width * depth])
                 # The replicas of a stage on different servers, a pipeline within one.
                 turns = product(range(depth), range(width))
-                yield (width,) * depth, tuple(pool[one + depth * turn] for one, turn in turns)
+                yield (width,) * depth, tuple(pool[place + depth * turn] for place, turn in turns)
 
 
-def _partitions(task: Task) -> Iterator[Shape]:
+def _partitions(task: Task) -> Iterator[ReplicaShape]:
     """PipeDream's, with an update per minibatch and with one per microbatch, whether exchanges of
     gradients hide behind compute or not; and DAPPLE's."""
     models = (task.communication, replace(task.communication, overlap=1.0))
     for updates, model in product((1 / task.num_microbatches, 1.0), models):
-        found = best_partition(task.graph, task.cluster, model, updates=updates)
-        yield from _shape(task, [stage.devices for stage in found.stages])
+        partition = best_partition(task.graph, task.cluster, model, updates=updates)
+        yield from _shape(task, [stage.devices for stage in partition.stages])
     if task.num_layers * len(task.cluster.devices) <= _DAPPLE_LIMIT:
-        for one in dapple_candidates(
+        for candidate in dapple_candidates(
             task.graph, task.cluster, task.num_microbatches, model=task.communication
         ):
-            yield from _shape(task, one.devices)
+            yield from _shape(task, candidate.devices)
 
 
-def _shape(task: Task, stages: Sequence[Sequence[int]]) -> Iterator[Shape]:
+def _shape(task: Task, stages: Sequence[Sequence[int]]) -> Iterator[ReplicaShape]:
     """The shape of stages on these devices, if any has replicas and each replica a microbatch."""
     counts = tuple(map(len, stages))
     if 1 < max(counts) <= task.num_microbatches:

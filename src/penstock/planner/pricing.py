@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from penstock.planner.setting import Setting
 from penstock.planner.task import Task
-from penstock.plans.stage_plan import Recompute, StagePlan
+from penstock.plans.stage_plan import RecomputeWay, StagePlan
 
 
 @dataclass(frozen=True)
-class Pricing:
-    """Layers cut into stages, before anything is known of the order of their ops.
+class CutSetting:
+    """A setting with its cuts, and what that costs before anything is known of the order of ops.
 
     Attributes:
         task: what is planned.
         setting: the schedule and its devices.
         cuts: where stages begin; the last entry is the number of layers.
-        recomputes: what runs again, of each stage.
+        recomputes: what each stage runs again before its backward.
     """
 
     task: Task
     setting: Setting
     cuts: tuple[int, ...]
-    recomputes: tuple[Recompute, ...]
+    recomputes: tuple[RecomputeWay, ...]
 
+    @cached_property
     def stages(self) -> tuple[StagePlan, ...]:
-        """All stages, in execution order."""
+        """The plan of each stage, with its predicted costs, in execution order."""
         return tuple(self._stage(index) for index in range(len(self.recomputes)))
 
     def _stage(self, index: int) -> StagePlan:
@@ -71,7 +73,9 @@ class Pricing:
             peak_activations=setting.peaks[rank],
             weight_versions=setting.weight_versions(index, task.num_microbatches),
             recompute=self.recomputes[index],
-            splits={} if task.groups is None else task.groups.splits([one.name for one in layers]),
+            splits={}
+            if task.groups is None
+            else task.groups.splits([layer.name for layer in layers]),
         )
 
     def _reduce_seconds(self, index: int, start: int, stop: int) -> float:

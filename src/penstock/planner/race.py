@@ -72,7 +72,7 @@ class Race:
         if not wish.cuts:
             self._refine()
         self._climb(wish)
-        if not all(one.setting.is_final for one in self.contenders):
+        if not all(contender.setting.is_final for contender in self.contenders):
             self._settle_orders()
             self._climb(wish)
 
@@ -95,7 +95,7 @@ class Race:
     def _close(self) -> list[Candidate]:
         """The contenders that a better look may still make the winner, the best first."""
         close = (one for one in self.contenders if one.seconds <= self.least * (1 + _CLOSE))
-        return sorted(close, key=lambda one: one.seconds)
+        return sorted(close, key=lambda candidate: candidate.seconds)
 
     def _refine(self) -> None:
         """Cut what came close once more, between all layers near its cuts."""
@@ -119,15 +119,15 @@ class Race:
                 return
 
     def built(self, task: Task, offer: Offer, wish: Wish) -> list[Candidate]:
-        """An offer's candidates, if it has as many stages as are wished for."""
+        """The candidates of an offer, if it has as many stages as the wish allows."""
         key = (offer, wish.cuts)
-        if key not in task.known_offers:
-            task.known_offers[key] = self._built(task, offer, wish.cuts)
-        found: Built = task.known_offers[key]
-        if not isinstance(found, tuple):
-            self.refusals[len(offer.devices)] = found
+        if key not in task.known.offers:
+            task.known.offers[key] = self._built(task, offer, wish.cuts)
+        outcome: Built = task.known.offers[key]
+        if not isinstance(outcome, tuple):
+            self.refusals[len(offer.devices)] = outcome
             return []
-        num_stages, candidates_ = found
+        num_stages, candidates_ = outcome
         self.num_stages.add(num_stages)
         return candidates_ if wish.allows(num_stages) else []
 
@@ -160,32 +160,30 @@ class Race:
         return min(ties, key=_modesty, default=None)
 
 
-def _modesty(one: Candidate) -> tuple[float, ...]:
-    setting = one.setting
+def _modesty(candidate: Candidate) -> tuple[float, ...]:
+    setting = candidate.setting
     return (
-        sum(one.rank_bytes),
+        sum(candidate.rank_bytes),
         setting.num_ranks,
         setting.num_stages,
         setting.schedule.splits_backward,
-        one.peak,
-        one.seconds,
+        candidate.peak,
+        candidate.seconds,
     )
 
 
 def _by_promise(tasks: Sequence[Task], wish: Wish) -> list[tuple[float, Task, Offer]]:
     """All offers, each with the least that it can take, the most promising first."""
-    found = [
+    promises = [
         (offer.least_seconds(task), task, offer) for task in tasks for offer in offers(task, wish)
     ]
-    return sorted(found, key=itemgetter(0))
+    return sorted(promises, key=itemgetter(0))
 
 
 def fastest(tasks: Sequence[Task], wish: Wish, budget: int = 250_000) -> Candidate | None:
     """The winner of a race; ``None`` if nothing fits.
 
     Args:
-        tasks: one per microbatch size.
-        wish: what may win.
         budget: ops to simulate.
     """
     race = Race(budget=budget)
@@ -196,7 +194,7 @@ def fastest(tasks: Sequence[Task], wish: Wish, budget: int = 250_000) -> Candida
 def closest(tasks: Sequence[Task], wish: Wish) -> Candidate | None:
     """The candidate that misses its limits by the fewest bytes; ``None`` if nothing can be built.
 
-    Each one found tightens the slack for the next, so that what remains is the least excess. Where
+    Each candidate tightens the slack for the next, so that what remains is the least excess. Where
     the search does not cut between all layers, it then looks at those near the cuts, and may find
     what fits.
     """
@@ -204,14 +202,14 @@ def closest(tasks: Sequence[Task], wish: Wish) -> Candidate | None:
     for _, task, offer in _by_promise(tasks, wish):
         with suppress(InputError, PlanError):
             setting = offer.setting(task)
-            found = wish.allows(setting.num_stages)
-            while found:
-                found = False
+            again = wish.allows(setting.num_stages)
+            while again:
+                again = False
                 given = [with_cuts(task, setting, wish.cuts)] if wish.cuts else []
                 for candidate in given or candidates(task, setting, slack=least - 1):
                     over = candidate.excess.num_bytes
                     if over < least:
-                        least, nearest, found = over, candidate, True
+                        least, nearest, again = over, candidate, True
     return nearest if nearest is None or wish.cuts else _closer(nearest)
 
 
@@ -222,5 +220,5 @@ def _closer(nearest: Candidate) -> Candidate:
         finer = refined(nearest, slack)
         if nearest.fits or not finer:
             break
-        nearest = min(finer, key=lambda one: one.excess.num_bytes)
+        nearest = min(finer, key=lambda candidate: candidate.excess.num_bytes)
     return nearest

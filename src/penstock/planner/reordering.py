@@ -22,12 +22,12 @@ _USUAL_BYTES = 2**20
 
 
 def in_other_orders(task: Task) -> Iterator[Task]:
-    """The same task with layers in the orders in which the exact partition of the graph, in the
-    steady state, has them."""
+    """The task with its layers in other orders: those that the exact partitions of the graph, in
+    the steady state, have."""
     names = [layer.name for layer in task.graph.layers]
     for updates in (1 / task.num_microbatches, 1.0):
         for straight in (False, True):
-            found = best_partition(
+            partition = best_partition(
                 task.graph,
                 task.cluster,
                 task.communication,
@@ -35,15 +35,16 @@ def in_other_orders(task: Task) -> Iterator[Task]:
                 straight=straight,
                 order="any",
             )
-            order = [name for stage in found.stages for name in stage.layers]
+            order = [name for stage in partition.stages for name in stage.layers]
             if order != names:
                 names = order
                 yield replace(task, graph=task.graph.reordered(order))
 
 
 def learned(task: Task, wish: Wish) -> Candidate | None:
-    """What a policy finds that learns by trial and error which device takes which layers, judged by
-    simulations of 1F1B (``penstock.partition.placement.learned``); ``None`` if it does not fit.
+    """The candidate whose placement of layers on devices a policy learned by trial and error,
+    judged by simulations of 1F1B (``penstock.partition.placement.learned``); ``None`` if it does
+    not fit.
 
     Args:
         task: with devices that are all used, or fewer.
@@ -67,5 +68,5 @@ def _candidate(task: Task, wish: Wish, stages: Sequence[Sequence[str]]) -> Candi
     cuts = tuple(accumulate(map(len, stages), initial=0))
     placed = replace(task, graph=task.graph.reordered(order), marks=cuts)
     offer = Offer(PLAIN, tuple(range(len(stages))), recompute=wish.recompute)
-    found = with_cuts(placed, offer.setting(placed), cuts)
-    return found if found.fits else None
+    candidate = with_cuts(placed, offer.setting(placed), cuts)
+    return candidate if candidate.fits else None

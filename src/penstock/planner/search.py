@@ -177,13 +177,13 @@ def _check_learnable(wish: Wish) -> None:
 
 def _learned(tasks: Sequence[Task], wish: Wish) -> Plan:
     """The plan with the placement that a policy learned."""
-    found = [one for one in (learned(task, wish) for task in tasks) if one is not None]
-    if not found:
+    placed = [one for one in (learned(task, wish) for task in tasks) if one is not None]
+    if not placed:
         raise PlanError(
             "the learned placement does not fit in memory; placement='exact' looks for one that "
             "does"
         )
-    return _explained(min(found, key=lambda one: one.seconds), (), tasks, wish)
+    return _explained(min(placed, key=lambda candidate: candidate.seconds), (), tasks, wish)
 
 
 def _explained(
@@ -193,14 +193,14 @@ def _explained(
     wish: Wish,
     num_skipped: int = 0,
 ) -> Plan:
-    found = rivals(tasks, wish)
-    reason = reason_for(chosen, contenders, found, wish)
+    labelled = rivals(tasks, wish)
+    reason = reason_for(chosen, contenders, labelled, wish)
     if chosen.task.is_coarse and not wish.cuts:
         reason += f" ({coarsely(chosen.task)})"
     if num_skipped:
         reason += f" ({num_skipped} candidates that promised less were not simulated)"
-    doubts = doubts_about(chosen, possible([*contenders, *found.values()], chosen, wish))
-    return chosen.to_plan(reason, alternatives_of(chosen, found, wish), tuple(doubts))
+    doubts = doubts_about(chosen, possible([*contenders, *labelled.values()], chosen, wish))
+    return chosen.to_plan(reason, alternatives_of(chosen, labelled, wish), tuple(doubts))
 
 
 def _with_tensor_ranks(tasks: Sequence[Task], tensor_ranks: int | Literal["any"]) -> Iterator[Task]:
@@ -240,18 +240,18 @@ def _read_cuts(graph: LayerGraph, cuts: Sequence[int | str]) -> tuple[int, ...]:
         InputError: no such layer, or not in order.
     """
     names = [layer.name for layer in graph.layers]
-    found = [0]
+    bounds = [0]
     for cut in cuts:
         if cut not in names and not (is_whole(cut) and 0 < int(cut) < len(names)):
             raise InputError(
                 f"cuts: no stage can begin with layer {shown(cut)}; name a layer behind the first, "
                 f"or give its number, 1 to {len(names) - 1}"
             )
-        found.append(names.index(cut) if isinstance(cut, str) else cut)
-    found.append(len(names))
-    if any(first >= second for first, second in pairwise(found)):
+        bounds.append(names.index(cut) if isinstance(cut, str) else cut)
+    bounds.append(len(names))
+    if any(first >= second for first, second in pairwise(bounds)):
         raise InputError(f"cuts: {list(cuts)} are not in the order of the layers")
-    return tuple(found)
+    return tuple(bounds)
 
 
 def _check_built(race: Race, task: Task, wish: Wish) -> None:
@@ -310,11 +310,11 @@ def _microbatches(
                 f"a minibatch of {minibatch} rows does not make {microbatches} equal microbatches"
             )
         return [(minibatch // microbatches, microbatches)]
-    found = [(size, minibatch // size) for size in graph.sizes if minibatch % size == 0]
-    if not found:
+    choices = [(size, minibatch // size) for size in graph.sizes if minibatch % size == 0]
+    if not choices:
         sizes = ", ".join(map(str, graph.sizes))
         raise InputError(
             f"no microbatch size that was profiled ({sizes} rows) divides "
             f"a minibatch of {minibatch} rows; profile another size or change the minibatch"
         )
-    return found
+    return choices

@@ -14,70 +14,76 @@ from penstock.partition.chain import Table
 from penstock.planner.moments import Moments, moments_of
 from penstock.planner.task import Task
 from penstock.plans.orders import stand_in
-from penstock.plans.stage_plan import Recompute
+from penstock.plans.stage_plan import RecomputeWay
 from penstock.schedule import Schedule, families
 from penstock.schedule.lower import add_recompute
 from penstock.schedule.memory import Load, loads, peak_activations
 from penstock.versions import Flush, Policy, place_of, weight_copies
 
-_RECOMPUTES: tuple[Recompute, ...] = ("none", "layers", "stage")
+_RECOMPUTES: tuple[RecomputeWay, ...] = ("none", "layers", "stage")
 
 RecomputeRule = Literal["where-needed", "never", "stage", "layers"]
 """Whether stages may run forward twice: where they would not fit otherwise, never, or always."""
 
 
-def build_schedule(
-    family: str,
-    num_ranks: int,
-    num_microbatches: int,
-    replicas: tuple[int, ...],
-    options: Mapping[str, Any],
-) -> Schedule:
-    """A family's schedule, where stages may have replicas; of a family that searches, one that
-    holds its place until stages and with them costs are known.
-
-    Raises:
-        InputError: the family refuses.
-    """
-    if family in families.SEARCHED:
-        return stand_in(family, num_ranks, num_microbatches, options)
-    given = {"replicas": replicas} if replicas else {}
-    return families.build(
-        family, num_ranks=num_ranks, num_microbatches=num_microbatches, **options, **given
-    )
-
-
 @dataclass(frozen=True)
-class Setting:
-    """A schedule on some devices.
+class Terms:
+    """Which schedule on which devices, whether it is built or not.
+
+    Attributes:
+        family: the schedule's.
+        devices: the device of each rank, by its index in the cluster.
+        versions: which weights passes read.
+        replicas: how many each stage has; empty for one of each.
+        options: (name, value) pairs that the family is given.
+        recompute: what may run twice.
+    """
+
+    family: str
+    devices: tuple[int, ...]
+    versions: Policy = field(default_factory=Flush)
+    replicas: tuple[int, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+    recompute: RecomputeRule = "where-needed"
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the schedule uses."""
+        return len(self.devices)
+
+    def build(self, num_microbatches: int) -> Schedule:
+        """The schedule for some microbatches. A family that searches has to know the stages' costs,
+        so its place is held by another order until these are known.
+
+        Raises:
+            InputError: the family refuses.
+        """
+        options = dict(self.options)
+        if self.family in families.SEARCHED:
+            return stand_in(self.family, self.num_ranks, num_microbatches, options)
+        if self.replicas:
+            options["replicas"] = self.replicas
+        return families.build(
+            self.family, num_ranks=self.num_ranks, num_microbatches=num_microbatches, **options
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting(Terms):
+    """A schedule on some devices, built.
 
     Attributes:
         schedule: of one minibatch; of a stream, as long as shows how much is in flight.
-        devices: of each rank, by their index in the cluster.
-        versions: which weights passes read.
-        replicas: of each stage; empty for one of each.
-        options: of the schedule's family.
-        recompute: what may run twice.
         is_final: whether the schedule is the one that runs, and none that holds the place of an
             order still to be searched.
     """
 
     schedule: Schedule
-    devices: tuple[int, ...]
-    versions: Policy = field(default_factory=Flush)
-    replicas: tuple[int, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
-    recompute: RecomputeRule = "where-needed"
     is_final: bool = True
 
     @property
-    def num_ranks(self) -> int:
-        """How many ranks it uses."""
-        return self.schedule.num_ranks
-
-    @property
     def num_stages(self) -> int:
-        """Into how many stages it wants the model cut."""
+        """How many stages the schedule cuts the model into."""
         return self.schedule.num_stages
 
     @cached_property
@@ -93,20 +99,14 @@ class Setting:
     @cached_property
     def is_single(self) -> bool:
         """Whether every rank has one stage."""
-        return all(len(own) == 1 for own in self.schedule.stages_of)
+        return all(len(stages) == 1 for stages in self.schedule.stages_of)
 
     @property
     def mode(self) -> Mode:
-        """How its ranks work."""
+        """How the ranks work, as ``Contention`` asks for it."""
         if self.versions.asynchronous:
             return "stream"
         return "split" if self.schedule.splits_backward else "whole"
-
-    def stream(self, num_microbatches: int) -> Schedule:
-        """The schedule for so many microbatches."""
-        return build_schedule(
-            self.schedule.name, self.num_ranks, num_microbatches, self.replicas, self.options
-        )
 
     @cached_property
     def all_replicas(self) -> tuple[int, ...]:
@@ -135,7 +135,7 @@ class Setting:
 
     @cached_property
     def loads_again(self) -> tuple[tuple[Load, ...], ...]:
-        """The same where every stage runs forward a second time."""
+        """The ``loads`` if every stage runs forward a second time."""
         return self._loads(self._recomputing, lambda held: Load(inputs=held, whole=1))
 
     def _loads(
@@ -153,12 +153,12 @@ class Setting:
 
     @cached_property
     def moments_again(self) -> tuple[Moments, ...]:
-        """The same where every stage does."""
+        """The ``moments`` if every stage runs forward a second time."""
         return moments_of(self._recomputing)
 
     @cached_property
     def is_exact(self) -> bool:
-        """Whether ``loads`` are."""
+        """Whether ``loads`` are exact: every rank has one stage, and microbatches are whole."""
         return self.is_single and self.schedule.num_slices == 1
 
     @cached_property
@@ -170,8 +170,6 @@ class Rooms:
     """Which layers the stages of a setting have memory for, and with how much recomputing.
 
     Args:
-        task: for the sizes.
-        setting: whose stages they are.
         slack: bytes by which limits may be exceeded.
         shared: of a rank with several stages, whether each gets an even share of its limit;
             otherwise these have no limit.
@@ -183,7 +181,7 @@ class Rooms:
         self._task = task
         self._setting = setting
         stages = range(setting.num_stages)
-        self._copies = [setting.weight_versions(one, task.num_microbatches) for one in stages]
+        self._copies = [setting.weight_versions(stage, task.num_microbatches) for stage in stages]
         self._limits = [self._limit(stage, slack, shared) for stage in stages]
 
     @property
@@ -204,8 +202,8 @@ class Rooms:
         return min(per_rank)
 
     def again_seconds(self, stage: int) -> Table:
-        """What a stage takes longer because it must run forward twice, for all starts and stops;
-        infinite where it does not fit even so."""
+        """Seconds that a stage takes longer because it must run forward twice, as a table of all
+        starts and stops; infinite where it does not fit even so."""
         rule, limit = self._setting.recompute, self._limits[stage]
         again = self._task.tables["recompute_seconds"]
         if rule in {"stage", "layers"}:
@@ -216,8 +214,8 @@ class Rooms:
         least = np.minimum(self.num_bytes(stage, "layers"), self.num_bytes(stage, "stage"))
         return np.where(fits, 0.0, np.where(least <= limit, again, inf))
 
-    def recompute(self, stage: int, start: int, stop: int) -> Recompute:
-        """What must run twice if a stage has layers ``[start, stop)``, which fit."""
+    def recompute(self, stage: int, start: int, stop: int) -> RecomputeWay:
+        """What a stage with layers ``[start, stop)``, which fits, must run twice."""
         rule, limit = self._setting.recompute, self._limits[stage]
         if rule in {"stage", "layers"}:
             return rule
@@ -228,14 +226,14 @@ class Rooms:
             return "none"
         return min(("layers", "stage"), key=sizes.__getitem__)
 
-    def held_bytes(self, stage: int, how: Recompute, start: int, stop: int) -> int:
-        """What a rank of a stage needs if the stage has layers ``[start, stop)``, wherever these
-        begin and end: also between the places of the tables."""
+    def held_bytes(self, stage: int, how: RecomputeWay, start: int, stop: int) -> int:
+        """Bytes that a rank needs for a stage with layers ``[start, stop)``, also where these begin
+        or end between the places of the tables."""
         numbers, inputs = self._task.numbers(start, stop), self._task.input_bytes[start]
         return int(_needed(numbers, inputs, *self._key(stage, how)))
 
-    def state_bytes(self, stage: int, how: Recompute, start: int, stop: int) -> int:
-        """What a rank needs for a stage with layers ``[start, stop)`` while nothing is in
+    def state_bytes(self, stage: int, how: RecomputeWay, start: int, stop: int) -> int:
+        """Bytes that a rank needs for a stage with layers ``[start, stop)`` while nothing is in
         flight."""
         numbers = self._task.numbers(start, stop)
         copies, has_replicas, _, _ = self._key(stage, how)
@@ -246,30 +244,32 @@ class Rooms:
         return tuple(self.num_bytes(stage, how) for how in self.ways)
 
     @property
-    def ways(self) -> tuple[Recompute, ...]:
-        """What may run twice."""
+    def ways(self) -> tuple[RecomputeWay, ...]:
+        """The ways to recompute that the setting allows."""
         rule = self._setting.recompute
         if rule == "where-needed":
             return _RECOMPUTES
         return ("none",) if rule == "never" else (rule,)
 
-    def num_bytes(self, stage: int, how: Recompute) -> Table:
-        """What a rank of a stage needs, for all starts and stops."""
+    def num_bytes(self, stage: int, how: RecomputeWay) -> Table:
+        """Bytes that a rank of a stage needs, as a table of all starts and stops."""
         key = self._key(stage, how)
-        if key not in self._task.known_bytes:
-            self._task.known_bytes[key] = self._num_bytes(*key)
-        return self._task.known_bytes[key]
+        if key not in self._task.known.tables:
+            self._task.known.tables[key] = self._num_bytes(*key)
+        return self._task.known.tables[key]
 
-    def _key(self, stage: int, how: Recompute) -> tuple[int, bool, tuple[Load, ...], Recompute]:
+    def _key(
+        self, stage: int, how: RecomputeWay
+    ) -> tuple[int, bool, tuple[Load, ...], RecomputeWay]:
         """All of a stage that decides, with its layers, what it needs."""
         has_replicas = len(self._setting.ranks_of[stage]) > 1
         return self._copies[stage], has_replicas, self._loads(stage, how), how
 
-    def _loads(self, stage: int, how: Recompute) -> tuple[Load, ...]:
+    def _loads(self, stage: int, how: RecomputeWay) -> tuple[Load, ...]:
         return (self._setting.loads_again if how == "stage" else self._setting.loads)[stage]
 
     def _num_bytes(
-        self, copies: int, has_replicas: bool, loads: tuple[Load, ...], how: Recompute
+        self, copies: int, has_replicas: bool, loads: tuple[Load, ...], how: RecomputeWay
     ) -> Table:
         inputs = np.array(self._task.input_bytes, dtype=float)[list(self._task.places)][:, None]
         table: Table = _needed(self._task.tables, inputs, copies, has_replicas, loads, how)
@@ -282,7 +282,7 @@ def _needed(
     copies: int,
     has_replicas: bool,
     loads: tuple[Load, ...],
-    how: Recompute,
+    how: RecomputeWay,
 ) -> Any:
     """What a rank needs for one stage, as numbers, or for many at once, as tables.
 

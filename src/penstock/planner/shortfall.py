@@ -23,15 +23,14 @@ def shortfall(nearest: Candidate | None, tasks: Sequence[Task], wish: Wish) -> s
     Args:
         nearest: the candidate that misses its limits by the fewest bytes, if there is any.
         tasks: one per microbatch size.
-        wish: what was asked for.
     """
     if nearest is None:
         return "no plan fits in memory: nothing that was asked for can be built"
     coarse = nearest.task.is_coarse and not wish.cuts
     where = f" of those {coarsely(nearest.task)}" if coarse else ""
     missed = f"no plan fits in memory; the closest{where}, {nearest}, needs {nearest.excess}"
-    for change, one in _changes(tasks, wish):
-        fits = f"{one} fits ({format_bytes(max(one.rank_bytes))} on a rank)"
+    for change, candidate in _changes(tasks, wish):
+        fits = f"{candidate} fits ({format_bytes(max(candidate.rank_bytes))} on a rank)"
         return f"{missed}: allow that much more, or {change}, and {fits}"
     return f"{missed}: allow that much, or profile smaller microbatches"
 
@@ -55,17 +54,17 @@ def _changes(tasks: Sequence[Task], wish: Wish) -> Iterator[tuple[str, Candidate
         ("leave recomputing to it too", tasks, replaced(free, recompute="where-needed")),
         ("take smaller microbatches", smaller, replaced(free, recompute="where-needed")),
     )
-    for change, those, what in steps:
-        if those and (what != wish or those is not tasks):
-            one = fastest(those, what)
-            if one is not None:
-                yield change, one
+    for change, chosen, what in steps:
+        if chosen and (what != wish or chosen is not tasks):
+            candidate = fastest(chosen, what)
+            if candidate is not None:
+                yield change, candidate
     for times in _TIMES_AS_MANY:
         more = [_with_more_devices(task, times) for task in tasks]
-        one = fastest(more, replaced(free, recompute="where-needed"))
-        if one is not None:
+        candidate = fastest(more, replaced(free, recompute="where-needed"))
+        if candidate is not None:
             count = len(more[0].cluster.devices) * more[0].num_tensor_ranks
-            yield f"give it {count} devices like these", one
+            yield f"give it {count} devices like these", candidate
 
 
 def _with_more_devices(task: Task, times: int) -> Task:
@@ -74,7 +73,9 @@ def _with_more_devices(task: Task, times: int) -> Task:
     cluster = task.cluster
     turns = range(2, times + 1)
     devices = [
-        replace(one, name=_again(one.name, turn)) for turn in turns for one in cluster.devices
+        replace(device, name=_again(device.name, turn))
+        for turn in turns
+        for device in cluster.devices
     ]
     groups = [
         replace(

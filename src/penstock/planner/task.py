@@ -25,8 +25,7 @@ _MOST_PLACES = 256
 
 
 class Pace(NamedTuple):
-    """By what the profile's seconds are multiplied: those of forwards and backwards, and those of
-    updates."""
+    """Factors on the profile's seconds: of forwards and backwards, and of updates."""
 
     passes: float
     updates: float
@@ -36,8 +35,8 @@ class Tie(NamedTuple):
     """A parameter that several layers hold.
 
     Attributes:
-        num_bytes: of the parameter.
-        first, last: of the layers that hold it.
+        num_bytes: size of the parameter.
+        first, last: the outermost layers that hold it.
     """
 
     name: str
@@ -46,21 +45,44 @@ class Tie(NamedTuple):
     last: int
 
     def is_parted(self, starts: Any, stops: Any) -> Any:
-        """Whether stages of layers ``[start, stop)`` share it with another stage: for numbers, or
-        elementwise for arrays."""
+        """Whether a stage with layers ``[start, stop)`` shares the parameter with another stage;
+        for arrays of starts and stops, elementwise."""
         has_first = (starts <= self.first) & (self.first < stops)
         has_last = (starts <= self.last) & (self.last < stops)
         return has_first ^ has_last
 
 
 @dataclass(frozen=True)
+class Known:
+    """What was worked out for a task so far, by what it depends on.
+
+    Attributes:
+        cuts: the best ones of settings without limits.
+        offers: what was made of offers: candidates, or why there are none.
+        orders: those that were searched without costs.
+        shapes: replicas of each stage and devices of each rank that are worth trying.
+        tables: the bytes that stages need.
+        numbers: ``Task.numbers``, by a stage's first layer and the one behind its last.
+        hops: their seconds, by the devices at their ends.
+    """
+
+    cuts: dict[object, list[tuple[int, ...]]] = field(default_factory=dict)
+    offers: dict[object, Any] = field(default_factory=dict)
+    orders: dict[object, Schedule] = field(default_factory=dict)
+    shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    tables: dict[object, Table] = field(default_factory=dict)
+    numbers: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
+    hops: dict[object, Floats] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Task:
-    """What is to be planned.
+    """A model, a cluster and a minibatch, for which a plan is to be made.
 
     Attributes:
         graph: the profile, with microbatches of one size.
-        cluster: where.
-        num_microbatches: per minibatch.
+        cluster: the devices.
+        num_microbatches: how many a minibatch has.
         memory_bytes: what a device may use, on top of the cluster's own limits.
         communication: how gradients and outputs are counted.
         marks: numbers of layers with which stages must be able to begin.
@@ -83,7 +105,7 @@ class Task:
         return 1 if self.groups is None else self.groups.num_ranks
 
     def devices_at(self, index: int) -> tuple[Device, ...]:
-        """What one device of the cluster stands for."""
+        """The devices that one device of the cluster stands for."""
         return (self.cluster.devices[index],) if self.groups is None else self.groups.devices[index]
 
     @cached_property
@@ -92,39 +114,9 @@ class Task:
         return Topology(self.cluster)
 
     @cached_property
-    def known_cuts(self) -> dict[object, list[tuple[int, ...]]]:
-        """Cuts found so far, by what they depend on."""
-        return {}
-
-    @cached_property
-    def known_offers(self) -> dict[object, Any]:
-        """What was made of offers so far."""
-        return {}
-
-    @cached_property
-    def known_orders(self) -> dict[object, Schedule]:
-        """Orders that were searched without costs, by what they depend on."""
-        return {}
-
-    @cached_property
-    def known_shapes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Replicas of each stage and devices of each rank that are worth trying, once found."""
-        return []
-
-    @cached_property
-    def known_bytes(self) -> dict[object, Table]:
-        """What stages need, found so far."""
-        return {}
-
-    @cached_property
-    def known_numbers(self) -> dict[tuple[int, int], dict[str, float]]:
-        """``numbers`` of stages so far, by their first layer and the one behind their last."""
-        return {}
-
-    @cached_property
-    def known_hops(self) -> dict[object, Floats]:
-        """Seconds of hops found so far, by the devices at their ends."""
-        return {}
+    def known(self) -> Known:
+        """What was worked out for this task so far."""
+        return Known()
 
     @cached_property
     def num_layers(self) -> int:
@@ -134,14 +126,12 @@ class Task:
     @cached_property
     def limits(self) -> tuple[float, ...]:
         """Bytes that each device may use."""
-        own = (device.memory_bytes for device in self.cluster.devices)
-        return tuple(
-            min((limit for limit in (one, self.memory_bytes) if limit), default=inf) for one in own
-        )
+        everywhere = self.memory_bytes or inf
+        return tuple(min(device.memory_bytes or inf, everywhere) for device in self.cluster.devices)
 
     @cached_property
     def crossing_bytes(self) -> tuple[int, ...]:
-        """What travels over the cut in front of each layer; nothing in front of the first."""
+        """Bytes that cross the cut in front of each layer; 0 in front of the first."""
         return (0, *self.graph.crossing_bytes)
 
     @cached_property
@@ -176,12 +166,13 @@ class Task:
 
     @cached_property
     def begins_unit(self) -> tuple[bool, ...]:
-        """Whether each layer, where layers run again, does so apart from the one before it."""
+        """For each layer, whether it runs again apart from the layer before it, where layers
+        recompute."""
         units = [layer.unit for layer in self.graph.layers]
-        return (True, *(not own or own != before for before, own in pairwise(units)))
+        return (True, *(not unit or unit != before for before, unit in pairwise(units)))
 
     def again_input_bytes(self, start: int, stop: int) -> int:
-        """What a microbatch keeps at a stage with layers ``[start, stop)`` that run again."""
+        """Bytes that a microbatch keeps at a stage with layers ``[start, stop)`` that run again."""
         first = 0 if self.begins_unit[start] else self.input_bytes[start]
         return int(self.sum("again_input_bytes", start, stop)) + first
 
@@ -191,7 +182,7 @@ class Task:
         return tuple(layer.compute_seconds for layer in self.graph.layers)
 
     def activation_bytes(self, start: int, stop: int) -> int:
-        """What a microbatch keeps at a stage with layers ``[start, stop)``."""
+        """Bytes that a microbatch keeps at a stage with layers ``[start, stop)``."""
         # A stage hands back the gradient of its input, so it holds that whatever its layers keep.
         held = self.graph.layers[start].held_input_bytes
         return int(self.sum("activation_bytes", start, stop)) + held
@@ -220,11 +211,11 @@ class Task:
         return max(_MOST_PLACES, 2 * len(self.cluster.devices))
 
     def numbers(self, start: int, stop: int) -> dict[str, float]:
-        """What ``tables`` has for one stage with layers ``[start, stop)``, wherever these begin and
-        end."""
+        """The sums that ``tables`` has, by their names, for one stage with layers ``[start,
+        stop)``, wherever these begin and end."""
         bounds = start, stop
-        if bounds not in self.known_numbers:
-            self.known_numbers[bounds] = {
+        if bounds not in self.known.numbers:
+            self.known.numbers[bounds] = {
                 **{name: self.sum(name, start, stop) for name in self.sums},
                 "activation_bytes": self.activation_bytes(start, stop),
                 "again_input_bytes": self.again_input_bytes(start, stop),
@@ -232,7 +223,7 @@ class Task:
                 "again_workspace_bytes": self.workspace_bytes(start, stop, again=True),
                 "tied_bytes": sum(tie.num_bytes for tie in self.ties if tie.is_parted(start, stop)),
             }
-        return self.known_numbers[bounds]
+        return self.known.numbers[bounds]
 
     @cached_property
     def tables(self) -> dict[str, Table]:
@@ -272,7 +263,7 @@ class Task:
     def _workspaces(self, start: int, stop: int, again: bool) -> list[float]:
         """Room to work, in bytes, of the stages that begin with layer ``start``, for each layer
         before ``stop`` that may be their last."""
-        found, most, room, held = [], 0.0, 0.0, 0.0
+        needed, most, room, held = [], 0.0, 0.0, 0.0
         for index in range(start, stop):
             layer = self.graph.layers[index]
             if index == start or self.begins_unit[index]:
@@ -280,8 +271,8 @@ class Task:
             room = max(room, layer.workspace_bytes)
             held += layer.activation_bytes if again else 0
             most = max(most, room + held)
-            found.append(most)
-        return found
+            needed.append(most)
+        return needed
 
     def workspace_bytes(self, start: int, stop: int, *, again: bool) -> int:
         """Room to work, in bytes, of the layer in ``[start, stop)`` that needs most.
@@ -304,12 +295,10 @@ class Task:
         return tuple(Tie(name, sizes[name], own[0], own[-1]) for name, own in holders.items())
 
     def pace(self, devices: Collection[int], used: Collection[int], mode: Mode) -> Pace:
-        """By what the profile's seconds are multiplied on the slowest of some devices.
+        """The factors on the profile's seconds on the slowest of a stage's devices.
 
         Args:
-            devices: of a stage.
             used: by the whole plan.
-            mode: in which its ranks work.
         """
         slowest = min(self.cluster.devices[device].speed for device in devices)
         if not self._is_crowded(devices, used):
@@ -318,11 +307,11 @@ class Task:
         return Pace(contention.of_passes(mode) / slowest, contention.of_updates(mode) / slowest)
 
     def least_pace(self, device: int, used: Collection[int], mode: Mode) -> float:
-        """That of passes at any stage that has this device, of all its devices together."""
-        own = self.pace((device,), used, mode).passes
+        """The least factor on the seconds of passes at any stage that has this device."""
+        alone = self.pace((device,), used, mode).passes
         # Who works beside one that shares its host counts as if it did, too.
         crowded = self.graph.contention.of_passes(mode) / self.cluster.devices[device].speed
-        return min(own, crowded)
+        return min(alone, crowded)
 
     def _is_crowded(self, devices: Collection[int], used: Collection[int]) -> bool:
         """Whether one of them shares its host's memory with another one that works."""
@@ -332,7 +321,8 @@ class Task:
         )
 
     def link_between(self, sources: Sequence[int], targets: Sequence[int], num_bytes: int) -> Link:
-        """The slowest over which a message may travel from one stage's devices to another's."""
+        """The slowest link over which a message may travel from one stage's devices to
+        another's."""
         if len(sources) * len(targets) > _MANY_PAIRS:
             return self.topology.slowest_link({*sources, *targets}, num_bytes)
         links = (

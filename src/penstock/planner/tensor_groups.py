@@ -23,13 +23,13 @@ class TensorGroups:
     """Who shares layers with whom, and how.
 
     Attributes:
-        devices: of each group, which stands for one device of the task's cluster.
-        found: the splits of the layers.
+        devices: those of each group, which stands for one device of the task's cluster.
+        tensor_split: which layers are split, and how.
         single: the task without groups.
     """
 
     devices: tuple[tuple[Device, ...], ...]
-    found: TensorSplit
+    tensor_split: TensorSplit
     single: Task
 
     @property
@@ -42,16 +42,13 @@ class TensorGroups:
         return {name: self._split(name) for name in layers}
 
     def _split(self, name: str) -> Split:
-        split = self.found.splits[name]
-        return "whole" if split == "any" and self.found.layouts[name] == "whole" else split
+        split = self.tensor_split.splits[name]
+        return "whole" if split == "any" and self.tensor_split.layouts[name] == "whole" else split
 
 
 def in_groups(task: Task, num_tensor_ranks: int) -> Task:
-    """A task whose devices are groups of as many devices of another, neighbours in its list.
-
-    Args:
-        task: with one device each.
-        num_tensor_ranks: devices per group, at least 2.
+    """A task whose devices are groups of ``num_tensor_ranks`` (at least 2) neighbouring devices of
+    another task, which has one device for each.
 
     Raises:
         PlanError: the cluster has fewer devices.
@@ -62,18 +59,18 @@ def in_groups(task: Task, num_tensor_ranks: int) -> Task:
             f"layers cannot be split over {num_tensor_ranks} devices: the cluster has {count}"
         )
     last = count - count % num_tensor_ranks
-    members = [range(at, at + num_tensor_ranks) for at in range(0, last, num_tensor_ranks)]
+    members = [range(first, first + num_tensor_ranks) for first in range(0, last, num_tensor_ranks)]
     links = [task.topology.slowest_link(group, _USUAL_BYTES) for group in members]
     slowest = max(links, key=lambda link: link.seconds(_USUAL_BYTES))
-    found = split_layers(
+    tensor_split = split_layers(
         task.graph, num_tensor_ranks, slowest, num_microbatches=task.num_microbatches
     )
     groups = tuple(tuple(cluster.devices[index] for index in group) for group in members)
     return replace(
         task,
-        graph=found.graph,
+        graph=tensor_split.graph,
         cluster=_of_leaders(cluster, members, groups),
-        groups=TensorGroups(groups, found, task),
+        groups=TensorGroups(groups, tensor_split, task),
     )
 
 
@@ -86,7 +83,9 @@ def _of_leaders(
         with_fields(
             leader,
             speed=min(device.speed for device in group),
-            memory_bytes=min((one.memory_bytes for one in group if one.memory_bytes), default=0),
+            memory_bytes=min(
+                (device.memory_bytes for device in group if device.memory_bytes), default=0
+            ),
         )
         for leader, group in zip(leaders.devices, groups, strict=True)
     )

@@ -24,8 +24,8 @@ _BUDGET = 100_000
 
 
 def rivals(tasks: Sequence[Task], wish: Wish) -> dict[str, Candidate]:
-    """The best of every kind of plan, as far as it can be built: the fastest that fits, else the
-    fastest if memory did not matter."""
+    """The best candidate of every kind of plan, by the kind's label: the fastest that fits, else
+    the fastest if memory did not matter."""
     split = [task for task in tasks if task.groups is not None]
     singles = (task if task.groups is None else task.groups.single for task in tasks)
     whole = list({id(task): task for task in singles}.values())
@@ -41,10 +41,10 @@ def rivals(tasks: Sequence[Task], wish: Wish) -> dict[str, Candidate]:
     }
     if max(widths) == 1:
         del kinds["data parallel"]
-    found = {label: _best(whole, one) for label, one in kinds.items()}
+    best = {label: _best(whole, kind) for label, kind in kinds.items()}
     if split:
-        found["split layers"] = _best(split, everything)
-    return {label: one for label, one in found.items() if one is not None}
+        best["split layers"] = _best(split, everything)
+    return {label: one for label, one in best.items() if one is not None}
 
 
 def _best(tasks: Sequence[Task], wish: Wish) -> Candidate | None:
@@ -67,24 +67,24 @@ def _roomy(task: Task) -> Task:
 
 
 def alternatives_of(
-    chosen: Candidate, found: dict[str, Candidate], wish: Wish
+    chosen: Candidate, labelled: dict[str, Candidate], wish: Wish
 ) -> tuple[Alternative, ...]:
     """The rivals as rows of a table."""
-    rows = dict(found)
-    if not any(_is_same(one, chosen) for one in rows.values()):
+    rows = dict(labelled)
+    if not any(_is_same(rival, chosen) for rival in rows.values()):
         rows = {"this plan": chosen, **rows}
     return tuple(
         Alternative(
             label=label,
-            description=str(one),
-            step_seconds=one.seconds,
-            bubble=one.prediction.bubble,
-            memory_bytes=max(one.rank_bytes),
-            moved_bytes=one.moved_bytes,
-            delay=one.prediction.delay,
-            remark=_remark(one, chosen, wish),
+            description=str(rival),
+            step_seconds=rival.seconds,
+            bubble=rival.prediction.bubble,
+            memory_bytes=max(rival.rank_bytes),
+            moved_bytes=rival.moved_bytes,
+            delay=rival.prediction.delay,
+            remark=_remark(rival, chosen, wish),
         )
-        for label, one in rows.items()
+        for label, rival in rows.items()
     )
 
 
@@ -115,7 +115,8 @@ def _essence(candidate: Candidate) -> tuple[object, ...]:
 
 
 def possible(contenders: Sequence[Candidate], chosen: Candidate, wish: Wish) -> list[Candidate]:
-    """Those of another kind than ``chosen`` that a wish allows and that fit where it does.
+    """The contenders of another kind than ``chosen`` that a wish allows and that fit where
+    ``chosen`` does.
 
     Rivals for the table may have been made for another request, so they are looked at again.
     """
@@ -138,18 +139,18 @@ def _is_wanted(candidate: Candidate, wish: Wish) -> bool:
 
 
 def reason_for(
-    chosen: Candidate, contenders: Sequence[Candidate], found: dict[str, Candidate], wish: Wish
+    chosen: Candidate, contenders: Sequence[Candidate], labelled: dict[str, Candidate], wish: Wish
 ) -> str:
     """One sentence on why ``chosen`` won, with the plan that decided it."""
-    speed_up = format_speed_up(found["single device"].seconds, chosen.seconds)
+    speed_up = format_speed_up(labelled["single device"].seconds, chosen.seconds)
     verdict = f"{chosen}: {format_seconds(chosen.seconds)} a step, {speed_up} one device"
     others = [
-        one
-        for one in (*contenders, *found.values())
-        if str(one) != str(chosen) and _is_allowed(one, wish)
+        candidate
+        for candidate in (*contenders, *labelled.values())
+        if str(candidate) != str(chosen) and _is_allowed(candidate, wish)
     ]
-    fitting = [one for one in others if one.limited_like(chosen).fits]
-    faster = min(others, key=lambda one: one.seconds, default=chosen)
+    fitting = [candidate for candidate in others if candidate.limited_like(chosen).fits]
+    faster = min(others, key=lambda candidate: candidate.seconds, default=chosen)
     if faster.seconds < chosen.seconds * (1 - SAME):
         why = "is not what was asked for"
         if faster not in fitting:
@@ -157,7 +158,8 @@ def reason_for(
         return f"{verdict}; {faster} would take {format_seconds(faster.seconds)}, but {why}"
     if not fitting:
         return f"{verdict}; nothing else is possible or fits"
-    return f"{verdict}; {_comparison(chosen, min(fitting, key=lambda one: one.seconds))}"
+    fastest = min(fitting, key=lambda candidate: candidate.seconds)
+    return f"{verdict}; {_comparison(chosen, fastest)}"
 
 
 def coarsely(task: Task) -> str:

@@ -14,13 +14,13 @@ class Wish:
     """What a plan must be like.
 
     Attributes:
-        schedule: its family; the best by default.
-        stages: how many; the best number by default.
-        versions: its weight-version policy; by default what belongs to the schedule.
-        replicas: of each stage; none, and ``any_replicas`` decides.
+        schedule: the family; the best by default.
+        stages: how many there are; the best number by default.
+        versions: the weight-version policy; by default what belongs to the schedule.
+        replicas: how many each stage has; none, and ``any_replicas`` decides.
         any_replicas: whether stages may be given replicas.
-        asynchronous: whether it may be a schedule that never flushes, or must be one.
-        least_stages: at least so many.
+        asynchronous: whether the schedule may be one that never flushes, or must be.
+        least_stages: the fewest stages.
         cuts: where stages begin, as ``Candidate.cuts``; none, and the best are found.
         recompute: what may run forward twice.
     """
@@ -36,5 +36,5 @@ class Wish:
     recompute: RecomputeRule = "where-needed"
 
     def allows(self, num_stages: int) -> bool:
-        """Whether a plan may have so many stages."""
+        """Whether a plan may have ``num_stages``."""
         return num_stages >= self.least_stages and self.stages in (None, num_stages)

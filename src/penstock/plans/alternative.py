@@ -45,12 +45,11 @@ def argued(
     contention: Contention,
     warnings: Sequence[str],
 ) -> str:
-    """A plan's sheet with why it was chosen and how sure that is, a paragraph each.
+    """A plan as text with why it was chosen and how sure that is, a paragraph each.
 
     Args:
         sheet: the plan as text.
         rows: what was weighed.
-        reason: why the plan was chosen.
         contention: what ranks of one machine were taken to cost each other.
         warnings: what makes the choice doubtful.
     """

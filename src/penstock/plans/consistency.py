@@ -32,7 +32,6 @@ def check_layers(stages: Sequence[StagePlan], *, any_rank: bool) -> None:
     """Raise ``InputError`` unless every stage has layers and a rank, and no layer stands twice.
 
     Args:
-        stages: of a plan.
         any_rank: whether there may be more ranks than stages, because stages have replicas.
     """
     if not stages:
@@ -58,11 +57,10 @@ def check_layers(stages: Sequence[StagePlan], *, any_rank: bool) -> None:
 
 
 def check_placement(schedule: Schedule, stages: Sequence[StagePlan], *, has_replicas: bool) -> None:
-    """Raise ``InputError`` unless a schedule runs as many stages, each where the plan has it.
+    """Raise ``InputError`` unless a schedule has as many stages as its plan, each on the rank where
+    the plan has it.
 
     Args:
-        schedule: of the plan.
-        stages: of the plan, each with its rank.
         has_replicas: whether a stage names the first of several ranks.
     """
     if schedule.num_stages != len(stages):
@@ -126,19 +124,10 @@ def check_kinds(devices: Sequence[Device]) -> None:
 
 
 def check_model(
-    planned: Sequence[str],
-    planned_fingerprint: str,
-    names: Sequence[str],
-    fingerprint: str,
+    planned: Sequence[str], planned_fingerprint: str, names: Sequence[str], fingerprint: str
 ) -> None:
-    """Raise ``ModelError`` unless a model is the one that a plan was made for.
-
-    Args:
-        planned: the plan's layers, in order.
-        planned_fingerprint: of the plan's model.
-        names: the model's layers, in order.
-        fingerprint: of the model.
-    """
+    """Raise ``ModelError`` unless a model has the layers and the fingerprint that a plan was
+    made for."""
     if list(planned) != list(names):
         missing = [name for name in names if name not in planned]
         unknown = [name for name in planned if name not in names]

@@ -36,16 +36,15 @@ class ExplainedStage(Value, frozen=True, kw_only=True):
 
     Attributes:
         layers: their names.
-        ranks: that hold it; several where it has replicas or copies.
-        forward: which version a forward reads.
-        backward: which version its backward reads.
+        ranks: those that hold the stage; several where it has replicas or copies.
+        forward, backward: which version the two passes of a microbatch read.
         delay: updates between the version that a forward reads and the one that its gradient is
             applied to, in the steady state; a mean where microbatches differ.
         versions_held: the most that are alive at once, on each of the ranks.
-        version_bytes: of all of them.
-        extra_bytes: of PipeMare's δ.
+        version_bytes: memory of all these versions.
+        extra_bytes: memory of PipeMare's δ.
         activations_in_flight: the most microbatches whose activations a rank keeps.
-        activation_bytes: of these.
+        activation_bytes: memory of these activations.
         stability_bound: ``stability_bound`` of the delay.
         rate_factor: what the learning rate is multiplied by because updates are means over
             replicas.
@@ -86,10 +85,10 @@ class Explanation(Value, frozen=True, kw_only=True):
     def largest_rate(self, stage: int, curvature: float) -> float:
         """The largest learning rate that is stable at a stage where the loss has this curvature;
         infinite where it has none."""
-        found = self.stages[stage]
+        figures = self.stages[stage]
         if curvature <= 0:
             return inf
-        return found.stability_bound / found.rate_factor / curvature
+        return figures.stability_bound / figures.rate_factor / curvature
 
 
 def stability_bound(delay: float) -> float:
@@ -189,7 +188,7 @@ def _walk(
             elif op.microbatch == example and op.kind in RELEASING:
                 backwards[op.stage] = version
     ranks = [
-        tuple(rank for rank, own in enumerate(timeline.stages_of) if stage in own)
+        tuple(rank for rank, stages in enumerate(timeline.stages_of) if stage in stages)
         for stage in range(count)
     ]
     return ranks, forwards, backwards, in_flight
@@ -197,8 +196,8 @@ def _walk(
 
 def _most_in_flight(ops: Sequence[Op], stage: int) -> int:
     """Microbatches that have gone forward and not yet all the way back."""
-    own = (op for op in ops if op.stage == stage and op.slice == 0)
-    steps = (1 if op.kind is Kind.FORWARD else -(op.kind in RELEASING) for op in own)
+    stage_ops = (op for op in ops if op.stage == stage and op.slice == 0)
+    steps = (1 if op.kind is Kind.FORWARD else -(op.kind in RELEASING) for op in stage_ops)
     return max(accumulate(steps, initial=0))
 
 
@@ -279,14 +278,14 @@ def _summary(plan: Plan) -> str:
 def _details(policy: Policy) -> list[str]:
     if policy.stashes:
         return ["A backward reads the version that its forward read."]
-    found = ["No old version is kept: a backward reads the weights of its own time."]
+    told = ["No old version is kept: a backward reads the weights of its own time."]
     if isinstance(policy, Predict):
-        found.append("Forwards read what the weights are predicted to be when the backward comes.")
+        told.append("Forwards read what the weights are predicted to be when the backward comes.")
     if isinstance(policy, PipeMare):
         if policy.t1 is not None:
-            found.append(f"T1: the learning rate is whole from update {policy.t1} on.")
+            told.append(f"T1: the learning rate is whole from update {policy.t1} on.")
         if policy.t2 is not None:
-            found.append("T2: backwards go back by τ times the weights' own drift δ.")
+            told.append("T2: backwards go back by τ times the weights' own drift δ.")
         if policy.t3:
-            found.append(f"T3: the first {policy.t3} minibatches are synchronous.")
-    return found
+            told.append(f"T3: the first {policy.t3} minibatches are synchronous.")
+    return told

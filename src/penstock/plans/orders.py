@@ -27,13 +27,11 @@ from penstock.timing.costs import Costs
 def stand_in(
     family: str, num_ranks: int, num_microbatches: int, options: Mapping[str, Any]
 ) -> Schedule:
-    """An order under the same limit, found quickly and for F = I = W: what is in flight before the
-    costs are known.
+    """An order in the place of a searched one, under the same limit, found quickly and for F = I =
+    W: it shows what is in flight before the costs are known.
 
     Args:
         family: one of ``families.SEARCHED``.
-        num_ranks, num_microbatches: as in every family.
-        options: of the family.
 
     Raises:
         InputError: the family refuses.
@@ -43,10 +41,10 @@ def stand_in(
         options = {"activation_limit": inf, **options}
         options.pop("time_limit_seconds", None)
     quick = {**options, "effort": 0}
-    found = families.build(
+    schedule = families.build(
         "zb-auto", num_ranks=num_ranks, num_microbatches=num_microbatches, **quick
     )
-    return replace(found, name=family)
+    return replace(schedule, name=family)
 
 
 def search_order(
@@ -62,7 +60,6 @@ def search_order(
         family: one of ``families.SEARCHED``.
         stages: with their ranks, costs and sizes; what runs forward twice counts as a longer
             backward.
-        num_microbatches: per minibatch.
         options: of the family. ``activation_limit`` is in microbatches of a rank's layers.
         limits: bytes that each rank may use; infinite where there is no limit. Where they are
             missed even with one microbatch in flight, one is in flight.
@@ -83,7 +80,7 @@ def search_order(
     asked = one_per_rank(
         family, "activation_limit", given.pop("activation_limit", default), num_ranks
     )
-    units = [_unit(family, own) for own in _stages_of(stages, num_ranks)]
+    units = [_unit(family, rank_stages) for rank_stages in _stages_of(stages, num_ranks)]
     left = _left(stages, limits)
     room = [
         max(1.0, min(most, has / unit if unit else inf))
@@ -117,9 +114,9 @@ def _kept(stage: StagePlan) -> int:
     return max(kept, stage.weight_kept_bytes)
 
 
-def _unit(family: str, own: Sequence[StagePlan]) -> int:
+def _unit(family: str, rank_stages: Sequence[StagePlan]) -> int:
     """Bytes of one microbatch on a rank with these stages, as the family counts."""
-    kept = [_kept(stage) for stage in own]
+    kept = [_kept(stage) for stage in rank_stages]
     # The exact search takes all stages of a rank for equally large.
     return len(kept) * max(kept) if family == "optimal" else sum(kept)
 
@@ -128,9 +125,9 @@ def _left(stages: Sequence[StagePlan], limits: Sequence[float]) -> list[float]:
     """Bytes that each rank has left for microbatches in flight: without the state of its stages,
     and without what one microbatch more holds while its forward runs again."""
     left = list(limits)
-    for rank, own in enumerate(_stages_of(stages, len(limits))):
-        again = [one.activation_bytes for one in own if one.recompute == "stage"]
-        left[rank] -= sum(stage.state_bytes for stage in own) + max(again, default=0)
+    for rank, rank_stages in enumerate(_stages_of(stages, len(limits))):
+        again = [stage.activation_bytes for stage in rank_stages if stage.recompute == "stage"]
+        left[rank] -= sum(stage.state_bytes for stage in rank_stages) + max(again, default=0)
     return left
 
 
@@ -157,7 +154,6 @@ def check_order_options(family: str, options: Collection[str]) -> None:
 
     Args:
         family: one of ``families.SEARCHED``.
-        options: their names.
     """
     families.check_options(family, options)
     follows = [name for name in ("costs", "sizes") if name in options]
@@ -174,8 +170,6 @@ def read_order(
 
     Args:
         order: as ``written`` gives it, perhaps edited by hand.
-        family: that it came from.
-        num_ranks, num_microbatches: of the plan.
 
     Raises:
         InputError: it is no order, or not for so many ranks and microbatches, or it cannot run.
@@ -206,16 +200,16 @@ def read_order(
 
 
 def with_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """The same order for another number of microbatches: without those that are missing; for more,
-    over and over again. Both keep what is in flight."""
-    own = schedule.num_microbatches
-    turns = range(ceil(num_microbatches / own))
+    """An order fitted to another number of microbatches: fewer leave the last ones out, more repeat
+    it over and over again. Both keep what is in flight."""
+    count = schedule.num_microbatches
+    turns = range(ceil(num_microbatches / count))
     ranks = (
         (
-            op._replace(microbatch=op.microbatch + turn * own)
+            op._replace(microbatch=op.microbatch + turn * count)
             for turn in turns
             for op in ops
-            if op.microbatch + turn * own < num_microbatches
+            if op.microbatch + turn * count < num_microbatches
         )
         for ops in schedule.ranks
     )

@@ -62,9 +62,9 @@ def _facts(plan: Plan) -> Iterator[str]:
 
 
 def _group(plan: Plan, ranks: Sequence[int]) -> pictured.RankGroup:
-    own = plan.placement.stages_of[ranks[0]]
+    stages = plan.placement.stages_of[ranks[0]]
     return pictured.RankGroup(
-        tuple(_heading(plan, stage, ranks) for stage in own),
+        tuple(_heading(plan, stage, ranks) for stage in stages),
         tuple(_rank(plan, rank) for rank in ranks),
     )
 
@@ -108,22 +108,22 @@ def _parts(stage: StagePlan, splits: bool) -> list[tuple[Kind, float]]:
 
 
 def _rank(plan: Plan, rank: int) -> pictured.RankRow:
-    own = plan.placement.stages_of[rank]
-    last = max(len(own) - 1, 1)
-    shades = (round(place * _PALEST / last) for place in range(len(own)))
+    stages = plan.placement.stages_of[rank]
+    last = max(len(stages) - 1, 1)
+    shades = (round(place * _PALEST / last) for place in range(len(stages)))
     return pictured.RankRow(
-        tuple(_block(plan, stage, shade) for stage, shade in zip(own, shades, strict=True)),
+        tuple(_block(plan, stage, shade) for stage, shade in zip(stages, shades, strict=True)),
         tuple(_devices(plan, rank)),
     )
 
 
-def _block(plan: Plan, index: int, shade: int) -> pictured.Block:
+def _block(plan: Plan, index: int, shade: int) -> pictured.StageBlock:
     stage, copies = plan.stages[index], plan.placement.copies[index]
     times = _parts(stage, plan.placement.splits_backward)
     parts = [(kind, length / copies) for kind, length in times]
     updates = plan.updates_per_minibatch[index] / plan.num_microbatches
     parts.append((Kind.UPDATE, stage.update_seconds * updates))
-    return pictured.Block(index, tuple(part for part in parts if part[1]), shade)
+    return pictured.StageBlock(index, tuple(part for part in parts if part[1]), shade)
 
 
 def _memory(stages: Sequence[StagePlan], num_bytes: int) -> tuple[int, ...]:
@@ -139,8 +139,8 @@ def _memory(stages: Sequence[StagePlan], num_bytes: int) -> tuple[int, ...]:
 
 
 def _devices(plan: Plan, rank: int) -> Iterator[pictured.DeviceRow]:
-    own = plan.placement.stages_of[rank]
-    memory = _memory([plan.stages[stage] for stage in own], plan.rank_bytes[rank])
+    stages = plan.placement.stages_of[rank]
+    memory = _memory([plan.stages[stage] for stage in stages], plan.rank_bytes[rank])
     count = plan.num_tensor_ranks
     if not plan.devices:
         for part in range(count):
@@ -190,8 +190,8 @@ def _choices(plan: Plan) -> pictured.Choices:
         f"{plan.prediction.bubble if plan.prediction.flushes else 0.0:.1%}",
         format_bytes(max(plan.rank_bytes)),
     )
-    own = ("this plan", full_title(plan), *numbers, "", "", "")
-    return pictured.Choices(_COLUMNS, (own, *rows), 0)
+    this_plan = ("this plan", full_title(plan), *numbers, "", "", "")
+    return pictured.Choices(_COLUMNS, (this_plan, *rows), 0)
 
 
 def _choice(alternative: Alternative) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ from penstock.plans.orders import (
     written,
 )
 from penstock.plans.prediction import Prediction
-from penstock.plans.stage_plan import Recompute, StagePlan, sizes_of
+from penstock.plans.stage_plan import RecomputeWay, StagePlan, sizes_of
 from penstock.plans.table import render
 from penstock.plans.title import title
 from penstock.schedule import Schedule, families
@@ -57,8 +57,8 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         model: fingerprint of the model it was made for (``LayerGraph.fingerprint``).
         schedule: name of a schedule family.
         options: the family's options.
-        order: of a family that searches (``zb-auto``, ``optimal``), the order that it found under
-            the costs of the stages, a line of ops per rank. Where it is left out, it is searched
+        order: a line of ops per rank for a family that searches (``zb-auto``, ``optimal``), in the
+            order that is best under the costs of the stages. Where it is left out, it is searched
             now, in the memory of ``devices``. Empty for all other families.
         versions: which weights passes read (``penstock.versions``). A schedule that never flushes
             has a policy of its own, which stands for ``Flush()`` there.
@@ -66,15 +66,15 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         stages: in execution order, at least one.
         num_threads: intra-op threads of each worker, as in the profile.
         microbatch_size: rows of a microbatch, as in the profile; 0 where nobody says.
-        devices: of each rank, in order; with several tensor ranks, those of a rank follow one
-            another. Empty where nobody says.
+        devices: the device of each rank, in order; with several tensor ranks, the devices of a
+            rank follow one another. Empty where nobody says.
         num_tensor_ranks: devices that share every layer of a stage (``StagePlan.splits``).
-        cost_model: by which communication was counted.
+        cost_model: the name of the one by which communication was counted.
         reason: one sentence on why this plan was chosen.
         alternatives: what else could have been done, and what it would have cost.
         contention: what ranks that share a machine were taken to cost each other.
         warnings: what makes the choice doubtful, in words.
-        version: of this file format.
+        version: the number of this file format.
 
     Raises:
         InputError: the parts contradict each other: no stage, a stage without layers, a layer
@@ -134,14 +134,10 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         if self.schedule in families.SEARCHED:
             check_order_options(self.schedule, self.options)
             if not self.order:
-                found = search_order(
-                    self.schedule,
-                    self.stages,
-                    self.num_microbatches,
-                    self.options,
-                    self._limits,
+                schedule = search_order(
+                    self.schedule, self.stages, self.num_microbatches, self.options, self._limits
                 )
-                force_setattr(self, "order", written(found))
+                force_setattr(self, "order", written(schedule))
         elif self.order:
             searched = " or ".join(sorted(families.SEARCHED))
             raise InputError(
@@ -162,7 +158,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks it runs on."""
+        """How many ranks the plan runs on."""
         if self._given_replicas:
             return sum(self._given_replicas)
         return 1 + max(stage.rank for stage in self.stages)
@@ -200,7 +196,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         )
 
     def place(self, stage: int) -> Place:
-        """Where a stage stands, as weight-version policies ask for it."""
+        """The place of a stage in the pipeline, as weight-version policies ask for it."""
         return place_of(self.versions, self.replicas, stage, self.num_microbatches)
 
     @property
@@ -215,8 +211,8 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
 
     @property
     def one_device_seconds(self) -> float:
-        """A step without a pipeline, as the planner predicted it; where it did not, every op of
-        every stage and microbatch, one after another."""
+        """Seconds of a step without a pipeline, as the planner predicted them; where it did not, of
+        every op of every stage and microbatch, one after another."""
         for alternative in self.alternatives:
             if alternative.label == "single device":
                 return alternative.step_seconds
@@ -224,7 +220,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
 
     @property
     def work_seconds(self) -> float:
-        """What all ranks together work for a minibatch, updates included."""
+        """Seconds that all ranks together work for a minibatch, updates included."""
         return self.prediction.work_seconds
 
     @property
@@ -259,8 +255,8 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
 
     def _compute_only(self, count: int) -> Schedule:
         if self.order:
-            own = read_order(self.order, self.schedule, self.num_ranks, self.num_microbatches)
-            return with_microbatches(own, count)
+            searched = read_order(self.order, self.schedule, self.num_ranks, self.num_microbatches)
+            return with_microbatches(searched, count)
         build = partial(families.build, self.schedule, num_ranks=self.num_ranks, **self.options)
         try:
             return build(num_microbatches=count)
@@ -270,7 +266,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
             # The family wants more; what is left of a longer schedule is one, too.
             return first_microbatches(build(num_microbatches=self.num_microbatches), count)
 
-    def recomputing(self, how: Recompute, stages: Collection[int] | None = None) -> Plan:
+    def recomputing(self, how: RecomputeWay, stages: Collection[int] | None = None) -> Plan:
         """This plan with some stages keeping less and running forward twice.
 
         Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
@@ -283,7 +279,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         Raises:
             InputError: no such way, or no such stage.
         """
-        one_of("how", how, get_args(Recompute))
+        one_of("how", how, get_args(RecomputeWay))
         expect(stages, Collection | None, "stages", "give a list of their numbers")
         chosen = range(len(self.stages)) if stages is None else stages
         absent = sorted(set(chosen) - set(range(len(self.stages))))
@@ -296,10 +292,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         return replace(self, stages=tuple(changed))
 
     def reading(self, versions: Policy) -> Plan:
-        """This plan with another weight-version policy.
-
-        Args:
-            versions: for the plan's kind of schedule.
+        """This plan with another weight-version policy of its kind of schedule.
 
         Raises:
             InputError: the policy does not go with the schedule.
@@ -329,7 +322,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         return argued(sheet, self.alternatives, self.reason, self.contention, self.warnings)
 
     def check_runnable(self) -> None:
-        """Raise ``InputError`` if the runtime cannot perform it."""
+        """Raise ``InputError`` if the runtime cannot perform this plan."""
         if self.num_tensor_ranks > 1:
             raise InputError(
                 f"the plan splits layers over {self.num_tensor_ranks} devices, which Penstock can "

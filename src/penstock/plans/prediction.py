@@ -46,7 +46,7 @@ class Prediction:
 
     @cached_property
     def costs(self) -> Costs:
-        """What each op takes, stage by stage."""
+        """The duration of each op, stage by stage."""
         return costs_of(self.stages)
 
     @cached_property

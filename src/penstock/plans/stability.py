@@ -15,10 +15,10 @@ class Stability(Value, frozen=True, kw_only=True):
 
     Attributes:
         stage: its number.
-        delay: of its gradients, in updates.
-        learning_rate: that its optimizer is given.
-        curvature: the largest of the loss in the stage's weights.
-        product: of the two, and of the stage's replicas where they multiply the rate.
+        delay: by how many updates its gradients are late.
+        learning_rate: what its optimizer is given.
+        curvature: the largest that the loss has in the stage's weights.
+        product: rate × curvature, times the stage's replicas where they multiply the rate.
         bound: the largest product that is stable.
         largest_rate: the largest learning rate that is stable; infinite without curvature.
     """

@@ -14,7 +14,7 @@ from penstock.schedule.memory import Sizes, peaks
 from penstock.timing.costs import Costs
 from penstock.values import Value
 
-Recompute = Literal["none", "stage", "layers"]
+RecomputeWay = Literal["none", "stage", "layers"]
 Split = Literal["data", "column", "row", "any", "whole"]
 
 
@@ -23,8 +23,8 @@ class StagePlan(Value, frozen=True, kw_only=True):
 
     Attributes:
         layers: qualified names, consecutive in the model's order, at least one.
-        rank: the rank that runs the stage; the first of them where it has replicas.
-        forward_seconds: one microbatch; likewise the other times.
+        rank: the rank that runs the stage; where it has replicas, the first of their ranks.
+        forward_seconds: of one microbatch, as are the times below that do not say otherwise.
         split_seconds: what a backward in two halves takes longer than a whole one.
         recompute_seconds: a forward that runs again; as long as the first by default.
         update_seconds: once per minibatch.
@@ -34,7 +34,7 @@ class StagePlan(Value, frozen=True, kw_only=True):
         transfer_bytes: what goes to the next stage for a microbatch, and as gradients comes back.
         parameter_bytes: weights; gradients take as much again.
         optimizer_bytes: optimizer state.
-        buffer_bytes: state that is neither.
+        buffer_bytes: the model's state that is no weight.
         sum_bytes: what a rank keeps besides while gradients of weights with several holders are
             summed: those that it gets and the sum, together as much as these weights.
         workspace_bytes: what the hungriest of its layers needs for itself while it runs.
@@ -78,7 +78,7 @@ class StagePlan(Value, frozen=True, kw_only=True):
     layer_input_bytes: int = 0
     peak_activations: float = 0.0
     weight_versions: int = 1
-    recompute: Recompute = "none"
+    recompute: RecomputeWay = "none"
     splits: dict[str, Split] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -90,35 +90,37 @@ class StagePlan(Value, frozen=True, kw_only=True):
 
     @property
     def compute_seconds(self) -> float:
-        """Forward and full backward of one microbatch."""
+        """Seconds of forward and full backward of one microbatch."""
         return self.forward_seconds + self.backward_input_seconds + self.backward_weight_seconds
 
     @property
     def kept_bytes(self) -> int:
-        """What a microbatch keeps from its forward, or its recompute, until its backward."""
+        """Bytes that a microbatch keeps from its forward, or its recompute, until its backward."""
         return self.layer_input_bytes if self.recompute == "layers" else self.activation_bytes
 
     @property
     def again_seconds(self) -> float:
-        """Its forward a second time."""
+        """Seconds of the forward when it runs a second time."""
         return self.forward_seconds if self.recompute_seconds is None else self.recompute_seconds
 
     @property
     def busy_seconds(self) -> float:
-        """What a microbatch takes on one of its ranks, with a second forward if there is one."""
+        """Seconds that a microbatch takes on one of the stage's ranks, with a second forward if
+        there is one."""
         return self.compute_seconds + (self.again_seconds if self.recompute != "none" else 0.0)
 
     @property
     def state_bytes(self) -> int:
-        """What it needs before the first microbatch comes: weights in all their versions, gradients
-        of one, optimizer state, buffers, room to work, and room to sum gradients."""
+        """Bytes that a rank of the stage needs before the first microbatch comes: weights in all
+        their versions, gradients of one, optimizer state, buffers, room to work, and room to sum
+        gradients."""
         weights = (self.weight_versions + 1) * self.parameter_bytes
         room = self.workspace_bytes + self.sum_bytes
         return weights + self.optimizer_bytes + self.buffer_bytes + room
 
     @property
     def in_flight_bytes(self) -> int:
-        """What microbatches in flight keep at the worst moment."""
+        """Bytes that microbatches in flight keep at the worst moment."""
         if self.recompute == "stage" and self.peak_activations:
             # All but the one that runs again keep their input only.
             return round(self.peak_activations * self.input_bytes) + self.activation_bytes
@@ -131,25 +133,25 @@ class StagePlan(Value, frozen=True, kw_only=True):
 
 
 def costs_of(stages: Sequence[StagePlan]) -> Costs:
-    """What the simulator needs to know of ``stages``."""
-    again = [one.again_seconds if one.recompute == "layers" else 0.0 for one in stages]
+    """The durations of the ops of ``stages``, for the simulator."""
+    again = [stage.again_seconds if stage.recompute == "layers" else 0.0 for stage in stages]
     inputs = [one.backward_input_seconds + more for one, more in zip(stages, again, strict=True)]
     whole = [first + one.backward_weight_seconds for one, first in zip(stages, inputs, strict=True)]
     return Costs(
-        forward=[one.forward_seconds for one in stages],
+        forward=[stage.forward_seconds for stage in stages],
         backward_input=inputs,
-        backward_weight=[one.backward_weight_seconds + one.split_seconds for one in stages],
-        backward=whole if any(one.split_seconds for one in stages) else None,
-        recompute=[one.again_seconds for one in stages],
-        update=[one.update_seconds for one in stages],
-        reduce=[one.reduce_seconds for one in stages],
-        hop=[one.hop_seconds for one in stages],
-        link=[one.link_seconds for one in stages],
+        backward_weight=[stage.backward_weight_seconds + stage.split_seconds for stage in stages],
+        backward=whole if any(stage.split_seconds for stage in stages) else None,
+        recompute=[stage.again_seconds for stage in stages],
+        update=[stage.update_seconds for stage in stages],
+        reduce=[stage.reduce_seconds for stage in stages],
+        hop=[stage.hop_seconds for stage in stages],
+        link=[stage.link_seconds for stage in stages],
     )
 
 
 def sizes_of(stages: Sequence[StagePlan]) -> Sizes:
-    """What one microbatch keeps at each stage, in bytes."""
+    """Bytes that one microbatch keeps at each stage."""
     return Sizes(
         activation=[stage.kept_bytes for stage in stages],
         kept_for_weight=[stage.weight_kept_bytes for stage in stages],
@@ -161,11 +163,10 @@ def bytes_of_ranks(stages: Sequence[StagePlan], schedule: Schedule) -> tuple[int
     """Predicted memory of each rank: the state of its stages, and what the order of its ops keeps.
 
     Args:
-        stages: of the plan.
         schedule: with the recomputes that the stages want.
     """
     in_flight = peaks(schedule.ranks, sizes_of(stages), schedule.num_slices)
     return tuple(
-        sum(stages[stage].state_bytes for stage in own) + ceil(held)
-        for own, held in zip(schedule.stages_of, in_flight, strict=True)
+        sum(stages[stage].state_bytes for stage in rank_stages) + ceil(held)
+        for rank_stages, held in zip(schedule.stages_of, in_flight, strict=True)
     )

@@ -13,9 +13,10 @@ from penstock.device.allocator import keep_freed_pages
 from penstock.graph import LayerGraph
 from penstock.model.optimizer_factory import OptimizerFactory
 from penstock.model.spine import spine_of
-from penstock.profiler.alone import WARM_UP, Loss, Progress, Sample, measure_alone
+from penstock.profiler.alone import WARM_UP, Progress, Sample, measure_alone
 from penstock.profiler.together.calibrating import Calibrated, calibrate, num_ranks, uncalibrated
 from penstock.profiler.together.runs import Runner
+from penstock.run.recipe import Loss
 from penstock.values import expect, number, whole
 
 _SHARES = 40

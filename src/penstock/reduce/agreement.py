@@ -36,11 +36,11 @@ class Share(NamedTuple):
             for place, parameter in parameters.items()
             if parameter.grad is not None
         }
-        norms = {place: torch.linalg.vector_norm(one) for place, one in gradients.items()}
+        norms = {place: torch.linalg.vector_norm(gradient) for place, gradient in gradients.items()}
         finite = not norms or bool(torch.stack([*norms.values()]).isfinite().all())
         if not finite:
             # A norm may overflow though none of its numbers has.
-            finite = all(bool(one.isfinite().all()) for one in gradients.values())
+            finite = all(bool(gradient.isfinite().all()) for gradient in gradients.values())
         return cls(norms, finite)
 
 

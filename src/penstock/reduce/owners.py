@@ -78,7 +78,6 @@ class OwnerReducer(Reducer):
 
     Args:
         rank: the holder.
-        shared: the weights.
         transport: the holder's end of its channels.
 
     Raises:

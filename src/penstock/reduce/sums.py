@@ -15,9 +15,7 @@ class Sums:
     A round begins with ``begin`` and sums every group of shared weights once.
 
     Args:
-        rank: the one that takes part.
         shared: the weights of which this rank holds one of several copies.
-        transport: the rank's end of its channels.
         everywhere: whether all holders keep the sum; otherwise the first of them does, and the
             others have no gradient.
     """
@@ -29,7 +27,9 @@ class Sums:
         self._shared = shared
         self._transport = transport
         self._everywhere = everywhere
-        self._reducers: list[Reducer] = [OwnerReducer(rank, one, transport) for one in shared]
+        self._reducers: list[Reducer] = [
+            OwnerReducer(rank, weights, transport) for weights in shared
+        ]
         self._number = 0
         self._averages = False
         self._num_gathered = 0
@@ -47,7 +47,7 @@ class Sums:
         self._number = number
         self._averages = averages
         self._num_gathered = 0
-        self._to_hand_in = [set(one.stages) for one in self._shared]
+        self._to_hand_in = [set(weights.stages) for weights in self._shared]
         self._to_advance = []
         self._to_finish = set(range(len(self._shared)))
 

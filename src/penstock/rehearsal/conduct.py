@@ -8,13 +8,13 @@ from typing import Any, get_args
 
 from penstock.errors import InputError
 from penstock.plans import Plan
-from penstock.rehearsal.job import Job, Updates, WaitsName, flattened
-from penstock.rehearsal.performance import TransportName, perform
+from penstock.rehearsal.job import Job, UpdateMode, WaitsName, flattened
+from penstock.rehearsal.performance import RehearsalTransport, perform
 from penstock.rehearsal.result import Rehearsal, rehearsal_of
 from penstock.rehearsal.stream import Stream, compute_of, stream_of
 from penstock.schedule import Kind, Schedule
 from penstock.schedule.check import check
-from penstock.schedule.lower import add_agreement, add_communication, add_update
+from penstock.schedule.lower import add_agreement, add_communication, add_update, add_updates
 from penstock.schedule.op import COMPUTE
 from penstock.timing.costs import Costs
 from penstock.timing.simulator import simulate
@@ -35,9 +35,9 @@ def rehearse(  # noqa: PLR0913 - each has a default that most callers keep
     steps: int = 5,
     scale: float = 1.0,
     message_bytes: int = 64 * 1024,
-    transport: TransportName = "shared-memory",
+    transport: RehearsalTransport = "shared-memory",
     waits: WaitsName = "relative",
-    updates: Updates = "separate",
+    updates: UpdateMode = "separate",
     minibatch: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Rehearsal:
@@ -82,9 +82,9 @@ def rehearse(  # noqa: PLR0913 - each has a default that most callers keep
         costs = plan.costs if isinstance(plan, Plan) else default_costs(schedule)
     expect(costs, Costs, "costs", "give a penstock.Costs")
     _check_arguments(steps, scale, message_bytes)
-    one_of("transport", transport, get_args(TransportName))
+    one_of("transport", transport, get_args(RehearsalTransport))
     one_of("waits", waits, get_args(WaitsName))
-    one_of("updates", updates, get_args(Updates))
+    one_of("updates", updates, get_args(UpdateMode))
     _check_schedule(schedule, costs)
     stream = stream_of(plan, schedule, minibatch)
     if stream is not None and updates != "separate":
@@ -119,14 +119,14 @@ def default_costs(schedule: Schedule) -> Costs:
 
 
 def performable(
-    schedule: Schedule, updates: Updates = "separate", stream: Stream | None = None
+    schedule: Schedule, updates: UpdateMode = "separate", stream: Stream | None = None
 ) -> Schedule:
     """What a rank performs of a schedule: its compute in its order, and all that this takes."""
     kept = COMPUTE | {Kind.RECOMPUTE}
     ranks = (tuple(op for op in ops if op.kind in kept) for ops in schedule.ranks)
     compute = Schedule.of(ranks, schedule.name)
     if stream is not None:
-        return add_communication(stream.with_updates(compute))
+        return add_communication(add_updates(compute, stream.rounds))
     updated = add_update(compute, together=updates == "agreed")
     if updates != "separate":
         updated = add_agreement(updated, late=updates == "post-validated")

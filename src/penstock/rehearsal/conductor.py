@@ -39,7 +39,6 @@ class Conductor:
         """Let the ranks perform, give the times of each step as it ends, and dismiss the ranks.
 
         Args:
-            num_steps: how many steps there will be.
             overlapping: each rank begins a step when its own last one has ended; otherwise all
                 begin together.
 

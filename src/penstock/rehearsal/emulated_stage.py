@@ -19,7 +19,6 @@ class EmulatedStage:
     """A ``RunnableStage`` whose compute is a wait.
 
     Args:
-        index: the stage's number.
         is_last: whether its output is a loss.
         message_bytes: the size of its output, and of the gradient of its input.
         waits: how the time of an op passes.

@@ -12,7 +12,7 @@ from penstock.values import Value
 from penstock.versions import Flush, Policy
 
 WaitsName = Literal["relative", "logical"]
-Updates = Literal["separate", "agreed", "post-validated"]
+UpdateMode = Literal["separate", "agreed", "post-validated"]
 
 
 class Job(Value, frozen=True, kw_only=True):
@@ -35,7 +35,7 @@ class Job(Value, frozen=True, kw_only=True):
     num_steps: int
     message_bytes: int
     waits: WaitsName
-    updates: Updates = "separate"
+    updates: UpdateMode = "separate"
     versions: Policy = field(default_factory=Flush)
     deadline_seconds: float
 

@@ -19,12 +19,12 @@ from penstock.errors import RunError
 from penstock.rehearsal.job import Job
 from penstock.rehearsal.reports import Failed, Line, StepTimes
 
-TransportName = Literal["shared-memory", "threads"]
+RehearsalTransport = Literal["shared-memory", "threads"]
 
 _GRACE_SECONDS = 2.0
 
 
-def perform(job: Job, transport: TransportName) -> Generator[StepTimes]:
+def perform(job: Job, transport: RehearsalTransport) -> Generator[StepTimes]:
     """The times of each step as it ends. Close it to end the rehearsal; no rank stays behind.
 
     Raises:

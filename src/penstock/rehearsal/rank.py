@@ -76,12 +76,7 @@ def _perform_steps(
     nothing = torch.zeros(())
     channel.send(None)
     for step, start in enumerate(iter(partial(_next_start, channel), None)):
-        minibatch = Minibatch(
-            step,
-            [nothing] * count,
-            [nothing] * count,
-            [1.0] * count,
-        )
+        minibatch = Minibatch(step, [nothing] * count, [nothing] * count, [1.0] * count)
         waits.begin(start)
         alarm.until(start)
         harvest = worker.run(segment, minibatch, position)

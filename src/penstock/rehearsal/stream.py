@@ -13,7 +13,6 @@ from typing import NamedTuple
 from penstock.errors import InputError
 from penstock.plans import Plan
 from penstock.schedule import Schedule
-from penstock.schedule.lower import add_updates
 from penstock.schedule.op import COMPUTE, RELEASING
 from penstock.schedule.rounds import Rounds
 from penstock.timing.costs import Costs
@@ -54,10 +53,6 @@ class Stream:
         rounds = rounds_of(policy, schedule, minibatch)
         size = minibatch if policy.updates == "minibatch" else 1
         return cls(policy, rounds, lcm(size, *rounds.replicas))
-
-    def with_updates(self, schedule: Schedule) -> Schedule:
-        """A schedule of compute ops with every stage's updates in it."""
-        return add_updates(schedule, self.rounds)
 
 
 class Steady(NamedTuple):

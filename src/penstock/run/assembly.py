@@ -56,7 +56,7 @@ class Running:
 
     @property
     def settings(self) -> dict[str, str]:
-        """What must be alike on all ranks, as text by the arguments' names."""
+        """Arguments that must be alike on all ranks, as text by their names."""
         return {name: repr(getattr(self, name)) for name in ("transport", "record", "results")}
 
 

@@ -41,13 +41,7 @@ class Cutter:
     takes_targets: bool = True
 
     def to_train(
-        self,
-        inputs: Any,
-        targets: Any,
-        *,
-        step: int,
-        share: float = 1.0,
-        updates: bool = True,
+        self, inputs: Any, targets: Any, *, step: int, share: float = 1.0, updates: bool = True
     ) -> Minibatch:
         """A minibatch to train on.
 

@@ -36,7 +36,7 @@ class Elsewhere:
 
     @classmethod
     def watching(cls, model: nn.Module, own: Iterable[int], num_stages: int) -> Self:
-        """One that watches a model, if this process does not train all of it."""
+        """An ``Elsewhere`` that watches a model, if this process does not train all of it."""
         elsewhere = cls(sorted(own), num_stages)
         if len(elsewhere._own) < num_stages:
             for module in (model, getattr(model, "original", None)):  # a captured one has two names

@@ -30,9 +30,7 @@ class Feed:
     """Gives the driver each minibatch with its segment of the schedule, in order.
 
     Args:
-        plan: the one that is run.
         layout: which rank holds what.
-        recipe: how to train.
         driver: makes the ranks run segments.
 
     Attributes:

@@ -55,7 +55,7 @@ class History:
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """Those of the last step; empty before the first."""
+        """The metrics of the last step; empty before the first."""
         return {} if self._last is None else dict(self._last.metrics)
 
     @property

@@ -24,9 +24,7 @@ class Holders:
     """
 
     def __init__(
-        self,
-        layers_of: Sequence[Sequence[NamedLayer]],
-        ranks_of: Callable[[int], Iterable[int]],
+        self, layers_of: Sequence[Sequence[NamedLayer]], ranks_of: Callable[[int], Iterable[int]]
     ) -> None:
         users: dict[tuple[str, int], Users] = defaultdict(frozenset)
         for stage, layers in enumerate(layers_of):

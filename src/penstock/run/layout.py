@@ -61,7 +61,6 @@ class Layout:
 
     Args:
         model: the module that is spread.
-        plan: made for it.
         layers: its spine.
         streams: where layers draw random numbers.
         one_process: whether all ranks share this process.

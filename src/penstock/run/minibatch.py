@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.run.counting import Peak
-from penstock.run.seals import Call, Mode, Next, Seal, autocast_codes
+from penstock.run.seals import Call, Modes, Next, Seal, autocast_codes
 from penstock.weights.store import Held
 
 
@@ -50,7 +50,7 @@ class Minibatch:
         trains: whether gradients are wanted.
         updates: whether weights are updated; otherwise gradients accumulate.
         digests: of the inputs and of the targets, to compare with other ranks'; 0: not compared.
-        modes: the modes of the layers' modules, to compare with other ranks'; see ``seals.Mode``.
+        modes: the modes of the layers' modules, to compare with other ranks'; see ``seals.Modes``.
         autocast: device types and dtypes for which forwards and the loss run under autocast.
     """
 
@@ -107,7 +107,7 @@ def seal_of(minibatch: Minibatch, position: StreamPosition) -> bytes:
         training if minibatch.trains else Call.EVALUATE,
         _behind(position),
         *autocast_codes(minibatch.autocast),
-        minibatch.modes if minibatch.trains else Mode.NOT_COMPARED,
+        minibatch.modes if minibatch.trains else Modes.NOT_COMPARED,
         minibatch.num_microbatches,
         minibatch.share,
         *minibatch.digests,

@@ -25,23 +25,23 @@ class Part(Protocol):
 
     @property
     def losses(self) -> Mapping[int, Tensor]:
-        """Unweighted, by microbatch."""
+        """Unweighted losses, by microbatch."""
 
     @property
     def outputs(self) -> Mapping[int, Any]:
-        """By microbatch, where there are no targets."""
+        """Outputs by microbatch, where there are no targets."""
 
     @property
     def metrics(self) -> Mapping[str, Mapping[int, Tensor]]:
-        """By name and microbatch, unweighted."""
+        """Unweighted metrics, by name and microbatch."""
 
     @property
     def peak(self) -> Peak | None:
-        """Where memory is counted."""
+        """The most that the rank held at once, where memory is counted."""
 
     @property
     def held(self) -> Held | None:
-        """Where weights have versions."""
+        """What the rank keeps of its weights, where these have versions."""
 
 
 class RankRecord(NamedTuple):
@@ -159,18 +159,17 @@ def timeline(steps: Sequence[Sequence[RankRecord]], name: str) -> Timeline:
 
     Args:
         steps: what every rank did, for each minibatch.
-        name: the schedule's.
     """
     columns = [
         _joined([record.row() for record in records]) for records in zip(*steps, strict=True)
     ]
-    zero = min((own.starts[0] for own in columns if own.ops), default=0.0)
+    zero = min((row.starts[0] for row in columns if row.ops), default=0.0)
     moved = (
-        own._replace(
-            starts=array("d", [start - zero for start in own.starts]),
-            ends=array("d", [end - zero for end in own.ends]),
+        row._replace(
+            starts=array("d", [start - zero for start in row.starts]),
+            ends=array("d", [end - zero for end in row.ends]),
         )
-        for own in columns
+        for row in columns
     )
     return Timeline(tuple(moved), name, "measured")
 
@@ -178,10 +177,10 @@ def timeline(steps: Sequence[Sequence[RankRecord]], name: str) -> Timeline:
 def _joined(rows: Sequence[Row]) -> Row:
     if len(rows) == 1:
         return rows[0]
-    known = all(own.versions is not None or not own.ops for own in rows)
+    known = all(row.versions is not None or not row.ops for row in rows)
     return Row(
-        tuple(op for own in rows for op in own.ops),
-        array("d", [start for own in rows for start in own.starts]),
-        array("d", [end for own in rows for end in own.ends]),
-        tuple(version for own in rows for version in own.versions or ()) if known else None,
+        tuple(op for row in rows for op in row.ops),
+        array("d", [start for row in rows for start in row.starts]),
+        array("d", [end for row in rows for end in row.ends]),
+        tuple(version for row in rows for version in row.versions or ()) if known else None,
     )

@@ -42,7 +42,7 @@ class LossScale:
 
     @classmethod
     def of(cls, scaler: torch.amp.GradScaler) -> LossScale | None:
-        """A scaler's state; ``None`` if it is not enabled.
+        """The state of a scaler; ``None`` if the scaler is not enabled.
 
         Raises:
             InputError: it is no ``torch.amp.GradScaler``.
@@ -52,7 +52,7 @@ class LossScale:
         return cls(**{key.lstrip("_"): value for key, value in state.items()}) if state else None
 
     def store(self, scaler: torch.amp.GradScaler) -> None:
-        """Make a scaler's state this one."""
+        """Give a scaler this state."""
         keys = scaler.state_dict()
         scaler.load_state_dict({key: getattr(self, key.lstrip("_")) for key in keys})
 

@@ -56,7 +56,7 @@ _CALLS = {
 }
 
 
-class Mode(IntEnum):
+class Modes(IntEnum):
     """The modes of the layers' modules; where these differ, their checksum stands for them."""
 
     NOT_COMPARED = 0
@@ -79,7 +79,7 @@ class Seal(NamedTuple):
         call: which method.
         behind: what comes next, see ``Next``.
         cpu_autocast, cuda_autocast: codes of autocast's dtype; 0 where it is off.
-        modes: see ``Mode``.
+        modes: see ``Modes``.
         num_microbatches: how many there are.
         share: the factor on the gradients.
         inputs, targets: digests; 0 where they are not compared.
@@ -89,14 +89,14 @@ class Seal(NamedTuple):
     behind: int = Next.NOTHING
     cpu_autocast: int = 0
     cuda_autocast: int = 0
-    modes: int = Mode.NOT_COMPARED
+    modes: int = Modes.NOT_COMPARED
     num_microbatches: int = 0
     share: float = 1.0
     inputs: int = 0
     targets: int = 0
 
     def packed(self) -> bytes:
-        """As a note of a message."""
+        """The seal as the note of a message."""
         return _FIELDS.pack(*self)
 
     @classmethod
@@ -123,9 +123,11 @@ def _code(dtype: torch.dtype) -> int:
 def modes_of(modules: Iterable[nn.Module]) -> int:
     """A number that tells which modules are in training mode; 0 if there is none to compare."""
     modes = bytes(module.training for module in modules)
-    if len({*modes}) <= 1:
-        return Mode.NOT_COMPARED if not modes else Mode.TRAINING if modes[0] else Mode.EVALUATION
-    return max(len(Mode), crc32(modes))
+    if not modes:
+        return Modes.NOT_COMPARED
+    if len({*modes}) == 1:
+        return Modes.TRAINING if modes[0] else Modes.EVALUATION
+    return max(len(Modes), crc32(modes))
 
 
 def digest(value: Any) -> int:
@@ -245,9 +247,9 @@ def _autocast_text(code: int) -> str:
 
 
 def _mode_text(modes: int) -> str:
-    if modes >= len(Mode):
+    if modes >= len(Modes):
         return "partly in evaluation mode"
-    return f"in {Mode(modes).name.lower()} mode"
+    return f"in {Modes(modes).name.lower()} mode"
 
 
 def _different_data(own: Seal, other: Seal, mine: int, theirs: int) -> str:

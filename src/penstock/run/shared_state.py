@@ -25,10 +25,10 @@ class SharedTensor(NamedTuple):
     """A buffer or parameter with several holders.
 
     Attributes:
-        told: how errors name it.
+        told: how errors name the tensor.
         holders: how errors name those who hold it.
-        module: the one of this rank that has it.
-        name: in the module.
+        module: the module of this rank that has it.
+        name: its name in that module.
     """
 
     told: str
@@ -45,7 +45,7 @@ class SharedTensor(NamedTuple):
 
     @property
     def is_buffer(self) -> bool:
-        """Whether it is no parameter."""
+        """Whether the tensor is a buffer, and no parameter."""
         return self.name in self.module._buffers
 
 
@@ -110,13 +110,14 @@ def _state(shared: SharedTensor) -> tuple[Tensor | None, int]:
     return tensor, tensor._version if tensor is not None and counts else 0
 
 
-def _equal(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+def _equal(first: Tensor | None, second: Tensor | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
     # NaN is not equal to itself.
-    return torch.equal(one, other) or bool(((one == other) | one.isnan() & other.isnan()).all())
+    both_nan = first.isnan() & second.isnan()
+    return torch.equal(first, second) or bool(((first == second) | both_nan).all())
 
 
 def _written(shared: SharedTensor) -> ModelError:

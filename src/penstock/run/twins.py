@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from operator import is_not
 from types import MethodType
 from typing import Any
 
@@ -219,10 +220,6 @@ def _hook_of_twin(copies: Mapping[int, nn.Module], hook: Any) -> Any:
     if isinstance(hook, partial):
         function = _hook_of_twin(copies, hook.func)
         args = [copies.get(id(argument), argument) for argument in hook.args]
-        if function is not hook.func or any(map(_differ, args, hook.args)):
+        if function is not hook.func or any(map(is_not, args, hook.args)):
             return partial(function, *args, **hook.keywords)
     return hook
-
-
-def _differ(one: object, other: object) -> bool:
-    return one is not other

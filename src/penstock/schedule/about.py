@@ -96,12 +96,12 @@ class About:
 
     @property
     def title(self) -> str:
-        """What people call it."""
+        """What people call the family."""
         return self.idea.partition(": ")[0] if ": " in self.idea else self.name
 
     @property
     def summary(self) -> str:
-        """What it does, without the title."""
+        """What the family does, without the title."""
         said = self.idea.partition(": ")[2] or self.idea
         return said[:1].upper() + said[1:]
 

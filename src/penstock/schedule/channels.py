@@ -29,7 +29,7 @@ _OTHER_END = _SENDER | {send: (-offset, receive) for receive, (offset, send) in 
 
 
 def check_capacity(capacity: int | None) -> None:
-    """Raise ``InputError`` unless it is ``None`` or a whole number ≥ 1."""
+    """Raise ``InputError`` unless a channel's capacity is ``None`` or a whole number ≥ 1."""
     if capacity is not None and (not is_whole(capacity) or capacity < 1):
         raise InputError(f"capacity is {capacity!r}, but a channel must hold at least 1 message")
 
@@ -68,7 +68,6 @@ def hoist_receives(schedule: Schedule, capacity: int) -> Schedule:
 
     Args:
         schedule: lowered: with explicit messages.
-        capacity: at least 1.
     """
     rows = [list(ops) for ops in schedule.ranks]
     room = dict(room_needed(schedule, capacity))

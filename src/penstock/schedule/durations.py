@@ -18,7 +18,7 @@ class Durations(Protocol):
         """How long the result of ``needed`` takes to reach ``op`` on another rank."""
 
     def check_stages(self, num_stages: int) -> None:
-        """Raise ``InputError`` unless these are durations for so many stages."""
+        """Raise ``InputError`` unless these are durations for ``num_stages``."""
 
 
 class UnitDurations:

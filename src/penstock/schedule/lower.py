@@ -34,7 +34,6 @@ def add_recompute(schedule: Schedule, stages: Collection[int] | None = None) -> 
     Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
 
     Args:
-        schedule: any.
         stages: which stages recompute; all by default.
 
     Raises:
@@ -77,7 +76,6 @@ def add_reduce(schedule: Schedule, shared: Collection[int] = ()) -> Schedule:
     gradients behind its last weight gradient; any other schedule stays as it is.
 
     Args:
-        schedule: any.
         shared: the stages that share weights with stages on other ranks.
     """
     _refuse_twice(schedule, {Kind.REDUCE})
@@ -92,7 +90,6 @@ def add_update(schedule: Schedule, *, together: bool = False) -> Schedule:
     other work to arrive in, and no two ranks wait for each other's next reduction.
 
     Args:
-        schedule: any.
         together: put all updates last, because ranks agree on something before the first.
     """
     _refuse_twice(schedule, {Kind.UPDATE})
@@ -182,7 +179,6 @@ def add_communication(schedule: Schedule, capacity: int | None = None) -> Schedu
     up and no background receive competes with compute.
 
     Args:
-        schedule: any.
         capacity: how many messages a channel holds before its sender has to wait; then those
             receives come earlier without which the ranks would wait for each other for ever.
             ``None`` is unlimited.
@@ -224,7 +220,7 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 
 def first_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """The same order with only the first microbatches, for a minibatch that has no more."""
+    """The schedule's order with only the first microbatches, for a minibatch that has no more."""
     ranks = (tuple(op for op in ops if op.microbatch < num_microbatches) for ops in schedule.ranks)
     return Schedule.of(ranks, schedule.name)
 
@@ -267,6 +263,6 @@ def last_gradients(ops: Iterable[Op]) -> list[Op]:
     newest: dict[int, Op] = {}
     for op in ops:
         if op.kind in RELEASING:
-            later = max(newest.pop(op.stage, op), op, key=lambda one: one.microbatch)
+            later = max(newest.pop(op.stage, op), op, key=lambda gradient: gradient.microbatch)
             newest[op.stage] = later._replace(slice=0)
     return list(newest.values())

@@ -145,8 +145,6 @@ def dependencies(
     earlier ones, and backward in reverse.
 
     Args:
-        op: the op that is asked about.
-        last_stage: the number of the last stage.
         present: the ops of the schedule.
         exchanges: the ``REDUCE`` and ``AGREE`` ops that an update waits for.
 
@@ -155,22 +153,22 @@ def dependencies(
 Op(stage=1, kind=<Kind.BACKWARD: 'B'>, microbatch=3, slice=0))
     """
     stage, kind, microbatch, slice_ = op
-    found = []
+    needed = []
     for choices in NEEDS[kind]:
         ops = [Op(stage + offset, kind, microbatch, slice_) for offset, kind in choices]
         # The chain ends here: the first stage reads the batch, the last one makes its gradient.
         if op.kind in COMPUTE and not 0 <= ops[-1].stage <= last_stage:
             continue
-        found.append(next((one for one in ops if one in present), ops[-1]))
+        needed.append(next((one for one in ops if one in present), ops[-1]))
     if kind is _F and slice_:
-        found.append(Op(stage, _F, microbatch, slice_ - 1))
+        needed.append(Op(stage, _F, microbatch, slice_ - 1))
     elif kind in BACKWARD:
         after = [Op(stage, kind, microbatch, slice_ + 1) for kind in (_I, _B)]
-        found += [one for one in after if one in present]
+        needed += [one for one in after if one in present]
     elif kind is Kind.UPDATE:
-        found += exchanges
+        needed += exchanges
     elif kind is Kind.FREE:
         # The rest goes after the part that goes earlier, if that is said.
         part = op._replace(kind=Kind.FREE_INPUT_PART)
-        found += [part] if part in present else []
-    return tuple(found)
+        needed += [part] if part in present else []
+    return tuple(needed)

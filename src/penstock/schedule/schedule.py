@@ -140,7 +140,7 @@ class Schedule:
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
         """The ranks that compute a stage, ascending."""
-        return tuple(rank for rank, own in enumerate(self.stages_of) if stage in own)
+        return tuple(rank for rank, stages in enumerate(self.stages_of) if stage in stages)
 
     @property
     def weight_copies(self) -> int:
@@ -187,7 +187,7 @@ class Schedule:
         for stage, turns in updates.items():
             for number, ops in enumerate(turns):
                 sources = [reduces[stage]] if self.copies[stage] > 1 else tied
-                handed = [op for those in sources for op in those[number]] if reduces[stage] else []
+                handed = [op for each in sources for op in each[number]] if reduces[stage] else []
                 exchanges.update(dict.fromkeys(ops, handed + agrees))
         return exchanges
 
@@ -199,10 +199,10 @@ class Schedule:
             seen: Counter[int] = Counter()
             for op in ops:
                 if op.kind is kind:
-                    own = turns[op.stage]
-                    if len(own) == seen[op.stage]:
-                        own.append([])
-                    own[seen[op.stage]].append(op)
+                    rounds = turns[op.stage]
+                    if len(rounds) == seen[op.stage]:
+                        rounds.append([])
+                    rounds[seen[op.stage]].append(op)
                     seen[op.stage] += 1
         return turns
 

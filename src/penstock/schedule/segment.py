@@ -44,7 +44,7 @@ class Segment:
 
     @classmethod
     def whole(cls, schedule: Schedule) -> Segment:
-        """A schedule as it is."""
+        """The segment of a minibatch for which all of a schedule is performed."""
         return cls(schedule, schedule.ranks)
 
 

@@ -83,7 +83,7 @@ class MinibatchStatistics:
         self._gathered.clear()
 
     def forget(self) -> None:
-        """Drop what was gathered, after a failed step."""
+        """Drop the statistics that were gathered, after a failed step."""
         self._gathered.clear()
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ class _Moments:
             return cls(count, mean.double(), variance.double() * count)
 
     def joined(self, other: _Moments) -> _Moments:
-        """Of both together: Chan, Golub and LeVeque, 1983, which cancels no digits."""
+        """The moments of both together: Chan, Golub and LeVeque, 1983, which cancels no digits."""
         count = self.count + other.count
         shift = other.mean - self.mean
         mean = self.mean + shift * (other.count / count)

@@ -19,7 +19,7 @@ Formula = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 """From the output's gradient and the input to the gradients of the parameters."""
 
 
-class Split(NamedTuple):
+class Deferrable(NamedTuple):
     """A call whose weight gradients can be deferred.
 
     Attributes:
@@ -43,7 +43,7 @@ class Split(NamedTuple):
         return given.to(torch.get_autocast_dtype(kind)) if eligible else given
 
 
-def split_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Split | None:
+def split_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Deferrable | None:
     """How to defer a call, or ``None`` if it cannot be."""
     describe = _DESCRIBED.get(func)
     if describe is None or torch._C._are_functorch_transforms_active():
@@ -77,11 +77,11 @@ def _parameters(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...] | Non
     return (weight, bias) if _trained(bias) else None
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Split | None:
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Deferrable | None:
     parameters = _parameters(weight, bias)
     if parameters is None:
         return None
-    return Split(
+    return Deferrable(
         input,
         parameters,
         partial(_run_linear, weight.detach(), None if bias is None else bias.detach()),
@@ -119,7 +119,7 @@ def _convolution(
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
-) -> Split | None:
+) -> Deferrable | None:
     steps = _along(dimensions, dilation)
     if padding == "same":
         total = [step * (size - 1) for step, size in zip(steps, weight.shape[2:], strict=True)]
@@ -133,7 +133,7 @@ def _convolution(
 
 def _transposed_convolution(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, *more: Any, **named: Any
-) -> Split | None:
+) -> Deferrable | None:
     names = ("stride", "padding", "output_padding", "groups", "dilation")
     given = {**dict(zip(names, more, strict=False)), **named}
     stride, padding, output_padding, dilation = (
@@ -151,11 +151,11 @@ def _along(dimensions: int, value: Any) -> list[int]:
 
 def _any_convolution(
     input: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[Any, ...]
-) -> Split | None:
+) -> Deferrable | None:
     parameters = _parameters(weight, bias)
     if parameters is None or input.dim() != weight.dim():
         return None
-    return Split(
+    return Deferrable(
         input,
         parameters,
         partial(_run_convolution, weight.detach(), None if bias is None else bias.detach(), shape),
@@ -174,7 +174,7 @@ def _convolution_gradients(
     parameters: tuple[Tensor, ...], shape: tuple[Any, ...], gradient: Tensor, given: Tensor
 ) -> tuple[Tensor, ...]:
     weight, biases = parameters[0], [list(bias.shape) for bias in parameters[1:]]
-    _, *found = torch.ops.aten.convolution_backward(
+    _, *gradients = torch.ops.aten.convolution_backward(
         gradient,
         given,
         weight.detach().to(gradient.dtype),
@@ -182,7 +182,7 @@ def _convolution_gradients(
         *shape,
         [False, True, bool(biases)],
     )
-    pairs = zip(parameters, found, strict=False)
+    pairs = zip(parameters, gradients, strict=False)
     return tuple(each.to(parameter.dtype) for parameter, each in pairs)
 
 
@@ -194,7 +194,7 @@ def _embedding(
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> Split | None:
+) -> Deferrable | None:
     if not _trained(weight) or max_norm is not None or sparse:
         return None
     fixed = weight.detach()
@@ -206,15 +206,12 @@ def _embedding(
         )
         return (weight_gradient,)
 
-    return Split(
-        input,
-        (weight,),
-        lambda given: F.embedding(given, fixed, padding_idx),
-        gradients,
+    return Deferrable(
+        input, (weight,), lambda given: F.embedding(given, fixed, padding_idx), gradients
     )
 
 
-_DESCRIBED: Mapping[Any, Callable[..., Split | None]] = {
+_DESCRIBED: Mapping[Any, Callable[..., Deferrable | None]] = {
     F.linear: _linear,
     F.embedding: _embedding,
     F.conv1d: partial(_convolution, 1),

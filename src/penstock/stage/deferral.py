@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.stage.deferrable import Formula, Split, split_of
+from penstock.stage.deferrable import Deferrable, Formula, split_of
 
 _UNDEFERRED_KINDS = (
     nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.RNNBase,
@@ -92,7 +92,7 @@ class Deferral(TorchFunctionMode):
             named = {name: self._use(value) for name, value in named.items()} if named else named
         return func(*args, **named)
 
-    def _divert(self, split: Split) -> Tensor:
+    def _divert(self, split: Deferrable) -> Tensor:
         given = split.cast(self._use(split.input))
         output: Tensor = _Tap.apply(  # type: ignore[no-untyped-call]
             self._anchor, split.run(given), given, self._entries, split.parameters, split.formula

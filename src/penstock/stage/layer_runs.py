@@ -34,10 +34,6 @@ def explain_overwritten(layers: Sequence[NamedLayer], error: RuntimeError) -> No
     autograd tells type, shape and version of what was overwritten, and what computed it; a buffer
     is computed by nothing. Several buffers may fit; then all of them are named.
 
-    Args:
-        layers: those that it went through.
-        error: what autograd raised.
-
     Raises:
         ModelError: it is; the buffer is named.
     """
@@ -48,10 +44,7 @@ def explain_overwritten(layers: Sequence[NamedLayer], error: RuntimeError) -> No
     holders: dict[int, list[tuple[NamedLayer, str]]] = {}
     for layer in layers:
         for name, buffer in layer.module.named_buffers():
-            if buffer.is_inference() or (buffer.type(), tuple(buffer.shape)) != (
-                match[1],
-                shape,
-            ):
+            if buffer.is_inference() or (buffer.type(), tuple(buffer.shape)) != (match[1], shape):
                 continue
             if buffer._version == int(match[4]):
                 holders.setdefault(id(buffer), []).append((layer, name))
@@ -72,11 +65,11 @@ def _overwriting(suspects: Sequence[tuple[NamedLayer, str]]) -> str:
 
 
 def _instead(layer: NamedLayer, name: str) -> str:
-    own = name.rpartition(".")[2]
-    copied = f'ompute with a copy (`self.{own}.clone()`), or set the stage\'s recompute to "stage"'
-    if isinstance(layer.module, CapturedLayer) and own != name:
+    leaf = name.rpartition(".")[2]
+    copied = f'ompute with a copy (`self.{leaf}.clone()`), or set the stage\'s recompute to "stage"'
+    if isinstance(layer.module, CapturedLayer) and leaf != name:
         return f"C{copied}"  # tracing does not see values assigned in modules of the model
-    return f"Assign a new value (`self.{own} = self.{own} + 1`) instead, c{copied}"
+    return f"Assign a new value (`self.{leaf} = self.{leaf} + 1`) instead, c{copied}"
 
 
 def apart_from_buffers(value: Any, modules: Iterable[nn.Module]) -> Any:
@@ -100,8 +93,7 @@ class LayerRuns:
     """Consecutive layers of a model.
 
     Args:
-        layers: at least one.
-        first_layer: index of the first of them in the whole model.
+        first_layer: index of the first of these layers in the whole model.
         streams: where layers draw random numbers.
         recompute: keep only what each layer is given, and run it again when its backward comes.
             Layers of a captured model run again block by block.
@@ -128,10 +120,12 @@ class LayerRuns:
         self.carries = [key for _, key in self._calls if key is not None]
         self.formers = Formers()
         modules = [layer.module for layer in layers]
-        self._units = [(at, RecomputedTogether(modules[at:stop])) for at, stop in units_of(modules)]
+        self._units = [
+            (start, RecomputedTogether(modules[start:stop])) for start, stop in units_of(modules)
+        ]
         self._plain = frozenset(
-            at
-            for at, (layer, (_, carry)) in enumerate(zip(layers, self._calls, strict=True))
+            place
+            for place, (layer, (_, carry)) in enumerate(zip(layers, self._calls, strict=True))
             if carry is None and not layer.stashes and not layer.recalls
         )
 
@@ -163,13 +157,13 @@ class LayerRuns:
         if self._recompute and torch.is_grad_enabled() and not again:
             return self._run_units(value, skips, where)
         drew = False
-        for at, layer in enumerate(self._layers):
-            index = self._first_layer + at
-            if at in self._plain and self._streams.is_quiet(index, layer.module.training):
+        for place, layer in enumerate(self._layers):
+            index = self._first_layer + place
+            if place in self._plain and self._streams.is_quiet(index, layer.module.training):
                 # Nearly all layers, every time: looking for skips costs several times as much.
                 value = layer.module(value)
                 continue
-            value, drew_too = self._pass(at, self._in_stream(at, where), value, skips)
+            value, drew_too = self._pass(place, self._in_stream(place, where), value, skips)
             drew = drew or drew_too
         return value, drew
 
@@ -178,25 +172,27 @@ class LayerRuns:
         kept: dict[int, Tensor] = {}
         for start, unit in self._units:
             places = range(start, start + len(unit.modules))
-            run = in_turn([self._in_stream(at, where) for at in places])
+            run = in_turn([self._in_stream(place, where) for place in places])
             run = unit.beside(recomputed(unit.modules, run, kept, self.formers))
             value, drew_too = self._pass(start, run, value, skips)
             drew = drew or drew_too
         # What leaves the stage may be overwritten; what will run again must not.
-        own = tree.replace(Tensor, lambda one: copy_of(one) if id(one) in kept else one, value)
-        return own, drew
+        output = tree.replace(
+            Tensor, lambda leaf: copy_of(leaf) if id(leaf) in kept else leaf, value
+        )
+        return output, drew
 
-    def _pass(self, at: int, run: Run, value: Any, skips: dict[str, Skip]) -> tuple[Any, bool]:
+    def _pass(self, place: int, run: Run, value: Any, skips: dict[str, Skip]) -> tuple[Any, bool]:
         """Give a layer what it recalls, and take what it stashes."""
-        layer, (_, carry) = self._layers[at], self._calls[at]
+        layer, (_, carry) = self._layers[place], self._calls[place]
         keys = (*layer.recalls, carry) if carry in skips else layer.recalls
         recalled = {key: skips.pop(key).taken(key) for key in keys}
         value, drew, stashed = run(value, recalled)
         skips.update((key, Skip.of(skip)) for key, skip in stashed.items())
         return value, drew
 
-    def _in_stream(self, at: int, where: Where) -> Run:
-        layer, (call, _), index = self._layers[at], self._calls[at], self._first_layer + at
+    def _in_stream(self, place: int, where: Where) -> Run:
+        layer, (call, _), index = self._layers[place], self._calls[place], self._first_layer + place
 
         def run(value: Any, recalled: dict[str, Any]) -> tuple[Any, bool, dict[str, Any]]:
             mode = layer.module.training

@@ -150,12 +150,12 @@ class Relay:
         return {key: value for key, value in made.items() if key not in self._keys}
 
     def forget(self) -> None:
-        """Drop what was left, after a failed step."""
+        """Drop the carries that were left, after a failed step."""
         self._left.clear()
 
 
 def slice_name(number: int, num_slices: int) -> str:
-    """What a numbered slice is called; the microbatch where there is one slice only."""
+    """The name of a slice in errors; that of its microbatch where there is one slice only."""
     microbatch, part = divmod(number, num_slices)
     whole = f"microbatch {microbatch}"
     return whole if num_slices == 1 else f"slice {part} of {whole}"

@@ -69,8 +69,7 @@ class Stage:
 
     Args:
         index: the stage's number.
-        layers: at least one.
-        first_layer: index of the first of them in the whole model.
+        first_layer: index of the stage's first layer in the whole model.
         streams: where layers draw random numbers.
         recompute_layers: keep only each layer's input, and run the layer again when its backward
             comes; layers of a captured model block by block. Only the first run changes buffers;

@@ -19,12 +19,4 @@ from penstock.timing.idle import Idle, idle_of
 from penstock.timing.measured import measured_costs
 from penstock.timing.parting import TOLERANCE, Cause, Parting, find_parting
 
-__all__ = [
-    "TOLERANCE",
-    "Cause",
-    "Idle",
-    "Parting",
-    "find_parting",
-    "idle_of",
-    "measured_costs",
-]
+__all__ = ["TOLERANCE", "Cause", "Idle", "Parting", "find_parting", "idle_of", "measured_costs"]

@@ -129,7 +129,7 @@ class Costs:
         return self._multiplied(1 / num_slices, _COMPUTE)
 
     def with_longer_hops(self, seconds: float) -> Costs:
-        """These costs with so much added to every hop."""
+        """These costs with ``seconds`` added to every hop."""
         if isinstance(self.hop, float):
             return replace(self, hop=self.hop + seconds)
         return replace(self, hop=[hop + seconds for hop in self.hop])

@@ -50,7 +50,7 @@ class Idle(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """All idle time of the rank."""
         return sum(self)
 
 

@@ -50,7 +50,7 @@ class Cause(NamedTuple):
 
     @property
     def excess(self) -> float:
-        """How much longer it took; negative if it was quicker."""
+        """How much longer the cause took than predicted; negative if it was quicker."""
         return self.measured - self.predicted
 
 
@@ -69,7 +69,7 @@ class Parting(NamedTuple):
 
     @property
     def start_excess(self) -> float:
-        """How much later it started; negative if it was early."""
+        """How much later the op started than predicted; negative if it was early."""
         return self.measured.start - self.predicted.start
 
 

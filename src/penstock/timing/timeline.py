@@ -84,24 +84,24 @@ class Timeline:
                 f"there are versions of {len(versions)} ranks, but the timeline has "
                 f"{self.num_ranks}; give one sequence per rank"
             )
-        for rank, (row, own) in enumerate(zip(self.rows, versions, strict=True)):
-            if len(row.ops) != len(own):
+        for rank, (row, read) in enumerate(zip(self.rows, versions, strict=True)):
+            if len(row.ops) != len(read):
                 raise InputError(
-                    f"rank {rank} has {len(row.ops)} ops, but {len(own)} versions; give one per op"
+                    f"rank {rank} has {len(row.ops)} ops, but {len(read)} versions; give one per op"
                 )
-            if min(own, default=0) < NO_VERSION:
+            if min(read, default=0) < NO_VERSION:
                 raise InputError(
-                    f"a version on rank {rank} is {min(own)}, but must be ≥ 0, or −1 for none"
+                    f"a version on rank {rank} is {min(read)}, but must be ≥ 0, or −1 for none"
                 )
         rows = (
-            row._replace(versions=tuple(own) or None)
-            for row, own in zip(self.rows, versions, strict=True)
+            row._replace(versions=tuple(read) or None)
+            for row, read in zip(self.rows, versions, strict=True)
         )
         return Timeline(tuple(rows), self.name, self.source)
 
     @property
     def has_versions(self) -> bool:
-        """Whether it says which version of the weights each op read."""
+        """Whether the timeline says which version of the weights each op read."""
         return all(row.versions is not None or not row.ops for row in self.rows)
 
     @cached_property
@@ -130,12 +130,12 @@ class Timeline:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks, also those without a span."""
+        """How many ranks there are, also those without a span."""
         return len(self.rows)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """In order of start on each rank; ranks one after the other."""
+        """All spans, in order of start on each rank; ranks one after the other."""
         return tuple(span for spans in self.by_rank for span in spans)
 
     @cached_property
@@ -145,7 +145,7 @@ class Timeline:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The order of ops that it shows, of every kind that was recorded."""
+        """The order of ops that the timeline shows, of every kind that was recorded."""
         return Schedule.of(self._ops, self.name)
 
     @cached_property
@@ -237,7 +237,7 @@ class Timeline:
 
     @cached_property
     def _num_stages(self) -> int:
-        return 1 + max((stage for own in self.stages_of for stage in own), default=-1)
+        return 1 + max((stage for stages in self.stages_of for stage in stages), default=-1)
 
     def to_json(self) -> str:
         """This timeline as JSON; ``from_json`` reads it back."""

@@ -16,7 +16,6 @@ class ValueFlow:
     """The values that live between the layers of a traced model.
 
     Args:
-        traced: the graph.
         segments: the nodes of each layer, in an order in which layers can run.
 
     Attributes:

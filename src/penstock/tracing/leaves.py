@@ -61,7 +61,6 @@ class WholeCall:
     """One call of a module that stays whole.
 
     Args:
-        name: the module's name.
         forward: gives tensors like those that the module returns.
         given: the call's arguments, as ``(args, kwargs)``.
 

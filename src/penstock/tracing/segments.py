@@ -118,7 +118,6 @@ def segments_of(
     What happens between two calls goes with the first; what comes before all, with the first layer.
 
     Args:
-        model: the model that was traced.
         granularity: a layer per module, or per block.
         known: if given, only layers of these names are made.
     """

@@ -56,6 +56,18 @@ class Patience(NamedTuple):
     argument: str = "deadline_seconds"
 
 
+class RankFailure(NamedTuple):
+    """What a rank that fails tells all others.
+
+    Attributes:
+        reason: why it failed.
+        number: the lowest that it had not discarded.
+    """
+
+    reason: str
+    number: int
+
+
 class Transport(ABC):
     """One rank's end of all its channels; used by one thread.
 

@@ -56,8 +56,6 @@ class PeerLink:
     """One end of the socket.
 
     Args:
-        rank: the one at this end.
-        peer: the rank at the other end.
         connection: a connected ``SOCK_SEQPACKET`` socket.
     """
 

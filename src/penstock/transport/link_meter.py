@@ -22,7 +22,7 @@ from torch import Tensor
 from penstock.cluster import Cluster, Link, Topology
 from penstock.cluster.local import host_identity, host_memory_bytes
 from penstock.cluster.measured import Fit, Pair, Seat, chosen_pairs, fit, gathered, ring_seconds
-from penstock.cluster.parts import Kind
+from penstock.cluster.parts import DeviceKind
 from penstock.errors import DeadlineError, InputError, PeerError, RunError
 from penstock.transport.rendezvous import Rendezvous
 
@@ -34,8 +34,6 @@ FEWEST_REPEATS, MOST_REPEATS = 3, 40
 
 _SUMS_SHARE = 3.0
 """How much longer than a pair the sums may take: they are measured once."""
-
-Progress = Callable[[int, int], None]
 
 
 class SummedTogether(NamedTuple):
@@ -54,7 +52,7 @@ class SummedTogether(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """What was found; the same on every rank.
+    """What was measured; the same on every rank.
 
     Attributes:
         cluster: device i is rank i's.
@@ -72,7 +70,7 @@ def measure_cluster(
     most_pairs: int = 66,
     seconds_per_pair: float = 1.0,
     deadline_seconds: float = 60.0,
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Measurement:
     """Time the links between all processes of the default group.
 
@@ -116,7 +114,7 @@ class _Meter:
                 timeout=timeout, backend="nccl" if self._on_gpu else "gloo"
             )
 
-    def run(self, most_pairs: int, progress: Progress | None) -> Measurement:
+    def run(self, most_pairs: int, progress: Callable[[int, int], None] | None) -> Measurement:
         """Everything, in the order that all ranks keep to."""
         seats = self._seats()
         pairs = chosen_pairs([seat.host for seat in seats], most_pairs)
@@ -127,7 +125,7 @@ class _Meter:
             tell(done, steps)
             with self._translated(f"measuring the link of ranks {pair[0]} and {pair[1]}", pair):
                 fits[pair] = self._pair(*pair)
-        cluster = gathered(seats, {pair: found.link for pair, found in fits.items()})
+        cluster = gathered(seats, {pair: fit.link for pair, fit in fits.items()})
         sums: tuple[SummedTogether, ...] = ()
         if self._num_ranks > 1:
             tell(len(pairs), steps)
@@ -141,7 +139,7 @@ class _Meter:
         memory_bytes = 0
         if self._on_gpu:
             memory_bytes = torch.cuda.get_device_properties(self._device).total_memory
-        kind: Kind = "gpu" if self._on_gpu else "cpu"
+        kind: DeviceKind = "gpu" if self._on_gpu else "cpu"
         own = Seat(host_identity(), kind, memory_bytes, host_memory_bytes())
         return self._meeting.exchange(own, Seat, "to say where it runs")
 

@@ -36,7 +36,7 @@ _SIGNED = frozenset({tuple, list, dict})
 _IN_SIGNATURES = frozenset({type(None), bool, int, str})
 _NO_NOTE = bytes(NOTE_BYTES)
 
-Bytes = npt.NDArray[np.uint8]
+Buffer = npt.NDArray[np.uint8]
 
 
 class BlockKind(IntEnum):
@@ -84,7 +84,7 @@ class BlockPlace(NamedTuple):
             return None
         return self._shaped(block[self.offset : self.offset + self.num_bytes].view(self.dtype))
 
-    def read_end(self, block: Bytes) -> Tensor:
+    def read_end(self, block: Buffer) -> Tensor:
         """The tensor in a block that has come."""
         if not self.num_values:
             return torch.empty(self.shape, dtype=self.dtype)
@@ -131,11 +131,7 @@ class BlockLayout:
 
 
 class Packer:
-    """Turns the values of one rank's channels into blocks, and blocks into values.
-
-    Args:
-        codec: describes values.
-    """
+    """Turns the values of one rank's channels into blocks, and blocks into values."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
@@ -176,7 +172,7 @@ class Packer:
                 refuse(edge, error)
         return last
 
-    def unpack(self, edge: Edge, block: Bytes, layout: BlockLayout, note: bytes = b"") -> Any:
+    def unpack(self, edge: Edge, block: Buffer, layout: BlockLayout, note: bytes = b"") -> Any:
         """The value in a block, ``Noted`` if there is a note with it; its tensors use the block as
         their memory and keep it alive.
 
@@ -204,7 +200,7 @@ class Packer:
         return Noted(value, note) if note else value
 
 
-def tensors_in(edge: Edge, block: Bytes, layout: BlockLayout) -> list[Tensor]:
+def tensors_in(edge: Edge, block: Buffer, layout: BlockLayout) -> list[Tensor]:
     """The tensors in a block that has come over an edge; each counts its own versions.
 
     Overwriting one must not make autograd think that another was, which two views of one tensor

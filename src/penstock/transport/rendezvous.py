@@ -117,13 +117,7 @@ class Rendezvous:
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        num_ranks: int,
-        purpose: str,
-        seconds: float,
-        remedy: str,
+        self, store: Store, rank: int, num_ranks: int, purpose: str, seconds: float, remedy: str
     ) -> None:
         self.rank, self.num_ranks = rank, num_ranks
         self._purpose, self._remedy = purpose, remedy

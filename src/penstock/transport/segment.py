@@ -27,7 +27,6 @@ def allocate(num_bytes: int, rank: int, purpose: str) -> tuple[mmap.mmap, int]:
     All of it is there at once: a lack of memory is an error here, not a SIGBUS later.
 
     Args:
-        num_bytes: its size.
         rank: who asks, for errors.
         purpose: what for, for errors.
 

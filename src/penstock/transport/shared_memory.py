@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.transport import segment
-from penstock.transport.base import Edge, Noted, Patience, Transport, overdue
+from penstock.transport.base import Edge, Noted, Patience, RankFailure, Transport, overdue
 from penstock.transport.link import Notice, NoticeKind, PeerLink
 from penstock.transport.packing import BlockLayout, Packer
 from penstock.transport.slots import RemoteSlot, Slot, SlotPool, segment_size
@@ -55,12 +55,6 @@ class _Arrival(NamedTuple):
     slot: RemoteSlot
     layout: BlockLayout
     note: bytes
-
-
-class _Failure(NamedTuple):
-    reason: str
-    number: int
-    """The lowest number that the failing rank had not discarded."""
 
 
 class _Peer:
@@ -84,7 +78,6 @@ class SharedMemoryTransport(Transport):
     """One rank's end of all channels to other processes of this host.
 
     Args:
-        rank: the one at this end.
         connections: a connected ``SOCK_SEQPACKET`` socket to each other rank; they are closed with
             the transport.
         deadline_seconds: how long a message may take, unless ``patience`` is changed.
@@ -113,7 +106,7 @@ class SharedMemoryTransport(Transport):
         self._lent: deque[RemoteSlot] = deque()
         self._awaited: Edge | None = None
         self._lowest = 0
-        self._failure: _Failure | None = None
+        self._failure: RankFailure | None = None
         self._closed: str | None = None
         links = [peer.link for peer in self._peers.values()]
         self._goodbye = weakref.finalize(self, _leave, links, os.getpid(), "its process ended")
@@ -265,7 +258,7 @@ class SharedMemoryTransport(Transport):
         elif kind is NoticeKind.CLOSED:
             peer.farewell = f"rank {peer.rank} closed its pipeline ({text})"
         elif number >= self._lowest and self._failure is None:
-            self._failure = _Failure(text, number)
+            self._failure = RankFailure(text, number)
 
     def _arrive(self, peer: _Peer, index: int, edge: Edge, number: int) -> None:
         slot = peer.remote_slots.get(index)

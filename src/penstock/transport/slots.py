@@ -25,7 +25,7 @@ from torch import Tensor
 
 from penstock.transport import packing
 from penstock.transport.base import Edge
-from penstock.transport.packing import BlockLayout, Bytes, Prefix
+from penstock.transport.packing import BlockLayout, Buffer, Prefix
 
 _BLOCK_START = 64
 """Where the block begins in a slot, in bytes; the state has a cache line of its own."""
@@ -166,7 +166,7 @@ class RemoteSlot:
     def __init__(self, memory: mmap.mmap) -> None:
         self._state = memoryview(memory)[:1]
         self._bytes = memoryview(memory)[_BLOCK_START:]
-        self._block: Bytes = np.frombuffer(memory, dtype=np.uint8)[_BLOCK_START:]
+        self._block: Buffer = np.frombuffer(memory, dtype=np.uint8)[_BLOCK_START:]
         self._layout: BlockLayout | None = None
         self._lasting: list[Tensor] = []
         self._memories: list[_Memory] = []

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from penstock.errors import DeadlineError, PeerError, RunError
-from penstock.transport.base import Edge, Patience, Transport, overdue
+from penstock.transport.base import Edge, Patience, RankFailure, Transport, overdue
 
 
 class _Message(NamedTuple):
@@ -17,18 +17,12 @@ class _Message(NamedTuple):
     value: Any
 
 
-class _Failure(NamedTuple):
-    reason: str
-    number: int
-    """The lowest number that the failing rank had not discarded."""
-
-
 class _Farewell(NamedTuple):
     rank: int
     reason: str
 
 
-_Notice = _Message | _Failure | _Farewell
+_Notice = _Message | RankFailure | _Farewell
 
 
 class ThreadExchange:
@@ -82,7 +76,7 @@ class ThreadTransport(Transport):
             case _Message(edge, number, value):
                 if number >= self._lowest:
                     self._early[edge, number] = value
-            case _Failure(reason, number):
+            case RankFailure(reason, number):
                 if number >= self._lowest:
                     raise PeerError(f"{waiting}: cancelled because {reason}", reason)
             case _Farewell(rank, reason):
@@ -96,7 +90,7 @@ class ThreadTransport(Transport):
 
     def fail(self, reason: str, edges: Iterable[Edge]) -> None:
         # All ranks share this process, so none needs to hear it from a neighbour.
-        self._tell_all(_Failure(reason, self._lowest))
+        self._tell_all(RankFailure(reason, self._lowest))
 
     def flush(self) -> None:
         """Nothing is ever under way: the receiver's inbox has it at once."""

@@ -4,14 +4,14 @@ from penstock.trial.contestants import Contestant, on_one_device, pipelined
 from penstock.trial.curvature import largest_curvature, stage_curvatures
 from penstock.trial.proof import prove, steps_needed
 from penstock.trial.result import Trial
-from penstock.trial.trial import Progress, run_trial
+from penstock.trial.trial import ContestProgress, run_trial
 from penstock.trial.verdict import Difference, Proof, ProofRow
 from penstock.trial.workload import Workload
 
 __all__ = [
+    "ContestProgress",
     "Contestant",
     "Difference",
-    "Progress",
     "Proof",
     "ProofRow",
     "Trial",

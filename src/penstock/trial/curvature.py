@@ -17,10 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from penstock.errors import InputError, ModelError
 from penstock.model.spine import NamedLayer, spine_fingerprint, spine_of
 from penstock.plans import Plan
+from penstock.profiler.alone import Progress
 from penstock.trial.workload import Batch, Workload
-
-Progress = Callable[[int, int], None]
-"""Called with (stages done, stages in all)."""
 
 _ONCE = once_differentiable(lambda *_: None).__code__
 """The code of every function that torch's decorator has marked; it leaves no other sign."""
@@ -45,7 +43,6 @@ def largest_curvature(
     the only one that can be differentiated twice.
 
     Args:
-        model: the model that has the parameters.
         loss: from (output, targets) to a scalar.
         batch: (inputs, targets) of one minibatch.
         parameters: those to look at; frozen ones are left out, and without any the answer is 0.
@@ -75,7 +72,7 @@ def stage_curvatures(
         workload: its model, loss and minibatch.
         plan: made for its model; says which layers each stage has.
         steps: Hessian-vector products per stage.
-        progress: called after every stage.
+        progress: called with (stages done, stages in all).
 
     Raises:
         InputError: as ``largest_curvature``, or there is no minibatch.

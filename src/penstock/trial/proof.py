@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from math import inf, sqrt
@@ -25,6 +25,7 @@ from penstock.model.spine import spine_fingerprint, spine_of
 from penstock.pipeline import Pipeline
 from penstock.plans import Plan
 from penstock.plans.explanation import steady_minibatch
+from penstock.profiler.alone import Progress
 from penstock.run.drive.joining import several_processes
 from penstock.timing.timeline import Timeline
 from penstock.trial.contestants import intra_op_threads
@@ -34,9 +35,6 @@ from penstock.trial.reference.single_device import SingleDevice
 from penstock.trial.verdict import Difference, Proof, ProofRow
 from penstock.trial.workload import Batch, Workload
 from penstock.versions import PipeMare, Predict
-
-Progress = Callable[[int, int], None]
-"""Called with (minibatches trained on both sides together, minibatches in all)."""
 
 _SEED = 0
 _USUAL_STEPS = 5
@@ -66,10 +64,9 @@ def prove(
     of its dtype: 3e-4 in float32, 1.5e-8 in float64), or by 16 units in the last place.
 
     Args:
-        workload: what to train.
         plan: made for its model.
         num_steps: minibatches; by default 5, or more if the steady state needs more.
-        progress: called now and then.
+        progress: called with (minibatches trained on both sides together, minibatches in all).
         float64: train in float64 on both sides, where another order of sums hides nothing.
 
     Raises:
@@ -151,7 +148,7 @@ class Sides:
         """
         model, twin = workload.build_model(), workload.build_model()
         layers = layers_of_stages(model, plan)
-        rounding = _rounding(plan, [layer.module for own in layers for layer in own])
+        rounding = _rounding(plan, [layer.module for stage in layers for layer in stage])
         if float64:
             model, twin = model.double(), twin.double()
             plan = replace(plan, model=spine_fingerprint(spine_of(model)))
@@ -171,11 +168,11 @@ class Sides:
 
     def _check_equal(self) -> None:
         for stage, names in enumerate(self.names):
-            for name, found in zip(names, self.differences(stage), strict=True):
-                if found.absolute:
+            for name, apart in zip(names, self.differences(stage), strict=True):
+                if apart.absolute:
                     raise InputError(
                         "build_model gives other weights at each call, so there is nothing to "
-                        f"compare: first {name!r} of stage {stage}, by {found.absolute:.2g}; call "
+                        f"compare: first {name!r} of stage {stage}, by {apart.absolute:.2g}; call "
                         "torch.manual_seed in it"
                     )
 

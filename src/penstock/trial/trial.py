@@ -11,7 +11,7 @@ from penstock.trial.contestants import Contestant, on_one_device, pipelined
 from penstock.trial.result import Trial
 from penstock.trial.workload import Batch, Workload
 
-Progress = Callable[[Contestant], None]
+ContestProgress = Callable[[Contestant], None]
 """Called after every step of every contestant."""
 
 _TURN = 5
@@ -24,7 +24,7 @@ def run_trial(
     *,
     compare: bool = True,
     evaluate_every: int = 10,
-    progress: Progress | None = None,
+    progress: ContestProgress | None = None,
 ) -> Trial:
     """Train through the pipeline and, if asked to ``compare``, on one device beside it.
 
@@ -34,7 +34,6 @@ def run_trial(
     minibatches all the same, so that all take turns on an equally noisy machine.
 
     Args:
-        workload: what to train.
         plan: made for its model.
         num_steps: minibatches, at least 1.
         compare: train the single-device twins too.
@@ -80,7 +79,7 @@ def _take_turn(
     batches: Sequence[Batch],
     workload: Workload,
     evaluate_every: int,
-    progress: Progress | None,
+    progress: ContestProgress | None,
 ) -> None:
     if not contestant.flushes:
         before = len(contestant.losses)

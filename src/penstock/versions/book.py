@@ -30,9 +30,7 @@ def trace(ops: Sequence[Op], policy: Policy, rounds: Rounds, num_stages: int) ->
 
     Args:
         ops: all that the rank performs, updates included (``schedule.lower.add_updates``).
-        policy: says which version a pass reads.
         rounds: say which update a microbatch's gradient is part of.
-        num_stages: how many the pipeline has.
     """
     stages: dict[int, VersionBook] = {}
     versions = []
@@ -47,7 +45,6 @@ def versions_read(stream: Schedule, policy: Policy, rounds: Rounds) -> list[tupl
 
     Args:
         stream: with updates.
-        policy: says which version a pass reads.
         rounds: say which update a microbatch's gradient is part of.
     """
     return [trace(ops, policy, rounds, stream.num_stages).versions for ops in stream.ranks]

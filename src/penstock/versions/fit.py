@@ -16,8 +16,6 @@ def place_of(policy: Policy, replicas: Sequence[int], stage: int, num_microbatch
     Args:
         policy: says what an update is made of.
         replicas: how many each stage has.
-        stage: its number, from 0.
-        num_microbatches: how many a minibatch has.
     """
     whole = policy.updates == "minibatch"
     per_update = num_microbatches / replicas[stage] if whole else 1.0
@@ -59,10 +57,8 @@ def check_policy(
     """Raise ``InputError`` if a policy does not go with a plan.
 
     Args:
-        policy: the plan's.
         schedule: the name of the plan's family.
         replicas: how many each stage has.
-        num_microbatches: how many a minibatch has.
     """
     if policy.asynchronous and policy.family != schedule:
         raise InputError(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.errors import RunError
-from penstock.run.seals import Call, Mode, Next, Seal, autocast_codes, check_alike, modes_of
+from penstock.run.seals import Call, Modes, Next, Seal, autocast_codes, check_alike, modes_of
 from penstock.transport.base import NOTE_BYTES
 
 STEP = Seal(Call.STEP, inputs=5, targets=7)
@@ -49,7 +49,7 @@ def test_what_comes_to_the_same_is_no_difference(other):
              "autocast of cuda is another dtype on rank 1, but off on rank 0"),
         ),
         (
-            {"modes": Mode.EVALUATION},
+            {"modes": Modes.EVALUATION},
             ("the layers are in training mode on rank 0, but in evaluation mode on rank 1",
              "the layers are in evaluation mode on rank 1, but in training mode on rank 0"),
         ),
@@ -70,7 +70,7 @@ def test_what_comes_to_the_same_is_no_difference(other):
     ],
 )  # fmt: skip
 def test_each_rank_is_told_what_both_do(change, messages):
-    own = STEP._replace(modes=Mode.TRAINING)
+    own = STEP._replace(modes=Modes.TRAINING)
     for text, message in zip(told(own, own._replace(**change)), messages, strict=True):
         assert text.startswith(f"here: {message}")
 
@@ -99,13 +99,13 @@ def test_codes_of_autocast():
 
 def test_modes_tell_every_module():
     model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2))
-    assert modes_of([]) == Mode.NOT_COMPARED
-    assert modes_of(model.modules()) == Mode.TRAINING
+    assert modes_of([]) == Modes.NOT_COMPARED
+    assert modes_of(model.modules()) == Modes.TRAINING
     found = set()
     for module in model:
         model.train()
         module.eval()
         found.add(modes_of(model.modules()))
     assert len(found) == 2
-    assert min(found) >= len(Mode)
-    assert modes_of(model.eval().modules()) == Mode.EVALUATION
+    assert min(found) >= len(Modes)
+    assert modes_of(model.eval().modules()) == Modes.EVALUATION

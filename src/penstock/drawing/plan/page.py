@@ -20,12 +20,12 @@ _SIZE = re.compile(r'width="(\d+)" height="(\d+)"')
 def plan_with_timeline_text(
     picture: PlanPicture, timeline: Timeline, versions: bool = False
 ) -> str:
-    """Draw both with characters."""
+    """Draw a plan and its predicted timeline with characters."""
     return f"{plan_text(picture)}\n\n{text(timeline, versions=versions)}"
 
 
 def plan_with_timeline_svg(picture: PlanPicture, timeline: Timeline, versions: bool = False) -> str:
-    """Draw both into a standalone SVG document."""
+    """Draw a plan and its predicted timeline as one standalone SVG document."""
     steps = svg(timeline, versions=versions)
     width = min(max(_size(steps)[0], NARROWEST), WIDEST)
     return _below_each_other([plan_svg(picture, width), steps], picture.title)
@@ -40,9 +40,9 @@ def _size(picture: str) -> tuple[int, int]:
 def _below_each_other(documents: Sequence[str], words: str) -> str:
     """SVG documents inside a larger one."""
     parts, width, top = [], 0, 0
-    for one in documents:
-        own_width, own_height = _size(one)
-        parts.append(inline(one).replace("<svg", f'<svg y="{top}"', 1))
+    for picture in documents:
+        own_width, own_height = _size(picture)
+        parts.append(inline(picture).replace("<svg", f'<svg y="{top}"', 1))
         width, top = max(width, own_width), top + own_height
     # The style sheets inside hold for the whole document, so this ground has their colour.
     paper = tag("rect", class_="paper", width=width, height=top)
@@ -60,7 +60,7 @@ def _below_each_other(documents: Sequence[str], words: str) -> str:
 
 
 def plan_page(picture: PlanPicture, timeline: Timeline, versions: bool = False) -> str:
-    """Draw both as a self-contained HTML page."""
+    """Draw a plan and its predicted timeline as a self-contained HTML page."""
     facts = tag("p", escaped(" · ".join(picture.facts)), class_="subtitle")
     reason = tag("p", escaped(picture.reason)) if picture.reason else ""
     head = f"<header>{tag('h1', escaped(picture.title))}{facts}{reason}</header>"
@@ -81,10 +81,10 @@ def _card(title: str, body: str) -> str:
 
 def _table(choices: Choices) -> str:
     head = "".join(
-        f'<th scope="col"{_words(choices, at)}>{escaped(name)}</th>'
-        for at, name in enumerate(choices.columns)
+        f'<th scope="col"{_words(choices, column)}>{escaped(name)}</th>'
+        for column, name in enumerate(choices.columns)
     )
-    rows = lines(f"<tr>{_cells(choices, at)}</tr>" for at in range(len(choices.rows)))
+    rows = lines(f"<tr>{_cells(choices, row)}</tr>" for row in range(len(choices.rows)))
     return (
         '<div class="scroll" tabindex="0" role="region" aria-label="What else there was">\n'
         f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>\n</div>"
@@ -96,7 +96,7 @@ def _cells(choices: Choices, row: int) -> str:
     if row == choices.chosen:
         rest = [f"<b>{cell}</b>" if cell else "" for cell in rest]
     numbered = enumerate(rest, start=1)
-    cells = "".join(f"<td{_words(choices, at)}>{cell}</td>" for at, cell in numbered)
+    cells = "".join(f"<td{_words(choices, column)}>{cell}</td>" for column, cell in numbered)
     return f'<th scope="row" class="words">{first}</th>{cells}'
 
 

@@ -18,7 +18,7 @@ work."""
 
 
 @dataclass(frozen=True)
-class Block:
+class StageBlock:
     """One stage on one rank.
 
     Attributes:
@@ -34,7 +34,7 @@ class Block:
 
     @property
     def seconds(self) -> float:
-        """What all parts take together."""
+        """Seconds of all parts together."""
         return sum(length for _, length in self.parts)
 
 
@@ -45,7 +45,7 @@ class DeviceRow:
     Attributes:
         name: of the device, or of the rank.
         memory: bytes, one number for each of ``MEMORY_PARTS``.
-        limit_bytes: what it has; 0 where nobody says.
+        limit_bytes: memory that the device has; 0 where nobody says.
     """
 
     name: str
@@ -54,17 +54,17 @@ class DeviceRow:
 
     @property
     def memory_bytes(self) -> int:
-        """All of it."""
+        """Bytes that the device needs in all."""
         return sum(self.memory)
 
     @property
     def over_bytes(self) -> int:
-        """How much more it needs than it has."""
+        """Bytes that the device needs beyond those that it has."""
         return max(self.memory_bytes - self.limit_bytes, 0) if self.limit_bytes else 0
 
     @property
     def memory_words(self) -> str:
-        """What it needs, and of how much; nothing where nobody knows."""
+        """How much memory the device needs, and has, in words; nothing where nobody knows."""
         if not self.memory_bytes:
             return f"of {picture_bytes(self.limit_bytes)}" if self.limit_bytes else ""
         needed = picture_bytes(self.memory_bytes)
@@ -78,12 +78,12 @@ class RankRow:
     """One rank: the blocks that it runs, one after another, and its devices; several where they
     share every layer."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[StageBlock, ...]
     devices: tuple[DeviceRow, ...]
 
     @property
     def seconds(self) -> float:
-        """What it does per microbatch of the minibatch."""
+        """Seconds that the rank works per microbatch of the minibatch."""
         return sum(block.seconds for block in self.blocks)
 
 
@@ -116,7 +116,7 @@ class RankGroup:
 
     @property
     def devices(self) -> tuple[DeviceRow, ...]:
-        """The devices of all its ranks."""
+        """The devices of all ranks of the group."""
         return tuple(device for rank in self.ranks for device in rank.devices)
 
 
@@ -125,11 +125,10 @@ class Flow:
     """What goes from one group of ranks to another, and as gradients comes back.
 
     Attributes:
-        source: index of the group.
-        target: likewise, another one.
-        stages: those behind whose output it goes.
-        num_bytes: per microbatch and stage.
-        seconds: until it can be used.
+        source, target: indices of the two groups.
+        stages: the stages whose outputs flow.
+        num_bytes: size of an output, per microbatch.
+        seconds: how long until an output can be used.
     """
 
     source: int
@@ -176,9 +175,9 @@ class PlanPicture:
     Attributes:
         title: schedule, stages, ranks, microbatches.
         facts: what is predicted, each a few words.
-        reason: why it was chosen; may be empty.
-        groups: in the order of ranks.
-        flows: between them.
+        reason: why the plan was chosen; may be empty.
+        groups: all ranks, in their order.
+        flows: what goes between the groups.
         choices: what else there was, if anything.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 from penstock.drawing.layer_names import first_to_last, how_many
@@ -23,14 +24,14 @@ class Drawn(NamedTuple):
 
 def wrapped(text: str, size: float, width: float) -> list[str]:
     """``text`` in lines that are at most ``width`` wide, if its words are; none for no text."""
-    found: list[str] = []
+    broken: list[str] = []
     for word in text.split(" ") if text else ():
-        longer = f"{found[-1]} {word}" if found else word
-        if found and text_width(longer, size) <= width:
-            found[-1] = longer
+        longer = f"{broken[-1]} {word}" if broken else word
+        if broken and text_width(longer, size) <= width:
+            broken[-1] = longer
         else:
-            found.append(word)
-    return [shortened(line, size, width) for line in found]
+            broken.append(word)
+    return [shortened(line, size, width) for line in broken]
 
 
 def shortened_layers(names: Sequence[str], size: float, width: float) -> str:
@@ -79,19 +80,19 @@ def choices_table(choices: Choices, left: float, top: float, width: float) -> Dr
     rows = (choices.columns, *choices.rows)
     widths = _column_widths(choices, rows, width)
     parts, rules = [], ""
-    for at, row in enumerate(rows):
+    for index, row in enumerate(rows):
         x, deepest = left, 1
         for column, (cell, room) in enumerate(zip(row, widths, strict=True)):
             text = choices.is_text(column)
             told = wrapped(cell, _SIZE, room) if text else [cell]
             deepest = max(deepest, len(told))
-            class_ = "muted small" if at == 0 else _style(choices, at - 1, column)
+            class_ = "muted small" if index == 0 else _style(choices, index - 1, column)
             end = x if text else x + room
             anchor = {} if text else {"text_anchor": "end"}
             parts += [
-                write(end, top + 14 + 15 * line, one, class_, **anchor)
-                for line, one in enumerate(told)
-                if one
+                write(end, top + 14 + 15 * number, line, class_, **anchor)
+                for number, line in enumerate(told)
+                if line
             ]
             x += room + _BETWEEN
         top += 7 + 15 * deepest
@@ -105,9 +106,12 @@ def _style(choices: Choices, row: int, column: int) -> str:
 
 def _column_widths(choices: Choices, rows: Sequence[Sequence[str]], width: float) -> list[float]:
     """The width of each column; those of words shrink by the same share until all fit."""
-    wanted = [max(text_width(row[at], _SIZE * 1.04) for row in rows) for at in range(len(rows[0]))]
+    wanted = [
+        max(text_width(cell, _SIZE * 1.04) for cell in cells) for cells in zip(*rows, strict=True)
+    ]
+    shrinks = [column > 0 and choices.is_text(column) for column in range(len(wanted))]
     room = width - _BETWEEN * (len(wanted) - 1)
-    numbers = sum(one for at, one in enumerate(wanted) if not choices.is_text(at) or at == 0)
-    words = sum(one for at, one in enumerate(wanted) if choices.is_text(at) and at)
+    words = sum(compress(wanted, shrinks))
+    numbers = sum(own for own, does in zip(wanted, shrinks, strict=True) if not does)
     share = min(1.0, max(room - numbers, _LEAST) / words) if words else 1.0
-    return [one * share if choices.is_text(at) and at else one for at, one in enumerate(wanted)]
+    return [own * share if does else own for own, does in zip(wanted, shrinks, strict=True)]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from penstock.drawing.axes import tick_label, ticks
 from penstock.drawing.markup import (
+    Rectangle,
     coordinate,
     document,
     escaped,
@@ -24,13 +25,13 @@ from penstock.drawing.markup import (
 )
 from penstock.drawing.plan.picture import (
     MEMORY_PARTS,
-    Block,
     DeviceRow,
     Flow,
     Heading,
     PlanPicture,
     RankGroup,
     RankRow,
+    StageBlock,
 )
 from penstock.drawing.plan.sheet import (
     choices_table,
@@ -60,12 +61,9 @@ _OVER = (
 )
 """What stands over the part of a bar that does not fit, known without its colour."""
 
-_Place = tuple[float, float, float, float]
-"""x, y, width and height in pixels."""
-
 
 @dataclass
-class _Frame:
+class _Sheet:
     """Where everything goes, in pixels, and what has been drawn."""
 
     picture: PlanPicture
@@ -99,33 +97,32 @@ def plan_svg(
     """Draw a plan as a standalone SVG document.
 
     Args:
-        picture: what it shows.
         width: in pixels.
         head: whether title, facts and reason stand above it.
         choices: whether the other choices stand below it.
     """
-    frame = _frame(picture, width)
-    top = _head(frame, _MARGIN) if head else _MARGIN
-    top = _columns(frame, top)
+    sheet = _sheet(picture, width)
+    top = _head(sheet, _MARGIN) if head else _MARGIN
+    top = _columns(sheet, top)
     for index, group in enumerate(picture.groups):
-        top = _card(frame, index, group, top)
-    _far_flows(frame)
-    top = _axis(frame, top)
+        top = _card(sheet, index, group, top)
+    _far_flows(sheet)
+    top = _axis(sheet, top)
     for drawn in legend_lines(_entries(picture), _MARGIN, top, width):
-        frame.parts.append(drawn.markup)
+        sheet.parts.append(drawn.markup)
         top = drawn.bottom
     if choices and picture.choices:
         drawn = choices_table(picture.choices, _MARGIN, top + 12, width - 2 * _MARGIN)
-        frame.parts.append(drawn.markup)
+        sheet.parts.append(drawn.markup)
         top = drawn.bottom
     words = f"{picture.title}: {'; '.join(picture.facts)}"
     style = tag("style", f"\n{resource('plan.css')}\n")
     definitions = lines([style, tag("defs", patterns(picture.kinds) + _OVER)])
     size = round(width), round(top + _MARGIN)
-    return document("timeline plan", size, words, "timeline.css", frame.parts, definitions)
+    return document("timeline plan", size, words, "timeline.css", sheet.parts, definitions)
 
 
-def _frame(picture: PlanPicture, width: float) -> _Frame:
+def _sheet(picture: PlanPicture, width: float) -> _Sheet:
     names = max((text_width(device.name, 12) for device in picture.devices), default=0.0)
     left = _MARGIN + _PADDING + min(names, _WIDEST_NAME) + 10
     lanes = len(picture.far_flows)
@@ -134,113 +131,115 @@ def _frame(picture: PlanPicture, width: float) -> _Frame:
     memory_left = card_right - _PADDING - words - 8 - _MEMORY_SHARE * width
     right = memory_left - _AFTER_BLOCKS
     unit = unit_of_seconds(picture.beat)
-    return _Frame(picture, width, left, right, memory_left, card_right, unit)
+    return _Sheet(picture, width, left, right, memory_left, card_right, unit)
 
 
-def _head(frame: _Frame, top: float) -> float:
-    picture, room = frame.picture, frame.width - 2 * _MARGIN
-    frame.parts.append(write(_MARGIN, top + 14, shortened(picture.title, 15, room), "title"))
+def _head(sheet: _Sheet, top: float) -> float:
+    picture, room = sheet.picture, sheet.width - 2 * _MARGIN
+    sheet.parts.append(write(_MARGIN, top + 14, shortened(picture.title, 15, room), "title"))
     top += 22
     for line in wrapped(" · ".join(picture.facts), 12, room):
-        frame.parts.append(write(_MARGIN, top + 12, line, "muted"))
+        sheet.parts.append(write(_MARGIN, top + 12, line, "muted"))
         top += 17
     for line in wrapped(picture.reason, 12, room):
-        frame.parts.append(write(_MARGIN, top + 12, line))
+        sheet.parts.append(write(_MARGIN, top + 12, line))
         top += 17
     return top + 8
 
 
-def _columns(frame: _Frame, top: float) -> float:
+def _columns(sheet: _Sheet, top: float) -> float:
     """The names of the columns."""
-    any_memory = any(device.memory_bytes for device in frame.picture.devices)
-    told = "each rank's time per microbatch" if frame.picture.beat else "no times are known"
-    frame.parts += [
-        write(frame.left, top + 12, told, "muted small"),
-        write(frame.memory_left, top + 12, "memory" if any_memory else "", "muted small"),
+    any_memory = any(device.memory_bytes for device in sheet.picture.devices)
+    told = "each rank's time per microbatch" if sheet.picture.beat else "no times are known"
+    sheet.parts += [
+        write(sheet.left, top + 12, told, "muted small"),
+        write(sheet.memory_left, top + 12, "memory" if any_memory else "", "muted small"),
     ]
     return top + 18
 
 
-def _card(frame: _Frame, index: int, group: RankGroup, top: float) -> float:
+def _card(sheet: _Sheet, index: int, group: RankGroup, top: float) -> float:
     """A group of ranks, and below it what goes to the next one; returns where that ends."""
-    at = len(frame.parts)
+    behind = len(sheet.parts)
     height = top + 6
     for heading in group.headings:
-        height = _heading(frame, heading, height)
+        height = _heading(sheet, heading, height)
     for rank in group.ranks:
-        height = _rank(frame, rank, height)
+        height = _rank(sheet, rank, height)
     height += 4
-    place = (_MARGIN, top, frame.card_right - _MARGIN, height - top)
-    frame.parts.insert(at, _rectangle(place, class_="card", rx=6))
-    frame.cards.append((top, height))
-    if index + 1 < len(frame.picture.groups):
-        return _flows(frame, frame.picture.neighbours(index), index, height)
+    place = (_MARGIN, top, sheet.card_right - _MARGIN, height - top)
+    sheet.parts.insert(behind, _rectangle(place, class_="card", rx=6))
+    sheet.cards.append((top, height))
+    if index + 1 < len(sheet.picture.groups):
+        return _flows(sheet, sheet.picture.neighbours(index), index, height)
     return height + _GAP
 
 
-def _heading(frame: _Frame, heading: Heading, top: float) -> float:
+def _heading(sheet: _Sheet, heading: Heading, top: float) -> float:
     """Stage and layers, and its remarks at the end of the line or, for want of room, below."""
-    left, right = _MARGIN + _PADDING, frame.card_right - _PADDING
+    left, right = _MARGIN + _PADDING, sheet.card_right - _PADDING
     name, told = f"stage {heading.stage}", " · ".join(heading.remarks)
     start = left + text_width(name, 12) + 10
     room = right - start - text_width(told, 11) - 16
     own_line = room < text_width(heading.layer_words, 12)
     layers = shortened_layers(heading.layers, 12, right - start if own_line else room)
     title = tag("title", escaped(", ".join(heading.layers)))
-    frame.parts += [
-        tag("g", title + write(left, top + 12, name, "strong") + write(start, top + 12, layers)),
+    sheet.parts += [
+        tag("g", title + write(left, top + 12, name, "strong") + write(start, top + 12, layers))
     ]
     if not told:
         return top + _HEADING
     if not own_line:
-        frame.parts.append(write(right, top + 12, told, "muted small", text_anchor="end"))
+        sheet.parts.append(write(right, top + 12, told, "muted small", text_anchor="end"))
         return top + _HEADING
     for line in wrapped(told, 11, right - start):
         top += 16
-        frame.parts.append(write(start, top + 11, line, "muted small"))
+        sheet.parts.append(write(start, top + 11, line, "muted small"))
     return top + _HEADING
 
 
-def _rank(frame: _Frame, rank: RankRow, top: float) -> float:
+def _rank(sheet: _Sheet, rank: RankRow, top: float) -> float:
     """The rows of a rank's devices."""
     bottom = top + _ROW * len(rank.devices)
-    lane = (frame.left, top + 3, frame.right - frame.left, bottom - top - 6)
-    frame.parts.append(_rectangle(lane, class_="lane", rx=2))
-    x = frame.left
+    lane = (sheet.left, top + 3, sheet.right - sheet.left, bottom - top - 6)
+    sheet.parts.append(_rectangle(lane, class_="lane", rx=2))
+    x = sheet.left
     for block in rank.blocks:
-        x = _block(frame, block, len(rank.blocks), (x, top + 2, bottom - top - 4))
-    if frame.picture.beat:
-        share = f"{rank.seconds / frame.picture.beat:.0%}"
+        x = _block(sheet, block, len(rank.blocks), (x, top + 2, bottom - top - 4))
+    if sheet.picture.beat:
+        share = f"{rank.seconds / sheet.picture.beat:.0%}"
         # The line of the beat would strike it through.
-        x = x if x + 8 + text_width(share, 11) < frame.right else frame.right
-        frame.parts.append(write(x + 6, (top + bottom) / 2 + 4, share, "muted small"))
-        frame.beat_path += f"M{coordinate(frame.right)} {coordinate(top)}V{coordinate(bottom)}"
+        x = x if x + 8 + text_width(share, 11) < sheet.right else sheet.right
+        sheet.parts.append(write(x + 6, (top + bottom) / 2 + 4, share, "muted small"))
+        sheet.beat_path += f"M{coordinate(sheet.right)} {coordinate(top)}V{coordinate(bottom)}"
     for device in rank.devices:
         name = without_beginning(device.name, 12, _WIDEST_NAME)
-        frame.parts.append(write(_MARGIN + _PADDING, top + _ROW / 2 + 4, name))
-        _memory(frame, device, top)
+        sheet.parts.append(write(_MARGIN + _PADDING, top + _ROW / 2 + 4, name))
+        _memory(sheet, device, top)
         top += _ROW
     return bottom
 
 
-def _block(frame: _Frame, block: Block, count: int, place: tuple[float, float, float]) -> float:
+def _block(
+    sheet: _Sheet, block: StageBlock, count: int, place: tuple[float, float, float]
+) -> float:
     """A stage's share of a row, from ``place`` (x, top, height); returns where it ends."""
     x, top, height = place
-    if not frame.picture.beat:
-        width = (frame.right - frame.left) / count
+    if not sheet.picture.beat:
+        width = (sheet.right - sheet.left) / count
         box = _rectangle((x + 1, top, width - 2, height), class_="unknown", rx=3)
         middle = top + height / 2 + 4
         words = write(x + width / 2, middle, f"stage {block.stage}", "known")
-        frame.parts.append(tag("g", box + words, class_="block"))
+        sheet.parts.append(tag("g", box + words, class_="block"))
         return x + width
     for kind, length in block.parts:
-        width = length * frame.scale
-        frame.parts.append(_part(block, kind, length, (x, top, width, height)))
+        width = length * sheet.scale
+        sheet.parts.append(_part(block, kind, length, (x, top, width, height)))
         x += width
     return x
 
 
-def _part(block: Block, kind: Kind, length: float, place: _Place) -> str:
+def _part(block: StageBlock, kind: Kind, length: float, place: Rectangle) -> str:
     x, top, width, height = place
     gap = 0.5 if width > 4 else 0.0
     told = f"stage {block.stage}, {WORDS[kind]}: {picture_seconds(length)} per microbatch"
@@ -248,7 +247,7 @@ def _part(block: Block, kind: Kind, length: float, place: _Place) -> str:
     corner = 2.0 if width > 8 else 0.0
     parts = [tag("title", told), _rectangle(inner, rx=corner, **paint(kind, block.shade))]
     labels = (f"{block.stage}{LETTERS[kind]}", LETTERS[kind])
-    label = next((one for one in labels if text_width(one, 11) + 4 <= width), None)
+    label = next((label for label in labels if text_width(label, 11) + 4 <= width), None)
     if label:
         y = top + height / 2 + 4
         class_ = ink(kind, block.shade)
@@ -256,48 +255,48 @@ def _part(block: Block, kind: Kind, length: float, place: _Place) -> str:
     return tag("g", "".join(parts), class_="block")
 
 
-def _rectangle(place: _Place, content: str = "", rx: float = 0.0, **paints: str) -> str:
+def _rectangle(place: Rectangle, content: str = "", rx: float = 0.0, **paints: str) -> str:
     x, y, width, height = place
     return tag("rect", content, x=x, y=y, width=width, height=height, rx=rx, **paints)
 
 
-def _memory(frame: _Frame, device: DeviceRow, top: float) -> None:
+def _memory(sheet: _Sheet, device: DeviceRow, top: float) -> None:
     """What a device needs, part by part, and how much it has."""
-    x, y, scale = frame.memory_left, top + (_ROW - _BAR) / 2 + 2, frame.memory_scale
+    x, y, scale = sheet.memory_left, top + (_ROW - _BAR) / 2 + 2, sheet.memory_scale
     height = _BAR - 4
-    parts = [_rectangle((x, y, frame.memory_bar, height), class_="lane", rx=2)]
+    parts = [_rectangle((x, y, sheet.memory_bar, height), class_="lane", rx=2)]
     for index, (name, amount) in enumerate(zip(MEMORY_PARTS, device.memory, strict=True)):
         width = amount * scale
         if width:
             title = tag("title", f"{name} {picture_bytes(amount)}")
             parts.append(_rectangle((x, y, width, height), title, class_=f"m{index}"))
         x += width
-    limit = frame.memory_left + device.limit_bytes * scale
+    limit = sheet.memory_left + device.limit_bytes * scale
     if device.over_bytes:
         beyond = (limit, y - 2, x - limit, height + 4)
         parts += [_rectangle(beyond, fill=_OVER_FILL), _rectangle(beyond, class_="over")]
-    if device.limit_bytes and limit <= frame.memory_left + frame.memory_bar + 1:
+    if device.limit_bytes and limit <= sheet.memory_left + sheet.memory_bar + 1:
         path = f"M{coordinate(limit)} {coordinate(y - 4)}v{coordinate(height + 8)}"
         parts.append(tag("path", class_="limit", d=path))
     style = "small wrong" if device.over_bytes else "muted small"
-    left = frame.memory_left + frame.memory_bar + 8
-    frame.parts += [*parts, write(left, top + _ROW / 2 + 4, device.memory_words, style)]
+    left = sheet.memory_left + sheet.memory_bar + 8
+    sheet.parts += [*parts, write(left, top + _ROW / 2 + 4, device.memory_words, style)]
 
 
-def _flows(frame: _Frame, flows: Sequence[Flow], above: int, top: float) -> float:
+def _flows(sheet: _Sheet, flows: Sequence[Flow], above: int, top: float) -> float:
     """Arrows between a card and the next one, in as many lines as they need."""
     if not flows:
         return top + _GAP
-    x, y = frame.left, top + 3
+    x, y = sheet.left, top + 3
     for flow in flows:
         needed = 16 + text_width(flow.words, 11) + 20
-        if x > frame.left and x + needed > frame.card_right:
-            x, y = frame.left, y + _FLOW
+        if x > sheet.left and x + needed > sheet.card_right:
+            x, y = sheet.left, y + _FLOW
         down = flow.source == above
         start, way = (y, 14) if down else (y + 14, -14)
         path = f"M{coordinate(x + 5)} {coordinate(start)}v{way}m-4 {-way // 3}l4 {way // 3}"
         path += f"l4 {-way // 3}"
-        frame.parts += [
+        sheet.parts += [
             tag("path", class_="flow", d=path),
             write(x + 16, y + 11, flow.words, "muted small"),
         ]
@@ -305,40 +304,40 @@ def _flows(frame: _Frame, flows: Sequence[Flow], above: int, top: float) -> floa
     return y + _FLOW
 
 
-def _far_flows(frame: _Frame) -> None:
+def _far_flows(sheet: _Sheet) -> None:
     """Lines beside the cards, from one card to another; their numbers are in the legend's line."""
-    for index, flow in enumerate(frame.picture.far_flows):
-        x = frame.card_right + _LANE * (index + 1) - 2
-        start, end = (sum(frame.cards[at]) / 2 for at in (flow.source, flow.target))
-        path = f"M{coordinate(frame.card_right)} {coordinate(start)}H{coordinate(x)}"
-        path += f"V{coordinate(end)}H{coordinate(frame.card_right + 2)}m5 -4l-5 4l5 4"
+    for index, flow in enumerate(sheet.picture.far_flows):
+        x = sheet.card_right + _LANE * (index + 1) - 2
+        start, end = (sum(sheet.cards[card]) / 2 for card in (flow.source, flow.target))
+        path = f"M{coordinate(sheet.card_right)} {coordinate(start)}H{coordinate(x)}"
+        path += f"V{coordinate(end)}H{coordinate(sheet.card_right + 2)}m5 -4l-5 4l5 4"
         line = tag("path", tag("title", flow.words), class_="flow", d=path)
-        frame.parts.append(line)
+        sheet.parts.append(line)
 
 
-def _axis(frame: _Frame, top: float) -> float:
+def _axis(sheet: _Sheet, top: float) -> float:
     """Times below the cards, the beat across them, and the flows between cards far apart."""
-    told = "; ".join(flow.words for flow in frame.picture.far_flows)
-    for line in wrapped(f"at the side: {told}" if told else "", 11, frame.card_right - frame.left):
-        x = frame.card_right
-        frame.parts.append(write(x, top + 8, line, "muted small", text_anchor="end"))
+    told = "; ".join(flow.words for flow in sheet.picture.far_flows)
+    for line in wrapped(f"at the side: {told}" if told else "", 11, sheet.card_right - sheet.left):
+        x = sheet.card_right
+        sheet.parts.append(write(x, top + 8, line, "muted small", text_anchor="end"))
         top += 16
-    beat = frame.picture.beat
+    beat = sheet.picture.beat
     if not beat:
         return top
-    factor = frame.unit.factor
-    path = f"{frame.beat_path}M{coordinate(frame.right)} {coordinate(top - 6)}v11"
-    frame.parts.append(tag("path", class_="beat", d=path))
-    axis = f"M{coordinate(frame.left)} {coordinate(top)}H{coordinate(frame.right)}"
-    for value in ticks(0.0, beat * factor, int((frame.right - frame.left) / _TICK_DISTANCE)):
-        x = frame.left + value / factor * frame.scale
+    factor = sheet.unit.factor
+    path = f"{sheet.beat_path}M{coordinate(sheet.right)} {coordinate(top - 6)}v11"
+    sheet.parts.append(tag("path", class_="beat", d=path))
+    axis = f"M{coordinate(sheet.left)} {coordinate(top)}H{coordinate(sheet.right)}"
+    for value in ticks(0.0, beat * factor, int((sheet.right - sheet.left) / _TICK_DISTANCE)):
+        x = sheet.left + value / factor * sheet.scale
         axis += f"M{coordinate(x)} {coordinate(top)}v5"
-        if x < frame.right - 46 or value == 0:
+        if x < sheet.right - 46 or value == 0:
             label = tick_label(value)
-            frame.parts.append(write(x, top + 18, label, "muted small", text_anchor="middle"))
-    frame.parts.append(tag("path", class_="axis", d=axis, fill="none"))
-    words = f"beat {frame.unit.show(beat)}"
-    frame.parts.append(write(frame.right, top + 18, words, "small", text_anchor="middle"))
+            sheet.parts.append(write(x, top + 18, label, "muted small", text_anchor="middle"))
+    sheet.parts.append(tag("path", class_="axis", d=axis, fill="none"))
+    words = f"beat {sheet.unit.show(beat)}"
+    sheet.parts.append(write(sheet.right, top + 18, words, "small", text_anchor="middle"))
     return top + 32
 
 

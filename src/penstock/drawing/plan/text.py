@@ -43,8 +43,8 @@ def _group(picture: PlanPicture, group: RankGroup, margin: int) -> Iterator[str]
     for rank in group.ranks:
         drawn = _blocks(picture, rank)
         share = f"{rank.seconds / picture.beat:.0%}" if picture.beat else ""
-        for at, device in enumerate(rank.devices):
-            told = f"{share if at == 0 else '':>4}"
+        for index, device in enumerate(rank.devices):
+            told = f"{share if index == 0 else '':>4}"
             memory = _memory(picture, device)
             yield f"  {device.name:<{margin}} │{drawn}│ {told}  {memory} {device.memory_words}"
 
@@ -66,7 +66,7 @@ def _blocks(picture: PlanPicture, rank: RankRow) -> str:
             end = start + seconds_ / picture.beat * _TIME
             first, length = round(start), round(end) - round(start)
             names = (f"{block.stage}{LETTERS[kind]}", LETTERS[kind])
-            name = next((one for one in names if len(one) <= length), "")
+            name = next((name for name in names if len(name) <= length), "")
             row[first : first + length] = name.ljust(length, "─")
             start = end
     return "".join(row)
@@ -100,8 +100,8 @@ def _legend(picture: PlanPicture) -> Iterator[str]:
         yield " · ".join([*work, told])
     used = [
         f"{letter} {name}"
-        for at, (letter, name) in enumerate(zip(_MEMORY_LETTERS, MEMORY_PARTS, strict=True))
-        if any(device.memory[at] for device in picture.devices)
+        for part, (letter, name) in enumerate(zip(_MEMORY_LETTERS, MEMORY_PARTS, strict=True))
+        if any(device.memory[part] for device in picture.devices)
     ]
     used += [f"{_LIMIT} limit"] if any(device.limit_bytes for device in picture.devices) else []
     used += [f"{_OVER} does not fit"] if any(d.over_bytes for d in picture.devices) else []
@@ -112,13 +112,13 @@ def _legend(picture: PlanPicture) -> Iterator[str]:
 def _table(choices: Choices) -> Iterator[str]:
     """A row per choice; its remark below it where the row would be too long."""
     rows = (choices.columns, *choices.rows)
-    widths = [max(len(row[at]) for row in rows) for at in range(len(choices.columns))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(choices.columns))]
     apart = sum(widths) + 2 * len(widths) > _WIDTH
     shown = len(widths) - 1 if apart else len(widths)
     for index, row in enumerate(rows):
         yield "  ".join(
-            cell.ljust(width) if choices.is_text(at) else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(row[:shown], widths[:shown], strict=True))
+            cell.ljust(width) if choices.is_text(column) else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row[:shown], widths[:shown], strict=True))
         )
         if apart and index:
             yield from wrap(row[-1], _WIDTH, initial_indent="    ", subsequent_indent="    ")

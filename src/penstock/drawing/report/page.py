@@ -101,7 +101,7 @@ def _idle(timelines: dict[str, Timeline]) -> str:
 def _losses(series: Sequence[Series]) -> str:
     if not series:
         return ""
-    chart = line_chart([(one.name, one.points) for one in series], "step", "loss")
+    chart = line_chart([(curve.name, curve.points) for curve in series], "step", "loss")
     return _section("Loss", "", scroll(chart, "Loss curves"))
 
 

@@ -65,7 +65,7 @@ class StageRow(Value, frozen=True, kw_only=True):
 
     @property
     def memory_bytes(self) -> int:
-        """All of it."""
+        """Bytes that the stage's memory is spent on in all."""
         return sum(amount for _, amount in self.memory)
 
 

@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.drawing.markup import lines, tag, text_width, write
+from penstock.drawing.markup import Rectangle, lines, tag, text_width, write
 from penstock.drawing.timeline.labels import Names
-from penstock.drawing.timeline.version_marks import (
-    BAND,
-    READING,
-    Place,
-    band,
-    in_words,
-    update_tick,
-)
+from penstock.drawing.timeline.version_marks import BAND, READING, band, in_words, update_tick
 from penstock.schedule.op import COMPUTE, Kind
 from penstock.timing.spans import BUSY, Span
 from penstock.timing.timeline import Timeline
@@ -66,7 +59,7 @@ class LabelStyle:
         return name if self.full or len(name) == 1 else name[1:]
 
     def fits(self, name: str, width: float) -> bool:
-        """Whether it stays inside a box of this width."""
+        """Whether the label ``name`` stays inside a box of this width."""
         return text_width(self.text(name), self.size) + _PADDING <= width
 
 
@@ -156,13 +149,13 @@ def _hatch(kind: Kind, level: int) -> str:
 def box(
     names: Names,
     span: Span,
-    place: Place,
+    place: Rectangle,
     style: LabelStyle | None,
     unit: TimeUnit,
     versions: bool = False,
 ) -> str:
-    """The element of one busy span at ``place``; with ``versions``, the one that it read stands at
-    its foot."""
+    """The element of one busy span at ``place``; with ``versions``, the version that the span read
+    stands at its foot."""
     kind, level = span.op.kind, shade(names, span)
     words = tooltip(span, unit) + (in_words(span) if versions else "")
     parts = [tag("title", words)]
@@ -197,7 +190,7 @@ def _gap(width: float) -> float:
     return 0.5 if width > 4 else 0.0
 
 
-def _rectangle(place: Place, fill: dict[str, str]) -> str:
+def _rectangle(place: Rectangle, fill: dict[str, str]) -> str:
     x, y, width, height = place
     gap = _gap(width)
     wide = max(width - 2 * gap, _NARROWEST_BOX)

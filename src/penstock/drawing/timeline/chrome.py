@@ -25,7 +25,6 @@ def chrome(timeline: Timeline, versions: bool = False) -> str:
     flight per rank. One unit of abstract costs becomes one second.
 
     Args:
-        timeline: predicted or measured.
         versions: whether to say which version of the weights each op read.
     """
     spans = (_event(span, versions) for span in timeline.spans)

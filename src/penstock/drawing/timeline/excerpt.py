@@ -65,7 +65,7 @@ class Excerpt(Timeline):
 
 
 def whole_of(timeline: Timeline) -> Timeline:
-    """What a timeline is an excerpt of; itself, if it is none."""
+    """The timeline that an excerpt is taken from; any other timeline itself."""
     return timeline.whole if isinstance(timeline, Excerpt) else timeline
 
 
@@ -75,7 +75,6 @@ def excerpts(
     """Timelines, and in the place of each that is too long, its beginning and its end.
 
     Args:
-        timelines: each with its title.
         ops_per_rank: how many ops either has, on average over the ranks.
         from_zero: let the time of each begin at 0.
     """

@@ -27,7 +27,6 @@ def page(timeline: Timeline, versions: bool = False) -> str:
     """Draw a timeline as a self-contained HTML page.
 
     Args:
-        timeline: predicted or measured.
         versions: whether to show which version of the weights each op read.
     """
     name = timeline.name or "schedule"

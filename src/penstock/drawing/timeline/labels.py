@@ -37,10 +37,10 @@ class Names:
             sorted({self._place(op) for op in row.ops if op.kind in COMPUTE})
             for row in timeline.rows
         ]
-        self._shades = [{place: at for at, place in enumerate(places)} for places in computed]
+        self._shades = [{place: index for index, place in enumerate(places)} for places in computed]
         self._letters = [_positions(places) for places in computed]
         self.most_stages = max(
-            (1 + at for letters in self._letters for at in letters.values()), default=1
+            (1 + index for letters in self._letters for index in letters.values()), default=1
         )
         self._several = [any(letters.values()) for letters in self._letters]
 
@@ -68,11 +68,11 @@ class Names:
 def _positions(places: list[tuple[int, int]]) -> dict[tuple[int, int], int]:
     """For each (way, stage), how many stages of the same way stand before it."""
     seen: dict[int, int] = defaultdict(int)
-    found = {}
+    positions = {}
     for way, stage in places:
-        found[way, stage] = seen[way]
+        positions[way, stage] = seen[way]
         seen[way] += 1
-    return found
+    return positions
 
 
 def headline(timeline: Timeline, title: str = "") -> str:

@@ -45,7 +45,6 @@ def svg(
     """Draw one timeline as a standalone SVG document.
 
     Args:
-        timeline: predicted or measured.
         width: of the picture in pixels; by default, as wide as the labels need, up to 2400.
         unit: of the times; by default guessed, see ``stacked``.
         versions: whether to show which version of the weights each op read.
@@ -65,7 +64,6 @@ def stacked(
     ops, only its beginning and its end.
 
     Args:
-        timelines: each with its title.
         width: of the picture in pixels; by default, as wide as the labels need.
         unit: ``"seconds"`` or ``"abstract"``; by default seconds if any timeline was measured or
             has only ops shorter than half a second.

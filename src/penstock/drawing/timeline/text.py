@@ -30,7 +30,6 @@ def text(timeline: Timeline, width: int = 100, versions: bool = False) -> str:
     their letter, or vanish.
 
     Args:
-        timeline: predicted or measured.
         width: how many columns the time has where labels do not fit.
         versions: whether to write under each op which version of the weights it read. Where full
             labels would need more than ``width`` columns, the longest then lose their letter.
@@ -48,18 +47,17 @@ def stacked_text(
     ops, only its beginning and its end.
 
     Args:
-        timelines: each with its title.
         width: how many columns the time has where labels do not fit.
         widest_grid: how many it may have at most where they do.
         versions: as in ``text``.
     """
     shown = excerpts(timelines, _OPS_PER_RANK, from_zero=True)
     named = [(title, timeline, Names(timeline)) for title, timeline in shown]
-    drawn = [(one, names) for _, one, names in named]
+    drawn = [(timeline, names) for _, timeline, names in named]
     columns_per_unit = _scale(drawn, width, widest_grid, versions)
     pictures = (
-        [headline(one, title), *_rows(one, names, columns_per_unit, width, versions)]
-        for title, one, names in named
+        [headline(timeline, title), *_rows(timeline, names, columns_per_unit, width, versions)]
+        for title, timeline, names in named
     )
     picture = "\n\n".join(map("\n".join, pictures))
     return f"{picture}\n{_READS_MEANS}" if versions else picture
@@ -122,7 +120,7 @@ def _labelled(timeline: Timeline, names: Names, columns_per_unit: float, bare: b
         label = names.label(span.op, span.rank)
         room = _place(span, columns_per_unit)[1]
         fits.setdefault(span.op.kind, []).append(bool(_fitting(label, room, bare)))
-    return {kind for kind, found in fits.items() if sum(found) >= 0.9 * len(found)}
+    return {kind for kind, fitting in fits.items() if sum(fitting) >= 0.9 * len(fitting)}
 
 
 def _place(span: Span, columns_per_unit: float) -> tuple[int, int]:
@@ -145,7 +143,7 @@ def _scale(
         for span in _working(timeline)
     )
     extent = longest([timeline for timeline, _ in timelines])
-    if all(_even(one, tick) for one, _ in timelines):
+    if all(_even(timeline, tick) for timeline, _ in timelines):
         if bare and extent / tick * cell > width:
             cell = max(cell - 1, 2)
         if extent / tick * cell <= widest_grid:

@@ -6,7 +6,7 @@ glance where a rank goes on to new weights and which backward reads what which f
 
 from __future__ import annotations
 
-from penstock.drawing.markup import resource, tag, text_width, write
+from penstock.drawing.markup import Rectangle, resource, tag, text_width, write
 from penstock.schedule.op import COMPUTE, Kind
 from penstock.timing.spans import Span
 
@@ -23,16 +23,13 @@ MEANS = "v2: weights read, after 2 updates"
 
 _SIZE, _PADDING, _OVERHANG, _TICK = 9.0, 2.0, 3.0, 1.6
 
-Place = tuple[float, float, float, float]
-"""x, y, width and height in pixels."""
-
 
 def style() -> str:
     """The style sheet of these marks."""
     return tag("style", f"\n{resource('versions.css')}\n")
 
 
-def band(version: int, place: Place) -> str:
+def band(version: int, place: Rectangle) -> str:
     """The band of an op that read a version.
 
     Args:
@@ -43,14 +40,14 @@ def band(version: int, place: Place) -> str:
     top = y + height - BAND
     fill = tag("rect", class_=f"v{version % NUM_COLOURS}", x=x, y=top, width=width, height=BAND)
     labels = (f"v{version}", str(version))
-    fitting = (one for one in labels if text_width(one, _SIZE) + _PADDING <= width)
+    fitting = (label for label in labels if text_width(label, _SIZE) + _PADDING <= width)
     label = next(fitting, None)
     words = write(x + width / 2, top + 9.3, label, "version") if label else ""
     return fill + words
 
 
-def update_tick(place: Place, class_: str) -> str:
-    """An update that takes no time: a line across the row, a little longer than it is high."""
+def update_tick(place: Rectangle, class_: str) -> str:
+    """An update that takes no time: a line across the row, a little longer than the row is high."""
     x, y, _, height = place
     return tag(
         "rect",

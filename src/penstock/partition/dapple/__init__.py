@@ -9,9 +9,4 @@ simulator to rank.
 from penstock.partition.dapple.rules import RULES, Rule
 from penstock.partition.dapple.search import DappleCandidate, dapple_candidates
 
-__all__ = [
-    "RULES",
-    "DappleCandidate",
-    "Rule",
-    "dapple_candidates",
-]
+__all__ = ["RULES", "DappleCandidate", "Rule", "dapple_candidates"]

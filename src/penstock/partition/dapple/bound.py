@@ -35,12 +35,9 @@ class Reached(NamedTuple):
     back: float = 0.0
 
     def then(
-        self,
-        stage: tuple[float, float, float],
-        edge: tuple[float, float],
-        shares: tuple[int, int],
+        self, stage: tuple[float, float, float], edge: tuple[float, float], shares: tuple[int, int]
     ) -> Reached:
-        """The bound with one more stage behind them.
+        """The bound of the stages so far and one more behind them.
 
         Args:
             stage: its forward, backward and reduction, in seconds.

@@ -24,7 +24,7 @@ from penstock.partition.cost_models import CostModel, cost_model
 from penstock.partition.dapple.bound import Reached, busiest
 from penstock.partition.dapple.rules import RULES, devices_of, servers, take
 
-Fits = Callable[[int, int, int], bool]
+StageFits = Callable[[int, int, int], bool]
 """(first layer, layer behind the last, replicas) → may a device hold this stage?"""
 
 Devices = tuple[int, ...]
@@ -85,7 +85,7 @@ class _Chain:
     topology: Topology
     model: CostModel
     num_microbatches: int
-    fits: Fits
+    fits: StageFits
 
     @cached_property
     def sums(self) -> tuple[tuple[float, ...], ...]:
@@ -183,7 +183,7 @@ def dapple_candidates(
     num_microbatches: int,
     *,
     model: CostModel | None = None,
-    fits: Fits | None = None,
+    fits: StageFits | None = None,
     beam: int = 4,
     count: int = 8,
     max_cuts: int = 20,

@@ -9,11 +9,11 @@ scores and remembers the best. The caller brings the score, for example a simula
 
 from penstock.partition.placement.climbing import greedy_placement
 from penstock.partition.placement.learned import learned_placement
-from penstock.partition.placement.ledger import Placement, Placer
+from penstock.partition.placement.ledger import Placed, Placer
 from penstock.partition.placement.space import Score, Stages, make_space, stage_costs
 
 __all__ = [
-    "Placement",
+    "Placed",
     "Placer",
     "Score",
     "Stages",

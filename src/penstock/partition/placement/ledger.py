@@ -15,7 +15,7 @@ _PATIENCE = 50
 
 
 @dataclass(frozen=True)
-class Placement:
+class Placed:
     """The best that a placer found.
 
     Attributes:
@@ -52,7 +52,7 @@ class Ledger:
 
     @property
     def is_spent(self) -> bool:
-        """Whether nothing more may be asked, or it has long been of no use."""
+        """Whether nothing more may be asked, or asking has long been of no use."""
         spent = len(self.history) >= self.budget
         return spent or self.num_draws >= _PATIENCE * self.budget
 
@@ -62,7 +62,7 @@ class Ledger:
         return self.num_draws - self.num_invalid - len(self.history)
 
     def ask(self, stages: Stages) -> float | None:
-        """The score of a placement; ``None`` if it is new and the budget is spent."""
+        """The score of a placement; ``None`` if the placement is new and the budget is spent."""
         self.num_draws += 1
         if stages not in self.known:
             if len(self.history) >= self.budget:
@@ -80,7 +80,7 @@ class Ledger:
         self.num_invalid += 1
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> Placed:
         """The best so far.
 
         Raises:
@@ -90,12 +90,8 @@ class Ledger:
             raise PlanError(
                 f"none of {self.num_draws} placements drawn was a pipeline; raise num_samples"
             )
-        return Placement(
-            self.best,
-            self.known[self.best],
-            tuple(self.history),
-            self.num_draws,
-            self.num_invalid,
+        return Placed(
+            self.best, self.known[self.best], tuple(self.history), self.num_draws, self.num_invalid
         )
 
 
@@ -124,7 +120,7 @@ class Placer:
         seed: int = 0,
         max_groups: int = 40,
         tiny: float = 0.005,
-    ) -> Placement:
+    ) -> Placed:
         """The best placement that it drew.
 
         Args:

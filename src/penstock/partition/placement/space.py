@@ -29,10 +29,9 @@ Score = Callable[[Stages], float]
 
 
 def stage_costs(graph: LayerGraph, stages: Stages, link: Link | None = None) -> Costs:
-    """What the simulator needs to know of stages that need not be consecutive layers.
+    """The durations of stages that need not be consecutive layers, for the simulator.
 
     Args:
-        graph: the profile.
         stages: as ``learned_placement`` returns them.
         link: between neighbouring stages; costs nothing by default. A hop carries every output
             before it that is read behind it, once, and every skip.
@@ -175,7 +174,6 @@ def make_space(
     earlier reader.
 
     Args:
-        graph: the profile.
         num_devices: at least 1; there are never fewer groups than that if there are as many
             layers.
         max_groups: go on until there are no more.

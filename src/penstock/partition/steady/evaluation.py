@@ -10,14 +10,14 @@ from math import lcm
 from penstock.cluster import Cluster, Link, Topology
 from penstock.errors import InputError
 from penstock.graph import LayerGraph
-from penstock.partition.cost_models import PAPER, CostModel, Line
+from penstock.partition.cost_models import PAPER, CostModel, ExchangeLine
 from penstock.partition.readers import handed_on
 from penstock.partition.steady.tree import link_within, members_at, usual_seconds
 
 
 @dataclass(frozen=True)
 class PartitionedStage:
-    """One stage.
+    """One stage of a partition.
 
     Attributes:
         layers: names, in execution order.
@@ -69,7 +69,6 @@ def evaluate(
     faster.
 
     Args:
-        graph: the model.
         cluster: whose devices the partition names.
         cost_model: what stages and cuts cost.
         partition: ``bottleneck_seconds`` is not looked at.
@@ -84,13 +83,13 @@ def evaluate(
     layers = {layer.name: layer for layer in graph.layers}
     beats = []
     for stage in partition.stages:
-        own = [layers[name] for name in stage.layers]
+        stage_layers = [layers[name] for name in stage.layers]
         pace = min(cluster.devices[index].speed for index in stage.devices)
         exchange = exchange_seconds(
             exchange_lines(cost_model, topology, stage.devices),
-            float(sum(layer.parameter_bytes for layer in own)),
+            float(sum(layer.parameter_bytes for layer in stage_layers)),
         )
-        compute = sum(layer.compute_seconds for layer in own) / pace
+        compute = sum(layer.compute_seconds for layer in stage_layers) / pace
         beats.append(cost_model.shared_seconds(compute, exchange, stage.replicas, updates))
     for (stage, following), num_bytes in zip(
         pairwise(partition.stages), _cuts(graph, partition), strict=True
@@ -103,7 +102,7 @@ def evaluate(
 
 def exchange_lines(
     cost_model: CostModel, topology: Topology, devices: Sequence[int]
-) -> tuple[Line, ...]:
+) -> tuple[ExchangeLine, ...]:
     """The ways in which devices can sum their gradients, each as a line over parameter bytes."""
     whole = cost_model.reduce_line(len(devices), topology.slowest_link(devices))
     levels = _levels(topology, devices)
@@ -115,7 +114,7 @@ def exchange_lines(
     return whole, (combine(slope for slope, _ in lines), combine(base for _, base in lines))
 
 
-def exchange_seconds(lines: Sequence[Line], parameter_bytes: float) -> float:
+def exchange_seconds(lines: Sequence[ExchangeLine], parameter_bytes: float) -> float:
     """The fastest of several ways to exchange gradients."""
     return min(slope * parameter_bytes + base for slope, base in lines)
 

@@ -30,7 +30,7 @@ _NEVER = 1 << 30
 
 @dataclass(frozen=True)
 class FlatTask:
-    """What to search.
+    """The search for the best partition over devices that are all joined by the same link.
 
     Attributes:
         states: where cuts may be.

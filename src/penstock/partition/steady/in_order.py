@@ -26,7 +26,8 @@ from penstock.partition.steady.tree import usual_seconds
 
 @dataclass(frozen=True)
 class OrderTask:
-    """What to search; as in ``FlatTask``, with the cluster's tree in the place of one link."""
+    """The search for the best partition as in ``FlatTask``, with the cluster's tree in the place of
+    the link."""
 
     states: States
     cost_model: CostModel

@@ -37,7 +37,7 @@ from penstock.partition.steady.tree import link_within, members_at
 
 @dataclass(frozen=True)
 class NestedPartition:
-    """What the programme found.
+    """The partition that the programme over the levels of a cluster found.
 
     Attributes:
         components: those of the outermost level, from the model's input to its output.

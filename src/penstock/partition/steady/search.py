@@ -23,7 +23,7 @@ from penstock.values import is_whole, one_of
 _MOST_DEVICES = 64
 """Where links differ, all ranges of more devices are too many to try."""
 
-Order = Literal["execution", "any"]
+LayerOrder = Literal["execution", "any"]
 
 
 def best_partition(
@@ -33,7 +33,7 @@ def best_partition(
     *,
     updates: float = 1.0,
     straight: bool = False,
-    order: Order = "execution",
+    order: LayerOrder = "execution",
     fits: Fits | None = None,
     num_devices: int | None = None,
 ) -> Partition:
@@ -51,8 +51,6 @@ def best_partition(
     Devices may be left over. Parameters that several layers share count in each.
 
     Args:
-        graph: the model.
-        cluster: where it may run.
         cost_model: what stages and cuts cost.
         updates: per microbatch, as in ``CostModel.shared_seconds``; 1/m for synchronous training
             with m microbatches.

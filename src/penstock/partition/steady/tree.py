@@ -16,7 +16,7 @@ Path = tuple[int, ...]
 def members_at(
     topology: Topology, depth: int, devices: Iterable[int]
 ) -> dict[Path, frozenset[int]]:
-    """What each group has inside, of those that are so deep in the tree.
+    """The members of each group that is ``depth`` deep in the cluster's tree.
 
     Args:
         topology: the cluster's; its groups are equally deep.
@@ -35,7 +35,7 @@ def members_at(
 
 
 def link_within(topology: Topology, path: Path) -> Link:
-    """Between the members of a group, or of the cluster where the path is empty."""
+    """The link between the members of a group, or of the cluster where the path is empty."""
     cluster = topology.cluster
     return cluster.groups[path[-1]].link if path else cluster.link
 

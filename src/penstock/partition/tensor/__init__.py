@@ -5,7 +5,7 @@
 it out, with the model as one device of the group sees it.
 """
 
-from penstock.partition.tensor.layouts import Layout, Split
+from penstock.partition.tensor.layouts import LayerSplit, TensorLayout
 from penstock.partition.tensor.split import TensorSplit, split_layers
 
-__all__ = ["Layout", "Split", "TensorSplit", "split_layers"]
+__all__ = ["LayerSplit", "TensorLayout", "TensorSplit", "split_layers"]

@@ -12,7 +12,14 @@ from typing import NamedTuple
 
 from penstock.graph import Layer, LayerGraph
 from penstock.partition.readers import sources_of
-from penstock.partition.tensor.layouts import NOTHING, Held, Layout, Ring, Sharing, Traffic
+from penstock.partition.tensor.layouts import (
+    NOTHING,
+    GradientLayout,
+    Ring,
+    Sharing,
+    TensorLayout,
+    Traffic,
+)
 
 _MOST_STATES = 512
 """Chains have 3, transformers and ResNets a few dozen; more are only needed where many values that
@@ -31,9 +38,9 @@ class _Live(NamedTuple):
     """A value that is still to be read, and what its readers so far have paid for."""
 
     value: int
-    layout: Layout
-    copies: frozenset[Layout] = frozenset()
-    gradients: frozenset[Held] = frozenset()
+    layout: TensorLayout
+    copies: frozenset[TensorLayout] = frozenset()
+    gradients: frozenset[GradientLayout] = frozenset()
 
 
 State = tuple[_Live, ...]
@@ -76,13 +83,7 @@ class Solution(NamedTuple):
 
 
 class LayoutProblem:
-    """One model on one group.
-
-    Args:
-        graph: the profile.
-        ring: the group.
-        num_microbatches: how many a minibatch has.
-    """
+    """The choice of layouts for one model on one group of devices."""
 
     def __init__(self, graph: LayerGraph, ring: Ring, num_microbatches: int) -> None:
         self.graph = graph
@@ -96,10 +97,10 @@ class LayoutProblem:
     def _collect_values(self) -> None:
         layers = self.graph.layers
         place = {layer.name: index for index, layer in enumerate(layers)}
-        sources = [set(own) for own in sources_of(self.graph)]
+        sources = [set(read) for read in sources_of(self.graph)]
         readers: list[list[int]] = [[] for _ in layers]
-        for index, own in enumerate(sources):
-            for source in own:
+        for index, read in enumerate(sources):
+            for source in read:
                 readers[source].append(index)
         for index, layer in enumerate(layers):
             for name in layer.skip_bytes:
@@ -155,7 +156,7 @@ class LayoutProblem:
         return self.ring.all_reduce(layer.parameter_bytes)
 
     def moved_bytes(self, sharings: Sequence[Sharing]) -> int:
-        """What all devices together send in a minibatch."""
+        """Bytes that all devices together send in a minibatch."""
         total = 0.0
         for layer, sharing, step in self.walk(sharings):
             talk = step.forward.num_bytes + step.backward.num_bytes
@@ -163,7 +164,7 @@ class LayoutProblem:
         return round(self.ring.num_ranks * total)
 
     def _work_seconds(self, layer: Layer, sharing: Sharing) -> float:
-        """Of a layer's compute, updates and sum of gradients in a minibatch."""
+        """Seconds of a layer's compute, updates and sum of gradients in a minibatch."""
         compute = self.num_microbatches * layer.compute_seconds * self.ring.share(sharing.divides)
         update = layer.update_seconds * self.ring.parameter_share(sharing)
         return compute + update + self.reduction(layer, sharing).seconds
@@ -217,7 +218,7 @@ class LayoutProblem:
     def _to_the_loss(self, value: _Value, sharing: Sharing) -> tuple[Traffic, Traffic]:
         """(traffic there, traffic back) of the model's output: a loss needs all features of a row,
         and all devices or those that have the row can compute it."""
-        places: tuple[Layout, ...] = ("rows", "whole")
+        places: tuple[TensorLayout, ...] = ("rows", "whole")
         if sharing.gives in places:
             return NOTHING, NOTHING
         ways = (

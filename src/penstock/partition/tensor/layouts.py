@@ -16,9 +16,9 @@ from typing import Literal
 from penstock.cluster import Link
 from penstock.graph import Layer
 
-Split = Literal["data", "column", "row", "any"]
-Layout = Literal["rows", "whole", "features"]
-Held = Literal["rows", "whole", "features", "partial"]
+LayerSplit = Literal["data", "column", "row", "any"]
+TensorLayout = Literal["rows", "whole", "features"]
+GradientLayout = Literal["rows", "whole", "features", "partial"]
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Sharing:
         returns: how the gradients of its inputs come out.
     """
 
-    split: Split
-    divides: Layout
-    reads: Layout
-    gives: Layout
-    returns: Held
+    split: LayerSplit
+    divides: TensorLayout
+    reads: TensorLayout
+    gives: TensorLayout
+    returns: GradientLayout
 
 
 # Of equally fast ways the search takes the first, so those that need less memory come first.
@@ -124,8 +124,8 @@ class Ring:
     """A group of devices that share layers.
 
     Attributes:
-        num_ranks: how many, at least 1.
-        link: between any two of them.
+        num_ranks: how many devices there are, at least 1.
+        link: what joins any two of them.
         num_rows: rows of a microbatch; a device has ``ceil(num_rows / num_ranks)`` of them at most.
     """
 
@@ -133,7 +133,7 @@ class Ring:
     link: Link
     num_rows: int
 
-    def share(self, layout: Layout) -> float:
+    def share(self, layout: TensorLayout) -> float:
         """The part of a value, or of the work on it, that the busiest device has."""
         if layout == "whole":
             return 1.0
@@ -145,7 +145,7 @@ class Ring:
         """The part of a layer's parameters that a device has."""
         return self.share("features") if sharing.divides == "features" else 1.0
 
-    def convert(self, have: Held, want: Layout, num_bytes: float) -> Traffic:
+    def convert(self, have: GradientLayout, want: TensorLayout, num_bytes: float) -> Traffic:
         """Bring a value from one layout into another.
 
         From a part to the whole is an all-gather, from a partial sum to the whole an all-reduce, to
@@ -175,7 +175,7 @@ class Ring:
         half = self._steps((self.num_ranks - 1) / self.num_ranks * num_bytes)
         return half + half
 
-    def _others(self, layout: Held, num_bytes: float) -> float:
+    def _others(self, layout: GradientLayout, num_bytes: float) -> float:
         """The parts of all other devices; uneven ones are no more than everything."""
         part = self.share("rows" if layout == "rows" else "features")
         return min((self.num_ranks - 1) * part, 1.0) * num_bytes

@@ -19,7 +19,7 @@ from penstock.cluster import Link
 from penstock.errors import InputError
 from penstock.graph import Layer, LayerGraph
 from penstock.partition.tensor.layout_search import LayoutProblem, Solution, Step
-from penstock.partition.tensor.layouts import Layout, Ring, Sharing, Split, ways
+from penstock.partition.tensor.layouts import LayerSplit, Ring, Sharing, TensorLayout, ways
 from penstock.values import is_whole
 
 
@@ -47,8 +47,8 @@ class TensorSplit:
             that are read again much later are alive at once.
     """
 
-    splits: dict[str, Split]
-    layouts: dict[str, Layout]
+    splits: dict[str, LayerSplit]
+    layouts: dict[str, TensorLayout]
     graph: LayerGraph
     seconds: float
     moved_bytes: int

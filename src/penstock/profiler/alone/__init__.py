@@ -9,7 +9,6 @@ it was.
 """
 
 from penstock.profiler.alone.bench import Progress
-from penstock.profiler.alone.chain import Loss
 from penstock.profiler.alone.conditions import device_of
 from penstock.profiler.alone.measuring import measure_alone
 from penstock.profiler.alone.overheads import measure_hand_over
@@ -20,7 +19,6 @@ from penstock.profiler.alone.uncut import Alone, measure_uncut
 __all__ = [
     "WARM_UP",
     "Alone",
-    "Loss",
     "Progress",
     "Sample",
     "device_of",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.model.spine import NamedLayer
-from penstock.profiler.alone.chain import HandedOn, Run, handed_on, runs_of
+from penstock.profiler.alone.chain import HandedOn, RunLayer, handed_on, runs_of
 from penstock.profiler.alone.clock import clock_of
 from penstock.profiler.alone.flags import flags_of
 from penstock.profiler.alone.footprint import Footprint, measure_footprints
@@ -50,8 +50,6 @@ class Bench:
     """Measures a model's layers with any number of samples.
 
     Args:
-        layers: the model's.
-        device: where the layers are.
         repeats: rounds that count, for each sample.
         num_samples: how many samples there will be, for ``progress``.
         progress: called after each round.
@@ -103,7 +101,7 @@ class Bench:
         return [Measured(*row) for row in columns]
 
     def _watched(
-        self, given: dict[int, HandedOn], sample: Sample, index: int, run: Run, value: Any
+        self, given: dict[int, HandedOn], sample: Sample, index: int, run: RunLayer, value: Any
     ) -> Any:
         output = run(value)
         is_loss = sample.loss is not None and index == len(self._layers) - 1

@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.errors import ModelError
 from penstock.model import tree
 from penstock.model.spine import NamedLayer, Skip, run_layer
+from penstock.run.recipe import Loss
 
-Run = Callable[[Any], Any]
+RunLayer = Callable[[Any], Any]
 """Takes what the layer before gave, and gives what this one gives."""
-Loss = Callable[[Any, Any], Tensor]
 
 
 class Carried(NamedTuple):
@@ -25,7 +25,7 @@ class Carried(NamedTuple):
     skips: dict[str, Skip]
 
 
-def runs_of(layers: Sequence[NamedLayer], loss: Loss | None, targets: Any) -> list[Run]:
+def runs_of(layers: Sequence[NamedLayer], loss: Loss | None, targets: Any) -> list[RunLayer]:
     """The layers as functions that name themselves when they fail; the last goes on to the loss."""
     runs = [_run_of(layer) for layer in layers]
     if loss is not None:
@@ -34,7 +34,7 @@ def runs_of(layers: Sequence[NamedLayer], loss: Loss | None, targets: Any) -> li
     return [partial(_run_named, layer, run) for layer, run in zip(layers, runs, strict=True)]
 
 
-def in_one(runs: Sequence[Run]) -> Run:
+def in_one(runs: Sequence[RunLayer]) -> RunLayer:
     """All layers as one function, without a cut between them."""
 
     def run_all(value: Any) -> Any:
@@ -61,7 +61,6 @@ def handed_on(layers: Sequence[NamedLayer], index: int, output: Any, is_loss: bo
     """The bytes of a layer's result that it made itself; it may pass on those of others.
 
     Args:
-        layers: all layers of the model.
         index: the layer's position among them.
         output: what the layer's function gave.
         is_loss: whether ``output`` is the loss that follows the last layer.
@@ -97,7 +96,7 @@ def _without_skips(value: Any) -> Any:
     return value.value if isinstance(value, Carried) else value
 
 
-def _run_of(layer: NamedLayer) -> Run:
+def _run_of(layer: NamedLayer) -> RunLayer:
     if layer.stashes or layer.recalls:
         return partial(_run_with_skips, layer)
     return partial(_run_beside_skips, layer.module)
@@ -115,7 +114,7 @@ def _run_with_skips(layer: NamedLayer, value: Any) -> Any:
     return Carried(output, skips) if skips else output
 
 
-def _run_named(layer: NamedLayer, run: Run, value: Any) -> Any:
+def _run_named(layer: NamedLayer, run: RunLayer, value: Any) -> Any:
     try:
         return run(value)
     except Exception as error:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from penstock.model import tree
+from penstock.profiler.alone.chain import RunLayer
 from penstock.stage.deferral import Deferral, undeferred_parameters
 from penstock.stage.microbatch_graph import cut, edges
-
-Run = Callable[[Any], Any]
 
 _NOBODY = -1
 
@@ -34,12 +33,11 @@ class Footprint(NamedTuple):
 
 
 def measure_footprints(
-    modules: Sequence[nn.Module], runs: Sequence[Run], inputs: Any
+    modules: Sequence[nn.Module], runs: Sequence[RunLayer], inputs: Any
 ) -> list[Footprint]:
     """Run layers one after the other, and measure what each keeps.
 
     Args:
-        modules: the layers.
         runs: the same as functions, cut off from each other; the last may go on to the loss.
         inputs: the first layer's; they are not overwritten.
     """
@@ -78,7 +76,7 @@ def measure_footprints(
     ]
 
 
-def _weight_kept(module: nn.Module, run: Run, value: Any, wants_gradient: bool) -> int:
+def _weight_kept(module: nn.Module, run: RunLayer, value: Any, wants_gradient: bool) -> int:
     _, own = cut(_cloned(value), wants_gradient)
     deferral = Deferral(undeferred_parameters(module.modules()))
     with deferral:

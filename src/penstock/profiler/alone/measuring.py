@@ -38,7 +38,6 @@ def measure_alone(
     """Measure every layer while nothing else works; see ``penstock.profile``.
 
     Args:
-        model: with a spine.
         sample: one microbatch.
         others: microbatches of other sizes; they become ``other_sizes``.
         optimizer, repeats, num_threads: as ``penstock.profile`` takes them.

@@ -33,10 +33,7 @@ class Update(NamedTuple):
 
 
 def measure_updates(
-    layers: Sequence[NamedLayer],
-    optimizer: OptimizerFactory | None,
-    clock: Clock,
-    repeats: int = 3,
+    layers: Sequence[NamedLayer], optimizer: OptimizerFactory | None, clock: Clock, repeats: int = 3
 ) -> list[Update]:
     """Time the optimizer's step of every layer, on copies of the parameters.
 

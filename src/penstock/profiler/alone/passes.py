@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from penstock.model import tree
-from penstock.profiler.alone.chain import Run
+from penstock.profiler.alone.chain import RunLayer
 from penstock.profiler.alone.clock import Clock
 from penstock.stage.deferral import Deferral
 from penstock.stage.microbatch_graph import MicrobatchGraph, cut, edges
 
-Seconds = list[float]
+LayerSeconds = list[float]
 """The seconds of every layer."""
 
 _Lap = tuple[Any, Any]
@@ -24,16 +24,16 @@ _Lap = tuple[Any, Any]
 class WholePass(NamedTuple):
     """Seconds of every layer in a forward and a full backward."""
 
-    forward: Seconds
-    backward: Seconds
+    forward: LayerSeconds
+    backward: LayerSeconds
 
 
 class SplitPass(NamedTuple):
     """Seconds of every layer in a forward and the two halves of a backward."""
 
-    forward: Seconds
-    backward_input: Seconds
-    backward_weight: Seconds
+    forward: LayerSeconds
+    backward_input: LayerSeconds
+    backward_weight: LayerSeconds
 
 
 class Passes:
@@ -43,9 +43,7 @@ class Passes:
     stages, so that the backward of each can be timed by itself.
 
     Args:
-        runs: the layers as functions.
         inputs: the first layer's; they are not overwritten.
-        clock: the clock of their device.
         undeferred: ids of the parameters whose gradients are never deferred.
 
     Attributes:
@@ -54,7 +52,7 @@ class Passes:
     """
 
     def __init__(
-        self, runs: Sequence[Run], inputs: Any, clock: Clock, undeferred: frozenset[int]
+        self, runs: Sequence[RunLayer], inputs: Any, clock: Clock, undeferred: frozenset[int]
     ) -> None:
         self._runs = runs
         self._inputs = inputs
@@ -87,7 +85,7 @@ class Passes:
         weights.reverse()
         return SplitPass(self._seconds(forward), self._seconds(inputs), self._seconds(weights))
 
-    def again(self) -> Seconds:
+    def again(self) -> LayerSeconds:
         """Time a forward as it is recomputed: after one that kept nothing.
 
         A backward follows, untimed: it leaves caches as every other kind of pass does.
@@ -144,7 +142,7 @@ class Passes:
             laps.append((start, now()) if flows else None)
         return laps[::-1]
 
-    def _seconds(self, laps: Sequence[_Lap | None]) -> Seconds:
+    def _seconds(self, laps: Sequence[_Lap | None]) -> LayerSeconds:
         self._clock.settle()
         return [0.0 if lap is None else self._clock.seconds(*lap) for lap in laps]
 

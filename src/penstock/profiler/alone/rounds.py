@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from penstock.profiler.alone.chain import Run, in_one
+from penstock.profiler.alone.chain import RunLayer, in_one
 from penstock.profiler.alone.clock import Clock
-from penstock.profiler.alone.passes import Passes, Seconds, SplitPass, WholePass
+from penstock.profiler.alone.passes import LayerSeconds, Passes, SplitPass, WholePass
 
 WARM_UP = 1
 """Rounds that are forgotten; in each, layers run at least six times."""
@@ -59,13 +59,13 @@ class PassTimes:
 
     whole: list[WholePass] = field(default_factory=list)
     split: list[SplitPass] = field(default_factory=list)
-    again: list[Seconds] = field(default_factory=list)
+    again: list[LayerSeconds] = field(default_factory=list)
     uncut: list[WholePass] = field(default_factory=list)
     num_leaves: list[int] = field(default_factory=list)
 
 
 def measure_rounds(
-    runs: Sequence[Run],
+    runs: Sequence[RunLayer],
     inputs: Any,
     clock: Clock,
     repeats: int,
@@ -77,9 +77,7 @@ def measure_rounds(
     Each ends with a backward, so that the next one's forward finds the caches as in training.
 
     Args:
-        runs: the layers as functions.
         inputs: one microbatch.
-        clock: the clock of its device.
         repeats: rounds that count.
         undeferred: ids of the parameters whose gradients are never deferred.
         tell: called after each round.
@@ -135,7 +133,7 @@ def measure_overheads(clock: Clock, device: torch.device) -> Overheads:
 
 def _idle(clock: Clock, device: torch.device, num_leaves: int) -> list[float]:
     value = [torch.zeros(16, 16, device=device) for _ in range(num_leaves)]
-    runs: list[Run] = [lambda value: value] * _CALIBRATION_LAYERS
+    runs: list[RunLayer] = [lambda value: value] * _CALIBRATION_LAYERS
     rounds = measure_rounds(runs, value, clock, _CALIBRATION_ROUNDS)
     kinds = (
         (row.forward for row in rounds.whole),
@@ -156,13 +154,12 @@ def times_of(
     medians. So layers say how the time divides, and the passes without cuts how much it is.
 
     Args:
-        rounds: what was measured.
         overheads: what measuring adds; it is taken off.
         trains: whether each layer has parameters that need gradients.
         tick_seconds: the least time of a layer that does anything.
     """
 
-    def net(rows: Iterable[Seconds], overhead: Overhead) -> Seconds:
+    def net(rows: Iterable[LayerSeconds], overhead: Overhead) -> LayerSeconds:
         medians = map(statistics.median, zip(*rows, strict=True))
         return [
             max(median - overhead.of(count), _LEAST_SHARE * median, tick_seconds) if median else 0.0
@@ -201,12 +198,12 @@ def times_of(
     return layer_times
 
 
-def _scale(shares: Seconds, totals: Seconds) -> float:
+def _scale(shares: LayerSeconds, totals: LayerSeconds) -> float:
     share, total = sum(shares), statistics.median(totals)
     return total / share if share > 0 and total > 0 else 1.0
 
 
-def _spreads(passes: Sequence[WholePass]) -> Seconds:
+def _spreads(passes: Sequence[WholePass]) -> LayerSeconds:
     sums = [[f + b for f, b in zip(*times, strict=True)] for times in passes]
     return [_spread(column) for column in zip(*sums, strict=True)]
 

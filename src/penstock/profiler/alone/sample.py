@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.errors import InputError
 from penstock.model import microbatches, tree
-from penstock.profiler.alone.chain import Loss
+from penstock.run.recipe import Loss
 from penstock.values import is_whole
 
 

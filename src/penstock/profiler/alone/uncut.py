@@ -39,11 +39,6 @@ def measure_uncut(model: nn.Module, sample: Sample, num_threads: int) -> Alone:
 
     Nothing is left on the model.
 
-    Args:
-        model: with a spine.
-        sample: one microbatch.
-        num_threads: intra-op threads.
-
     Raises:
         ModelError: a layer fails on its input.
     """

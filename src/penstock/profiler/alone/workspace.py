@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.model import tree
-from penstock.profiler.alone.chain import Run
+from penstock.profiler.alone.chain import RunLayer
 from penstock.stage.microbatch_graph import MicrobatchGraph, cut, edges
 
 
@@ -50,7 +50,7 @@ def gauge_of(device: torch.device) -> Gauge | None:
     return CudaGauge(device) if device.type == "cuda" else None
 
 
-def measure_workspaces(runs: Sequence[Run], inputs: Any, gauge: Gauge) -> list[int]:
+def measure_workspaces(runs: Sequence[RunLayer], inputs: Any, gauge: Gauge) -> list[int]:
     """Measure the bytes that every layer's forward or backward takes beyond what was taken before
     and what is left after it, whichever is more."""
     value, graphs, workspaces = tree.replace(Tensor, Tensor.clone, inputs), [], []

@@ -47,8 +47,6 @@ def num_ranks(model: nn.Module, sample: Sample, num_threads: int, asked: int | N
     """How many ranks the measured pipelines have; 0 where they would tell nothing.
 
     Args:
-        model: with a spine.
-        sample: one microbatch.
         num_threads: intra-op threads of each rank.
         asked: what the user wants; by default as many as there are cores for.
     """
@@ -69,8 +67,6 @@ def calibrate(
     figures are steady (``Judgement``) or patience ends.
 
     Args:
-        runner: runs the copy.
-        graph: the model's profile.
         count: ranks of the pipelines.
         patience_seconds: for all rounds; two are measured in any case.
         tell: called after each round.

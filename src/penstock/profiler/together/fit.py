@@ -72,9 +72,7 @@ def factors_of(graph: LayerGraph, made: Plan, lap: Lap) -> Factors:
     """The factors with which the planner predicts what was measured.
 
     Args:
-        graph: the model's profile.
         made: what was run, by ``plan_of``.
-        lap: what was measured.
     """
     planned = sum(layer.update_seconds for layer in graph.layers)
     updates = lap.ran.update_seconds / planned if planned and lap.ran.update_seconds else 1.0

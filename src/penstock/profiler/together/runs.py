@@ -53,8 +53,6 @@ class Runner:
     """Trains a copy of a model on one microbatch, again and again.
 
     Args:
-        model: with a spine.
-        sample: one microbatch.
         optimizer: as for ``Pipeline``.
 
     Raises:
@@ -120,7 +118,7 @@ def _size_of(output: Any, _: Any) -> Tensor:
 
 
 def _steps(pipeline: Pipeline, inputs: Microbatches, targets: Microbatches) -> Ran:
-    steps, cpus, updates = [], [], Updates()
+    steps, cpus, updates = [], [], UpdateTimes()
     for is_warm in _laps(_LEAST_STEPS):
         start, cpu = time.perf_counter(), time.process_time()
         pipeline.step(inputs, targets)
@@ -132,7 +130,7 @@ def _steps(pipeline: Pipeline, inputs: Microbatches, targets: Microbatches) -> R
 
 
 def _stream(pipeline: Pipeline, inputs: Microbatches, targets: Microbatches) -> Ran:
-    ends, cpus, updates = list[float](), list[float](), Updates()
+    ends, cpus, updates = list[float](), list[float](), UpdateTimes()
     for _ in pipeline.steps((inputs, targets) for _ in _laps(_LEAST_STREAMED)):
         ends.append(time.perf_counter())
         cpus.append(time.process_time())
@@ -144,7 +142,7 @@ def _stream(pipeline: Pipeline, inputs: Microbatches, targets: Microbatches) -> 
     return Ran(statistics.median(gaps), updates.seconds, statistics.median(cpu_gaps))
 
 
-class Updates:
+class UpdateTimes:
     """Collects the seconds of optimizer steps from timelines."""
 
     def __init__(self) -> None:

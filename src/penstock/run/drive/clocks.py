@@ -21,11 +21,11 @@ from penstock.transport.rendezvous import translated
 NUM_EXCHANGES = 32
 """Per host."""
 
-Clock = Callable[[], float]
+ReadClock = Callable[[], float]
 
 
 def clock_offsets(
-    group: dist.ProcessGroup, host_ids: Sequence[Hashable], clock: Clock = time.perf_counter
+    group: dist.ProcessGroup, host_ids: Sequence[Hashable], clock: ReadClock = time.perf_counter
 ) -> tuple[float, ...]:
     """By how many seconds each rank's clock is ahead of rank 0's, the same on every rank.
 
@@ -71,7 +71,7 @@ def offsets_of_clocks(transport: ProcessTransport) -> tuple[float, ...]:
         return clock_offsets(group, transport.hosts)
 
 
-def _asked(group: dist.ProcessGroup, clock: Clock) -> float:
+def _asked(group: dist.ProcessGroup, clock: ReadClock) -> float:
     """Ask rank 0 for the time until one answer has been quick."""
     host = dist.get_global_rank(group, 0)
     answer = torch.zeros(2, dtype=torch.float64)
@@ -87,7 +87,7 @@ def _asked(group: dist.ProcessGroup, clock: Clock) -> float:
     return min(exchanges)[1]
 
 
-def _answer(group: dist.ProcessGroup, asker: int, clock: Clock) -> None:
+def _answer(group: dist.ProcessGroup, asker: int, clock: ReadClock) -> None:
     host = dist.get_global_rank(group, asker)
     ping = torch.zeros_like(_PING)
     for _ in range(NUM_EXCHANGES):

@@ -20,7 +20,7 @@ from penstock.transport.base import Patience
 from penstock.values import number
 
 T = TypeVar("T")
-States = dict[int, dict[str, Tensor]]
+StageStates = dict[int, dict[str, Tensor]]
 
 _LEAST_STARTUP_SECONDS = 60.0
 _PROOFS_NEEDED = 2
@@ -40,7 +40,7 @@ class Deadlines(NamedTuple):
 
     @classmethod
     def of(cls, deadline_seconds: float, startup_seconds: float | None) -> Self:
-        """What the arguments of ``Pipeline`` say.
+        """The deadlines that the arguments of ``Pipeline`` set.
 
         Raises:
             InputError: one of them is not positive and finite.
@@ -94,8 +94,6 @@ class Driver(ABC, Generic[T]):
         """Begin one minibatch.
 
         Args:
-            segment: of the schedule, which the ranks perform.
-            minibatch: what they perform it on.
             position: where it stands in its stream.
         """
 
@@ -111,7 +109,7 @@ class Driver(ABC, Generic[T]):
         """Stop what was submitted and will not be collected; by default nothing runs then."""
 
     @abstractmethod
-    def gather(self, states: States, expected: Segment) -> States:
+    def gather(self, states: StageStates, expected: Segment) -> StageStates:
         """The states of all ranks' stages, where this process is rank 0; elsewhere nothing. Every
         process must call it.
 

@@ -42,7 +42,6 @@ def joined(transport: TransportName, seconds: float, num_ranks: int) -> Iterator
     What is raised meanwhile is told to the others, so that they need not wait.
 
     Args:
-        transport: what was asked for.
         seconds: how long ranks wait for each other, each time.
         num_ranks: how many ranks the plan has, for advice.
 

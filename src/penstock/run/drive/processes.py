@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.run.counting import Peak
 from penstock.run.drive.board import Board
-from penstock.run.drive.driver import Deadlines, Driver, States, failure_notice, named, naming
+from penstock.run.drive.driver import Deadlines, Driver, StageStates, failure_notice, named, naming
 from penstock.run.minibatch import Harvest, Minibatch, StreamPosition, seal_of
 from penstock.run.outcome import MinibatchOutcome, RankRecord
 from penstock.run.rank.worker import NUMBERS_PER_RUN, Worker
@@ -43,7 +43,7 @@ class RankReport(NamedTuple):
     held: Held | None
 
     def packed(self) -> tuple[Any, ...]:
-        """As it travels."""
+        """The report as it travels."""
         peak = None if self.peak is None else tuple(self.peak)
         held = None if self.held is None else tuple(self.held)
         each = [*self.losses.values()]
@@ -265,7 +265,7 @@ class ProcessDriver(Driver[ProcessTicket]):
     def _edges_to_all(self, tag: int) -> list[Edge]:
         return [Edge(self._worker.rank, other, tag) for other in self._others]
 
-    def gather(self, states: States, expected: Segment) -> States:
+    def gather(self, states: StageStates, expected: Segment) -> StageStates:
         self._check_usable()
         with self._telling_failures(expected, self._worker.num_runs):
             number = self._worker.next_number()

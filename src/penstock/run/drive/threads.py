@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from penstock.errors import DeadlineError, PeerError, RunError
-from penstock.run.drive.driver import Deadlines, Driver, States, failure_notice, naming
+from penstock.run.drive.driver import Deadlines, Driver, StageStates, failure_notice, naming
 from penstock.run.minibatch import Harvest, Minibatch, StreamPosition
 from penstock.run.outcome import MinibatchOutcome, RankRecord
 from penstock.run.rank.worker import Worker
@@ -30,7 +30,7 @@ from penstock.transport.tags import END_TAG, FIRST_EXCHANGE
 
 _GRACE_SECONDS = 5.0
 
-Task = Callable[[], Harvest]
+Errand = Callable[[], Harvest]
 
 
 @dataclass(eq=False)
@@ -60,14 +60,14 @@ class ThreadDriver(Driver[ThreadTicket]):
         super().__init__([worker.transport for worker in workers], deadlines)
         self._workers = workers
         self._num_threads_before = torch.get_num_threads()
-        self._inboxes: list[queue.SimpleQueue[tuple[Task, Future[Harvest]] | None]] = []
+        self._inboxes: list[queue.SimpleQueue[tuple[Errand, Future[Harvest]] | None]] = []
         self._threads = []
         self._unusable: str | None = None
         self._under_way: list[ThreadTicket] = []
         self._failed = False
         self._updates_before = [worker.updater.num_updates for worker in workers]
         for worker in workers:
-            inbox: queue.SimpleQueue[tuple[Task, Future[Harvest]] | None] = queue.SimpleQueue()
+            inbox: queue.SimpleQueue[tuple[Errand, Future[Harvest]] | None] = queue.SimpleQueue()
             thread = threading.Thread(
                 target=_serve,
                 args=(inbox, num_threads),
@@ -229,7 +229,7 @@ class ThreadDriver(Driver[ThreadTicket]):
             if isinstance(worker.transport, ThreadTransport):
                 worker.transport.reset()
 
-    def gather(self, states: States, expected: Segment) -> States:
+    def gather(self, states: StageStates, expected: Segment) -> StageStates:
         return states
 
     def close(self, why: str = "") -> None:
@@ -247,7 +247,9 @@ def _end(inboxes: Sequence[queue.SimpleQueue[Any]]) -> None:
         inbox.put(None)
 
 
-def _serve(inbox: queue.SimpleQueue[tuple[Task, Future[Harvest]] | None], num_threads: int) -> None:
+def _serve(
+    inbox: queue.SimpleQueue[tuple[Errand, Future[Harvest]] | None], num_threads: int
+) -> None:
     # The setting belongs to the thread that makes it.
     torch.set_num_threads(num_threads)
     while (work := inbox.get()) is not None:
@@ -256,7 +258,7 @@ def _serve(inbox: queue.SimpleQueue[tuple[Task, Future[Harvest]] | None], num_th
         del work
 
 
-def _fulfil(task: Task, future: Future[Harvest]) -> None:
+def _fulfil(task: Errand, future: Future[Harvest]) -> None:
     try:
         future.set_result(task())
     except BaseException as error:

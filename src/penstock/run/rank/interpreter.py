@@ -21,10 +21,10 @@ class RankStep(Protocol[W_contra]):
 
     @property
     def op(self) -> Op:
-        """What it does, to which microbatch, counted from the beginning of its window."""
+        """The op, with its microbatch counted from the beginning of the window."""
 
     def perform(self, work: W_contra) -> None:
-        """Do it."""
+        """Perform the op."""
 
 
 class Restart(Exception):
@@ -37,8 +37,6 @@ def perform_all(
     """Perform steps in order, and write down when each began and ended.
 
     Args:
-        steps: of one rank.
-        work: what they are performed on.
         journal: where it is written down; its ops are those of the steps.
         base: how many microbatches come before those of the steps' ops, for errors.
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import Tensor
-
 from penstock.run.rank.program import SkipChannel
+from penstock.stage.microbatch_graph import Gradients
 from penstock.transport import Edge, Transport
-
-Gradients = list[Tensor | None]
 
 
 class Mail:

@@ -27,7 +27,6 @@ class Observers:
     """Those who look on while one rank computes.
 
     Args:
-        stages: the rank's, by number.
         recipe: says which observers there are.
 
     Raises:
@@ -59,7 +58,7 @@ class Observers:
         self._statistics = MinibatchStatistics(self._modules) if gathers else None
 
     def leave(self) -> None:
-        """It has ended, well or not."""
+        """The minibatch has ended, well or not: take the hooks away."""
         if self._statistics is not None:
             self._statistics.close()
             self._statistics = None
@@ -79,8 +78,6 @@ class Observers:
         """Perform a compute step under all eyes that are interested.
 
         Args:
-            step: what is performed.
-            work: the minibatch it is performed on.
             unit: its number in the stream.
             instead: what autograd is to save in the place of weights, if anything.
         """

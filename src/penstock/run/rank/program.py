@@ -58,7 +58,6 @@ class RankProgram:
 
     Args:
         segment: a part of a lowered schedule.
-        rank: the rank whose part this is.
         skips: the model's values that travel beside the chain.
 
     Attributes:

@@ -10,14 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.run.rank.interpreter import RankStep, Restart
-from penstock.run.rank.mail import Gradients
 from penstock.run.rank.observers import Observers
 from penstock.run.rank.program import SkipChannel
 from penstock.run.rank.updater import Updater
 from penstock.run.rank.work import Work
 from penstock.run.shared_state import SharedState
 from penstock.schedule import Kind, Op
-from penstock.stage.microbatch_graph import InputGradients
+from penstock.stage.microbatch_graph import Gradients, InputGradients
 from penstock.stage.protocol import Keep, RunnableStage
 from penstock.transport import Edge
 from penstock.weights.store import WeightStore

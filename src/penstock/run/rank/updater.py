@@ -84,7 +84,6 @@ class Updater:
         num_ranks: how many take part in an agreement.
         holdings: what each stage of the rank trains.
         transport: the rank's end of its channels.
-        recipe: how to train.
         shared: weights of which this rank holds one of several copies.
 
     Attributes:

@@ -23,9 +23,7 @@ class Work:
     """One minibatch at work on one rank; its units are numbered from the beginning of the stream.
 
     Args:
-        minibatch: what is worked on.
         position: where it stands in its stream.
-        recipe: how to train.
         mail: what passes between stages, for as long as the stream lasts.
 
     Attributes:
@@ -68,15 +66,15 @@ class Work:
         loss, metrics = self._recipe.loss, self._recipe.metrics
         if not self.minibatch.trains or loss is None:
             return None
-        own = unit - self._first_unit
-        targets = self.minibatch.targets[own]
+        number = unit - self._first_unit
+        targets = self.minibatch.targets[number]
 
         def criterion(outputs: Any) -> Tensor:
             if metrics:
                 with torch.no_grad():
                     for name, metric in metrics.items():
                         measured = _number(name, metric(outputs, targets))
-                        self.harvest.metrics.setdefault(name, {})[own] = measured
+                        self.harvest.metrics.setdefault(name, {})[number] = measured
             return loss(outputs, targets)
 
         return criterion
@@ -87,19 +85,19 @@ class Work:
         Raises:
             ArithmeticError: the loss is not finite, and is to stop the run.
         """
-        own = unit - self._first_unit
+        number = unit - self._first_unit
         if not self.minibatch.trains:
-            self.harvest.outputs[own] = produced
+            self.harvest.outputs[number] = produced
             return
         # The mean of no terms is NaN, and counts for nothing.
-        if self._recipe.stop_at_nan and self.minibatch.weights[own] and not produced.is_cuda:
+        if self._recipe.stop_at_nan and self.minibatch.weights[number] and not produced.is_cuda:
             value = produced.item()
             if not math.isfinite(value):
                 raise ArithmeticError(
                     f"the loss is {value}; no weight has been updated with it. Lower the learning "
                     "rate, clip gradients, or look at this minibatch"
                 )
-        self.harvest.losses[own] = produced
+        self.harvest.losses[number] = produced
 
     def seed(self, unit: int, scale: float | None) -> Tensor | None:
         """The gradient of the minibatch's loss with respect to that of a unit, or ``None`` if it
@@ -109,14 +107,14 @@ class Work:
             unit: a microbatch or a slice.
             scale: what small gradients are multiplied by so that they survive.
         """
-        own = unit - self._first_unit
-        weight = self.minibatch.weights[own]
+        number = unit - self._first_unit
+        weight = self.minibatch.weights[number]
         if weight and not self.position.synchronous and self._recipe.updates == "microbatch":
             weight = 1.0  # it is a minibatch of its own
         weight *= self.minibatch.share
         if not weight:
             return None
-        seed = torch.full_like(self.harvest.losses[own], weight)
+        seed = torch.full_like(self.harvest.losses[number], weight)
         if scale is not None:
             seed *= scale
         return seed

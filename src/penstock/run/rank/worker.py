@@ -29,10 +29,8 @@ class Worker:
     """Performs segments of a schedule on minibatches, for one rank.
 
     Args:
-        rank: the one whose part of each segment it performs.
         stages: the stages it holds, by number.
         transport: its end of the channels to other ranks.
-        recipe: what to do with outputs and gradients.
         updater: applies the gradients of these stages.
         skips: values that travel beside the chain.
         stores: the versions of the weights of its stages, where there are several.
@@ -80,7 +78,7 @@ class Worker:
 
     @property
     def counts_memory(self) -> bool:
-        """Whether its harvest tells what it held."""
+        """Whether the rank's harvest tells how much memory the rank held."""
         return self._observers.counts_memory
 
     def run(
@@ -92,7 +90,6 @@ class Worker:
 
         Args:
             segment: a part of a lowered schedule.
-            minibatch: what it is performed on.
             position: where the minibatch stands in its stream; by default it is all of one.
 
         Raises:

@@ -101,12 +101,7 @@ def family(name: str) -> Callable[..., Schedule]:
 
 
 def check_options(name: str, options: Collection[str]) -> None:
-    """Raise ``InputError`` if a family does not take one of these options.
-
-    Args:
-        name: of the family.
-        options: their names.
-    """
+    """Raise ``InputError`` if a family does not take one of these options."""
     known = tuple(inspect.signature(family(name)).parameters)[2:]
     unknown = [option for option in options if option not in known]
     if unknown:

@@ -27,7 +27,7 @@ Starts = tuple[int, int, int, int]
 
 
 def from_block(starts: Iterable[Starts], num_microbatches: int, name: str) -> Schedule:
-    """The schedule that the block of these starts, one row per rank, makes."""
+    """The schedule that repeats a block of ops for each microbatch."""
     rows = tuple(starts)
     planned = [
         _place_weights(_repeat(rank, 2 * len(rows) - 1 - rank, row, num_microbatches))

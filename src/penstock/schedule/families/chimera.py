@@ -58,4 +58,4 @@ def chimera(num_ranks: int, num_microbatches: int) -> Schedule:
             rank = p - 1 - stage if up else stage
             slots[rank].append((start + stage, Op(stage, Kind.FORWARD, k)))
             slots[rank].append((start + 2 * p - 1 - stage, Op(stage, Kind.BACKWARD, k)))
-    return Schedule.of(([op for _, op in sorted(own)] for own in slots), "chimera")
+    return Schedule.of(([op for _, op in sorted(timed)] for timed in slots), "chimera")

@@ -25,8 +25,6 @@ def gpipe(num_ranks: int, num_microbatches: int, replicas: Replicas = "") -> Sch
     p = 8 and m = 32.
 
     Args:
-        num_ranks: devices.
-        num_microbatches: per minibatch.
         replicas: of each stage, as in ``2-1-1``, which is 4 ranks; one of each by default.
 
     >>> from penstock import Costs, draw, simulate

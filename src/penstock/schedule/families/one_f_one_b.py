@@ -26,8 +26,6 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, replicas: Replicas = "") 
     back.
 
     Args:
-        num_ranks: devices.
-        num_microbatches: per minibatch.
         replicas: of each stage, as in ``2-1-1``, which is 4 ranks; one of each by default.
 
     >>> from penstock import Costs, draw, simulate

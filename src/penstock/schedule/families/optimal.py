@@ -119,10 +119,10 @@ def _check_costs(stages: Placement, num_microbatches: int, costs: Durations) -> 
     """Raise unless all microbatches take equally long: then they may run in order."""
     for stage in range(len(stages)):
         for kind in _SPLIT:
-            found = {costs.duration(Op(stage, kind, k)) for k in range(num_microbatches)}
-            if len(found) > 1 or not all(0 <= taken < float("inf") for taken in found):
+            taken = {costs.duration(Op(stage, kind, k)) for k in range(num_microbatches)}
+            if len(taken) > 1 or not all(0 <= seconds < float("inf") for seconds in taken):
                 raise InputError(
-                    f"optimal: {stage}{kind} takes {sorted(found)}; give one finite duration ≥ 0 "
+                    f"optimal: {stage}{kind} takes {sorted(taken)}; give one finite duration ≥ 0 "
                     "for all microbatches"
                 )
 

@@ -24,7 +24,8 @@ def at_least(family: str, option: str, value: Any, least: int, most: int = _MOST
 
 
 def one_per_rank(family: str, option: str, value: Any, num_ranks: int) -> tuple[float, ...]:
-    """One number for every rank, or a number per rank, as a number per rank; infinity is no limit.
+    """A number for each rank, from one number for every rank or a number per rank; infinity is no
+    limit.
 
     Raises:
         InputError: another count, no numbers, or a negative one.

@@ -14,7 +14,7 @@ _BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
 def unroll(phases: Iterable[tuple[str, int]], stages: tuple[int, ...]) -> list[Op]:
-    """The ops of one rank.
+    """The ops of one rank, from patterns and how often each is repeated.
 
     A step of a pattern is a kind and which of the rank's ``stages`` it is for; it takes the next
     microbatch. ``W`` alone is the oldest weight gradient that is still owed.

@@ -29,7 +29,6 @@ def pipedream(num_ranks: int, num_microbatches: int, replicas: Replicas = "") ->
     come down or be corrected. It is not what one device computes.
 
     Args:
-        num_ranks: devices.
         num_microbatches: length of the stream.
         replicas: of each stage, as in ``2-1-1``, which is 4 ranks; one of each by default.
 

@@ -30,7 +30,6 @@ def pipedream_2bw(
     microbatches; where m is much larger than p, 1F1B's bubble is small and needs no second version.
 
     Args:
-        num_ranks: devices.
         num_microbatches: length of the stream, any.
         minibatch: microbatches per update; p by default.
         replicas: of each stage, as in ``2-1-1``, which is 4 ranks; one of each by default.

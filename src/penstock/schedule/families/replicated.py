@@ -22,7 +22,7 @@ _MOST_REPLICAS = 10**18
 Replicas = str | Sequence[int]
 """One count per stage, as in ``(2, 1, 1)`` or ``"2-1-1"``; nothing for one of each."""
 
-Order = Callable[[int, list[Op], list[Op]], list[Op]]
+Interleave = Callable[[int, list[Op], list[Op]], list[Op]]
 """From a stage's warm-up, its forwards and its backwards to their order."""
 
 
@@ -63,7 +63,7 @@ def replica_counts(family: str, replicas: Replicas, num_ranks: int) -> tuple[int
 
 
 def round_robin(
-    family: str, counts: Sequence[int], num_microbatches: int, order: Order
+    family: str, counts: Sequence[int], num_microbatches: int, order: Interleave
 ) -> Schedule:
     """Every replica's share of the microbatches, in a given order.
 
@@ -79,9 +79,9 @@ def round_robin(
     def ranks() -> Iterator[list[Op]]:
         for stage, count in enumerate(counts):
             for replica in range(count):
-                own = range(replica, num_microbatches, count)
-                forwards = [Op(stage, Kind.FORWARD, microbatch) for microbatch in own]
-                backwards = [Op(stage, Kind.BACKWARD, microbatch) for microbatch in own]
+                microbatches = range(replica, num_microbatches, count)
+                forwards = [Op(stage, Kind.FORWARD, microbatch) for microbatch in microbatches]
+                backwards = [Op(stage, Kind.BACKWARD, microbatch) for microbatch in microbatches]
                 yield order(warm_up(counts, stage), forwards, backwards)
 
     return Schedule.of(ranks(), family)

@@ -29,7 +29,6 @@ def seq1f1b(num_ranks: int, num_microbatches: int, num_slices: int = 2) -> Sched
     slices.
 
     Args:
-        num_ranks, num_microbatches: as in every family.
         num_slices: k; 1 is 1F1B.
 
     Raises:

@@ -71,7 +71,6 @@ def zb_auto(
     at most 5 at p = 8 and m = 32 the bubble is 24 %, and V-Half's is 8 %.
 
     Args:
-        num_ranks, num_microbatches: as in every family.
         costs: of every stage and link, for example a ``penstock.Costs``; unit costs by default.
         activation_limit: the most a rank may hold, one number or one per rank: in microbatches of
             the rank's layers, or, where ``sizes`` is given, in its unit (bytes). By default p

@@ -42,7 +42,6 @@ def minimise(problem: ExactProblem, known: Order, time_limit_seconds: float) -> 
     """The order of each rank's ops whose objective is least, to one part in a million.
 
     Args:
-        problem: what is to be ordered.
         known: an order that fits the memory; the better it is, the less is left to solve.
         time_limit_seconds: when to give up.
 

@@ -30,7 +30,6 @@ class LinearProgram:
     starts, the binaries (1: the first of the two ops comes first), and the objective.
 
     Args:
-        problem: what is to be ordered.
         gap: its gaps, and those of the orders that are known to be best.
         windows: what follows from them.
         bounds: the objective is no less than the first, and wanted no more than the second.
@@ -63,11 +62,11 @@ class LinearProgram:
             self._crowding(numbers)
             self._transitivity(numbers)
             self._memory(numbers, room)
-        none, one = np.zeros(len(pairs)), np.ones(len(pairs))
+        zeros, ones = np.zeros(len(pairs)), np.ones(len(pairs))
         latest = np.maximum(self.latest_end - self.duration, self.head)
-        self.lowest = np.concatenate([self.head, none, [least / self.unit]])
-        self.highest = np.concatenate([latest, one, [_SCALE]])
-        self.is_binary = np.concatenate([np.zeros(starts), one, [0.0]])
+        self.lowest = np.concatenate([self.head, zeros, [least / self.unit]])
+        self.highest = np.concatenate([latest, ones, [_SCALE]])
+        self.is_binary = np.concatenate([np.zeros(starts), ones, [0.0]])
 
     def before(self, a: int, b: int) -> tuple[float, dict[int, float]]:
         """1 if a comes before b, else 0: as a constant and terms."""

@@ -33,7 +33,6 @@ def search(problem: OrderingProblem, seeds: Iterable[Orders], effort: float = 1.
     same arguments.
 
     Args:
-        problem: what is asked.
         seeds: orders to begin with, over the same ops.
         effort: 2 looks at twice as many orders, 0 only at the seeds and the grid.
     """
@@ -156,7 +155,7 @@ class _Climb:
             place = to
         else:
             if problem.fits(rank, order):
-                moved = [order if r == rank else own for r, own in enumerate(self.best)]
+                moved = [order if r == rank else present for r, present in enumerate(self.best)]
                 evaluated = evaluate(problem, moved)
                 if evaluated is not None and evaluated[0] <= self.outcome:
                     self.outcome, self.best = evaluated[0], moved

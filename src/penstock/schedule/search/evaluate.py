@@ -33,10 +33,10 @@ def evaluate(problem: OrderingProblem, orders: Orders) -> tuple[OrderScore, list
     runnable = list(range(problem.num_ranks))
     while runnable:
         rank = runnable.pop()
-        order, at, time = orders[rank], position[rank], free[rank]
+        order, place, time = orders[rank], position[rank], free[rank]
         count = len(order)
-        while at < count:
-            number = order[at]
+        while place < count:
+            number = order[place]
             result, needed, delay, taken = arcs[number % period]
             if needed:
                 arrival = end[number + needed]
@@ -45,15 +45,15 @@ def evaluate(problem: OrderingProblem, orders: Orders) -> tuple[OrderScore, list
                     break
                 arrival += delay
                 time = max(arrival, time)
-            if not at:
+            if not place:
                 first[rank] = time
             time += taken
             number += result
             end[number] = time
-            at += 1
+            place += 1
             if number in waiting:
                 runnable.append(waiting.pop(number))
-        position[rank], free[rank] = at, time
+        position[rank], free[rank] = place, time
     if any(done < len(order) for done, order in zip(position, orders, strict=True)):
         return None
     if problem.objective == "makespan":

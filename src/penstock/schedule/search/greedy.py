@@ -123,8 +123,8 @@ class _Run:
     def _oldest_weight(self, rank: int) -> int:
         """The stage whose weight gradient has waited longest."""
         done, possible = self.done[BACKWARD_WEIGHT], self.done[BACKWARD_INPUT]
-        own = self.problem.stages_of[rank]
-        return min((done[stage], stage) for stage in own if done[stage] < possible[stage])[1]
+        stages = self.problem.stages_of[rank]
+        return min((done[stage], stage) for stage in stages if done[stage] < possible[stage])[1]
 
     def _take(self, kind: int, stage: int, time: float, rank: int) -> list[tuple[float, int]]:
         problem, microbatch = self.problem, self.done[kind][stage]

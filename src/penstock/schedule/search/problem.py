@@ -177,12 +177,12 @@ class OrderingProblem:
         head = 0.0
         bounds: list[float] = []
         for stage in range(self.num_stages):
-            own = self.stages_of[self.placement[stage]]
-            work = sum(taken[mine] for mine in own for taken in self.taken[:BACKWARD])
+            stages = self.stages_of[self.placement[stage]]
+            work = sum(taken[mine] for mine in stages for taken in self.taken[:BACKWARD])
             # The stage objective looks at no rank before its own first op.
             wait = head if self.objective == "makespan" else 0.0
             bounds += self._ways_through(stage, wait)
-            if stage == own[0]:
+            if stage == stages[0]:
                 bounds.append(wait + self.num_microbatches * work)
             if stage + 1 < self.num_stages:
                 head += self.taken[FORWARD][stage] + self.delays[FORWARD][stage + 1]

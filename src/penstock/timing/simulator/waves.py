@@ -20,7 +20,7 @@ from penstock.timing.costs import Costs
 from penstock.timing.spans import Row
 from penstock.timing.timeline import Timeline
 
-Ints = npt.NDArray[np.int32]
+Indices = npt.NDArray[np.int32]
 Codes = npt.NDArray[np.int8]
 Floats = npt.NDArray[np.float64]
 
@@ -94,7 +94,7 @@ class _Columns:
         self.delay = self._delays(costs, num_stages, stage, lengths)
 
     @staticmethod
-    def _field(ranks: Sequence[Sequence[Op]], index: int) -> Ints:
+    def _field(ranks: Sequence[Sequence[Op]], index: int) -> Indices:
         return np.fromiter(map(itemgetter(index), chain.from_iterable(ranks)), np.int32)
 
     @staticmethod
@@ -102,7 +102,7 @@ class _Columns:
         ops = ((Op(stage, kind, 0) for kind in _KINDS) for stage in range(num_stages))
         return np.array([[costs.duration(op) for op in row] for row in ops])
 
-    def _needs(self, number: Ints, stage: Ints, code: Codes, microbatch: Ints) -> Ints:
+    def _needs(self, number: Indices, stage: Indices, code: Codes, microbatch: Indices) -> Indices:
         most = max(len(NEEDS[kind]) for kind in _KINDS)
         needed = np.full((most, self.count), self.nothing, np.int32)
         for kind in map(_KINDS.__getitem__, np.unique(code)):
@@ -115,7 +115,7 @@ class _Columns:
                         row[mine] = np.where(meets <= self.nothing, meets, row[mine])
         return needed
 
-    def _delays(self, costs: Costs, num_stages: int, stage: Ints, lengths: list[int]) -> Floats:
+    def _delays(self, costs: Costs, num_stages: int, stage: Indices, lengths: list[int]) -> Floats:
         forward = [Op(index, Kind.FORWARD, 0) for index in range(num_stages)]
         hops = [costs.delay(a, b) for a, b in pairwise(forward)]
         hop = np.array([*hops, 0.0])
