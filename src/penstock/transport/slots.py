@@ -1,14 +1,14 @@
 """Slots of shared memory: one holds one message, from when it is sent until it is no longer used.
 
-The sender owns a slot and fills it; the receiver's tensors lie in it; when the last of them is
-dropped, the slot is the sender's again. So there are as many slots as messages have been under way
-or in use at once, and no more. A slot begins with a byte that says whose it is, which both
-processes see: giving a slot back costs neither side a system call.
+The sender owns a slot and fills it; the receiver's tensors lie in it; when the last of them has
+been dropped, the slot is the sender's again. A slot begins with a byte that says whose it is, which
+both processes see: giving a slot back costs neither side a system call.
 
 The receiver's tensors are made once per slot and layout, and last; a message's are aliases of them.
 Whether any of these, or anything made of them, is still in use, the number of users of their memory
 tells. So a message costs neither a new mapping nor a finalizer, which took longer than small
-layers; its slot is given back when the receiver next looks, not at the same moment.
+layers; but its slot is given back when the receiver next looks, not at the same moment. There are
+as many slots as messages have been under way or in use at once, and one that waits for that look.
 
 Marks like [3] are the steps of a hand-over, which ``shared_memory`` describes.
 """

@@ -139,7 +139,8 @@ def test_slots_that_are_used_again_never_change_what_is_still_held(messages):
             assert_same(ours, theirs)
         del ours, theirs
         held = held[-3:]
-    assert len(sender._peers[1].pool) <= 4
+    # Three are held, one is under way, and one waits for its receiver's next look.
+    assert len(sender._peers[1].pool) <= 5
     sender.close("")
     receiver.close("")
 
