@@ -176,45 +176,24 @@ class Packer:
         """The value in a block, ``Noted`` if there is a note with it; its tensors use the block as
         their memory and keep it alive.
 
+        Every tensor counts its own versions: overwriting one must not make autograd think that
+        another one was, which two views of one tensor would.
+
         Raises:
             RunError: the block is shorter than its description says, or a class that the user has
                 named cannot be made of what has come.
         """
-        return self.build(edge, layout, tensors_in(edge, block, layout), note)
-
-    def build(
-        self, edge: Edge, layout: BlockLayout, tensors: Sequence[Tensor], note: bytes = b""
-    ) -> Any:
-        """The value of a layout with these tensors, ``Noted`` if there is a note with it.
-
-        Raises:
-            RunError: a class that the user has named cannot be made of what has come.
-        """
-        if type(layout.node) is wire.TensorNode:
-            value: Any = tensors[0]
-        else:
-            try:
-                value = self._codec.build(layout.node, iter(tensors))
-            except Exception as error:  # whatever the constructor of a user's class raises
-                refuse(edge, error)
+        if layout.num_bytes > len(block):
+            refuse(edge, f"its tensors take {layout.num_bytes} bytes, but it has {len(block)}")
+        try:
+            if type(layout.node) is wire.TensorNode:  # as nearly all are
+                value: Any = layout.places[0].read_end(block)
+            else:
+                tensors = iter([place.read_end(block) for place in layout.places])
+                value = self._codec.build(layout.node, tensors)
+        except Exception as error:  # whatever the constructor of a user's class raises
+            refuse(edge, error)
         return Noted(value, note) if note else value
-
-
-def tensors_in(edge: Edge, block: Buffer, layout: BlockLayout) -> list[Tensor]:
-    """The tensors in a block that has come over an edge; each counts its own versions.
-
-    Overwriting one must not make autograd think that another was, which two views of one tensor
-    would.
-
-    Raises:
-        RunError: the block is shorter than its layout says, or that cannot be.
-    """
-    if layout.num_bytes > len(block):
-        refuse(edge, f"its tensors take {layout.num_bytes} bytes, but it has {len(block)}")
-    try:
-        return [place.read_end(block) for place in layout.places]
-    except RuntimeError as error:  # sizes whose product no integer holds
-        refuse(edge, error)
 
 
 def _signature(value: Any, tensors: list[Tensor], depth: int = 0) -> Any:

@@ -17,8 +17,8 @@ and in ``slots``:
 5. R reads the notice whenever it waits for anything, and keeps the arrival by (edge, number).
 6. R, when it is asked for the message, marks the slot TAKEN: it no longer counts in 1. While it
    waits for another message of the edge it does so for all of them, or that one could never leave.
-7. R's tensors lie in the slot. Once the last of them is dropped, R marks the slot FREE when it next
-   receives or ends a step, by a byte that S sees too: nobody is told.
+7. R's tensors lie in the slot. When the last of them is dropped, the slot is marked FREE, by a byte
+   that S sees too: nobody is told.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ import select
 import socket
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -45,8 +44,6 @@ from penstock.transport.wire import Codec
 _MOST_UNDER_WAY = 64
 _LOOK_AGAIN_MILLISECONDS = 1.0
 _PARTING_SECONDS = 1.0
-_MOST_LOOKED_AT = 8
-"""Slots of values that are kept (outputs, say) must not make every message cost more."""
 
 
 class _Arrival(NamedTuple):
@@ -103,7 +100,6 @@ class SharedMemoryTransport(Transport):
         for descriptor in self._peer_of:
             self._poll.register(descriptor, select.POLLIN)
         self._early: dict[tuple[Edge, int], _Arrival] = {}
-        self._lent: deque[RemoteSlot] = deque()
         self._awaited: Edge | None = None
         self._lowest = 0
         self._failure: RankFailure | None = None
@@ -172,25 +168,13 @@ class SharedMemoryTransport(Transport):
     def recv(self, edge: Edge, number: int, waiting: str) -> Any:
         wanted = (edge, number)
         peer = self._peer(edge.source)
-        self._give_back()
         if wanted not in self._early:
             self._take_in(0)
         if wanted not in self._early:
             self._await(wanted, peer, waiting)
         slot, layout, note = self._early.pop(wanted)
         slot.take()  # [6]; from here on [7]
-        self._lent.append(slot)
-        return self._packer.build(edge, layout, slot.lend(edge, layout), note)
-
-    def _give_back(self) -> None:
-        """Mark slots whose messages are no longer used, of the few that were lent longest ago."""
-        lent = self._lent
-        for _ in range(min(len(lent), _MOST_LOOKED_AT)):
-            slot = lent.popleft()
-            if slot.is_used():
-                lent.append(slot)
-            else:
-                slot.give_back()  # [7]
+        return self._packer.unpack(edge, slot.lend(), layout, note)
 
     def _await(self, wanted: tuple[Edge, int], peer: _Peer, waiting: str) -> None:
         # [6] The edge's other messages must not keep the wanted one from being sent.
@@ -295,7 +279,6 @@ class SharedMemoryTransport(Transport):
 
     def flush(self) -> None:
         """Nothing is under way in this process; memory that is no longer needed is given back."""
-        self._give_back()
         for peer in self._peers.values():
             for slot in peer.pool.end_step():
                 # A rank that is gone, or does not read, is no reason for a good step to fail.
@@ -324,7 +307,6 @@ class SharedMemoryTransport(Transport):
         self._closed = self._closed or reason
         self._goodbye.detach()
         self._peers, self._peer_of, self._early = {}, {}, {}
-        self._lent.clear()
         return links
 
     def _peer(self, rank: int) -> _Peer:

@@ -1,14 +1,9 @@
 """Slots of shared memory: one holds one message, from when it is sent until it is no longer used.
 
-The sender owns a slot and fills it; the receiver's tensors lie in it; when the last of them has
-been dropped, the slot is the sender's again. A slot begins with a byte that says whose it is, which
-both processes see: giving a slot back costs neither side a system call.
-
-The receiver's tensors are made once per slot and layout, and last; a message's are aliases of them.
-Whether any of these, or anything made of them, is still in use, the number of users of their memory
-tells. So a message costs neither a new mapping nor a finalizer, which took longer than small
-layers; but its slot is given back when the receiver next looks, not at the same moment. There are
-as many slots as messages have been under way or in use at once, and one that waits for that look.
+The sender owns a slot and fills it; the receiver's tensors lie in it; when the last of them is
+dropped, the slot is the sender's again. So there are as many slots as messages have been under way
+or in use at once, and no more. A slot begins with a byte that says whose it is, which both
+processes see: giving a slot back costs neither side a system call.
 
 Marks like [3] are the steps of a hand-over, which ``shared_memory`` describes.
 """
@@ -16,8 +11,9 @@ Marks like [3] are the steps of a hand-over, which ``shared_memory`` describes.
 from __future__ import annotations
 
 import mmap
+import os
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -167,9 +163,6 @@ class RemoteSlot:
         self._state = memoryview(memory)[:1]
         self._bytes = memoryview(memory)[_BLOCK_START:]
         self._block: Buffer = np.frombuffer(memory, dtype=np.uint8)[_BLOCK_START:]
-        self._layout: BlockLayout | None = None
-        self._lasting: list[Tensor] = []
-        self._memories: list[_Memory] = []
 
     def prefix(self, edge: Edge) -> Prefix:
         """What the message in it, which came over an edge, begins with.
@@ -187,41 +180,26 @@ class RemoteSlot:
         """Nothing in it will be used."""
         self._state[0] = SlotState.FREE
 
-    def lend(self, edge: Edge, layout: BlockLayout) -> list[Tensor]:
-        """The tensors of the message in it, which lie in the slot; ``is_used`` tells how long.
-
-        Raises:
-            RunError: the slot is smaller than the layout.
-        """
-        if layout is not self._layout:
-            with torch.inference_mode(False):
-                self._lasting = packing.tensors_in(edge, self._block, layout)
-            self._memories = [_Memory.of(tensor) for tensor in self._lasting if tensor.numel()]
-            self._layout = layout
-        return [tensor.detach() for tensor in self._lasting]
-
-    def is_used(self) -> bool:
-        """Whether any tensor of its message is still there, or a view of one."""
-        return any(_users_of(address) > idle_users for address, idle_users in self._memories)
+    def lend(self) -> Buffer:
+        """The block, for one message; when the last tensor in it is dropped it is given back."""
+        loan = self._block.view(_Loan)
+        loan.state, loan.process = self._state, os.getpid()
+        return loan
 
 
-class _Memory(NamedTuple):
-    """Memory of a tensor.
+class _Loan(np.ndarray[Any, Any]):
+    """Memory of one message, which the tensors made of it keep alive.
 
     Attributes:
-        address: of what counts its users.
-        idle_users: how many there are if nobody but the slot has it.
+        state: the slot's.
+        process: the one that it was lent to.
     """
 
-    address: int
-    idle_users: int
+    # A finalizer of ``weakref`` does the same and takes twice as long as small layers.
+    state: memoryview
+    process: int = 0  # as in views of it, which are no loans
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Memory:
-        """That of a tensor that nobody uses so far."""
-        address = tensor.untyped_storage()._cdata
-        return cls(address, _users_of(address))
-
-
-_users_of = torch._C._storage_Use_Count
-"""Private to torch, whose own CUDA graphs tell by it which memory is free."""
+    def __del__(self) -> None:
+        # [7] A forked child drops its copies of the tensors, but its parent still uses them.
+        if os.getpid() == self.process:
+            self.state[0] = SlotState.FREE
