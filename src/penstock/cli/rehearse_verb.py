@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import click
 
+from penstock import drawing, plans, rehearsal
 from penstock.cli import options, show, sources
-from penstock.drawing import Fact, Report, TimelineRecord, draw_stacked
 from penstock.errors import InputError
-from penstock.plans import Plan
-from penstock.rehearsal import Comparison, Rehearsal
-from penstock.rehearsal import rehearse as perform
-from penstock.rehearsal.conduct import MOST_RANKS
-from penstock.rehearsal.job import Updates
-from penstock.rehearsal.performance import TransportName
+from penstock.rehearsal.job import TransportName, Updates
 from penstock.schedule import Kind, Schedule
 from penstock.timing.costs import Costs
 from penstock.timing.simulator import simulate
 from penstock.units import picture_seconds
 from penstock.versions import USUAL
+
+if TYPE_CHECKING:
+    from penstock.drawing import Fact
+    from penstock.plans import Plan
+    from penstock.rehearsal import Comparison, Rehearsal
 
 _SOURCE_HELP = (
     "SOURCE is a .json plan, a schedule's name, or a .csv of ops. A plan has its own times; for "
@@ -78,6 +78,8 @@ def rehearse(
 
     Eight or sixteen ranks run on two cores. Prints what was measured beside what was predicted.
     """
+    from penstock.rehearsal.conduct import MOST_RANKS
+
     if output is not None:
         _check_suffix(output)
     if ranks > MOST_RANKS:  # before a schedule of that size is built
@@ -86,7 +88,7 @@ def rehearse(
     plan, op_costs = _plan(source, ranks, microbatches, costs, op_ms / 1e3)
     expected_seconds = steps * scale * _step_seconds(plan, op_costs)
     with show.counting("rehearsing", quietly=expected_seconds < _QUIET_SECONDS) as progress:
-        found = perform(
+        found = rehearsal.rehearse(
             plan,
             op_costs,
             steps=steps,
@@ -113,7 +115,7 @@ def _plan(
     """What to perform, and the seconds of its ops if it does not have its own."""
     suffix = Path(source).suffix.lower()
     if suffix == ".json":
-        return Plan.load(source), None
+        return plans.Plan.load(source), None
     schedule = (
         sources.read_csv(source)
         if suffix == ".csv"
@@ -134,7 +136,7 @@ def _minibatch(source: str) -> int | None:
 
 
 def _step_seconds(plan: Plan | Schedule, costs: Costs | None) -> float:
-    timeline = plan.simulate() if isinstance(plan, Plan) else simulate(plan, costs)
+    timeline = plan.simulate() if isinstance(plan, plans.Plan) else simulate(plan, costs)
     return timeline.makespan
 
 
@@ -147,13 +149,13 @@ def _check_suffix(output: str) -> None:
 def _write(found: Rehearsal, output: str) -> None:
     if Path(output).suffix.lower() != ".json":
         titled = [("Predicted", found.predicted), ("Measured", found.measured)]
-        draw_stacked(titled, output)
+        drawing.draw_stacked(titled, output)
         return
-    report = Report(
+    report = drawing.Report(
         title=f"Rehearsal of {found.measured.name or 'a schedule'}",
         facts=_facts(found),
-        predicted=TimelineRecord.of(found.predicted),
-        measured=TimelineRecord.of(found.measured),
+        predicted=drawing.TimelineRecord.of(found.predicted),
+        measured=drawing.TimelineRecord.of(found.measured),
     )
     report.save(output)
 
@@ -178,8 +180,10 @@ def _circumstances(found: Rehearsal) -> list[Fact]:
     """How the figures came about."""
     shortest, longest = (picture_seconds(find(found.step_seconds)) for find in (min, max))
     facts = [
-        Fact(label="steps", value=f"median of {len(found.step_seconds)}, {shortest} to {longest}"),
-        Fact(
+        drawing.Fact(
+            label="steps", value=f"median of {len(found.step_seconds)}, {shortest} to {longest}"
+        ),
+        drawing.Fact(
             label="a message takes",
             value=f"{picture_seconds(found.hop_seconds)} more than planned, "
             "which the prediction includes",
@@ -187,16 +191,16 @@ def _circumstances(found: Rehearsal) -> list[Fact]:
     ]
     if any(op.kind is Kind.AGREE for op in found.measured.rows[0].ops):
         value = f"{picture_seconds(found.pace_seconds)} a step, one after the other"
-        facts.append(Fact(label="pace", value=value))
+        facts.append(drawing.Fact(label="pace", value=value))
     if found.num_held_up:
         value = f"{found.num_held_up} took 1 ms longer than they should: this machine was busy"
-        facts.append(Fact(label="ops held up", value=value))
+        facts.append(drawing.Fact(label="ops held up", value=value))
     return facts
 
 
 def _facts(found: Rehearsal) -> tuple[Fact, ...]:
     compared = (
-        Fact(label=one.name, value=_shown(one)[1], note=f"{_shown(one)[0]} predicted")
+        drawing.Fact(label=one.name, value=_shown(one)[1], note=f"{_shown(one)[0]} predicted")
         for one in found.comparisons
     )
     return (*compared, *_circumstances(found))

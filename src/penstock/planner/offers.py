@@ -13,9 +13,9 @@ from penstock.errors import InputError, PlanError
 from penstock.graph import Mode
 from penstock.partition import best_partition
 from penstock.partition.dapple import dapple_candidates
-from penstock.planner.setting import RecomputeRule, Setting, build_schedule
+from penstock.planner.setting import Setting, build_schedule
 from penstock.planner.task import Task
-from penstock.planner.wish import Wish
+from penstock.planner.wish import RecomputeRule, Wish
 from penstock.schedule import Schedule, families
 from penstock.schedule.rounds import filling
 from penstock.versions import USUAL, DoubleBuffer, Flush, Policy, Stash, check_policy

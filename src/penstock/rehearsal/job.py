@@ -11,6 +11,7 @@ from penstock.timing.costs import Costs
 from penstock.values import Value
 from penstock.versions import Flush, Policy
 
+TransportName = Literal["shared-memory", "threads"]
 WaitsName = Literal["relative", "logical"]
 Updates = Literal["separate", "agreed", "post-validated"]
 
