@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterable
-from importlib import resources
 
 # XML has no way to write these characters, not even escaped.
 _UNWRITABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -76,6 +75,8 @@ def shortened(text: str, size: float, width: float) -> str:
 
 def resource(name: str) -> str:
     """A style sheet or script that lies beside this module."""
+    from importlib import resources  # which knows zip files and more, and no text needs
+
     return resources.files("penstock.drawing").joinpath(name).read_text(encoding="utf-8").strip()
 
 

@@ -12,7 +12,6 @@ from typing import Any
 from penstock.errors import InputError, PlanError
 from penstock.graph import Mode
 from penstock.partition import best_partition
-from penstock.partition.dapple import dapple_candidates
 from penstock.planner.setting import Setting, build_schedule
 from penstock.planner.task import Task
 from penstock.planner.wish import RecomputeRule, Wish
@@ -328,6 +327,8 @@ def _partitions(task: Task) -> Iterator[Shape]:
         found = best_partition(task.graph, task.cluster, model, updates=updates)
         yield from _shape(task, [stage.devices for stage in found.stages])
     if task.num_layers * len(task.cluster.devices) <= _DAPPLE_LIMIT:
+        from penstock.partition.dapple import dapple_candidates
+
         for one in dapple_candidates(
             task.graph, task.cluster, task.num_microbatches, model=task.communication
         ):
