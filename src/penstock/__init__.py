@@ -1,36 +1,35 @@
 """Penstock: profile, plan, check, simulate, run and draw pipeline-parallel training.
 
-Planning and simulating never import torch; the names that need it (``Pipeline``, ``profile``) are
-loaded when first used.
+Every name is loaded when it is first used: ``import penstock`` loads next to nothing, and only the
+names that need torch (``Pipeline``, ``profile``, ``capture``, ``rehearse`` …) wait for it.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from penstock import errors, versions
-from penstock.cluster import Cluster, Device, Link
-from penstock.drawing import draw
-from penstock.graph import Layer, LayerGraph
-from penstock.planner import plan
-from penstock.plans import Plan
-from penstock.schedule import Kind, Op, Schedule
-from penstock.schedule import families as schedules
-from penstock.schedule.check import check
-from penstock.schedule.memory import Sizes
-from penstock.timing.costs import Costs
-from penstock.timing.simulator import simulate
-from penstock.timing.spans import Span
-from penstock.timing.timeline import Timeline
+from penstock.lazily import loaded_when_used
 
 if TYPE_CHECKING:
-    from penstock import optimizers
+    from penstock import errors, optimizers, versions
+    from penstock.cluster import Cluster, Device, Link
+    from penstock.drawing import draw
+    from penstock.graph import Layer, LayerGraph
     from penstock.model.microbatches import Microbatches
     from penstock.model.spine import run_spine
     from penstock.pipeline import Pipeline
+    from penstock.planner import plan
+    from penstock.plans import Plan
     from penstock.profiler import profile
     from penstock.rehearsal import rehearse
+    from penstock.schedule import Kind, Op, Schedule
+    from penstock.schedule import families as schedules
+    from penstock.schedule.check import check
+    from penstock.schedule.memory import Sizes
+    from penstock.timing.costs import Costs
+    from penstock.timing.simulator import simulate
+    from penstock.timing.spans import Span
+    from penstock.timing.timeline import Timeline
     from penstock.tracing import Captured, capture
 
 __version__ = "0.1.0"
@@ -65,23 +64,39 @@ __all__ = [
     "versions",
 ]
 
-_NEEDS_TORCH = {
-    "Captured": "penstock.tracing",
-    "capture": "penstock.tracing",
-    "Microbatches": "penstock.model.microbatches",
-    "Pipeline": "penstock.pipeline",
-    "profile": "penstock.profiler",
-    "rehearse": "penstock.rehearsal",
-    "run_spine": "penstock.model.spine",
-}
+_ROOMS = (
+    "cluster", "drawing", "errors", "graph", "optimizers", "partition", "planner", "plans",
+    "schedule", "timing", "units", "values", "versions",
+)  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    if name == "optimizers":
-        return importlib.import_module("penstock.optimizers")
-    if name in _NEEDS_TORCH:
-        return getattr(importlib.import_module(_NEEDS_TORCH[name]), name)
-    raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+if not TYPE_CHECKING:  # which would take every name for one that is there
+    __getattr__ = loaded_when_used(
+        __name__,
+        {
+            "penstock.cluster": ("Cluster", "Device", "Link"),
+            "penstock.drawing": ("draw",),
+            "penstock.graph": ("Layer", "LayerGraph"),
+            "penstock.model.microbatches": ("Microbatches",),
+            "penstock.model.spine": ("run_spine",),
+            "penstock.pipeline": ("Pipeline",),
+            "penstock.planner": ("plan",),
+            "penstock.plans": ("Plan",),
+            "penstock.profiler": ("profile",),
+            "penstock.rehearsal": ("rehearse",),
+            "penstock.schedule": ("Kind", "Op", "Schedule"),
+            "penstock.schedule.check": ("check",),
+            "penstock.schedule.memory": ("Sizes",),
+            "penstock.timing.costs": ("Costs",),
+            "penstock.timing.simulator": ("simulate",),
+            "penstock.timing.spans": ("Span",),
+            "penstock.timing.timeline": ("Timeline",),
+            "penstock.tracing": ("Captured", "capture"),
+        },
+        modules={
+            "schedules": "penstock.schedule.families",
+            **{room: f"penstock.{room}" for room in _ROOMS},
+        },
+    )
 
 
 def __dir__() -> list[str]:

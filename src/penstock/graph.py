@@ -7,7 +7,6 @@ of torch, so a plan can be made on another machine, from a file.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
@@ -375,4 +374,6 @@ class LayerGraph(Value, frozen=True, kw_only=True):
 def fingerprint(names_and_signatures: Iterable[tuple[str, str]]) -> str:
     """The hash by which a plan recognises its model (16 hexadecimal digits)."""
     text = "\n".join(f"{name}:{signature}" for name, signature in names_and_signatures)
+    import hashlib  # OpenSSL takes as long to load as all of the rest here
+
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -157,6 +156,8 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
         FileError: the folder cannot be made or written.
     """
     _expect_path(path)
+    import tempfile  # takes as long to load as all of the rest here
+
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

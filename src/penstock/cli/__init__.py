@@ -2,31 +2,55 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+from collections import UserDict
+from typing import Any
 
 import click
 
 from penstock import __version__
-from penstock.cli.cluster_verb import CLUSTER_VERBS
-from penstock.cli.explain_verb import explain_plan
-from penstock.cli.model_verbs import MODEL_VERBS
-from penstock.cli.rehearse_verb import rehearse
-from penstock.cli.schedule_verbs import SCHEDULE_VERBS
-from penstock.cli.verify_verb import verify
 from penstock.errors import PenstockError
 
+_PLACES = {
+    "check": ("schedule_verbs", "check"),
+    "cluster": ("cluster_verb", "cluster"),
+    "compare": ("schedule_verbs", "compare"),
+    "demo": ("model_verbs", "demo"),
+    "draw": ("schedule_verbs", "draw"),
+    "explain": ("explain_verb", "explain_plan"),
+    "measure-cluster": ("cluster_verb", "measure_cluster"),
+    "plan": ("plan_verb", "plan"),
+    "profile": ("profile_verb", "profile"),
+    "rehearse": ("rehearse_verb", "rehearse"),
+    "report": ("model_verbs", "report"),
+    "schedules": ("schedule_verbs", "schedules"),
+    "simulate": ("schedule_verbs", "simulate"),
+    "train": ("model_verbs", "train"),
+    "verify": ("verify_verb", "verify"),
+}
+"""For each verb, the file here that has it, and its function there."""
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+
+class _Verbs(UserDict[str, Any]):
+    """Commands by name, each loaded when it is asked for: only the list of all needs them all."""
+
+    def __getitem__(self, name: str) -> click.Command:
+        module, function = super().__getitem__(name)
+        command: click.Command = getattr(importlib.import_module(f"{__name__}.{module}"), function)
+        return command
+
+
+@click.group(
+    commands=_Verbs(_PLACES),
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(__version__, prog_name="penstock")
 def penstock() -> None:
     """Profile, plan, check, simulate, run and draw pipeline-parallel training.
 
     Try `penstock demo`, or `penstock draw 1f1b -p 4 -m 8`.
     """
-
-
-for verb in (*MODEL_VERBS, *SCHEDULE_VERBS, *CLUSTER_VERBS, rehearse, explain_plan, verify):
-    penstock.add_command(verb)
 
 
 def main() -> None:

@@ -282,6 +282,3 @@ def _print_cluster(cluster: Cluster) -> None:
 def _cells(link: Link) -> tuple[str, str]:
     rate = format_bytes_per_second(link.bytes_per_second) if link.bytes_per_second else "free"
     return picture_seconds(link.latency_seconds), rate
-
-
-CLUSTER_VERBS = (cluster, measure_cluster)

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import isfinite
 from textwrap import fill
+from typing import TYPE_CHECKING
 
 import click
 
-from penstock.cli import options, show, sources
+from penstock import plans
+from penstock.cli import options, show
 from penstock.drawing.layer_names import counted
 from penstock.errors import ModelError
-from penstock.plans import Plan
-from penstock.plans.explanation import ExplainedStage, Explanation, explain
-from penstock.plans.stability import Stability, check_stability
 from penstock.units import format_bytes
+
+if TYPE_CHECKING:
+    from penstock.plans import Plan
+    from penstock.plans.explanation import ExplainedStage, Explanation
+    from penstock.plans.stability import Stability
 
 _WIDTH = 100
 _EPILOG = (
@@ -66,7 +70,10 @@ def explain_plan(
     """Say what a plan does to the weights of each stage, and how fast it may learn."""
     if curvature is not None and workload is not None:
         raise click.UsageError("give --curvature or --workload, not both")
-    loaded = Plan.load(plan)
+    from penstock.plans.explanation import explain
+    from penstock.plans.stability import check_stability
+
+    loaded = plans.Plan.load(plan)
     explanation = explain(loaded)
     curvatures = None if curvature is None else [curvature] * len(explanation.stages)
     if workload is not None:
@@ -83,10 +90,11 @@ def explain_plan(
 
 def _estimated(plan: Plan, workload: str, steps: int) -> list[float] | None:
     """Each stage's curvature; ``None``, and why on standard error, if it cannot be had."""
+    from penstock.cli.workloads import load_workload
     from penstock.trial import stage_curvatures
     from penstock.trial.curvature import layers_of_stages
 
-    loaded = sources.load_workload(workload)
+    loaded = load_workload(workload)
     layers_of_stages(loaded.build_model(), plan)  # a plan for another model is no reason to go on
     try:
         with show.counting("estimating curvature") as progress:

@@ -1,4 +1,4 @@
-"""Verbs about models: profile, plan, train, report, demo."""
+"""Verbs that train, and the report of what was trained."""
 
 from __future__ import annotations
 
@@ -6,23 +6,21 @@ from typing import TYPE_CHECKING
 
 import click
 
-from penstock.cli import options, show, sources
-from penstock.cli.plan_verb import plan
-from penstock.cli.profile_verb import WORKLOAD_HELP, print_graph, profile, profiled
+from penstock import drawing, planner, plans
+from penstock.cli import options, show
+from penstock.cli.profile_verb import WORKLOAD_HELP, print_graph, profiled
+from penstock.cli.workloads import DEFAULT_WORKLOAD, load_workload
 from penstock.cluster import Cluster
-from penstock.drawing import draw as draw_timeline
-from penstock.drawing import read_report, write_report
-from penstock.planner import plan as find_plan
-from penstock.plans import Plan
 from penstock.values import write_atomically
-from penstock.versions import Policy
 
 if TYPE_CHECKING:
+    from penstock.plans import Plan
     from penstock.trial import Trial, Workload
+    from penstock.versions import Policy
 
 
 @click.command(epilog=WORKLOAD_HELP)
-@click.argument("workload", default=sources.DEFAULT_WORKLOAD)
+@click.argument("workload", default=DEFAULT_WORKLOAD)
 @click.option("--plan", "plan_file", type=click.Path(), help="Plan file; default: make a plan.")
 @options.ranks_option(None)
 @options.microbatches_option(8)
@@ -51,12 +49,12 @@ def train(
     as_json: bool,
 ) -> None:
     """Train a workload through a pipeline and write a report."""
-    loaded = sources.load_workload(workload)
+    loaded = load_workload(workload)
     if plan_file is not None:
-        chosen = Plan.load(plan_file)
+        chosen = plans.Plan.load(plan_file)
     else:
         graph = profiled(loaded, microbatches)
-        chosen = find_plan(
+        chosen = planner.plan(
             graph,
             Cluster.local(ranks),
             microbatches=microbatches,
@@ -87,7 +85,7 @@ def demo(steps: int, output: str, as_json: bool) -> None:
     if not as_json:
         print_graph(graph)
         click.echo()
-    chosen = find_plan(
+    chosen = planner.plan(
         graph, Cluster.local(2), microbatches=MICROBATCHES, schedule="1f1b", stages=2
     )
     _train(loaded, chosen, steps, True, output, as_json)
@@ -102,11 +100,11 @@ def _train(
         click.echo(f"{plan}\n")
     with show.training(steps, workload.unit, workload.num_units()) as progress:
         trial = run_trial(workload, plan, steps, compare=compare, progress=progress)
-    page = write_report(trial.report(), output)
+    page = drawing.write_report(trial.report(), output)
     if as_json:
         show.print_json(trial.numbers())
     else:
-        click.echo(f"\n{draw_timeline(trial.measured)}\n")
+        click.echo(f"\n{drawing.draw(trial.measured)}\n")
         show.print_facts(trial.facts())
     show.say(f"report: {page}")
     return trial
@@ -117,13 +115,10 @@ def _train(
 @options.json_option
 def report(folder: str, as_json: bool) -> None:
     """Write a run's report page again from its run.json."""
-    recorded = read_report(folder)
-    page = write_report(recorded, folder)
+    recorded = drawing.read_report(folder)
+    page = drawing.write_report(recorded, folder)
     if as_json:
         show.print_json({"page": str(page), "facts": recorded.facts})
     else:
         show.print_facts(recorded.facts)
         show.say(f"report: {page}")
-
-
-MODEL_VERBS = (demo, profile, plan, train, report)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from penstock.cli import sources
 from penstock.errors import FileError, InputError
 from penstock.timing.costs import Costs
 from penstock.units import to_bytes
 from penstock.values import Value
-from penstock.versions import POLICIES, Policy
+from penstock.versions import POLICIES
+
+if TYPE_CHECKING:
+    from penstock.versions import Policy
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
@@ -135,7 +137,9 @@ def parse_bytes(_: click.Context, __: click.Parameter, text: str | None) -> int 
 
 
 def _parse_policy(_: click.Context, __: click.Parameter, text: str | None) -> Policy | None:
-    return None if text is None else sources.read_policy(text)
+    from penstock.cli.sources import read_policy
+
+    return None if text is None else read_policy(text)
 
 
 def policy_option(verb: Verb) -> Verb:

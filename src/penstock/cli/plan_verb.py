@@ -8,21 +8,20 @@ from typing import Any, Literal, get_args
 
 import click
 
+from penstock import planner
 from penstock.cli import options, show
 from penstock.cluster import Cluster
 from penstock.cluster.subset import only
 from penstock.errors import InputError
 from penstock.graph import LayerGraph
-from penstock.interop.pipedream_profiles import read_pipedream_graph
-from penstock.partition import COST_MODELS
-from penstock.planner import plan as find_plan
-from penstock.planner import what_if as plan_what_if
-from penstock.planner.setting import RecomputeRule
-from penstock.schedule.families.replicated import read_replicas
+from penstock.partition.cost_models import COST_MODELS
+from penstock.planner.wish import RecomputeRule
 from penstock.values import shown
 
 
 def _num_ranks(replicas: str) -> int:
+    from penstock.schedule.families.replicated import read_replicas
+
     try:
         return sum(read_replicas(replicas))
     except InputError:
@@ -135,10 +134,10 @@ def plan(
     }
     profile = _read_graph(graph)
     if what_if is None:
-        chosen = find_plan(profile, there, **request)
+        chosen = planner.plan(profile, there, **request)
         text = str(chosen)
     else:
-        changed = plan_what_if(what_if, profile, there, **request)
+        changed = planner.what_if(what_if, profile, there, **request)
         chosen, text = changed.after, str(changed)
     if output is not None:
         chosen.save(output)
@@ -158,5 +157,7 @@ def _first_devices(cluster: Cluster, count: int) -> Cluster:
 
 def _read_graph(path: str) -> LayerGraph:
     if Path(path).suffix.lower() == ".txt":
+        from penstock.interop.pipedream_profiles import read_pipedream_graph
+
         return read_pipedream_graph(path)
     return LayerGraph.load(path)

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from penstock.cli import options, show, sources
-from penstock.graph import Layer, LayerGraph
+from penstock.cli import options, show
+from penstock.cli.workloads import DEFAULT_WORKLOAD, load_workload
 
 if TYPE_CHECKING:
+    from penstock.graph import Layer, LayerGraph
     from penstock.trial import Workload
 
 WORKLOAD_HELP = (
     "WORKLOAD is module:function, where the function returns a penstock.trial.Workload; by default "
-    f"the demo's, {sources.DEFAULT_WORKLOAD}."
+    f"the demo's, {DEFAULT_WORKLOAD}."
 )
 _COLUMNS = (
     "layer", "kind", "F ms", "I ms", "W ms", "split ms", "R ms", "±", "update ms", "kept MiB",
@@ -35,7 +36,7 @@ def _parse_sizes(_: click.Context, __: click.Parameter, text: str | None) -> tup
 
 
 @click.command(epilog=WORKLOAD_HELP)
-@click.argument("workload", default=sources.DEFAULT_WORKLOAD)
+@click.argument("workload", default=DEFAULT_WORKLOAD)
 @options.microbatches_option(8)
 @click.option("--repeats", type=int, default=7, show_default=True, help="Measurements per time.")
 @click.option("--sizes", callback=_parse_sizes, help="Other microbatch sizes, in rows, as 2,4,8.")
@@ -62,7 +63,7 @@ def profile(
     as_json: bool,
 ) -> None:
     """Measure a model layer by layer."""
-    loaded = sources.load_workload(workload)
+    loaded = load_workload(workload)
     with show.profiling() as progress:
         graph = loaded.profile(
             microbatches,

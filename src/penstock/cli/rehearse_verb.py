@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import click
 
+from penstock import drawing, plans, rehearsal
 from penstock.cli import options, show, sources
-from penstock.drawing import Fact, Report, TimelineRecord, draw_stacked
 from penstock.errors import InputError
-from penstock.plans import Plan
-from penstock.rehearsal import Comparison, Rehearsal
-from penstock.rehearsal import rehearse as perform
-from penstock.rehearsal.conduct import MOST_RANKS
-from penstock.rehearsal.job import UpdateMode
-from penstock.rehearsal.performance import RehearsalTransport
+from penstock.rehearsal.job import RehearsalTransport, UpdateMode
 from penstock.schedule import Kind, Schedule
 from penstock.timing.costs import Costs
 from penstock.timing.simulator import simulate
 from penstock.units import picture_seconds
 from penstock.versions import USUAL
+
+if TYPE_CHECKING:
+    from penstock.drawing import Fact
+    from penstock.plans import Plan
+    from penstock.rehearsal import Comparison, Rehearsal
 
 _SOURCE_HELP = (
     "SOURCE is a .json plan, a schedule's name, or a .csv of ops. A plan has its own times; for "
@@ -78,6 +78,8 @@ def rehearse(
 
     Eight or sixteen ranks run on two cores. Prints what was measured beside what was predicted.
     """
+    from penstock.rehearsal.conduct import MOST_RANKS
+
     if output is not None:
         _check_suffix(output)
     if ranks > MOST_RANKS:  # before a schedule of that size is built
@@ -86,7 +88,7 @@ def rehearse(
     plan, op_costs = _plan(source, ranks, microbatches, costs, op_ms / 1e3)
     expected_seconds = steps * scale * _step_seconds(plan, op_costs)
     with show.counting("rehearsing", quietly=expected_seconds < _QUIET_SECONDS) as progress:
-        rehearsal = perform(
+        performed = rehearsal.rehearse(
             plan,
             op_costs,
             steps=steps,
@@ -98,11 +100,11 @@ def rehearse(
             progress=progress,
         )
     if output is not None:
-        _write(rehearsal, output)
+        _write(performed, output)
     if as_json:
-        show.print_json(_numbers(rehearsal))
+        show.print_json(_numbers(performed))
     else:
-        _print(rehearsal)
+        _print(performed)
     if output is not None:
         show.say(f"wrote {output}")
 
@@ -113,7 +115,7 @@ def _plan(
     """What to perform, and the seconds of its ops if it does not have its own."""
     suffix = Path(source).suffix.lower()
     if suffix == ".json":
-        return Plan.load(source), None
+        return plans.Plan.load(source), None
     schedule = (
         sources.read_csv(source)
         if suffix == ".csv"
@@ -134,7 +136,7 @@ def _minibatch(source: str) -> int | None:
 
 
 def _step_seconds(plan: Plan | Schedule, costs: Costs | None) -> float:
-    timeline = plan.simulate() if isinstance(plan, Plan) else simulate(plan, costs)
+    timeline = plan.simulate() if isinstance(plan, plans.Plan) else simulate(plan, costs)
     return timeline.makespan
 
 
@@ -144,28 +146,28 @@ def _check_suffix(output: str) -> None:
         raise InputError(f"cannot write {output!r}: end the name in .svg, .html, .txt or .json")
 
 
-def _write(rehearsal: Rehearsal, output: str) -> None:
+def _write(performed: Rehearsal, output: str) -> None:
     if Path(output).suffix.lower() != ".json":
-        titled = [("Predicted", rehearsal.predicted), ("Measured", rehearsal.measured)]
-        draw_stacked(titled, output)
+        titled = [("Predicted", performed.predicted), ("Measured", performed.measured)]
+        drawing.draw_stacked(titled, output)
         return
-    report = Report(
-        title=f"Rehearsal of {rehearsal.measured.name or 'a schedule'}",
-        facts=_facts(rehearsal),
-        predicted=TimelineRecord.of(rehearsal.predicted),
-        measured=TimelineRecord.of(rehearsal.measured),
+    report = drawing.Report(
+        title=f"Rehearsal of {performed.measured.name or 'a schedule'}",
+        facts=_facts(performed),
+        predicted=drawing.TimelineRecord.of(performed.predicted),
+        measured=drawing.TimelineRecord.of(performed.measured),
     )
     report.save(output)
 
 
-def _print(rehearsal: Rehearsal) -> None:
+def _print(performed: Rehearsal) -> None:
     rows = [
         (each.name, *_shown(each), f"{100 * each.difference:+.1f} {_unit(each)}")
-        for each in rehearsal.comparisons
+        for each in performed.comparisons
     ]
-    name = rehearsal.measured.name or "schedule"
+    name = performed.measured.name or "schedule"
     show.print_table((name, "predicted", "measured", "difference"), rows)
-    facts = (f"{fact.label}: {fact.value}" for fact in _circumstances(rehearsal))
+    facts = (f"{fact.label}: {fact.value}" for fact in _circumstances(performed))
     click.echo("\n" + "\n".join(facts))
 
 
@@ -179,49 +181,49 @@ def _shown(comparison: Comparison) -> tuple[str, str]:
     return picture_seconds(comparison.predicted), picture_seconds(comparison.measured)
 
 
-def _circumstances(rehearsal: Rehearsal) -> list[Fact]:
+def _circumstances(performed: Rehearsal) -> list[Fact]:
     """How the figures came about."""
-    shortest, longest = (picture_seconds(find(rehearsal.step_seconds)) for find in (min, max))
-    num_steps = len(rehearsal.step_seconds)
+    shortest, longest = (picture_seconds(find(performed.step_seconds)) for find in (min, max))
+    num_steps = len(performed.step_seconds)
     facts = [
-        Fact(label="steps", value=f"median of {num_steps}, {shortest} to {longest}"),
-        Fact(
+        drawing.Fact(label="steps", value=f"median of {num_steps}, {shortest} to {longest}"),
+        drawing.Fact(
             label="a message takes",
-            value=f"{picture_seconds(rehearsal.hop_seconds)} more than planned, "
+            value=f"{picture_seconds(performed.hop_seconds)} more than planned, "
             "which the prediction includes",
         ),
     ]
-    if any(op.kind is Kind.AGREE for op in rehearsal.measured.rows[0].ops):
-        value = f"{picture_seconds(rehearsal.pace_seconds)} a step, one after the other"
-        facts.append(Fact(label="pace", value=value))
-    if rehearsal.num_held_up:
-        value = f"{rehearsal.num_held_up} took 1 ms longer than they should: this machine was busy"
-        facts.append(Fact(label="ops held up", value=value))
+    if any(op.kind is Kind.AGREE for op in performed.measured.rows[0].ops):
+        value = f"{picture_seconds(performed.pace_seconds)} a step, one after the other"
+        facts.append(drawing.Fact(label="pace", value=value))
+    if performed.num_held_up:
+        value = f"{performed.num_held_up} took 1 ms longer than they should: this machine was busy"
+        facts.append(drawing.Fact(label="ops held up", value=value))
     return facts
 
 
-def _facts(rehearsal: Rehearsal) -> tuple[Fact, ...]:
+def _facts(performed: Rehearsal) -> tuple[Fact, ...]:
     compared = (
-        Fact(label=each.name, value=_shown(each)[1], note=f"{_shown(each)[0]} predicted")
-        for each in rehearsal.comparisons
+        drawing.Fact(label=each.name, value=_shown(each)[1], note=f"{_shown(each)[0]} predicted")
+        for each in performed.comparisons
     )
-    return (*compared, *_circumstances(rehearsal))
+    return (*compared, *_circumstances(performed))
 
 
-def _numbers(rehearsal: Rehearsal) -> dict[str, object]:
+def _numbers(performed: Rehearsal) -> dict[str, object]:
     """For ``--json``: times in seconds, bubbles as shares of 1."""
     return {
-        "name": rehearsal.measured.name,
-        "num_ranks": rehearsal.measured.num_ranks,
+        "name": performed.measured.name,
+        "num_ranks": performed.measured.num_ranks,
         **{
             comparison.name.replace(" ", "_"): {
                 "predicted": comparison.predicted,
                 "measured": comparison.measured,
                 "difference": comparison.difference,
             }
-            for comparison in rehearsal.comparisons
+            for comparison in performed.comparisons
         },
-        "pace_seconds": rehearsal.pace_seconds,
-        "hop_seconds": rehearsal.hop_seconds,
-        "step_seconds": rehearsal.step_seconds,
+        "pace_seconds": performed.pace_seconds,
+        "hop_seconds": performed.hop_seconds,
+        "step_seconds": performed.step_seconds,
     }

@@ -6,13 +6,10 @@ from pathlib import Path
 
 import click
 
+from penstock import drawing
 from penstock.cli import options, show, sources
-from penstock.drawing import draw as draw_timeline
-from penstock.drawing import draw_plan, draw_scatter, draw_stacked
 from penstock.errors import InputError
-from penstock.plans.picture import picture_of
 from penstock.schedule import Schedule, families
-from penstock.schedule.about import about
 from penstock.schedule.check import check as check_schedule
 from penstock.timing.costs import Costs
 
@@ -27,6 +24,8 @@ _SOURCE_HELP = (
 @options.json_option
 def schedules(name: str | None, as_json: bool) -> None:
     """List the schedule families, or tell all about one (NAME)."""
+    from penstock.schedule.about import about
+
     listed = [about(one) for one in (families.names() if name is None else [name])]
     if as_json:
         show.print_json([one.facts() for one in listed] if name is None else listed[0].facts())
@@ -83,9 +82,12 @@ def draw(
     else:
         loaded = sources.load(source, ranks, microbatches, costs)
     if loaded.plan is None:
-        picture = draw_timeline(loaded.timeline, output, versions=versions)
+        picture = drawing.draw(loaded.timeline, output, versions=versions)
     else:
-        picture = draw_plan(picture_of(loaded.plan), loaded.timeline, output, versions=versions)
+        from penstock.plans.picture import picture_of
+
+        pictured = picture_of(loaded.plan)
+        picture = drawing.draw_plan(pictured, loaded.timeline, output, versions=versions)
     if as_json:
         show.print_json({**show.metrics(loaded), "output": output})
     elif output is None:
@@ -118,10 +120,10 @@ def compare(
         for name, source in zip(names, loaded, strict=True)
     ]
     if output is not None:
-        draw_stacked(titled, output)
+        drawing.draw_stacked(titled, output)
         show.say(f"wrote {output}")
     if scatter is not None:
-        draw_scatter(titled, scatter)
+        drawing.draw_scatter(titled, scatter)
         show.say(f"wrote {scatter}")
     if as_json:
         show.print_json([show.metrics(source) for source in loaded])
@@ -160,6 +162,3 @@ def check(source: str, ranks: int, microbatches: int, capacity: int, as_json: bo
             f"ok: {len(schedule.where)} ops on {schedule.num_ranks} ranks, each once, in an order "
             f"that cannot deadlock even when a channel holds {capacity} message(s)"
         )
-
-
-SCHEDULE_VERBS = (schedules, simulate, draw, compare, check)

@@ -1,4 +1,7 @@
-"""How results look in a terminal: tables, and bars for whatever takes longer than two seconds."""
+"""How results look in a terminal: tables, and bars for whatever takes longer than two seconds.
+
+rich takes as long to load as all of ours; it is loaded where something is shown that needs it.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,17 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
 import click
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.table import Table
 
-from penstock.drawing.axes import Titled
-from penstock.drawing.timeline.text import columns_of_shortest, stacked_text
-from penstock.schedule.about import About
 from penstock.units import format_bytes
 from penstock.values import encode
 
 if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
     from penstock.cli.sources import Drawable
     from penstock.drawing import Fact
+    from penstock.drawing.axes import Titled
+    from penstock.schedule.about import About
     from penstock.trial import Contestant
 
 
@@ -47,6 +41,9 @@ def print_json(value: object) -> None:
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int = 1) -> None:
     """A table; the first ``num_texts`` columns are text, to the left, the others numbers."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, header_style="bold")
     for index, column in enumerate(columns):
         justify: Literal["left", "right"] = "left" if index < num_texts else "right"
@@ -65,6 +62,9 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], num_texts
 
 def print_facts(facts: Sequence[Fact]) -> None:
     """The headline numbers of a run, a line each."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", style="bold", no_wrap=True)
@@ -95,6 +95,10 @@ def print_family(family: About) -> None:
 
 def stacked_in_terminal(timelines: Sequence[Titled]) -> str:
     """Text drawings on one time axis, if they can be read at this width."""
+    from rich.console import Console
+
+    from penstock.drawing.timeline.text import columns_of_shortest, stacked_text
+
     wide = max(_WIDTH, Console().width) - 24
     drawn = [timeline for _, timeline in timelines]
     if columns_of_shortest(drawn, wide) < 1:
@@ -153,6 +157,15 @@ def counting(what: str, *, quietly: bool | None = None) -> Iterator[Callable[[in
         what: is being done.
         quietly: show nothing; by default where standard error is no terminal.
     """
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
     console = Console(stderr=True)
     bar = Progress(
         TextColumn(what),
@@ -198,6 +211,15 @@ def training(num_steps: int, unit: str, num_units: int) -> Iterator[Callable[[Co
 
 
 def _bars() -> Progress:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
     return Progress(
         TextColumn("{task.description:<40}"),
         BarColumn(bar_width=24),

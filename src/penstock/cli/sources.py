@@ -1,11 +1,9 @@
-"""What a verb can be pointed at: a schedule's name, a CSV, a plan, a timeline, a workload."""
+"""What a verb can be pointed at: a schedule's name, a CSV, a plan, a timeline."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,14 +21,11 @@ from typing import (
 
 import msgspec
 
-from penstock.drawing import Report
-from penstock.errors import FileError, InputError, ModelError
-from penstock.interop.torch_schedules import from_torch_csv
-from penstock.plans import Plan
+from penstock import drawing, plans
+from penstock.errors import FileError, InputError
 from penstock.schedule import Schedule, families
 from penstock.schedule.check import check
 from penstock.schedule.lower import add_update, add_updates
-from penstock.schedule.memory import Sizes
 from penstock.schedule.op import Kind
 from penstock.timing.costs import Costs
 from penstock.timing.simulator import simulate
@@ -40,10 +35,8 @@ from penstock.values import read_text, refused_as
 from penstock.versions import POLICIES, USUAL, Flush, Policy, rounds_of, versions_read
 
 if TYPE_CHECKING:
-    from penstock.trial import Workload
-
-DEFAULT_WORKLOAD = "penstock.demo:workload"
-
+    from penstock.plans import Plan
+    from penstock.schedule.memory import Sizes
 
 _TORCH = re.compile("UNSHARD|RESHARD|REDUCE_GRAD|OVERLAP_F_B")
 
@@ -181,9 +174,11 @@ def read_csv(path: str) -> Schedule:
         FileError: a cell is not an op; the file, the line and the cell are named.
     """
     text, stem = read_text(path), Path(path).stem
-    # Words that only torch's files have.
-    read = from_torch_csv if _TORCH.search(text) else Schedule.parse
-    return _named(path, read, text, stem)
+    if not _TORCH.search(text):  # words that only torch's files have
+        return _named(path, Schedule.parse, text, stem)
+    from penstock.interop.torch_schedules import from_torch_csv
+
+    return _named(path, from_torch_csv, text, stem)
 
 
 def _named(name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -244,7 +239,7 @@ def _planned(plan: Plan) -> Drawable:
 
 def _json_with_versions(path: str, policy: str | None) -> Drawable:
     content = _load_json(path)
-    if isinstance(content, Plan):
+    if isinstance(content, plans.Plan):
         chosen = _policy(content.schedule, policy)
         source = _planned(content if policy is None else content.reading(chosen))
         if chosen.asynchronous:
@@ -268,7 +263,7 @@ def _load_json(path: str) -> Drawable | Plan:
     if "spans" in keys:
         return Drawable(Timeline.from_json(text, where=path), None)
     if "measured" in keys:
-        report = Report.from_json(text, where=path)
+        report = drawing.Report.from_json(text, where=path)
         record = report.measured or report.predicted
         if record is not None:
             return Drawable(record.timeline(), None)
@@ -276,7 +271,7 @@ def _load_json(path: str) -> Drawable | Plan:
         raise FileError(f"{path} is a Chrome trace, a picture of a timeline; open it in Perfetto")
     if not {"stages", "schedule"} & keys:
         raise FileError(f"{path} holds neither a plan nor a timeline nor a run's report")
-    return Plan.from_json(text, where=path)
+    return plans.Plan.from_json(text, where=path)
 
 
 def read_policy(text: str) -> Policy:
@@ -293,31 +288,3 @@ def read_policy(text: str) -> Policy:
         return msgspec.convert({"policy": name, **fields}, POLICIES[name], strict=False)
     except msgspec.ValidationError as error:
         raise InputError(f"the policy {text!r} cannot be read: {error}") from None
-
-
-def load_workload(name: str) -> Workload:
-    """Import ``module:function`` and call it.
-
-    Raises:
-        ModelError: it cannot be imported, or does not return a ``Workload``.
-    """
-    from penstock.trial import Workload
-
-    module_name, _, function_name = name.partition(":")
-    if not function_name:
-        raise InputError(
-            f"{name!r} names no workload; write module:function, for example {DEFAULT_WORKLOAD}, "
-            "where the function returns a penstock.trial.Workload"
-        )
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        workload = getattr(importlib.import_module(module_name), function_name)()
-    except (ImportError, AttributeError) as error:
-        raise ModelError(f"cannot load the workload {name!r}: {error}") from error
-    finally:
-        sys.path.remove(str(Path.cwd()))
-    if not isinstance(workload, Workload):
-        raise ModelError(
-            f"{name} returned a {type(workload).__name__}; return a penstock.trial.Workload"
-        )
-    return workload

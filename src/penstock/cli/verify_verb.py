@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import click
 
-from penstock.cli import options, show, sources
-from penstock.plans import Plan
+from penstock import plans
+from penstock.cli import options, show
+from penstock.cli.workloads import DEFAULT_WORKLOAD, load_workload
 
 _EPILOG = (
     "PLAN is a .json file, as `penstock plan -o` writes it. WORKLOAD is module:function, where the "
     "function returns a penstock.trial.Workload; by default the demo's, "
-    f"{sources.DEFAULT_WORKLOAD}. The exit status is 1 if anything is not equal."
+    f"{DEFAULT_WORKLOAD}. The exit status is 1 if anything is not equal."
 )
 
 
 @click.command(epilog=_EPILOG)
 @click.argument("plan", type=click.Path())
-@click.argument("workload", default=sources.DEFAULT_WORKLOAD)
+@click.argument("workload", default=DEFAULT_WORKLOAD)
 @click.option(
     "--steps", type=click.IntRange(min=1), show_default="5, or what the steady state takes",
     help="Minibatches to train.",
@@ -48,9 +49,9 @@ def verify(
     """
     from penstock.trial import prove
 
-    chosen = Plan.load(plan)
+    chosen = plans.Plan.load(plan)
     with show.counting("verifying") as progress:
-        proof = prove(sources.load_workload(workload), chosen, steps, progress, float64=float64)
+        proof = prove(load_workload(workload), chosen, steps, progress, float64=float64)
     if as_json:
         show.print_json(proof.numbers())
     else:

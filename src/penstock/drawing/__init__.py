@@ -2,11 +2,35 @@
 ``draw_plan`` for a plan with its timeline, ``draw_stacked`` for several timelines on one axis,
 ``draw_scatter`` for memory against bubble, ``write_report`` for a whole training run."""
 
-from penstock.drawing.formats import draw, draw_plan, draw_scatter, draw_stacked
-from penstock.drawing.plan.picture import PlanPicture
-from penstock.drawing.report.run_report import Fact, Report, Series, StageRow, TimelineRecord
-from penstock.drawing.report.writing import read_report, write_report
-from penstock.drawing.timeline.svg import stacked
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.lazily import loaded_when_used
+
+if TYPE_CHECKING:
+    from penstock.drawing.formats import draw, draw_plan, draw_scatter, draw_stacked
+    from penstock.drawing.plan.picture import PlanPicture
+    from penstock.drawing.report.run_report import Fact, Report, Series, StageRow, TimelineRecord
+    from penstock.drawing.report.writing import read_report, write_report
+    from penstock.drawing.timeline.svg import stacked
+else:
+    __getattr__ = loaded_when_used(
+        __name__,
+        {
+            "penstock.drawing.formats": ("draw", "draw_plan", "draw_scatter", "draw_stacked"),
+            "penstock.drawing.plan.picture": ("PlanPicture",),
+            "penstock.drawing.report.run_report": (
+                "Fact",
+                "Report",
+                "Series",
+                "StageRow",
+                "TimelineRecord",
+            ),
+            "penstock.drawing.report.writing": ("read_report", "write_report"),
+            "penstock.drawing.timeline.svg": ("stacked",),
+        },
+    )
 
 __all__ = [
     "Fact",

@@ -1,38 +1,24 @@
-"""``draw``: the file name decides what kind of picture it becomes."""
+"""``draw``: the file name decides what kind of picture it becomes, and only that kind is loaded."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from penstock.drawing.axes import Titled
-from penstock.drawing.plan.page import plan_page, plan_with_timeline_svg, plan_with_timeline_text
-from penstock.drawing.plan.picture import PlanPicture
-from penstock.drawing.scatter import scatter_timelines
-from penstock.drawing.timeline.chrome import chrome
-from penstock.drawing.timeline.html import page, stacked_page
-from penstock.drawing.timeline.svg import stacked, svg
-from penstock.drawing.timeline.text import stacked_text, text
 from penstock.errors import InputError
 from penstock.timing.timeline import Timeline
 from penstock.values import expect, write_atomically
 
+if TYPE_CHECKING:
+    from penstock.drawing.plan.picture import PlanPicture
+
 Pictured = TypeVar("Pictured")
 
-RENDERERS: dict[str, Callable[..., str]] = {
-    ".txt": text,
-    ".svg": svg,
-    ".html": page,
-    ".json": chrome,
-}
-STACKED_RENDERERS: dict[str, Callable[[Sequence[Titled]], str]] = {
-    ".txt": stacked_text,
-    ".svg": stacked,
-    ".html": stacked_page,
-}
+_KINDS = (".txt", ".svg", ".html", ".json")
 
 
 def draw(
@@ -57,8 +43,25 @@ def draw(
     expect(timeline, Timeline, "the timeline", "make one with penstock.simulate")
     if versions:
         timeline.check_versions()
-    renderers = {suffix: partial(render, versions=versions) for suffix, render in RENDERERS.items()}
-    return _drawn(renderers, timeline, path)
+    return _drawn(_KINDS, partial(_of_timeline, versions=versions), timeline, path)
+
+
+def _of_timeline(suffix: str, timeline: Timeline, *, versions: bool) -> str:
+    if suffix == ".txt":
+        from penstock.drawing.timeline.text import text
+
+        return text(timeline, versions=versions)
+    if suffix == ".svg":
+        from penstock.drawing.timeline.svg import svg
+
+        return svg(timeline, versions=versions)
+    if suffix == ".html":
+        from penstock.drawing.timeline.html import page
+
+        return page(timeline, versions=versions)
+    from penstock.drawing.timeline.chrome import chrome
+
+    return chrome(timeline, versions=versions)
 
 
 def draw_plan(
@@ -76,38 +79,62 @@ def draw_plan(
     """
     if versions:
         timeline.check_versions()
-    renderers: dict[str, Callable[[Timeline], str]] = {
-        ".txt": partial(plan_with_timeline_text, picture, versions=versions),
-        ".svg": partial(plan_with_timeline_svg, picture, versions=versions),
-        ".html": partial(plan_page, picture, versions=versions),
-        ".json": partial(chrome, versions=versions),
-    }
-    return _drawn(renderers, timeline, path)
+    return _drawn(_KINDS, partial(_of_plan, picture=picture, versions=versions), timeline, path)
+
+
+def _of_plan(suffix: str, timeline: Timeline, *, picture: PlanPicture, versions: bool) -> str:
+    if suffix == ".txt":
+        from penstock.drawing.plan.text import plan_with_timeline_text
+
+        return plan_with_timeline_text(picture, timeline, versions=versions)
+    if suffix == ".json":
+        return _of_timeline(suffix, timeline, versions=versions)
+    from penstock.drawing.plan.page import plan_page, plan_with_timeline_svg
+
+    render = plan_with_timeline_svg if suffix == ".svg" else plan_page
+    return render(picture, timeline, versions=versions)
 
 
 def draw_stacked(timelines: Sequence[Titled], path: str | os.PathLike[str]) -> str:
     """Draw several timelines, each with its title, on one time axis, into ``.txt``, ``.svg`` or
     ``.html``; otherwise as ``draw``."""
-    return _drawn(STACKED_RENDERERS, timelines, path)
+    return _drawn((".txt", ".svg", ".html"), _of_several, timelines, path)
+
+
+def _of_several(suffix: str, timelines: Sequence[Titled]) -> str:
+    if suffix == ".txt":
+        from penstock.drawing.timeline.text import stacked_text
+
+        return stacked_text(timelines)
+    if suffix == ".svg":
+        from penstock.drawing.timeline.svg import stacked
+
+        return stacked(timelines)
+    from penstock.drawing.timeline.html import stacked_page
+
+    return stacked_page(timelines)
 
 
 def draw_scatter(timelines: Sequence[Titled], path: str | os.PathLike[str]) -> str:
     """Draw the peak of activations of each timeline against its bubbles into an ``.svg``; otherwise
     as ``draw``."""
-    return _drawn({".svg": scatter_timelines}, timelines, path)
+    from penstock.drawing.scatter import scatter_timelines
+
+    return _drawn((".svg",), lambda _, scattered: scatter_timelines(scattered), timelines, path)
 
 
 def _drawn(
-    renderers: Mapping[str, Callable[[Pictured], str]],
+    kinds: Sequence[str],
+    render: Callable[[str, Pictured], str],
     pictured: Pictured,
     path: str | os.PathLike[str] | None,
 ) -> str:
     if path is not None:
-        expect(path, str | os.PathLike, "the path", f"end it in {', '.join(renderers)}")
+        expect(path, str | os.PathLike, "the path", f"end it in {', '.join(kinds)}")
     suffix = ".txt" if path is None else Path(path).suffix.lower()
-    if suffix not in renderers:
-        raise InputError(f"cannot draw {str(path)!r}: end the name in {', '.join(renderers)}")
-    picture = renderers[suffix](pictured)
+    if suffix not in kinds:
+        raise InputError(f"cannot draw {str(path)!r}: end the name in {', '.join(kinds)}")
+    picture = render(suffix, pictured)
     if path is not None:
         write_atomically(path, picture if picture.endswith("\n") else picture + "\n")
     return picture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterable
-from importlib import resources
 
 Rectangle = tuple[float, float, float, float]
 """x, y, width and height in pixels."""
@@ -79,6 +78,8 @@ def shortened(text: str, size: float, width: float) -> str:
 
 def resource(name: str) -> str:
     """A style sheet or script that lies beside this module."""
+    from importlib import resources  # which knows zip files and more, and no text needs
+
     return resources.files("penstock.drawing").joinpath(name).read_text(encoding="utf-8").strip()
 
 

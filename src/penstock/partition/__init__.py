@@ -13,9 +13,30 @@ by name or index. Nothing here simulates; whoever asks does.
 - ``placement/``: layers of a graph with branches on devices, by trial and error.
 """
 
-from penstock.partition.chain import balance, lightest
-from penstock.partition.cost_models import COST_MODELS, CostModel, cost_model
-from penstock.partition.steady import Partition, PartitionedStage, best_partition, evaluate
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.lazily import loaded_when_used
+
+if TYPE_CHECKING:
+    from penstock.partition.chain import balance, lightest
+    from penstock.partition.cost_models import COST_MODELS, CostModel, cost_model
+    from penstock.partition.steady import Partition, PartitionedStage, best_partition, evaluate
+else:
+    __getattr__ = loaded_when_used(
+        __name__,
+        {
+            "penstock.partition.chain": ("balance", "lightest"),
+            "penstock.partition.cost_models": ("COST_MODELS", "CostModel", "cost_model"),
+            "penstock.partition.steady": (
+                "Partition",
+                "PartitionedStage",
+                "best_partition",
+                "evaluate",
+            ),
+        },
+    )
 
 __all__ = [
     "COST_MODELS",

@@ -37,7 +37,22 @@ Plans within 1 % of each other count as equally fast; the one that needs less me
 prediction is exact enough to tell them apart.
 """
 
-from penstock.planner.changes import WhatIf, what_if
-from penstock.planner.search import plan
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.lazily import loaded_when_used
+
+if TYPE_CHECKING:
+    from penstock.planner.changes import WhatIf, what_if
+    from penstock.planner.search import plan
+else:
+    __getattr__ = loaded_when_used(
+        __name__,
+        {
+            "penstock.planner.changes": ("WhatIf", "what_if"),
+            "penstock.planner.search": ("plan",),
+        },
+    )
 
 __all__ = ["WhatIf", "plan", "what_if"]

@@ -13,8 +13,9 @@ from penstock.partition.arrays import Floats, np
 from penstock.partition.chain import Table, balance, lightest
 from penstock.planner.candidate import Candidate
 from penstock.planner.limits import least_excess
-from penstock.planner.setting import RecomputeRule, Rooms, Setting
+from penstock.planner.setting import Rooms, Setting
 from penstock.planner.task import Task
+from penstock.planner.wish import RecomputeRule
 from penstock.plans.stage_plan import RecomputeWay
 
 _MOST_MOVES = 60

@@ -12,10 +12,9 @@ from typing import Any
 from penstock.errors import InputError, PlanError
 from penstock.graph import Mode
 from penstock.partition import best_partition
-from penstock.partition.dapple import dapple_candidates
-from penstock.planner.setting import RecomputeRule, Setting, Terms
+from penstock.planner.setting import Setting, Terms
 from penstock.planner.task import Task
-from penstock.planner.wish import Wish
+from penstock.planner.wish import RecomputeRule, Wish
 from penstock.schedule import Schedule, families
 from penstock.schedule.rounds import filling
 from penstock.versions import USUAL, DoubleBuffer, Flush, Policy, Stash, check_policy
@@ -305,6 +304,8 @@ def _partitions(task: Task) -> Iterator[ReplicaShape]:
         partition = best_partition(task.graph, task.cluster, model, updates=updates)
         yield from _shape(task, [stage.devices for stage in partition.stages])
     if task.num_layers * len(task.cluster.devices) <= _DAPPLE_LIMIT:
+        from penstock.partition.dapple import dapple_candidates
+
         for candidate in dapple_candidates(
             task.graph, task.cluster, task.num_microbatches, model=task.communication
         ):

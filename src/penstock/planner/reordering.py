@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from penstock.partition import best_partition
-from penstock.partition.placement import Stages, learned_placement, stage_costs
 from penstock.planner.candidate import Candidate
 from penstock.planner.cuts import with_cuts
 from penstock.planner.offers import PLAIN, Offer
@@ -17,6 +17,9 @@ from penstock.planner.wish import Wish
 from penstock.schedule import families
 from penstock.schedule.lower import add_update
 from penstock.timing.simulator import simulate
+
+if TYPE_CHECKING:
+    from penstock.partition.placement import Stages
 
 _USUAL_BYTES = 2**20
 
@@ -50,6 +53,8 @@ def learned(task: Task, wish: Wish) -> Candidate | None:
         task: with devices that are all used, or fewer.
         wish: what may run twice.
     """
+    from penstock.partition.placement import learned_placement, stage_costs  # for those who ask
+
     link = task.topology.slowest_link(range(len(task.cluster.devices)), _USUAL_BYTES)
 
     def score(stages: Stages) -> float:

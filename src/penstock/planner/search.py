@@ -21,12 +21,11 @@ from penstock.planner.doubts import doubts_about
 from penstock.planner.offers import PLAIN, REPLICATED
 from penstock.planner.race import Race, closest
 from penstock.planner.reordering import in_other_orders, learned
-from penstock.planner.setting import RecomputeRule
 from penstock.planner.shortfall import shortfall
 from penstock.planner.task import Task
 from penstock.planner.tensor_groups import in_groups, widths
 from penstock.planner.why import alternatives_of, coarsely, possible, reason_for, rivals
-from penstock.planner.wish import Wish
+from penstock.planner.wish import RecomputeRule, Wish
 from penstock.plans.plan import Plan
 from penstock.schedule import families
 from penstock.schedule.families.replicated import read_replicas

@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
-from typing import Any, Literal
+from typing import Any
 
 from penstock.graph import Mode
 from penstock.partition.arrays import np
 from penstock.partition.chain import Table
 from penstock.planner.moments import Moments, moments_of
 from penstock.planner.task import Task
+from penstock.planner.wish import RecomputeRule
 from penstock.plans.orders import stand_in
 from penstock.plans.stage_plan import RecomputeWay
 from penstock.schedule import Schedule, families
@@ -21,9 +22,6 @@ from penstock.schedule.memory import Load, loads, peak_activations
 from penstock.versions import Flush, Policy, place_of, weight_copies
 
 _RECOMPUTES: tuple[RecomputeWay, ...] = ("none", "layers", "stage")
-
-RecomputeRule = Literal["where-needed", "never", "stage", "layers"]
-"""Whether stages may run forward twice: where they would not fit otherwise, never, or always."""
 
 
 @dataclass(frozen=True)

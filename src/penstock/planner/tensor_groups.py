@@ -5,15 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace as with_fields
 
 from penstock.cluster import Cluster, Device
 from penstock.cluster.subset import only
 from penstock.errors import PlanError
-from penstock.partition.tensor import TensorSplit, split_layers
 from penstock.planner.task import Task
 from penstock.plans.stage_plan import Split
+
+if TYPE_CHECKING:
+    from penstock.partition.tensor import TensorSplit
 
 _USUAL_BYTES = 2**20
 
@@ -53,6 +56,8 @@ def in_groups(task: Task, num_tensor_ranks: int) -> Task:
     Raises:
         PlanError: the cluster has fewer devices.
     """
+    from penstock.partition.tensor import split_layers  # for the few who ask
+
     cluster, count = task.cluster, len(task.cluster.devices)
     if num_tensor_ranks > count:
         raise PlanError(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.planner.setting import RecomputeRule
 from penstock.versions import Policy
+
+RecomputeRule = Literal["where-needed", "never", "stage", "layers"]
+"""Whether stages may run forward twice: where they would not fit otherwise, never, or always."""
 
 
 @dataclass(frozen=True)

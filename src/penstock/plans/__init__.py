@@ -14,8 +14,24 @@ beside the plan's fields, where no file, comparison or copy sees it. The planner
 prediction of the same kind.
 """
 
-from penstock.plans.alternative import Alternative
-from penstock.plans.plan import Plan
-from penstock.plans.stage_plan import StagePlan
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.lazily import loaded_when_used
+
+if TYPE_CHECKING:
+    from penstock.plans.alternative import Alternative
+    from penstock.plans.plan import Plan
+    from penstock.plans.stage_plan import StagePlan
+else:
+    __getattr__ = loaded_when_used(
+        __name__,
+        {
+            "penstock.plans.alternative": ("Alternative",),
+            "penstock.plans.plan": ("Plan",),
+            "penstock.plans.stage_plan": ("StagePlan",),
+        },
+    )
 
 __all__ = ["Alternative", "Plan", "StagePlan"]

@@ -6,7 +6,6 @@ import io
 from typing import TYPE_CHECKING
 
 from penstock.drawing.layer_names import counted
-from penstock.drawing.timeline.text import text
 from penstock.plans.prediction import Prediction
 from penstock.plans.stage_plan import StagePlan
 from penstock.units import format_bytes, format_seconds, format_speed_up
@@ -25,6 +24,8 @@ _COLUMNS = (
 def render(title: str, prediction: Prediction, one_device_seconds: float) -> str:
     """A plan as text without colour codes, about 108 columns wide: a row per stage (share: its
     seconds over the slowest stage's; memory: of its rank), the predicted step, and its drawing."""
+    from penstock.drawing.timeline.text import text  # a plan that runs is not drawn
+
     return "\n".join(
         [
             title,

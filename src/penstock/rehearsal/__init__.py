@@ -8,7 +8,22 @@ from when they start; waiting until the time an op should end would be exact by 
 hide all overhead.
 """
 
-from penstock.rehearsal.conduct import rehearse
-from penstock.rehearsal.result import Comparison, Rehearsal
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.lazily import loaded_when_used
+
+if TYPE_CHECKING:
+    from penstock.rehearsal.conduct import rehearse
+    from penstock.rehearsal.result import Comparison, Rehearsal
+else:
+    __getattr__ = loaded_when_used(
+        __name__,
+        {
+            "penstock.rehearsal.conduct": ("rehearse",),
+            "penstock.rehearsal.result": ("Comparison", "Rehearsal"),
+        },
+    )
 
 __all__ = ["Comparison", "Rehearsal", "rehearse"]

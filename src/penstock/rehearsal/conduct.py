@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 from penstock.errors import InputError
 from penstock.plans import Plan
-from penstock.rehearsal.job import Job, UpdateMode, WaitsName, flattened
-from penstock.rehearsal.performance import RehearsalTransport, perform
+from penstock.rehearsal.job import Job, RehearsalTransport, UpdateMode, WaitsName, flattened
+from penstock.rehearsal.performance import perform
 from penstock.rehearsal.result import Rehearsal, rehearsal_of
 from penstock.rehearsal.stream import Stream, compute_of, stream_of
 from penstock.schedule import Kind, Schedule

@@ -11,6 +11,7 @@ from penstock.timing.costs import Costs
 from penstock.values import Value
 from penstock.versions import Flush, Policy
 
+RehearsalTransport = Literal["shared-memory", "threads"]
 WaitsName = Literal["relative", "logical"]
 UpdateMode = Literal["separate", "agreed", "post-validated"]
 

@@ -10,16 +10,14 @@ import tempfile
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
-from typing import IO, Literal
+from typing import IO
 
 import msgspec
 
 from penstock import errors
 from penstock.errors import RunError
-from penstock.rehearsal.job import Job
+from penstock.rehearsal.job import Job, RehearsalTransport
 from penstock.rehearsal.reports import Failed, Line, StepTimes
-
-RehearsalTransport = Literal["shared-memory", "threads"]
 
 _GRACE_SECONDS = 2.0
 

@@ -15,8 +15,24 @@ once with real op times and free messages. A gap has no single cause; what one c
 step has a number. Communication that compute hides costs nothing and counts as nothing.
 """
 
-from penstock.timing.idle import Idle, idle_of
-from penstock.timing.measured import measured_costs
-from penstock.timing.parting import TOLERANCE, Cause, Parting, find_parting
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.lazily import loaded_when_used
+
+if TYPE_CHECKING:
+    from penstock.timing.idle import Idle, idle_of
+    from penstock.timing.measured import measured_costs
+    from penstock.timing.parting import TOLERANCE, Cause, Parting, find_parting
+else:
+    __getattr__ = loaded_when_used(
+        __name__,
+        {
+            "penstock.timing.idle": ("Idle", "idle_of"),
+            "penstock.timing.measured": ("measured_costs",),
+            "penstock.timing.parting": ("TOLERANCE", "Cause", "Parting", "find_parting"),
+        },
+    )
 
 __all__ = ["TOLERANCE", "Cause", "Idle", "Parting", "find_parting", "idle_of", "measured_costs"]

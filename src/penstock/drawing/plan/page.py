@@ -1,4 +1,4 @@
-"""A plan's picture with its predicted timeline below: one text, one figure, one page."""
+"""A plan's picture with its predicted timeline below: one figure, one page."""
 
 from __future__ import annotations
 
@@ -8,20 +8,11 @@ from collections.abc import Sequence
 from penstock.drawing.markup import escaped, lines, tag
 from penstock.drawing.plan.picture import Choices, PlanPicture
 from penstock.drawing.plan.svg import NARROWEST, WIDEST, plan_svg
-from penstock.drawing.plan.text import plan_text
 from penstock.drawing.timeline.html import document, inline, scroll, viewer
 from penstock.drawing.timeline.svg import PAGE_WIDTHS, stacked, svg
-from penstock.drawing.timeline.text import text
 from penstock.timing.timeline import Timeline
 
 _SIZE = re.compile(r'width="(\d+)" height="(\d+)"')
-
-
-def plan_with_timeline_text(
-    picture: PlanPicture, timeline: Timeline, versions: bool = False
-) -> str:
-    """Draw a plan and its predicted timeline with characters."""
-    return f"{plan_text(picture)}\n\n{text(timeline, versions=versions)}"
 
 
 def plan_with_timeline_svg(picture: PlanPicture, timeline: Timeline, versions: bool = False) -> str:

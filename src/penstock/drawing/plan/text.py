@@ -16,11 +16,20 @@ from penstock.drawing.plan.picture import (
     RankRow,
 )
 from penstock.drawing.timeline.boxes import LETTERS, WORDS
+from penstock.drawing.timeline.text import text
+from penstock.timing.timeline import Timeline
 from penstock.units import picture_seconds
 
 _TIME, _MEMORY, _WIDTH = 40, 24, 108
 _IDLE, _FREE, _LIMIT, _OVER = "·", "·", "|", "!"
 _MEMORY_LETTERS = "wgoa+"
+
+
+def plan_with_timeline_text(
+    picture: PlanPicture, timeline: Timeline, versions: bool = False
+) -> str:
+    """Draw a plan with characters, and its predicted timeline below."""
+    return f"{plan_text(picture)}\n\n{text(timeline, versions=versions)}"
 
 
 def plan_text(picture: PlanPicture) -> str:
