@@ -16,8 +16,8 @@ What a module keeps elsewhere, in plain attributes, is not protected.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,9 +29,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.errors import InputError
 from penstock.model import tree
+from penstock.model.autocast import autocast_here, autocasting
 from penstock.model.copying import copy_of
-
-_DEVICES = ("cpu", "cuda")
 
 Run = Callable[[Any, dict[str, Any]], tuple[Any, bool, dict[str, Any]]]
 """From a layer's input and the skips it recalls to (output, whether it drew, stashed skips)."""
@@ -70,11 +69,11 @@ class Past:
     Attributes:
         buffers: (module, name, value before) of each; a buffer that several modules hold has one
             value.
-        autocast: (device type, whether it was on, dtype).
+        autocast: device types for which autocast was on, with their dtypes.
     """
 
     buffers: list[tuple[nn.Module, str, Former]] = field(default_factory=list)
-    autocast: list[tuple[str, bool, torch.dtype]] = field(default_factory=list)
+    autocast: Mapping[str, torch.dtype] = field(default_factory=dict)
 
 
 SavedBuffer = tuple[nn.Module, str, Tensor, Tensor]
@@ -121,12 +120,7 @@ def remembering(modules: Sequence[nn.Module], formers: Formers) -> Iterator[Past
         modules: all whose buffers may be read or changed.
         formers: the same for all runs that may change what others read.
     """
-    past = Past(
-        autocast=[
-            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-            for device in _DEVICES
-        ]
-    )
+    past = Past(autocast=autocast_here())
     before = saved_buffers(modules)
     yield past
     past.buffers = [(module, name, formers.read(buffer)) for module, name, buffer, _ in before]
@@ -153,9 +147,7 @@ def repeating(past: Past, formers: Formers) -> Iterator[None]:
         if former.value is not None
     ]
     now = [(module, name, getattr(module, name)) for module, name, _ in then]
-    with ExitStack() as stack:
-        for device, enabled, dtype in past.autocast:
-            stack.enter_context(torch.autocast(device, dtype, enabled))
+    with autocasting(past.autocast):
         copies = _copies(value for _, _, value in then)
         try:
             for module, name, value in then:

@@ -10,8 +10,9 @@ from torch import nn
 
 from penstock.errors import InputError
 from penstock.model import microbatches, tree
+from penstock.model.autocast import autocast_here
 from penstock.model.microbatches import Microbatches, Weighting
-from penstock.run.minibatch import Minibatch, StreamPosition, autocast_here
+from penstock.run.minibatch import Minibatch, StreamPosition
 from penstock.run.seals import digest, modes_of
 
 

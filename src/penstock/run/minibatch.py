@@ -4,34 +4,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.model.autocast import autocasting
 from penstock.run.counting import Peak
 from penstock.run.seals import Call, Modes, Next, Seal, autocast_codes
 from penstock.weights.store import Held
-
-
-def autocast_here() -> dict[str, torch.dtype]:
-    """Device types for which this thread has autocast on, and the dtype of each."""
-    return {
-        device: torch.get_autocast_dtype(device)
-        for device in ("cpu", "cuda")
-        if torch.is_autocast_enabled(device)
-    }
-
-
-@contextmanager
-def autocast(dtypes: Mapping[str, torch.dtype], enabled: bool) -> Iterator[None]:
-    """Autocast on or off for device types."""
-    with ExitStack() as stack:
-        for device, dtype in dtypes.items():
-            stack.enter_context(torch.autocast(device, dtype, enabled))
-        yield
 
 
 @dataclass(frozen=True)
@@ -153,5 +136,5 @@ class Harvest:
 def modes(trains: bool) -> Iterator[None]:
     """What holds in any thread: gradients where they are wanted; no autocast beside the forward."""
     inference = torch.inference_mode(False) if trains else nullcontext()
-    with inference, torch.set_grad_enabled(trains), autocast(autocast_here(), enabled=False):
+    with inference, torch.set_grad_enabled(trains), autocasting({}):
         yield

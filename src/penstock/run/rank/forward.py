@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from penstock.run.minibatch import autocast
+from penstock.model.autocast import autocasting
 from penstock.run.rank.interpreter import stage_error
 from penstock.run.rank.program import SkipChannel
 from penstock.run.rank.updater import Updater
@@ -74,7 +74,7 @@ class Forward:
             produced = self._run(work, unit, value, skips)
         else:
             shared = nullcontext() if self.shared is None else self.shared.unwritten(self.op.stage)
-            with autocast(work.minibatch.autocast, enabled=True), shared:
+            with autocasting(work.minibatch.autocast), shared:
                 if self.store is not None:
                     refuse_autocast(self.store)
                 produced = self._run(work, unit, value, skips)

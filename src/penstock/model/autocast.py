@@ -1,0 +1,47 @@
+"""Autocast, where several threads of a process use it.
+
+Autocast remembers the copies of weights that it has made: in one place for the whole process, all
+of which any thread forgets that leaves autocast. A weight that a forward uses several times, as
+those of recurrent layers are, would then be copied anew in the middle of it, and its gradients be
+summed in another order. So in a process, forwards under autocast take turns.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+_DEVICES = ("cpu", "cuda")
+_TURN = threading.RLock()  # a backward under autocast may run forwards again
+
+
+def autocast_here() -> dict[str, torch.dtype]:
+    """Device types for which this thread has autocast on, and the dtype of each."""
+    return {
+        device: torch.get_autocast_dtype(device)
+        for device in _DEVICES
+        if torch.is_autocast_enabled(device)
+    }
+
+
+@contextmanager
+def autocasting(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
+    """A context with autocast on for some device types and off for all others; where it is off and
+    stays off, nobody waits for a turn.
+
+    Args:
+        dtypes: by device type, what to cast to.
+    """
+    here = autocast_here()
+    if not dtypes and not here:
+        yield
+        return
+    with _TURN, ExitStack() as stack:
+        for device in here.keys() - dtypes.keys():
+            stack.enter_context(torch.autocast(device, enabled=False))
+        for device, dtype in dtypes.items():
+            stack.enter_context(torch.autocast(device, dtype))
+        yield
