@@ -34,9 +34,10 @@ demo: $(VENV)/.installed
 	$(VENV)/bin/penstock demo $(DEMO_ARGS)
 
 # Without groups, loadgroup hands out test by test, so that long ones do not queue up. Jobs of several processes
-# are no group: they mostly wait, and a worker that ran all of them would be the last by far.
+# are no group: they mostly wait, and a worker that ran all of them would be the last by far. Dozens of processes load
+# the package: what is compiled is kept, also where the environment says otherwise.
 test: lint
-	$(VENV)/bin/pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
 QUICK_WITHOUT = cli partition planner profiler rehearsal transport trial
 

@@ -11,6 +11,9 @@ from hypothesis import settings
 
 from tests.kit.examples import examples
 
+# They have no doctests, and load what only their own processes need.
+collect_ignore_glob = ["*/jobs/*"]
+
 settings.register_profile("penstock", examples(50), print_blob=True)
 settings.load_profile("penstock")
 

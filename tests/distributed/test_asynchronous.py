@@ -13,18 +13,20 @@ JOB = Path(__file__).parent / "jobs" / "asynchronous.py"
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "transport"),
+    ("num_ranks", "transport", "what"),
     [
-        (2, "shared-memory"),
-        (3, "shared-memory"),
-        (3, "process-group"),
-        more(2, "process-group"),
-        more(4, "shared-memory"),
-        more(4, "process-group"),
+        (2, "shared-memory", "all"),
+        (3, "shared-memory", "replicas"),
+        (3, "process-group", "some"),
+        more(2, "process-group", "all"),
+        more(3, "shared-memory", "all"),
+        more(3, "process-group", "all"),
+        more(4, "shared-memory", "all"),
+        more(4, "process-group", "all"),
     ],
 )
-def test_processes_train_as_the_replay_says(num_ranks, transport):
-    job = forked(JOB, num_ranks, transport)
+def test_processes_train_as_the_replay_says(num_ranks, transport, what):
+    job = forked(JOB, num_ranks, transport, what)
     assert job.returncode == 0, job.output
     assert {rank: report["differences"] for rank, report in job.reports.items()} == {
         rank: [] for rank in range(num_ranks)

@@ -21,20 +21,31 @@ def failing_job(how, victim, transport, launch=forked):
     return launch(JOBS / "failure.py", 3, how, str(victim), transport)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
-    ("num_ranks", "launch"),
-    [(1, forked), (2, torchrun), (3, forked), more(4, forked)],
+    ("num_ranks", "launch", "transport", "counts"),
+    [
+        # Messages and what launches have no part in the order of ops: each meets some counts.
+        (1, forked, "process-group", "1,2,5"),
+        (2, torchrun, "process-group", "2"),
+        (3, forked, "process-group", "5"),
+        (3, forked, "shared-memory", "1,2"),
+        more(1, forked, "shared-memory", "1,2,5"),
+        more(2, torchrun, "process-group", "1,5"),
+        more(2, torchrun, "shared-memory", "1,2,5"),
+        more(3, forked, "process-group", "1,2"),
+        more(3, forked, "shared-memory", "5"),
+        *(more(4, forked, transport, "1,2,5") for transport in TRANSPORTS),
+    ],
 )
-def test_training_equals_one_device_to_the_bit(num_ranks, launch, transport):
-    job = launch(JOBS / "equality.py", num_ranks, transport)
+def test_training_equals_one_device_to_the_bit(num_ranks, launch, transport, counts):
+    job = launch(JOBS / "equality.py", num_ranks, transport, counts)
     assert job.returncode == 0, job.output
     assert {rank: report["differences"] for rank, report in job.reports.items()} == {
         rank: [] for rank in range(num_ranks)
     }
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [more(2), 3])
 def test_gradients_equal_those_of_torch_pipelining(num_ranks):
     job = forked(JOBS / "oracle.py", num_ranks)
     assert job.returncode == 0, job.output
@@ -43,8 +54,14 @@ def test_gradients_equal_those_of_torch_pipelining(num_ranks):
     }
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(("victim", "launch"), [(0, forked), (1, torchrun), (2, forked)])
+@pytest.mark.parametrize(
+    ("victim", "launch", "transport"),
+    [
+        *((victim, forked, transport) for victim in (0, 2) for transport in TRANSPORTS),
+        (1, torchrun, "process-group"),
+        more(1, torchrun, "shared-memory"),
+    ],
+)
 def test_a_killed_rank_ends_all_others_with_its_name(victim, launch, transport):
     job = failing_job("kill", victim, transport, launch)
     assert set(job.reports) == {0, 1, 2} - {victim}, job.output

@@ -16,9 +16,10 @@ QUICK = {
     "profile": ["--repeats", "1", "--ranks", "0"],
     "train": ["--steps", "1", "--no-compare"],
     "verify": ["--steps", "2"],
-    "rehearse": ["--steps", "2", "--op-ms", "2"],
+    # That its processes start and meet is for unit/cli/test_rehearse.py and unit/rehearsal.
+    "rehearse": ["--steps", "2", "--op-ms", "2", "--transport", "threads"],
 }
-"""Options that make a command quick and change nothing of what it does."""
+"""Options that make a command quick and change nothing of what it prints about."""
 
 
 class Block(NamedTuple):

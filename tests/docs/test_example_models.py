@@ -20,6 +20,7 @@ from tests.kit.one_device import assert_same
 MODELS = {
     module.__name__.rpartition(".")[2]: module for module in (resnet, vgg, alexnet, gnmt, awd_lstm)
 }
+pytestmark = pytest.mark.xdist_group("example models")  # which take long to capture
 ROWS = 6
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import torch
@@ -32,18 +33,28 @@ def runnable_cases(ranks, microbatches) -> list[tuple[str, int, int]]:
     """(family that flushes, ranks, microbatches) that the runtime performs on ``make_mlp``:
     a family may refuse a count, and several stages per rank may want more layers."""
     fixed = [name for name in families.names() if name not in {*families.SEARCHED, *versions.USUAL}]
-    found = []
-    for name, num_ranks, count in itertools.product(fixed, ranks, microbatches):
-        try:
-            built = families.build(name, num_ranks=num_ranks, num_microbatches=count)
-        except InputError:
-            continue
-        full = families.build(name, num_ranks=num_ranks, num_microbatches=2 * num_ranks)
-        if built.stages_of != full.stages_of:
-            continue  # too few microbatches for all copies of the stages
-        if full.num_slices == 1 and built.num_stages <= MLP_LAYERS:
-            found.append((name, num_ranks, count))
-    return found
+    return [case for case in itertools.product(fixed, ranks, microbatches) if _runs(*case)]
+
+
+@functools.cache
+def _runs(name: str, num_ranks: int, count: int) -> bool:
+    """Many files ask for many of the same cases, whenever tests are collected."""
+    full = _whole(name, num_ranks)
+    if full is None or full.num_slices > 1 or full.num_stages > MLP_LAYERS:
+        return False
+    try:
+        built = families.build(name, num_ranks=num_ranks, num_microbatches=count)
+    except InputError:
+        return False
+    return built.stages_of == full.stages_of  # or too few microbatches for all copies of the stages
+
+
+@functools.cache
+def _whole(name: str, num_ranks: int) -> Schedule | None:
+    try:
+        return families.build(name, num_ranks=num_ranks, num_microbatches=2 * num_ranks)
+    except InputError:
+        return None
 
 
 def make_plan(

@@ -108,6 +108,14 @@ def _template() -> subprocess.Popen:
     return template
 
 
+def stall(folder: Path, others: set[int], limit_seconds: float) -> None:
+    """Do nothing, in a rank of a job, until all ``others`` have reported that they gave it up."""
+    end = time.monotonic() + limit_seconds
+    reports = [folder / f"report-{rank}.json" for rank in others]
+    while not all(report.exists() for report in reports) and time.monotonic() < end:
+        time.sleep(0.1)
+
+
 def reports_in(folder: Path) -> dict[int, dict]:
     """What ranks have written, by their numbers."""
     return {

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from penstock import Costs, schedules, simulate
 from penstock.errors import InputError
+from tests.kit.examples import examples
 from tests.kit.helpers import amounts
 
 ranks = st.integers(1, 8)
@@ -70,6 +71,7 @@ def test_hops_delay_by_at_least_one_way_there_and_back(name, p, m, costs, c):
 
 
 @pytest.mark.parametrize("name", [name for name in schedules.names() if name != "optimal"])
+@examples(20)
 @given(p=ranks, m=microbatches, data=st.data())
 def test_no_step_is_shorter_than_its_busiest_rank(name, p, m, data):
     try:

@@ -29,7 +29,7 @@ every_family = pytest.mark.parametrize("name", FIXED)
 seconds = st.floats(0.01, 10)
 
 # Lowered, a schedule has several times the ops.
-fewer = examples(25)
+fewer = examples(12)
 fewer_microbatches = st.integers(1, 16)
 
 

@@ -18,7 +18,7 @@ from tests.kit.helpers import make_plan, same_order_families
 from tests.kit.one_device import assert_same, same
 from tests.kit.tiny_models import conv_batch, gpt_batch, make_conv_net, make_gpt
 
-NUM_STEPS = 20
+NUM_STEPS = 8
 
 
 def adamw(parameters):

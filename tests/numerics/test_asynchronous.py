@@ -75,10 +75,19 @@ def assert_equal(engine, replay, exactly=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", more("momentum")])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("num_stages", [1, 2, 3, more(4)])
-def test_training_equals_the_replay_of_its_delays(policy, optimizer, num_stages):
+@pytest.mark.parametrize(
+    ("num_stages", "optimizer"),
+    [
+        (1, "adam"),
+        (2, "sgd"),
+        (3, "adam"),
+        *(more(num_stages, "sgd") for num_stages in (1, 3, 4)),
+        *(more(num_stages, "adam") for num_stages in (2, 4)),
+        *(more(num_stages, "momentum") for num_stages in (1, 2, 3, 4)),
+    ],
+)
+def test_training_equals_the_replay_of_its_delays(policy, num_stages, optimizer):
     plan = plan_for(POLICIES[policy], num_stages, microbatches=4)
     # PipeMare's drift and prediction are sums in another order.
     exactly = not plan.versions.name.startswith(("pipemare", "predict"))
@@ -89,7 +98,7 @@ def test_training_equals_the_replay_of_its_delays(policy, optimizer, num_stages)
 @pytest.mark.parametrize(
     "policy", ["stash", "latest", "2bw", "stash per minibatch", "pipemare", "pipeoptim"]
 )
-@pytest.mark.parametrize("replicas", ["2-1", more("2-1-1"), "3-1", "1-2", more("2-2")])
+@pytest.mark.parametrize("replicas", ["2-1", "1-2", *map(more, ("3-1", "2-1-1", "2-2"))])
 def test_replicated_stages_equal_the_replay(policy, replicas):
     plan = plan_for(POLICIES[policy], None, microbatches=4, replicas=replicas)
     for sizes in (SIZES, (8,), (7, 5, 8)):

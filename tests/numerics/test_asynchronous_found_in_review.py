@@ -9,6 +9,7 @@ import penstock as pk
 from penstock import versions
 from penstock.errors import InputError, StageError
 from penstock.trial.reference.delayed_replay import DelayedReplay
+from tests.kit.examples import more
 from tests.kit.streams import batches, cuts_of, layered_model, plan_for
 from tests.numerics.test_asynchronous import OPTIMIZERS, POLICIES
 
@@ -31,8 +32,19 @@ def switching_model():
     return nn.Sequential(*[nn.Sequential(Switch(), nn.Tanh()) for _ in range(4)]).double()
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
-@pytest.mark.parametrize("replicas", [None, "2-1", "2-2", "3-1"])
+@pytest.mark.parametrize(
+    ("replicas", "optimizer"),
+    [
+        (None, "sgd"),
+        (None, "momentum"),
+        ("2-1", "momentum"),
+        ("2-2", "sgd"),
+        more("2-1", "sgd"),
+        more("2-2", "momentum"),
+        more("3-1", "sgd"),
+        more("3-1", "momentum"),
+    ],
+)
 @pytest.mark.parametrize("policy", ["stash", "vertical sync", "2bw", "latest", "pipeoptim"])
 def test_parameters_without_a_gradient_in_some_updates(policy, replicas, optimizer):
     if policy == "vertical sync" and replicas in ("2-1", "3-1"):

@@ -21,6 +21,7 @@ from tests.kit.one_device import OneDevice, assert_same
 from tests.kit.paths import DOCS
 from tests.kit.training import momentum
 
+pytestmark = pytest.mark.xdist_group("captured models")  # which takes long
 ROWS = 7
 
 

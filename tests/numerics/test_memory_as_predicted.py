@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 import penstock as pk
 from examples.models import resnet
 from penstock.demo.gpt import GPT, loss
 from penstock.errors import InputError
 from penstock.schedule.memory import units
+from tests.kit.copied import made_once
+from tests.kit.examples import crossed
 
 ROWS_PER_MICROBATCH, LENGTH, VOCABULARY = 4, 32, 64
 # Chimera has no plan with a rank per stage; what slices keep grows faster than their share.
@@ -64,8 +68,7 @@ def counted(plan):
         return pipeline.peaks
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize(("name", "num_ranks"), crossed(FIXED, (4, 2), thorough=("1f1b", "zb-v")))
 def test_peaks_are_those_of_the_simulator(name, num_ranks):
     try:
         plan = planned(name, num_ranks, 8)
@@ -96,26 +99,38 @@ def test_layers_that_recompute_keep_their_inputs_alone():
     assert predicted[0] < 0.1 * planned("1f1b", 2, 8).stages[0].activation_bytes * 2
 
 
+LABELS = torch.tensor([0, 1, 1, 0])
+
+
+@made_once
+def profiled_resnet(granularity):
+    """(what it is captured as, images, its profile)"""
+    torch.manual_seed(0)
+    images = resnet.example_inputs(4, "small")
+    model = pk.capture(resnet.build("small"), images, granularity=granularity)
+    graph = pk.profile(
+        copy.deepcopy(model), images, loss=cross_entropy, targets=LABELS, repeats=1, ranks=0
+    )
+    return model, images, graph
+
+
+@pytest.mark.xdist_group("profiled resnets")
 @pytest.mark.parametrize("how", ["none", "layers", "stage"])
 @pytest.mark.parametrize("granularity", ["module", "block"])
 def test_captured_layers_that_recompute_by_blocks_keep_what_is_predicted(granularity, how):
-    torch.manual_seed(0)
-    images, labels = resnet.example_inputs(4, "small"), torch.tensor([0, 1, 1, 0])
-    model = pk.capture(resnet.build("small"), images, granularity=granularity)
-    criterion = torch.nn.functional.cross_entropy
-    graph = pk.profile(model, images, loss=criterion, targets=labels, repeats=1, ranks=0)
+    model, images, graph = profiled_resnet(granularity)
     whole = pk.plan(graph, pk.Cluster.local(2), microbatches=4, schedule="1f1b", stages=2)
     plan = whole.recomputing(how)
     with pk.Pipeline(
         model,
         plan,
-        loss=criterion,
+        loss=cross_entropy,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         count_memory=True,
         deadline_seconds=30,
     ) as pipeline:
         for _ in range(2):
-            pipeline.step(images.repeat(4, 1, 1, 1), labels.repeat(4))
+            pipeline.step(images.repeat(4, 1, 1, 1), LABELS.repeat(4))
         counted = [peak.activation_bytes for peak in pipeline.peaks]
     predicted = plan.simulate().peak_bytes(plan.sizes)
     # Where layers run again, the last rank also keeps what the loss needs; how much that is beside

@@ -11,6 +11,7 @@ import torch
 
 from penstock.errors import InputError
 from penstock.run.rank.updater import Updater
+from tests.kit.examples import crossed
 from tests.kit.helpers import make_batch, make_mlp, same_order_families
 from tests.kit.one_device import OneDevice, assert_same, assert_same_gradients, same
 from tests.kit.training import adamw, momentum, pipeline_of
@@ -143,9 +144,15 @@ def scenario(name):
     return options, batches, name in ("infinite", "both")
 
 
-@pytest.mark.parametrize("schedule", [*SHAPES, "gpipe", "zb-h2", "dualpipe-v"])
-@pytest.mark.parametrize("name", ["clip", "rarely", "infinite", "both"])
-@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize(
+    ("schedule", "name", "overlapped"),
+    crossed(
+        [*SHAPES, "gpipe", "zb-h2", "dualpipe-v"],
+        ("clip", "rarely", "infinite", "both"),
+        (False, True),
+        thorough=("1f1b", "zb-v"),
+    ),
+)
 def test_post_validation_changes_no_result(schedule, name, overlapped, rollbacks):
     options, batches, scales = scenario(name)
     ours, theirs = pair()

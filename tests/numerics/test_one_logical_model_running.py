@@ -14,6 +14,7 @@ from torch import nn
 
 from penstock.errors import InputError, StageError
 from tests.kit import training
+from tests.kit.examples import crossed
 from tests.kit.helpers import (
     make_batch,
     make_mlp,
@@ -52,8 +53,9 @@ def trained(num_steps, clip_norm=None, batches=BATCHES, **_):
     return model, [reference.step(*batch) for batch in batches[:num_steps]]
 
 
-@pytest.mark.parametrize("schedule", runnable_families())
-@pytest.mark.parametrize("options", CLIPPED)
+@pytest.mark.parametrize(
+    ("schedule", "options"), crossed(runnable_families(), CLIPPED, thorough=SHAPES)
+)
 def test_overlapped_steps_give_the_losses_of_single_ones(schedule, options):
     ours, _ = pair()
     theirs, expected = trained(6, **options)
@@ -103,9 +105,10 @@ def failing_loader(count):
     raise Trouble
 
 
-@pytest.mark.parametrize("schedule", SHAPES)
-@pytest.mark.parametrize("options", CLIPPED)
-@pytest.mark.parametrize("end", ["break", "loader", "caller"])
+@pytest.mark.parametrize(
+    ("schedule", "options", "end"),
+    crossed(SHAPES, CLIPPED, ("break", "loader", "caller"), thorough=("1f1b", "zb-v")),
+)
 def test_a_loop_that_is_left_early_leaves_everything_in_order(schedule, options, end):
     ours, _ = pair()
     with pipeline_of(ours, schedule, **options) as pipeline:
@@ -200,8 +203,9 @@ def spoilt(batch, row=7):
     return inputs, targets
 
 
-@pytest.mark.parametrize("schedule", same_order_families())
-@pytest.mark.parametrize("options", CLIPPED)
+@pytest.mark.parametrize(
+    ("schedule", "options"), crossed(same_order_families(), CLIPPED, thorough=SHAPES)
+)
 def test_a_loss_that_is_not_finite_stops_before_any_weight_has_changed(schedule, options):
     ours, _ = pair()
     theirs, expected = trained(3, **options)
@@ -261,9 +265,15 @@ class Once:
             raise Trouble("once")
 
 
-@pytest.mark.parametrize("schedule", [*same_order_families(), "chimera"])
-@pytest.mark.parametrize("options", [*CLIPPED, {"grad_scaler": True}])
-@pytest.mark.parametrize("layer", [0, 3, 5])
+@pytest.mark.parametrize(
+    ("schedule", "options", "layer"),
+    crossed(
+        [*same_order_families(), "chimera"],
+        [*CLIPPED, {"grad_scaler": True}],
+        (0, 3, 5),
+        thorough=("1f1b", "zb-v"),
+    ),
+)
 def test_a_failed_step_can_be_repeated(schedule, options, layer):
     ours, theirs = pair()
     scales = "grad_scaler" in options

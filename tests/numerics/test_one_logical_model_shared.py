@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from penstock.demo import gpt
 from penstock.model.spine import run_spine
 from penstock.trial.reference.single_device import SingleDevice
+from tests.kit.examples import in_turns
 from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.one_device import OneDevice, assert_same, assert_same_gradients, same
 from tests.kit.training import adamw, pipeline_of, sgd
@@ -235,9 +237,12 @@ SKIP_PLACEMENTS = [("gpipe", 4), ("1f1b", 2), ("1f1b", 4), ("zb-h1", 4), ("inter
                    ("dualpipe-v", 2), ("breadth-first", 2), ("hanayo", 4)]  # fmt: skip
 
 
-@pytest.mark.parametrize(("schedule", "num_ranks"), SKIP_PLACEMENTS)
-@pytest.mark.parametrize("recompute", ["none", "stage", "layers"])
-def test_skips_cross_any_number_of_stages(schedule, num_ranks, recompute):
+@pytest.mark.parametrize(
+    ("place", "recompute"),
+    in_turns(itertools.product(SKIP_PLACEMENTS, ["none", "stage", "layers"]), 2),
+)
+def test_skips_cross_any_number_of_stages(place, recompute):
+    schedule, num_ranks = place
     ours, theirs = UNet(dropout=0.3), UNet(dropout=0.3)
     reference = SingleDevice(theirs, 4, F.mse_loss, adamw, seed=3)
     with pipeline_of(
@@ -304,13 +309,15 @@ def frozen_mlp(which):
 MODELS = {"adapters": lora, **{which: (lambda which=which: frozen_mlp(which)) for which in FROZEN}}
 
 
-@pytest.mark.parametrize("which", MODELS)
+PLACES = [("1f1b", 2), ("1f1b", 3), ("zb-h1", 3), ("zb-v", 2), ("interleaved-1f1b", 2)]
+
+
 @pytest.mark.parametrize(
-    ("schedule", "num_ranks"),
-    [("1f1b", 2), ("1f1b", 3), ("zb-h1", 3), ("zb-v", 2), ("interleaved-1f1b", 2)],
+    ("which", "place", "recompute"),
+    in_turns(itertools.product(MODELS, PLACES, ["none", "stage", "layers"]), 2),
 )
-@pytest.mark.parametrize("recompute", ["none", "stage", "layers"])
-def test_frozen_parts_stay_and_the_others_train(which, schedule, num_ranks, recompute):
+def test_frozen_parts_stay_and_the_others_train(which, place, recompute):
+    schedule, num_ranks = place
     ours, theirs = MODELS[which](), MODELS[which]()
     before = {n: p.detach().clone() for n, p in ours.named_parameters() if not p.requires_grad}
     reference = OneDevice(theirs, 4, optimizer=adamw, clip_norm=0.1)

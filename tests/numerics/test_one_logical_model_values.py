@@ -13,6 +13,7 @@ from torch import nn
 import penstock as pk
 from penstock.errors import InputError
 from penstock.trial.reference.single_device import SingleDevice
+from tests.kit.examples import crossed
 from tests.kit.helpers import (
     Lambda,
     make_batch,
@@ -26,6 +27,7 @@ from tests.kit.training import adamw, pipeline_of
 
 TOLERANCE = 1e-12
 SHAPES = ["1f1b", "zb-h1", "interleaved-1f1b", "zb-v"]
+RECOMPUTED = ("none", "stage", "layers")
 
 
 class Passing(nn.Module):
@@ -84,11 +86,12 @@ def test_dictionaries_tuples_numbers_and_nothing_pass_between_stages(schedule):
     assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize("schedule", runnable_families())
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks"),
+    # Chimera wants an even number of ranks.
+    [*crossed(same_order_families(), (1, 2, 3), thorough=SHAPES), ("chimera", 2)],
+)
 def test_any_number_of_rows_trains_and_evaluates(schedule, num_ranks):
-    if schedule == "chimera" and num_ranks % 2:
-        pytest.skip("chimera wants an even number of ranks")
     ours = nn.Sequential(*make_mlp(0.0, torch.float64), *(nn.Linear(4, 4) for _ in range(3)))
     ours = ours.double()
     theirs = copy.deepcopy(ours)
@@ -187,8 +190,9 @@ def deep_dropout():
     return nn.Sequential(*layers, nn.ReLU(inplace=True), nn.Linear(8, 4))
 
 
-@pytest.mark.parametrize("schedule", same_order_families())
-@pytest.mark.parametrize("recompute", ["none", "stage", "layers"])
+@pytest.mark.parametrize(
+    ("schedule", "recompute"), crossed(same_order_families(), RECOMPUTED, thorough=SHAPES)
+)
 def test_dropout_depends_neither_on_schedule_nor_on_recomputation(schedule, recompute):
     ours, theirs = deep_dropout(), deep_dropout()
     reference = SingleDevice(theirs, 4, F.cross_entropy, adamw, seed=3)
@@ -212,9 +216,10 @@ def test_dropout_does_not_depend_on_the_number_of_ranks(schedule, num_ranks):
     assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize("schedule", same_order_families())
-@pytest.mark.parametrize("recompute", ["none", "stage", "layers"])
-@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "scales"),
+    crossed(same_order_families(), RECOMPUTED, (False, True), thorough=("1f1b", "zb-v")),
+)
 def test_autocast_computes_what_one_device_computes(schedule, recompute, scales):
     ours = make_mlp(dropout=0.0)
     theirs = copy.deepcopy(ours)
@@ -243,8 +248,9 @@ def normed(dtype=torch.float64):
     return nn.Sequential(*layers, nn.BatchNorm1d(8), nn.Linear(8, 4)).to(dtype)
 
 
-@pytest.mark.parametrize("schedule", same_order_families())
-@pytest.mark.parametrize("recompute", ["none", "stage", "layers"])
+@pytest.mark.parametrize(
+    ("schedule", "recompute"), crossed(same_order_families(), RECOMPUTED, thorough=SHAPES)
+)
 def test_batch_norm_statistics_are_those_of_accumulation(schedule, recompute):
     ours, theirs = normed(), normed()
     reference = OneDevice(theirs, 4, optimizer=adamw)
@@ -259,8 +265,9 @@ def test_batch_norm_statistics_are_those_of_accumulation(schedule, recompute):
     assert ours[1].num_batches_tracked == 16
 
 
-@pytest.mark.parametrize("schedule", same_order_families())
-@pytest.mark.parametrize("recompute", ["none", "stage", "layers"])
+@pytest.mark.parametrize(
+    ("schedule", "recompute"), crossed(same_order_families(), RECOMPUTED, thorough=SHAPES)
+)
 def test_batch_norm_statistics_may_be_those_of_minibatches(schedule, recompute):
     # Behind the first norm activations differ: each microbatch is normalised by itself.
     ours, theirs = normed(), normed()
@@ -343,8 +350,9 @@ def test_training_and_evaluation_mode_may_change_at_any_time(build, schedule):
     assert_same(ours, theirs, tolerance and 1e-11)
 
 
-@pytest.mark.parametrize("schedule", [*runnable_families()])
-@pytest.mark.parametrize("recompute", ["stage", "layers"])
+@pytest.mark.parametrize(
+    ("schedule", "recompute"), crossed(runnable_families(), RECOMPUTED[1:], thorough=SHAPES)
+)
 def test_recomputation_changes_no_bit(schedule, recompute):
     tolerance = TOLERANCE if schedule == "chimera" else 0.0
     ours, theirs = make_mlp(0.0, torch.float64), make_mlp(0.0, torch.float64)

@@ -15,6 +15,7 @@ from penstock.errors import InputError, ModelError
 from penstock.trial import Workload, proof, prove, steps_needed
 from penstock.trial.reference.delayed_replay import DelayedReplay
 from penstock.trial.reference.single_device import SingleDevice
+from tests.kit.examples import crossed
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.small_workload import workload
 from tests.kit.streams import plan_for
@@ -59,8 +60,9 @@ def test_a_synchronous_plan_is_proven_to_the_bit(schedule):
     assert found.verdict.startswith("Proven:") and "one device" in found.verdict
 
 
-@pytest.mark.parametrize("microbatches", [2, 4])
-@pytest.mark.parametrize("policy", STREAMS)
+@pytest.mark.parametrize(
+    ("policy", "microbatches"), crossed(STREAMS, (4, 2), thorough=("stash", "2bw"))
+)
 def test_an_asynchronous_plan_is_proven_with_its_delays_and_versions(policy, microbatches):
     plan = stream(policy, microbatches)
     for num_steps in (None, steps_needed(plan)):

@@ -12,15 +12,19 @@ from hypothesis import strategies as st
 from torch import nn
 
 from penstock.trial.reference.single_device import SingleDevice
+from tests.kit.examples import in_turns
 from tests.kit.helpers import make_batch, make_mlp, runnable_cases
 from tests.kit.one_device import assert_same, same
 from tests.kit.training import adamw, pipeline_of
 
+EVERYWHERE = ("1f1b", "zb-h1", "zb-v", "chimera")
+"""Straight, split, V, and with copies of stages."""
 ALL_CASES = runnable_cases([1, 2, 3, 4], range(1, 10))
 
 
 @pytest.mark.parametrize(
-    ("schedule", "num_ranks", "num_microbatches"), runnable_cases([1, 2, 3, 4], [1, 2, 3, 8])
+    ("schedule", "num_ranks", "num_microbatches"),
+    in_turns(runnable_cases([1, 2, 3, 4], [1, 2, 3, 8]), 3, always=EVERYWHERE),
 )
 def test_training_equals_microbatch_accumulation_to_the_bit(schedule, num_ranks, num_microbatches):
     # Chimera halves the microbatches between two copies of each stage: the sums' order differs.
@@ -35,7 +39,8 @@ def test_training_equals_microbatch_accumulation_to_the_bit(schedule, num_ranks,
 
 
 @pytest.mark.parametrize(
-    ("schedule", "num_ranks", "num_microbatches"), runnable_cases([1, 2, 3, 4], [1, 3, 5])
+    ("schedule", "num_ranks", "num_microbatches"),
+    in_turns(runnable_cases([1, 2, 3, 4], [1, 3, 5]), 5, always=EVERYWHERE),
 )
 def test_gradients_equal_the_plain_full_batch_model(schedule, num_ranks, num_microbatches):
     ours = make_mlp(dropout=0.0, dtype=torch.float64)

@@ -27,6 +27,9 @@ REPLICAS = {3: ("2-1", "1-2"), 4: ("2-1-1", "3-1", "2-2")}
 # Sums in another order: of drifts and predictions, and of replicas.
 TOLERANCE = 1e-12
 LATER = (8, 8)
+REPLICATED = ("2bw", "stash", "latest", "pipeoptim")
+SOME = ("latest", "stash", "2bw", "pipemare")
+"""Policies that differ most in what they keep and when they update."""
 
 
 def pipeline_of(model, plan, optimizer, transport, deadline_seconds=60):
@@ -174,21 +177,33 @@ def uneven(transport):
         pipeline.close()
 
 
-def main(transport, folder):
+def cases_of(what, layouts):
+    """(policy, layout of replicas or none): all there are, some of all kinds, or with replicas
+    alone, of which "replicas" and "some" have different ones."""
+    if what == "some":
+        replicated = zip(("stash", "2bw"), layouts, strict=True)
+        return [*((policy, None) for policy in SOME), *replicated]
+    if what == "replicas":
+        return [*zip(REPLICATED, (*layouts, *layouts), strict=True)]
+    return [*((policy, None) for policy in POLICIES), *product(REPLICATED, layouts)]
+
+
+def main(transport, what, folder):
     dist.init_process_group("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    cases = [(policy, None) for policy in POLICIES]
-    cases += product(("stash", "latest", "2bw", "pipeoptim"), REPLICAS.get(num_ranks, ()))
+    layouts = REPLICAS.get(num_ranks, ())
+    cases = cases_of(what, layouts)
     replays = spread([partial(replay_of, *case) for case in cases])
     found = [
         f"{case}: {difference}"
         for case, replayed in zip(cases, replays, strict=True)
         for difference in differences(replayed, transport)
     ]
-    for replicas in REPLICAS.get(num_ranks, ()):
+    for replicas in layouts[:1] if what == "some" else layouts:
         found += [f"1f1b {replicas}: {one}" for one in synchronous(replicas, transport)]
-    found += failing(transport)
-    found += uneven(transport)
+    if what != "replicas":
+        found += failing(transport)
+        found += uneven(transport)
     report = {"differences": found}
     Path(folder, f"report-{rank}.json").write_text(json.dumps(report))
 

@@ -66,12 +66,13 @@ def differences(schedule: str, num_microbatches: int, transport: str) -> list[st
 
 
 def main() -> None:
+    transport, counts = sys.argv[1], [int(count) for count in sys.argv[2].split(",")]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found = [
         difference
-        for schedule, _, num_microbatches in runnable_cases([dist.get_world_size()], (1, 2, 5))
-        for difference in differences(schedule, num_microbatches, sys.argv[1])
+        for schedule, _, num_microbatches in runnable_cases([dist.get_world_size()], counts)
+        for difference in differences(schedule, num_microbatches, transport)
     ]
     report = Path(sys.argv[-1]) / f"report-{dist.get_rank()}.json"
     report.write_text(json.dumps({"differences": found}))

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,22 +16,19 @@ import torch.nn.functional as F
 
 import penstock as pk
 from tests.kit.helpers import make_batch, make_mlp, make_plan
+from tests.kit.launch import stall
 
 DEADLINE_SECONDS = 6.0
 LONG_SECONDS = 120.0
 """A deadline that must not pass."""
 
 
-def kill(*_):
+def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fail(*_):
+def fail():
     raise ValueError("boom")
-
-
-def stall(*_):
-    time.sleep(3 * DEADLINE_SECONDS)
 
 
 def main() -> None:
@@ -54,7 +52,9 @@ def main() -> None:
     if rank == victim:
         first = next(iter(pipeline.stages.values())).layers[0].module
         calls = iter(range(100))
-        trouble = {"kill": kill, "raise": fail, "stall": stall}[how]
+        others = {*range(dist.get_world_size())} - {victim}
+        stalled = partial(stall, folder, others, LONG_SECONDS)
+        trouble = {"kill": kill, "raise": fail, "stall": stalled}[how]
         first.register_forward_hook(lambda *_: trouble() if next(calls) == 3 else None)
     start = time.monotonic()
     try:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from penstock.errors import PenstockError
 from penstock.transport.link_meter import measure_cluster
+from tests.kit.launch import stall
 
 DEADLINE_SECONDS = 6.0
 LONG_SECONDS = 120.0
@@ -32,9 +33,9 @@ def main() -> None:
 
     def stop(done: int, total: int) -> None:
         if rank == VICTIM and done == 1:  # the link of ranks 0 and 1 is done, that of 0 and 2 next
-            if how == "kill":
-                os._exit(1)
-            time.sleep(3 * DEADLINE_SECONDS)
+            if how == "stall":
+                stall(folder, {*range(dist.get_world_size())} - {VICTIM}, LONG_SECONDS)
+            os._exit(1)
 
     start = time.perf_counter()
     deadline_seconds = LONG_SECONDS if how == "kill" else DEADLINE_SECONDS

@@ -21,6 +21,7 @@ import torch
 from penstock.errors import RunError
 from penstock.transport import Edge, SharedMemoryExchange
 from penstock.transport.base import Patience
+from tests.kit import launch
 
 NUM_RANKS = 3
 VICTIM = 1
@@ -66,7 +67,7 @@ def kill_with_child(transport, folder):
 
 
 def stall(transport, folder):
-    time.sleep(4 * DEADLINE_SECONDS)
+    launch.stall(folder, {*range(NUM_RANKS)} - {VICTIM}, LONG_SECONDS)
 
 
 def leave(transport, folder):

@@ -33,7 +33,7 @@ LONG_SECONDS = 90.0
 """A deadline that must not pass."""
 
 STEP_SECONDS = 1.0
-NUM_PIPELINES = 40
+NUM_PIPELINES = 24
 
 
 class Case(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -26,6 +27,7 @@ from penstock.schedule.op import Kind
 from penstock.trial import Workload
 from penstock.trial.reference.delayed_replay import _Account
 from tests.kit.command_line import refused, run, succeed
+from tests.kit.examples import in_turns
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.tiny_models import Once
 
@@ -116,9 +118,11 @@ def value_of(formula, k, size):
     return max(0, eval(number, {"k": k, "t": k // size}))
 
 
-@pytest.mark.parametrize("microbatches", [2, 4, 5, 6])
-@pytest.mark.parametrize("stages", ["1", "2", "4", "2-1", "1-2", "2-2"])
-@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+@pytest.mark.parametrize(
+    ("policy", "stages", "microbatches"),
+    in_turns(itertools.product(POLICIES, ["1", "2", "4", "2-1", "1-2", "2-2"], [2, 4, 5, 6]), 5),
+    ids=str,
+)
 def test_formulas_are_what_every_op_of_a_stream_reads(policy, stages, microbatches):
     try:
         plan = plan_of(policy, stages, microbatches)

@@ -50,10 +50,14 @@ def test_who_gains_and_who_does_not():
     assert min(gains.values()) > 2
 
 
-def test_the_simulated_plans_agree():
-    resnet, alone = planned(graph("resnet50"), CLUSTERS[SERVERS], asynchronous=True)
-    assert resnet.replicas == (16,)
-    assert alone.speed_up == pytest.approx(1.0)
+def test_the_simulated_plan_of_vgg_agrees():
     vgg, speed = planned(graph("vgg16"), CLUSTERS[SERVERS], asynchronous=True)
     assert (vgg.schedule, vgg.replicas) == ("pipedream", (15, 1))
     assert speed.speed_up > 1.3
+
+
+@pytest.mark.soak
+def test_the_simulated_plan_of_resnet_agrees():
+    resnet, alone = planned(graph("resnet50"), CLUSTERS[SERVERS], asynchronous=True)
+    assert resnet.replicas == (16,)
+    assert alone.speed_up == pytest.approx(1.0)

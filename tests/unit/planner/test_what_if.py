@@ -113,7 +113,7 @@ def test_microbatches_that_nobody_gave_cannot_be_changed():
 MISSED = 1.25
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(graphs(most=5), clusters(most=3), st.integers(1, 6))
 def test_more_bandwidth_is_hardly_slower_and_less_memory_hardly_faster(graph, cluster, count):
     # Where company makes devices faster, the search has more than one valley.

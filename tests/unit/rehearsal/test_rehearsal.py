@@ -29,6 +29,7 @@ from penstock.schedule.lower import add_communication, add_recompute, add_update
 from penstock.schedule.op import COMMUNICATION
 from penstock.schedule.rounds import Rounds
 from penstock.timing.spans import BUSY
+from tests.kit.examples import more
 from tests.kit.helpers import amounts
 
 TWO_MS = Costs(0.002, 0.002, 0.002, update=0.001)
@@ -79,9 +80,10 @@ def nothing_left_behind():
 @pytest.mark.parametrize(
     ("name", "num_ranks", "transport"),
     [
-        ("gpipe", 3, "shared-memory"),
         ("zb-h1", 4, "shared-memory"),
-        ("chimera", 2, "shared-memory"),
+        more("gpipe", 3, "shared-memory"),
+        more("chimera", 2, "shared-memory"),
+        ("gpipe", 3, "threads"),
         ("1f1b", 1, "threads"),
         ("breadth-first", 2, "threads"),
         ("zb-h1", 3, "threads"),
@@ -125,10 +127,11 @@ def test_a_slice_takes_its_share_of_a_microbatch():
     assert shortest[Kind.UPDATE] >= 0.004
 
 
-def test_a_planned_hop_is_kept_though_this_machine_is_faster(nothing_left_behind):
+@pytest.mark.parametrize("transport", ["threads", more("shared-memory")])
+def test_a_planned_hop_is_kept_though_this_machine_is_faster(transport, nothing_left_behind):
     costs = Costs(0.001, 0.001, 0.001, hop=[0.01, 0.03])
     schedule = build("1f1b", 3, 2)
-    found = rehearse(schedule, costs, steps=2)
+    found = rehearse(schedule, costs, steps=2, transport=transport)
     ends = {span.op: span.end for span in found.measured.spans}
     received = [span for span in found.measured.spans if span.op.kind in COMMUNICATION]
     hops = [
@@ -395,7 +398,8 @@ def test_steps_on_trust_overlap():
 def test_ranks_agree_before_updates_or_read_the_verdict_before_the_next_backward():
     schedule = build("zb-v", 2, 4)
     agreed = rehearse(schedule, TWO_MS, steps=2, updates="agreed")
-    trusting = rehearse(schedule, TWO_MS, steps=2, updates="post-validated")
+    # That processes trust each other is seen above.
+    trusting = rehearse(schedule, TWO_MS, steps=2, updates="post-validated", transport="threads")
     for row in agreed.measured.rows:
         kinds = [op.kind for op in row.ops]
         assert kinds[-3:] == [Kind.AGREE, Kind.UPDATE, Kind.UPDATE]

@@ -17,6 +17,7 @@ from penstock.errors import InputError
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import spine_of
 from penstock.stage.stage import Keep, Stage
+from tests.kit.examples import in_turns
 from tests.kit.helpers import Lambda
 
 
@@ -85,10 +86,14 @@ def noisy_loss(output):
     return F.dropout(output.float(), 0.5).square().mean()
 
 
-@pytest.mark.parametrize("criterion", [None, noisy_loss], ids=["output", "loss"])
-@pytest.mark.parametrize("autocast", [False, True], ids=["full", "autocast"])
-@pytest.mark.parametrize("first_layer", [0, 1], ids=["first stage", "later stage"])
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize(
+    ("name", "first_layer", "autocast", "criterion"),
+    in_turns(
+        itertools.product(STAGES, (0, 1), (False, True), (None, noisy_loss)),
+        3,
+        always=("dropout", "batch norm", "buffer in place", "LSTM"),
+    ),
+)
 def test_recomputing_changes_nothing(name, first_layer, autocast, criterion):
     if name == "nothing to train" and first_layer == 0 and criterion:
         pytest.skip("there is no loss without a gradient")

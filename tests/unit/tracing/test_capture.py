@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import random
 import subprocess
@@ -21,8 +22,11 @@ from penstock.model.spine import run_spine, spine_fingerprint, spine_of
 from penstock.tracing import capture
 from penstock.transport import Codec, Edge
 from penstock.transport.packing import Packer
+from tests.kit.copied import made_once
 from tests.kit.helpers import make_plan
 from tests.kit.paths import ROOT
+
+pytestmark = pytest.mark.xdist_group("capture")  # loading torch.export takes longest
 
 
 class Residual(nn.Module):
@@ -427,12 +431,14 @@ class Branching(nn.Module):
         return value * 2 if value.sum() > 0 else value
 
 
-ALONE = """
+ALONE = f"""
+import sys
 import torch
+from torch import nn
 from penstock.errors import ModelError
 from penstock.tracing import capture
-from tests.kit.helpers import make_plan
-from tests.unit.tracing.test_capture import Branching
+
+{inspect.getsource(Branching)}
 
 try:
     capture(Branching(), torch.randn(4, 3))
@@ -470,8 +476,8 @@ def test_a_model_that_tracing_does_not_see_is_refused():
         capture(model, torch.randn(4, 6))
 
 
-def test_a_model_that_was_converted_must_be_captured_again():
-    captured = capture(Residual(), torch.randn(4, 6))
+def test_a_model_that_was_converted_must_be_captured_again(residual):
+    captured = copy.deepcopy(residual)
     captured.original.double()
     with pytest.raises(ModelError, match="capture it again"):
         captured.spine()
@@ -511,6 +517,16 @@ TOKENS, LABELS = torch.arange(60).remainder(11).view(2, 6, 5)
 MASK = torch.ones(6, 5)
 
 
+@made_once
+def masked():
+    return capture(LanguageModel(), {"input_ids": TOKENS, "mask": MASK})
+
+
+@made_once
+def labelled():
+    return capture(LanguageModel(), {"input_ids": TOKENS, "labels": LABELS})
+
+
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
@@ -526,9 +542,8 @@ MASK = torch.ones(6, 5)
     ],
 )
 def test_inputs_of_another_form_are_told_by_name(inputs, message):
-    captured = capture(LanguageModel(), {"input_ids": TOKENS, "mask": MASK})
     with pytest.raises(InputError, match=message):
-        captured(inputs)
+        masked()(inputs)
 
 
 def test_the_order_of_keywords_means_nothing():
@@ -540,10 +555,10 @@ def test_the_order_of_keywords_means_nothing():
 
 @pytest.mark.parametrize("rows", [1, 6])
 def test_a_loss_of_labels_inside_is_evaluated_on_all_rows(rows):
-    model = LanguageModel()
+    captured = labelled()
+    model = captured.original
     batch = {"input_ids": TOKENS[:rows], "labels": LABELS[:rows].clone()}
     batch["labels"][0, 1:] = -100  # so that no mean over rows or microbatches is right
-    captured = capture(model, {"input_ids": TOKENS, "labels": LABELS})
     with pk.Pipeline(captured, make_plan(captured, 2, 3), deadline_seconds=60) as pipeline:
         expected = model.eval()(**batch)
         for _ in range(2):

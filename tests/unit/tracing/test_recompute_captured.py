@@ -19,8 +19,10 @@ from penstock.model.spine import spine_of
 from penstock.run.counting import Counter
 from penstock.stage.stage import Keep, Stage
 from tests.kit.alive import Alive
+from tests.kit.copied import made_once
 from tests.kit.helpers import Lambda, make_plan
 
+pytestmark = pytest.mark.xdist_group("layers that run again")  # they share captured models
 ROWS = 4
 
 
@@ -46,12 +48,14 @@ class Attending(nn.Module):
         return self.head(value.mean(1))
 
 
+@made_once
 def attending():
     torch.manual_seed(0)
     inputs = torch.randint(0, 7, (ROWS, 6)), torch.rand(ROWS, 6)
     return pk.capture(Attending(), inputs), inputs
 
 
+@made_once
 def small_resnet(granularity="module"):
     torch.manual_seed(0)
     images = resnet.example_inputs(ROWS, "small")
@@ -262,15 +266,20 @@ class Repeating(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("build", "shape", "units"),
+    ("captured", "units"),
     [
-        (lambda: resnet.build("small"), (2, 3, 32, 32), 5),  # the stem, three blocks, the head
-        (Repeating, (2, 4), 3),
-        (lambda: nn.Sequential(nn.ReLU(), nn.Linear(4, 4), nn.BatchNorm1d(4)), (2, 4), 2),
+        (lambda: small_resnet()[0], 5),  # the stem, three blocks, the head
+        (lambda: pk.capture(Repeating(), torch.randn(2, 4)), 3),
+        (
+            lambda: pk.capture(
+                nn.Sequential(nn.ReLU(), nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(2, 4)
+            ),
+            2,
+        ),
     ],
 )
-def test_a_unit_is_a_block_or_begins_with_weights(build, shape, units):
-    layers = pk.capture(build(), torch.randn(shape)).spine()
+def test_a_unit_is_a_block_or_begins_with_weights(captured, units):
+    layers = captured().spine()
     numbers = [layer.unit for layer in layers]
     assert numbers == sorted(numbers)
     assert set(numbers) == set(range(units))

@@ -13,8 +13,10 @@ import penstock as pk
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import spine_of
 from penstock.stage.stage import Keep, Stage
+from tests.kit.copied import made_once
 from tests.kit.helpers import make_plan
 
+pytestmark = pytest.mark.xdist_group("shared buffers")  # they share captured models
 FIRST, SECOND = range(2)
 INPUTS = torch.linspace(-1, 1, 32).view(8, 4)
 
@@ -83,9 +85,12 @@ MODELS = {
 }
 
 
+@made_once
 def built(name):
+    """(a model, what it was captured as)"""
     torch.manual_seed(0)
-    return MODELS[name]()
+    model = MODELS[name]()
+    return model, pk.capture(model, INPUTS)
 
 
 def loss_of(output):
@@ -119,19 +124,17 @@ def assert_has(model, plain):
 @pytest.mark.parametrize("recompute", ["layers", "stage", "both"])
 @pytest.mark.parametrize("name", MODELS)
 def test_all_are_read_as_they_were(name, recompute, num_microbatches):
-    model = built(name)
+    model, captured = built(name)
     plain = expected(copy.deepcopy(model), num_microbatches)
     keep = Keep.EVERYTHING if recompute == "layers" else Keep.INPUT
     again = recompute != "stage"
-    captured = pk.capture(model, INPUTS)
     stage = Stage(0, spine_of(captured), 0, LayerStreams(0), again)
     train(stage, num_microbatches, keep)
     assert_has(model, plain)
 
 
 def test_holders_of_a_buffer_still_hold_the_same_afterwards():
-    model = built("by its own block")
-    captured = pk.capture(model, INPUTS)
+    model, captured = built("by its own block")
     stage = Stage(0, spine_of(captured), 0, LayerStreams(0), True)
     loss = stage.forward(0, INPUTS, criterion=loss_of)
     stage.backward(0, (torch.ones(()),))
@@ -146,7 +149,7 @@ def test_holders_of_a_buffer_still_hold_the_same_afterwards():
 def test_a_pipeline_learns_the_same(recompute, schedule):
     states = []
     for kind in ("none", recompute):
-        captured = pk.capture(built("by its own block"), INPUTS)
+        _, captured = built("by its own block")
         plan = make_plan(captured, 1, 4, schedule=schedule, recompute=kind)
         with pk.Pipeline(
             captured,

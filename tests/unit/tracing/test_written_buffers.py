@@ -16,8 +16,11 @@ from penstock.model.spine import spine_of
 from penstock.stage.stage import Stage
 from penstock.tracing import capture
 from penstock.trial.reference.single_device import SingleDevice
+from tests.kit.copied import made_once
 from tests.kit.helpers import Lambda, make_plan
 from tests.kit.training import pipeline_of, sgd
+
+pytestmark = pytest.mark.xdist_group("written buffers")  # they share captured models
 
 
 class Counter(nn.Module):
@@ -47,6 +50,7 @@ class Counter(nn.Module):
         return self.last(self.first(value) * counted)
 
 
+@made_once
 def captured(how):
     torch.manual_seed(0)
     return capture(Counter(how), torch.randn(2, 4))
@@ -233,10 +237,15 @@ class Inside(nn.Module):
         return self.last(self.linear(value) * self.inner.count)
 
 
-def test_captured_layers_are_not_told_to_assign_what_capture_does_not_see():
+@made_once
+def inside():
     torch.manual_seed(0)
+    return capture(Inside(), torch.randn(2, 4))
+
+
+def test_captured_layers_are_not_told_to_assign_what_capture_does_not_see():
     with (
-        pipeline(capture(Inside(), torch.randn(2, 4)), "gpipe") as running,
+        pipeline(inside(), "gpipe") as running,
         pytest.raises(StageError, match=r"overwrites its buffer 'inner\.count'") as told,
     ):
         running.step(*BATCH)
@@ -246,11 +255,7 @@ def test_captured_layers_are_not_told_to_assign_what_capture_does_not_see():
 
 
 def test_recomputing_works_for_buffers_inside():
-    def build():
-        torch.manual_seed(0)
-        return capture(Inside(), torch.randn(2, 4))
-
-    assert_as_on_one_device(build, recompute="stage")
+    assert_as_on_one_device(inside, recompute="stage")
 
 
 def test_other_values_that_are_overwritten_are_told_as_autograd_tells_them():

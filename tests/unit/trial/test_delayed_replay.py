@@ -18,6 +18,7 @@ from penstock.schedule.lower import add_updates
 from penstock.schedule.rounds import Rounds, warm_up
 from penstock.trial.reference.delayed_replay import DelayedReplay
 from penstock.trial.reference.single_device import SingleDevice
+from tests.kit.examples import more
 from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.one_device import assert_same
 from tests.kit.scalar_replays import (
@@ -381,7 +382,7 @@ class Weights(nn.Module):
         return value * self.weight
 
 
-@pytest.mark.parametrize("tau", range(7))
+@pytest.mark.parametrize("tau", [0, 1, 2, 4, more(3), more(5), more(6)])
 def test_a_quadratic_is_stable_up_to_the_bound_of_its_delay(tau):
     """αλ ≤ 2·sin(π/(4τ+2)), PipeMare, lemma 1; found to a thousandth with a fine grid of λ.
 
@@ -441,7 +442,7 @@ def recorded(policy, replicas, m, count):
     return replay.reads
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     st.sampled_from(POLICIES),
     st.lists(st.integers(1, 3), min_size=1, max_size=4),
@@ -463,16 +464,16 @@ def test_delays_are_as_the_policy_says_in_the_steady_state(policy, replicas, per
         assert len(steady) == period
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(
     st.sampled_from([policy for policy in POLICIES if policy.asynchronous]),
     st.lists(st.integers(1, 3), min_size=1, max_size=4),
     st.integers(0, 3),
     st.integers(0, 14),
 )
-def test_a_real_order_of_ops_reads_the_same_versions(policy, replicas, more, length):
+def test_a_real_order_of_ops_reads_the_same_versions(policy, replicas, extra, length):
     """Any length of stream; minibatches in which each replica has something to do."""
-    m, count = max(replicas) + more, max(replicas) + length
+    m, count = max(replicas) + extra, max(replicas) + length
     schedule = families.build(
         "pipedream", num_ranks=sum(replicas), num_microbatches=count, replicas=replicas
     )
