@@ -6,16 +6,18 @@ The same value is checked, simulated, run, drawn and exchanged with torch as CSV
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
+from typing import TYPE_CHECKING
 
 from penstock.errors import InputError, ScheduleError
-from penstock.schedule.op import BACKWARD, COMPUTE, Kind, Op, dependencies
+from penstock.schedule.op import BACKWARD, COMPUTE, OF_A_ROUND, Kind, Op, dependencies
 from penstock.values import expect, shown
 
-_OF_A_ROUND = (Kind.REDUCE, Kind.UPDATE)
+if TYPE_CHECKING:
+    from penstock.schedule.columns import Columns
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,20 @@ class Schedule:
     def num_ranks(self) -> int:
         """How many ranks (devices) it is for."""
         return len(self.ranks)
+
+    @property
+    def num_ops(self) -> int:
+        """How many ops all ranks perform together."""
+        return sum(map(len, self.ranks))
+
+    @cached_property
+    def columns(self) -> Columns | None:
+        """The ops as arrays, for schedules of millions of them; ``None`` if their fields do not
+        fit into any."""
+        # Only here, so that small schedules are handled before numpy is there.
+        from penstock.schedule.columns import Columns
+
+        return Columns.of_ranks(self.ranks)
 
     @cached_property
     def splits_backward(self) -> bool:
@@ -169,7 +185,7 @@ class Schedule:
         if op not in self._needs:
             exchanges = self._exchanges.get(op, ()) if op.kind is Kind.UPDATE else ()
             needed = dependencies(op, self.num_stages - 1, self.where, exchanges)
-            if op.kind in _OF_A_ROUND and op._replace(kind=Kind.FORWARD) not in self.where:
+            if op.kind in OF_A_ROUND and op._replace(kind=Kind.FORWARD) not in self.where:
                 # A replica takes part in a last round that has no microbatch for it.
                 needed = tuple(need for need in needed if need in self.where)
             self._needs[op] = needed
@@ -177,36 +193,45 @@ class Schedule:
 
     @cached_property
     def _exchanges(self) -> dict[Op, list[Op]]:
-        """What each update waits for: the gradients of the stage's copies, or if it has none but
-        hands in gradients, of the stages that share weights; and all ranks' agreement. The n-th
-        update of a stage on a rank is made of the n-th hand-in of every rank."""
-        agrees = [op for op in self.where if op.kind is Kind.AGREE]
-        reduces, updates = (self._by_stage(kind) for kind in (Kind.REDUCE, Kind.UPDATE))
-        tied = [turns for stage, turns in reduces.items() if self.copies[stage] == 1]
-        exchanges = {}
-        for stage, turns in updates.items():
-            for number, ops in enumerate(turns):
-                sources = [reduces[stage]] if self.copies[stage] > 1 else tied
-                handed = [op for those in sources for op in those[number]] if reduces[stage] else []
-                exchanges.update(dict.fromkeys(ops, handed + agrees))
-        return exchanges
-
-    def _by_stage(self, kind: Kind) -> dict[int, list[list[Op]]]:
-        """For each stage, the first ops of a kind on all its ranks, then the second ones, and so
-        on."""
-        turns: dict[int, list[list[Op]]] = defaultdict(list)
-        for ops in self.ranks:
-            seen: Counter[int] = Counter()
-            for op in ops:
-                if op.kind is kind:
-                    own = turns[op.stage]
-                    if len(own) == seen[op.stage]:
-                        own.append([])
-                    own[seen[op.stage]].append(op)
-                    seen[op.stage] += 1
-        return turns
+        return exchanges(self.ranks, self.copies)
 
     @cached_property
     def _needs(self) -> dict[Op, tuple[Op, ...]]:
         # Each op is asked about many times: by the check, the simulator, and whenever it waits.
         return {}
+
+
+def exchanges(ranks: Sequence[Sequence[Op]], copies: Mapping[int, int]) -> dict[Op, list[Op]]:
+    """What each update waits for: the gradients of the stage's copies, or if it has none but hands
+    in gradients, of the stages that share weights; and all ranks' agreement. The n-th update of a
+    stage on a rank is made of the n-th hand-in of every rank.
+
+    Args:
+        ranks: the ops of each rank, or its reductions, agreements and updates alone.
+        copies: how many ranks hold each stage's weights.
+    """
+    agrees = [op for ops in ranks for op in ops if op.kind is Kind.AGREE]
+    reduces, updates = (_by_stage(ranks, kind) for kind in (Kind.REDUCE, Kind.UPDATE))
+    tied = [turns for stage, turns in reduces.items() if copies[stage] == 1]
+    waits = {}
+    for stage, turns in updates.items():
+        for number, ops in enumerate(turns):
+            sources = [reduces[stage]] if copies[stage] > 1 else tied
+            handed = [op for those in sources for op in those[number]] if reduces[stage] else []
+            waits.update(dict.fromkeys(ops, handed + agrees))
+    return waits
+
+
+def _by_stage(ranks: Sequence[Sequence[Op]], kind: Kind) -> dict[int, list[list[Op]]]:
+    """For each stage, the first ops of a kind on all ranks, then the second ones, and so on."""
+    turns: dict[int, list[list[Op]]] = defaultdict(list)
+    for ops in ranks:
+        seen: Counter[int] = Counter()
+        for op in ops:
+            if op.kind is kind:
+                own = turns[op.stage]
+                if len(own) == seen[op.stage]:
+                    own.append([])
+                own[seen[op.stage]].append(op)
+                seen[op.stage] += 1
+    return turns
