@@ -8,7 +8,7 @@ schedule goes this way, and gets the same answer.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.schedule.op import COMPUTE, Kind, Op
+from penstock.schedule.rank_ops import RankOps
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
@@ -26,6 +27,9 @@ Bools = npt.NDArray[np.bool_]
 
 Span = slice
 """Which numbers: under its own name, since columns have a field called slice."""
+
+Fields = tuple[Ints, Codes, Ints, Ints]
+"""Stages, kinds, microbatches and slices of ops."""
 
 KINDS = tuple(Kind)
 CODES = {kind: code for code, kind in enumerate(KINDS)}
@@ -99,7 +103,7 @@ class Columns:
     @cached_property
     def num_microbatches(self) -> int:
         """As ``Schedule.num_microbatches``."""
-        computes = codes_of(COMPUTE)[self.kind]
+        computes = self.are_of(COMPUTE)
         ends = self.first[1:][np.diff(self.first) > 0] - 1
         if computes[ends].all():
             return 1 + int(self.microbatch.max(initial=-1))
@@ -110,9 +114,28 @@ class Columns:
         """As ``Schedule.num_slices``."""
         return 1 + int(self.slice.max(initial=0))
 
-    def of_kinds(self, *kinds: Kind) -> Bools:
+    @cached_property
+    def ranks(self) -> tuple[RankOps, ...]:
+        """The ops of each rank."""
+        return tuple(RankOps(self, rank) for rank in range(self.num_ranks))
+
+    def are_of(self, kinds: Collection[Kind]) -> Bools:
         """Which ops are of one of these kinds."""
         return codes_of(kinds)[self.kind]
+
+    def of_kinds(self, numbers: Span, kinds: Collection[Kind]) -> list[bool]:
+        """Whether each of some ops is of one of these kinds."""
+        which: list[bool] = codes_of(kinds)[self.kind[numbers]].tolist()
+        return which
+
+    def stages_in(self, numbers: Span) -> tuple[int, ...]:
+        """The stages that some ops compute, ascending."""
+        computes = codes_of(COMPUTE)[self.kind[numbers]]
+        return tuple(np.unique(self.stage[numbers][computes]).tolist())
+
+    def slices_in(self, numbers: Span) -> int:
+        """How many slices a microbatch's sequence is cut into among some ops."""
+        return 1 + int(self.slice[numbers].max(initial=0))
 
     def ops(self, numbers: Span | Longs) -> tuple[Op, ...]:
         """The ops with these numbers."""
@@ -124,6 +147,16 @@ class Columns:
         )
         # What ``Op._make`` does, without a call of Python for each of millions.
         return tuple(map(partial(tuple.__new__, Op), zip(*fields, strict=True)))
+
+    def largest_sum(self, numbers: Span, steps: Mapping[Kind, int]) -> int:
+        """The largest sum, from 0 on, of what ops add one after another, by their kinds."""
+        added = np.array([steps.get(kind, 0) for kind in KINDS], np.int64)
+        return max(0, int(added[self.kind[numbers]].cumsum().max(initial=0)))
+
+    def most_named(self, numbers: Span, kind: Kind) -> int:
+        """The most ops of a kind that one microbatch has among these."""
+        named = self.microbatch[numbers][self.kind[numbers] == CODES[kind]]
+        return int(np.bincount(named).max(initial=0))
 
 
 def _numbers(ranks: Sequence[Sequence[Op]], index: int) -> Ints:

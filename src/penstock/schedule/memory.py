@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import InputError
 from penstock.schedule.op import RELEASING, Kind, Op
+from penstock.schedule.rank_ops import RankOps
 from penstock.values import amount, items_of, shown
 
 Curve = tuple[tuple[float, float], ...]
@@ -168,6 +169,9 @@ def peak_activations(ranks: Sequence[Sequence[Op]], num_slices: int = 1) -> tupl
 
 
 def _most_in_flight(ops: Sequence[Op]) -> float:
+    if isinstance(ops, RankOps) and not any(ops.are_of({Kind.RECOMPUTE})):
+        frees = {Kind.FREE} if any(ops.are_of({Kind.FREE})) else RELEASING
+        return ops.most({Kind.FORWARD: 1, **dict.fromkeys(frees, -1)})
     kinds = [op[1] for op in ops]
     if Kind.RECOMPUTE in kinds:
         return peaks([ops], even_sizes(1 + max(op.stage for op in ops)))[0]
@@ -180,5 +184,12 @@ def _most_in_flight(ops: Sequence[Op]) -> float:
 def units(ranks: Iterable[Sequence[Op]], num_slices: int = 1) -> tuple[int, ...]:
     """Per rank, how many of its stages one microbatch visits: all of them, unless stages have
     copies elsewhere."""
-    visits = (Counter(op[2] for op in ops if op[1] is Kind.FORWARD) for ops in ranks)
-    return tuple(max(1, max(visit.values(), default=1) // num_slices) for visit in visits)
+    return tuple(max(1, _most_forwards(ops) // num_slices) for ops in ranks)
+
+
+def _most_forwards(ops: Sequence[Op]) -> int:
+    """The most forwards that one microbatch has on a rank."""
+    if isinstance(ops, RankOps):
+        return ops.most_named(Kind.FORWARD)
+    visits = Counter(op[2] for op in ops if op[1] is Kind.FORWARD)
+    return max(visits.values(), default=0)

@@ -165,10 +165,7 @@ class Numbers:
     @cached_property
     def copies(self) -> Counter[int]:
         """As ``Schedule.copies``."""
-        columns = self.columns
-        computes = np.flatnonzero(columns.of_kinds(*COMPUTE))
-        own = columns.rank[computes].astype(np.int64) * columns.num_stages + columns.stage[computes]
-        return Counter((np.unique(own) % columns.num_stages).tolist())
+        return Counter(stage for ops in self.columns.ranks for stage in ops.stages)
 
     def needs(self) -> Needs:
         """What each op waits for, without what its rank has done before it anyway."""
@@ -193,7 +190,7 @@ class Numbers:
         columns = self.columns
         if not {Kind.REDUCE, Kind.AGREE} & set(columns.kinds):
             return
-        numbers = np.flatnonzero(columns.of_kinds(Kind.REDUCE, Kind.AGREE, Kind.UPDATE))
+        numbers = np.flatnonzero(columns.are_of({Kind.REDUCE, Kind.AGREE, Kind.UPDATE}))
         ends = np.searchsorted(numbers, columns.first)
         ops = columns.ops(numbers)
         number = dict(zip(ops, numbers.tolist(), strict=True))

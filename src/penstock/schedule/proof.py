@@ -63,7 +63,7 @@ def _memory(numbers: Numbers) -> bool:
     forward, free, again = map(numbers.there, (Kind.FORWARD, Kind.FREE, Kind.RECOMPUTE))
     if Kind.FREE in columns.kinds and not free[forward].all():
         return False
-    recomputed = columns.stage[columns.of_kinds(Kind.RECOMPUTE)]
+    recomputed = columns.stage[columns.are_of({Kind.RECOMPUTE})]
     stages = np.unique(recomputed)
     return bool((again[stages] >= forward[stages]).all())
 
@@ -73,7 +73,7 @@ def _updates(numbers: Numbers) -> bool:
     if not OF_A_ROUND & set(columns.kinds):
         return True
     # One group for each stage of each rank.
-    gradients = np.flatnonzero(columns.of_kinds(*RELEASING))
+    gradients = np.flatnonzero(columns.are_of(RELEASING))
     group = columns.rank[gradients].astype(np.int64) * columns.num_stages
     group += columns.stage[gradients]
     groups, member = np.unique(group, return_inverse=True)

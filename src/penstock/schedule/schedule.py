@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import InputError, ScheduleError
 from penstock.schedule.op import BACKWARD, COMPUTE, OF_A_ROUND, Kind, Op, dependencies
+from penstock.schedule.rank_ops import stages_in
 from penstock.values import expect, shown
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Schedule:
     """An order of ops for every rank.
+
+    Of millions of ops, it is made, checked and simulated as ``columns``; ``ranks`` are then made
+    when somebody first asks for them.
 
     Attributes:
         ranks: the ops of each rank, in the order in which it performs them.
@@ -48,8 +52,39 @@ class Schedule:
         schedule.check_types()
         return schedule
 
+    @classmethod
+    def of_columns(cls, columns: Columns, name: str = "") -> Schedule:
+        """The schedule that these columns are."""
+        schedule = cls.__new__(cls)
+        vars(schedule).update(columns=columns, name=name)
+        return schedule
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, attribute: str) -> object:
+            # Only what is not there is asked for here: the ops of a schedule of columns.
+            if attribute != "ranks" or "columns" not in vars(self):
+                raise AttributeError(f"a schedule has no {attribute}")
+            ranks = tuple(ops.as_tuple for ops in self.columns.ranks)
+            vars(self)["ranks"] = ranks
+            return ranks
+
+    @property
+    def _columns(self) -> Columns | None:
+        """The columns, if they are there already: then they answer at once."""
+        columns: Columns | None = vars(self).get("columns")
+        return columns
+
+    @property
+    def rank_ops(self) -> Sequence[Sequence[Op]]:
+        """The same as ``ranks``, for whoever can do without looking at each op."""
+        columns = self._columns
+        return self.ranks if columns is None or "ranks" in vars(self) else columns.ranks
+
     def check_types(self) -> None:
         """Raise ``InputError`` unless there is a tuple of ops for every rank."""
+        if self._columns is not None:
+            return
         expect(self.ranks, tuple, "the ranks", "build schedules with Schedule.of or parse")
         for rank, ops in enumerate(self.ranks):
             expect(ops, tuple, f"rank {rank}", "build schedules with Schedule.of or parse")
@@ -92,11 +127,15 @@ class Schedule:
     @property
     def num_ranks(self) -> int:
         """How many ranks (devices) it is for."""
+        if self._columns is not None:
+            return self._columns.num_ranks
         return len(self.ranks)
 
     @property
     def num_ops(self) -> int:
         """How many ops all ranks perform together."""
+        if self._columns is not None:
+            return self._columns.count
         return sum(map(len, self.ranks))
 
     @cached_property
@@ -111,17 +150,23 @@ class Schedule:
     @cached_property
     def splits_backward(self) -> bool:
         """Whether backwards come in two halves."""
+        if self._columns is not None:
+            return Kind.BACKWARD_INPUT in self._columns.kinds
         # Of millions of ops, plain fields are looked at quickly.
         return any(op[1] is Kind.BACKWARD_INPUT for ops in self.ranks for op in ops)
 
     @cached_property
     def num_stages(self) -> int:
         """How many stages the model is cut into."""
+        if self._columns is not None:
+            return self._columns.num_stages
         return 1 + self._largest(0, default=-1)
 
     @cached_property
     def num_microbatches(self) -> int:
         """How many microbatches the minibatch, or the stream, is cut into."""
+        if self._columns is not None:
+            return self._columns.num_microbatches
         if all(ops[-1].kind in COMPUTE for ops in self.ranks if ops):
             return 1 + self._largest(2, default=-1)
         # Updates of replicas may be named after a microbatch that would have been theirs.
@@ -131,6 +176,8 @@ class Schedule:
     @cached_property
     def num_slices(self) -> int:
         """How many slices a microbatch's sequence is cut into; 1 where it is not."""
+        if self._columns is not None:
+            return self._columns.num_slices
         return 1 + self._largest(3, default=0)
 
     def _largest(self, field: int, default: int) -> int:
@@ -145,9 +192,7 @@ class Schedule:
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
         """The stages that each rank computes, ascending."""
-        return tuple(
-            tuple(sorted({op.stage for op in ops if op.kind in COMPUTE})) for ops in self.ranks
-        )
+        return tuple(map(stages_in, self.rank_ops))
 
     @cached_property
     def copies(self) -> Counter[int]:

@@ -51,7 +51,7 @@ def by_waves(schedule: Schedule, costs: Costs) -> Timeline | None:
     borders = pairwise(columns.first.tolist())
     rows = (
         Row(ops, _column(start[a:b]), _column(end[a:b]))
-        for ops, (a, b) in zip(schedule.ranks, borders, strict=True)
+        for ops, (a, b) in zip(schedule.rank_ops, borders, strict=True)
     )
     return Timeline(tuple(rows), schedule.name)
 
@@ -172,7 +172,7 @@ def _all_at_once(
 
 def _begin_messages_early(columns: Columns, start: Floats, end: Floats) -> None:
     """A message's time is the wait for it: it begins when the rank is free."""
-    messages = np.flatnonzero(columns.of_kinds(*COMMUNICATION))
+    messages = np.flatnonzero(columns.are_of(COMMUNICATION))
     start[messages] = end[messages - 1]
     begins = np.isin(messages, columns.first)
     start[messages[begins]] = 0.0

@@ -1,0 +1,71 @@
+"""Orders of ranks as columns, in a few numpy calls for a rank: what ``ops`` of each order says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.schedule.columns import CODES, Columns, Fields, Ints
+from penstock.schedule.families.alternate import Turns
+from penstock.schedule.families.layout import Order
+
+
+def columns_of(orders: Sequence[Order], num_microbatches: int | None) -> Columns:
+    """The columns of a schedule.
+
+    Args:
+        orders: one for each rank.
+        num_microbatches: leave out what is for later ones.
+    """
+    ranks = [_only(order.fields(), num_microbatches) for order in orders]
+    first = np.cumsum([0, *(len(stage) for stage, *_ in ranks)], dtype=np.int64)
+    return Columns(first, *map(np.concatenate, zip(*ranks, strict=True)))
+
+
+def _only(fields: Fields, num_microbatches: int | None) -> Fields:
+    if num_microbatches is None:
+        return fields
+    stage, kind, microbatch, part = fields
+    kept = microbatch < num_microbatches
+    return stage[kept], kind[kept], microbatch[kept], part[kept]
+
+
+def fields_of_turns(turns: Turns) -> Fields:
+    """As ``Turns.ops``: each line's ops are put where they stand."""
+    count = len(turns)
+    stage, microbatch = np.empty((2, count), np.int32)
+    kind, part = np.empty(count, np.int8), np.zeros(count, np.int32)
+    for line, places in zip(turns.lines, _places(turns), strict=True):
+        stage[places] = line.stage
+        if line.laps:
+            stage[places] += line.per_lap * _numbers(line.laps)
+        kind[places] = CODES[line.kind]
+        microbatch[places] = _numbers(line.microbatches)
+        if line.slices:
+            part[places] = _numbers(line.slices)
+    return stage, kind, microbatch, part
+
+
+def _places(turns: Turns) -> list[Ints]:
+    """Where the ops of each line stand."""
+    warm_up = min(turns.warm_up, len(turns.lines[0]))
+    lengths = [len(line) for line in turns.lines]
+    lengths[0] -= warm_up
+    skips = (0, 0, turns.delay)[: len(lengths)]
+    places = []
+    for index, (own, skipped) in enumerate(zip(lengths, skips, strict=True)):
+        turn = np.arange(skipped, skipped + own, dtype=np.int32)
+        place = np.full(own, warm_up, np.int32)
+        for other, (length, skip) in enumerate(zip(lengths, skips, strict=True)):
+            # In each turn, the lines before have gone once more than this one.
+            place += np.clip(turn - skip + (other < index), 0, length)
+        places.append(place)
+    places[0] = np.concatenate((np.arange(warm_up, dtype=np.int32), places[0]))
+    return places
+
+
+def _numbers(values: Sequence[int]) -> Ints:
+    if isinstance(values, range):
+        return np.arange(values.start, values.stop, values.step, dtype=np.int32)
+    return np.array(values, np.int32)
