@@ -11,14 +11,13 @@ from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, pairwise
 from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.schedule.op import COMPUTE, Kind, Op
-from penstock.schedule.rank_ops import RankOps
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
@@ -114,10 +113,9 @@ class Columns:
         """As ``Schedule.num_slices``."""
         return 1 + int(self.slice.max(initial=0))
 
-    @cached_property
-    def ranks(self) -> tuple[RankOps, ...]:
-        """The ops of each rank."""
-        return tuple(RankOps(self, rank) for rank in range(self.num_ranks))
+    def spans(self) -> list[Span]:
+        """The numbers of each rank's ops."""
+        return [slice(begin, end) for begin, end in pairwise(self.first.tolist())]
 
     def are_of(self, kinds: Collection[Kind]) -> Bools:
         """Which ops are of one of these kinds."""

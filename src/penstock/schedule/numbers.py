@@ -34,10 +34,14 @@ class Needs:
         single: for each op, the number of the one that it needs; ``Numbers.nothing`` where there is
             none, ``Numbers.absent`` where it is not in the schedule, or there are several.
         several: of the ops that need more than one, the numbers of all.
+        nothing: the number of what is always done, one behind the last op.
+        absent: the number of what is never done, one further.
     """
 
     single: Ints
     several: dict[int, list[int]]
+    nothing: int
+    absent: int
 
 
 class Numbers:
@@ -76,7 +80,8 @@ class Numbers:
         # A margin of one stage on either side is what is outside of the model.
         places = (columns.stage.astype(np.int64) + 1) * self._per_stage
         places += columns.microbatch.astype(np.int64) * columns.num_slices
-        places += columns.slice
+        if columns.num_slices > 1:
+            places += columns.slice
         return places
 
     @cached_property
@@ -165,10 +170,12 @@ class Numbers:
     @cached_property
     def copies(self) -> Counter[int]:
         """As ``Schedule.copies``."""
-        return Counter(stage for ops in self.columns.ranks for stage in ops.stages)
+        spans = self.columns.spans()
+        return Counter(stage for span in spans for stage in self.columns.stages_in(span))
 
     def needs(self) -> Needs:
-        """What each op waits for, without what its rank has done before it anyway."""
+        """What each op waits for, without what its rank has done before it anyway; ``needs_of``
+        keeps it."""
         single = np.full(self.columns.count, self.nothing, np.int32)
         several: dict[int, list[int]] = {}
         first = self.columns.first.astype(np.int32)[self.columns.rank]
@@ -181,9 +188,10 @@ class Numbers:
                 for place in further.tolist():
                     several.setdefault(int(ops[place]), [int(held[place])]).append(int(need[place]))
         for op, others in self._exchanged():
-            several.setdefault(op, single[op : op + 1].tolist()).extend(others)
+            waits = several.setdefault(op, single[op : op + 1].tolist())
+            waits += [other for other in others if not first[op] <= other < op]
         single[list(several)] = self.absent
-        return Needs(single, several)
+        return Needs(single, several, self.nothing, self.absent)
 
     def _exchanged(self) -> Iterator[tuple[int, list[int]]]:
         """(update, the hand-ins and agreements that it waits for), where there are any."""
@@ -198,3 +206,20 @@ class Numbers:
         for update, others in exchanges(ranks, self.copies).items():
             if others:
                 yield number[update], [number[other] for other in others]
+
+
+def needs_of(columns: Columns, numbers: Numbers | None = None) -> Needs | None:
+    """What the ops of some columns wait for, worked out once; ``None`` where an op stands twice, or
+    a number is far beyond all others.
+
+    Args:
+        columns: whose needs.
+        numbers: of these columns, if they are there already.
+    """
+    # Kept as ``cached_property`` does. The numbers are not: they take more room than the ops.
+    kept = vars(columns)
+    if "needs" not in kept:
+        numbers = numbers or Numbers(columns)
+        kept["needs"] = numbers.needs() if numbers.fits and numbers.once else None
+    needs: Needs | None = kept["needs"]
+    return needs

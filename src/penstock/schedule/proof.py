@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.schedule.channels import OTHER_END
 from penstock.schedule.columns import Columns
-from penstock.schedule.numbers import Needs, Numbers
+from penstock.schedule.numbers import Needs, Numbers, needs_of
 from penstock.schedule.op import COMMUNICATION, COMPUTE, OF_A_ROUND, RELEASING, Kind
 
 _MANY_RANKS = 4
@@ -108,21 +108,23 @@ def _communication(numbers: Numbers) -> bool:
 
 
 def _progress(numbers: Numbers) -> bool:
-    needs = numbers.needs()
+    needs = needs_of(numbers.columns, numbers)
+    if needs is None:
+        return False
     if needs.several or numbers.columns.num_ranks < _MANY_RANKS:
-        return _rank_by_rank(numbers, needs)
-    return _all_at_once(numbers, needs)
+        return _rank_by_rank(numbers.columns, needs)
+    return _all_at_once(numbers.columns, needs)
 
 
-def _rank_by_rank(numbers: Numbers, needs: Needs) -> bool:
+def _rank_by_rank(columns: Columns, needs: Needs) -> bool:
     """Let each rank go on until it waits, and go on again when what it waits for is done."""
-    first = numbers.columns.first.tolist()
+    first = columns.first.tolist()
     # Single numbers come from an array of the standard library at half the time.
     single, several = array("i", needs.single.tobytes()), needs.several
-    done = bytearray(numbers.absent + 1)
-    done[numbers.nothing] = 1
+    done = bytearray(columns.count + 2)
+    done[needs.nothing] = 1
     position = first[:-1]
-    runnable = list(range(numbers.columns.num_ranks))
+    runnable = list(range(columns.num_ranks))
     waiting: dict[int, list[int]] = {}
     while runnable:
         rank = runnable.pop()
@@ -140,17 +142,16 @@ def _rank_by_rank(numbers: Numbers, needs: Needs) -> bool:
     return not waiting
 
 
-def _all_at_once(numbers: Numbers, needs: Needs) -> bool:
+def _all_at_once(columns: Columns, needs: Needs) -> bool:
     """In each wave, every rank whose next op can run runs it."""
-    single = np.append(needs.single, np.array([numbers.nothing, numbers.absent], np.int32))
-    done = np.zeros(len(single), np.bool_)
-    done[numbers.nothing] = True
-    position, limit = numbers.columns.first[:-1].copy(), numbers.columns.first[1:]
+    done = np.zeros(columns.count + 2, np.bool_)
+    done[needs.nothing] = True
+    position, limit = columns.first[:-1].copy(), columns.first[1:]
     while position.size:
         before = int(position.sum())
         # No rank comes to its end before so many waves.
         for _ in range(int((limit - position).min())):
-            can = done[single[position]]
+            can = done.take(needs.single.take(position))
             done[position] = can
             position += can
         if int(position.sum()) == before:

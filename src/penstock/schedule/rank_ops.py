@@ -19,15 +19,12 @@ class RankOps(Sequence[Op]):
 
     Args:
         columns: of the schedule.
-        rank: of these ops.
+        span: the numbers of these ops.
     """
 
-    def __init__(self, columns: Columns, rank: int) -> None:
+    def __init__(self, columns: Columns, span: slice) -> None:
         self._columns = columns
-        self._begin: int
-        self._end: int
-        self._begin, self._end = columns.first[rank : rank + 2].tolist()
-        self._span = slice(self._begin, self._end)
+        self._span = span
 
     @cached_property
     def as_tuple(self) -> tuple[Op, ...]:
@@ -57,7 +54,7 @@ class RankOps(Sequence[Op]):
         return self._columns.most_named(self._span, kind)
 
     def __len__(self) -> int:
-        return self._end - self._begin
+        return len(self._columns.kind[self._span])
 
     @overload
     def __getitem__(self, index: int) -> Op: ...

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import InputError, ScheduleError
 from penstock.schedule.op import BACKWARD, COMPUTE, OF_A_ROUND, Kind, Op, dependencies
-from penstock.schedule.rank_ops import stages_in
+from penstock.schedule.rank_ops import RankOps, stages_in
 from penstock.values import expect, shown
 
 if TYPE_CHECKING:
@@ -65,8 +65,7 @@ class Schedule:
             # Only what is not there is asked for here: the ops of a schedule of columns.
             if attribute != "ranks" or "columns" not in vars(self):
                 raise AttributeError(f"a schedule has no {attribute}")
-            ranks = tuple(ops.as_tuple for ops in self.columns.ranks)
-            vars(self)["ranks"] = ranks
+            ranks = vars(self)["ranks"] = tuple(ops.as_tuple for ops in self.rank_ops)
             return ranks
 
     @property
@@ -75,11 +74,13 @@ class Schedule:
         columns: Columns | None = vars(self).get("columns")
         return columns
 
-    @property
-    def rank_ops(self) -> Sequence[Sequence[Op]]:
+    @cached_property
+    def rank_ops(self) -> tuple[Sequence[Op], ...]:
         """The same as ``ranks``, for whoever can do without looking at each op."""
+        if "ranks" in vars(self):
+            return self.ranks
         columns = self._columns
-        return self.ranks if columns is None or "ranks" in vars(self) else columns.ranks
+        return () if columns is None else tuple(RankOps(columns, span) for span in columns.spans())
 
     def check_types(self) -> None:
         """Raise ``InputError`` unless there is a tuple of ops for every rank."""

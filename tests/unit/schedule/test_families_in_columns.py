@@ -64,7 +64,11 @@ def test_a_timeline_measures_columns_as_ops(name):
     for name_ in (*asked, "stages_of", "num_slices", "spans", "schedule"):
         assert getattr(timeline, name_) == getattr(expected, name_)
     assert timeline == expected
-    assert peak_activations(columns.ranks) == peak_activations(columns.columns.ranks)
+    assert peak_activations(columns.ranks) == peak_activations(timeline_ops(timeline))
+
+
+def timeline_ops(timeline):
+    return [row.ops for row in timeline.rows]
 
 
 def waves_of(schedule, costs):

@@ -20,7 +20,11 @@ def columns_of(orders: Sequence[Order], num_microbatches: int | None) -> Columns
     """
     ranks = [_only(order.fields(), num_microbatches) for order in orders]
     first = np.cumsum([0, *(len(stage) for stage, *_ in ranks)], dtype=np.int64)
-    return Columns(first, *map(np.concatenate, zip(*ranks, strict=True)))
+    stages, kinds, microbatches, parts = zip(*ranks, strict=True)
+    # Where nothing is sliced, one 0 stands for all.
+    part = np.concatenate(parts) if any(map(np.any, parts)) else np.zeros(1, np.int32)
+    joined = np.concatenate(stages), np.concatenate(kinds), np.concatenate(microbatches)
+    return Columns(first, *joined, np.broadcast_to(part, len(joined[0])))
 
 
 def _only(fields: Fields, num_microbatches: int | None) -> Fields:

@@ -8,6 +8,7 @@ calls for all of them together. What ops need comes from the one rule, by ``sche
 from __future__ import annotations
 
 from array import array
+from contextlib import suppress
 from itertools import pairwise
 from math import inf
 
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.schedule.columns import CODES, Columns, Ints, Longs
-from penstock.schedule.numbers import Needs, Numbers
+from penstock.schedule.numbers import Needs, needs_of
 from penstock.schedule.op import COMMUNICATION, Kind, Op
 from penstock.schedule.schedule import Schedule
 from penstock.timing.costs import Costs
@@ -35,15 +36,14 @@ def by_waves(schedule: Schedule, costs: Costs) -> Timeline | None:
     columns = schedule.columns
     if columns is None:
         return None
-    numbers = Numbers(columns)
-    if not numbers.fits or not numbers.once:
+    needs = needs_of(columns)
+    if needs is None:
         return None
-    needs = numbers.needs()
-    duration, delay = _durations(columns, costs), _Delays(columns, costs)
+    durations, delays = _durations(columns, costs), _Delays(columns, costs)
     if needs.several or columns.num_ranks < _MANY_RANKS:
-        times = _rank_by_rank(numbers, needs, duration, delay)
+        times = _rank_by_rank(columns, needs, durations, delays)
     else:
-        times = _all_at_once(numbers, needs, duration, delay)
+        times = _all_at_once(columns, needs, durations, delays)
     if times is None:
         return None
     start, end = times
@@ -72,50 +72,53 @@ def _durations(columns: Columns, costs: Costs) -> Floats:
 
 
 class _Delays:
-    """How long results are under way to another rank."""
+    """How long results are under way: what an op needs by its numbers is on another rank, or it
+    would have been done before."""
 
     def __init__(self, columns: Columns, costs: Costs) -> None:
         self._columns = columns
-        self._costs = costs
+        self._hops = self._table(costs, Kind.FORWARD)
+        self._sums = self._table(costs, Kind.UPDATE)
 
-    def of(self, needs: Ints, ops: Longs) -> Floats:
-        """For each op, how long the result of the other that it needs takes to it."""
-        columns = self._columns
-        delay = np.zeros(len(ops))
-        there = np.flatnonzero(needs < columns.count)
-        crossing = there[columns.rank[needs[there]] != columns.rank[ops[there]]]
-        readers, needs = ops[crossing], needs[crossing]
-        stages = columns.stage[readers]
-        edges = np.minimum(stages, columns.stage[needs])
-        updates = columns.kind[readers] == CODES[Kind.UPDATE]
-        delay[crossing] = self._table(Kind.FORWARD, edges[~updates])[edges]
-        delay[crossing[updates]] = self._table(Kind.UPDATE, stages[updates])[stages[updates]]
-        return delay
-
-    def _table(self, kind: Kind, stages: Ints) -> Floats:
-        """The delay to an op of a kind, for the stages that occur."""
+    def _table(self, costs: Costs, kind: Kind) -> Floats:
+        """The delay to an op of a kind, by stage."""
         table = np.zeros(self._columns.num_stages)
-        for stage in np.flatnonzero(np.bincount(stages)).tolist():
+        for stage in range(self._columns.num_stages):
             op = Op(stage, kind, 0)
-            table[stage] = self._costs.delay(op, op)
+            # The last stage has no edge behind it: where costs are lists, it may have no number.
+            with suppress(IndexError):
+                table[stage] = costs.delay(op, op)
         return table
+
+    def of(self, needs: Ints, ops: Longs | slice) -> Floats:
+        """For each op, how long the result of the other that it needs takes to it.
+
+        Args:
+            needs: one for each op; what stands for nothing takes any time.
+            ops: their numbers.
+        """
+        stage = self._columns.stage
+        delay = self._hops.take(np.minimum(stage[ops], stage.take(needs, mode="clip")))
+        if Kind.UPDATE in self._columns.kinds:
+            updates = self._columns.kind[ops] == CODES[Kind.UPDATE]
+            delay[updates] = self._sums.take(stage[ops][updates])
+        return delay
 
 
 def _rank_by_rank(
-    numbers: Numbers, needs: Needs, durations: Floats, delays: _Delays
+    columns: Columns, needs: Needs, durations: Floats, delays: _Delays
 ) -> tuple[Floats, Floats] | None:
     """Let each rank go on until it waits, and go on again when what it waits for is done."""
-    columns = numbers.columns
     first = columns.first.tolist()
     # Single numbers come from an array of the standard library at half the time.
     single, duration = array("i", needs.single.tobytes()), array("d", durations.tobytes())
-    delay = array("d", delays.of(needs.single, np.arange(columns.count)).tobytes())
+    delay = array("d", delays.of(needs.single, slice(None)).tobytes())
     several = {
         op: list(zip(own, delays.of(np.array(own), np.full(len(own), op)).tolist(), strict=True))
         for op, own in needs.several.items()
     }
     start, end = array("d", bytes(8 * columns.count)), array("d", [inf]) * (columns.count + 2)
-    end[numbers.nothing] = 0.0
+    end[needs.nothing] = -inf
     free, position = [0.0] * columns.num_ranks, first[:-1]
     runnable = list(range(columns.num_ranks))
     waiting: dict[int, list[int]] = {}
@@ -142,14 +145,12 @@ def _rank_by_rank(
 
 
 def _all_at_once(
-    numbers: Numbers, needs: Needs, durations: Floats, delays: _Delays
+    columns: Columns, needs: Needs, durations: Floats, delays: _Delays
 ) -> tuple[Floats, Floats] | None:
     """In each wave, every rank whose next op can start runs it."""
-    columns = numbers.columns
-    single = needs.single
-    delay = delays.of(single, np.arange(columns.count))
+    single, delay = needs.single, delays.of(needs.single, slice(None))
     start, end = np.empty(columns.count), np.full(columns.count + 2, inf)
-    end[numbers.nothing] = 0.0
+    end[needs.nothing] = -inf
     position, limit = columns.first[:-1].copy(), columns.first[1:]
     free = np.zeros(columns.num_ranks)
     while position.size:
@@ -157,8 +158,10 @@ def _all_at_once(
         # No rank comes to its end before so many waves.
         for _ in range(int((limit - position).min())):
             # Infinite where what is needed is not known yet: those times are written once more.
-            begins = np.maximum(free, end[single[position]] + delay[position])
-            ends = begins + durations[position]
+            begins = end.take(single.take(position))
+            begins += delay.take(position)
+            np.maximum(begins, free, out=begins)
+            ends = begins + durations.take(position)
             start[position], end[position] = begins, ends
             can = ends < inf
             np.copyto(free, ends, where=can)
