@@ -47,6 +47,9 @@ from penstock.timing.timeline import Timeline
 from penstock.values import Value, expect, one_of, whole
 from penstock.versions import USUAL, Flush, Place, Policy, check_policy, place_of, weight_copies
 
+_ENOUGH_PER_RANK = 2
+"""So many microbatches for each rank fill the pipeline of every family."""
+
 
 # With ``dict``, what follows from the fields is kept beside them: no file, no comparison and no
 # copy of a plan sees it.
@@ -117,7 +120,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         self._settle_order()
         if self.schedule in USUAL and not self.versions.asynchronous:
             force_setattr(self, "versions", USUAL[self.schedule])
-        check_placement(self.placement, self.stages, has_replicas=bool(self._given_replicas))
+        check_placement(self._sample, self.stages, has_replicas=bool(self._given_replicas))
         if not self.versions.asynchronous:  # without a flush, a minibatch may end between replicas
             check_replicas(self.replicas, self.num_microbatches)
         check_devices(self.devices, self.num_ranks, self.num_tensor_ranks, self.stages)
@@ -181,6 +184,16 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         """A schedule of this plan in which every rank has something to do, checked: of one
         minibatch where the pipeline drains, of a stream as long as fills it where it never does."""
         return self._build(self._placed_microbatches)
+
+    @property
+    def _sample(self) -> Schedule:
+        """As ``placement``, but of no more microbatches than tell which rank has which stage: a
+        plan is read at once, however many microbatches its minibatches have."""
+        few = _ENOUGH_PER_RANK * self.num_ranks
+        if self.order or self._placed_microbatches <= few:
+            return self.placement
+        families.check_size(self.schedule, self.num_ranks, self._placed_microbatches, self.options)
+        return self._build(few)
 
     @property
     def _placed_microbatches(self) -> int:

@@ -15,11 +15,10 @@ from penstock.errors import ScheduleError
 from penstock.schedule.channels import check_capacity, other_end, room_needed
 from penstock.schedule.lower import add_communication, last_gradients
 from penstock.schedule.op import COMMUNICATION, COMPUTE, RELEASING, Kind, Op
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import MANY_OPS, Schedule
 from penstock.values import expect
 
 _MOST_LISTED = 5
-_MANY_OPS = 10_000
 
 
 def check(schedule: Schedule, capacity: int | None = None) -> None:
@@ -59,7 +58,7 @@ def check_each_op(schedule: Schedule) -> None:
 
 def _proven_at_once(schedule: Schedule) -> bool:
     """Whether a large schedule is known to be right; op by op, that takes twenty times as long."""
-    if schedule.num_ops < _MANY_OPS or schedule.columns is None:
+    if schedule.num_ops < MANY_OPS or schedule.columns is None:
         return False
     # Only here, so that small schedules are checked before numpy is there.
     from penstock.schedule.proof import is_proven

@@ -20,6 +20,9 @@ from penstock.values import expect, shown
 if TYPE_CHECKING:
     from penstock.schedule.columns import Columns
 
+MANY_OPS = 10_000
+"""From so many on, columns are quicker than ops, though numpy may have to be loaded first."""
+
 
 @dataclass(frozen=True)
 class Schedule:

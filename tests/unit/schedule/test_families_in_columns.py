@@ -27,7 +27,7 @@ def both(name, num_ranks, num_microbatches, options):
     built = []
     for many in (10**9, 0):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(layout, "_MANY_OPS", many)
+            patch.setattr(layout, "MANY_OPS", many)
             built.append(
                 schedules.build(
                     name, num_ranks=num_ranks, num_microbatches=num_microbatches, **options
@@ -75,7 +75,7 @@ def waves_of(schedule, costs):
     from penstock.timing import simulator
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(simulator, "_MANY_OPS", 0)
+        patch.setattr(simulator, "MANY_OPS", 0)
         return simulate(schedule, costs)
 
 

@@ -122,7 +122,7 @@ def verdict(checked, schedule):
 def test_what_is_proven_is_what_no_op_contradicts(many_ranks, schedule):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(proof, "_MANY_RANKS", many_ranks)
-        patch.setattr(checking, "_MANY_OPS", 0)
+        patch.setattr(checking, "MANY_OPS", 0)
         expected = verdict(check_each_op, schedule)
         # Not only the same words: whoever is right must be proven, or large ones were slow.
         assert is_proven(schedule.columns) == (expected is None)
@@ -187,7 +187,7 @@ def test_ops_of_odd_fields_have_no_columns(odd):
 
 
 def test_a_mistyped_number_makes_no_endless_table(monkeypatch):
-    monkeypatch.setattr(checking, "_MANY_OPS", 0)
+    monkeypatch.setattr(checking, "MANY_OPS", 0)
     schedule = Schedule.parse("0F0,0B0,0F999999999,0B999999999")
     with pytest.raises(ScheduleError, match="0B1, 0B2, 0B3, 0F1, 0F2 and more missing"):
         check(schedule)

@@ -72,7 +72,7 @@ def test_what_cannot_run_is_explained(monkeypatch, text, message, many_ranks):
     monkeypatch.setattr(waves, "_MANY_RANKS", many_ranks)
     schedule = Schedule.parse(text)
     assert by_waves(schedule, Costs()) is None
-    monkeypatch.setattr(simulator, "_MANY_OPS", 1)
+    monkeypatch.setattr(simulator, "MANY_OPS", 1)
     with pytest.raises(ScheduleError, match=message):
         simulate(schedule)
 

@@ -6,12 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.schedule.op import Op
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import MANY_OPS, Schedule
 
 if TYPE_CHECKING:
     from penstock.schedule.columns import Fields
-
-_MANY_OPS = 100_000
 
 
 class Order(Protocol):
@@ -36,7 +34,7 @@ def laid_out(ranks: Iterable[Order], name: str, num_microbatches: int | None = N
         num_microbatches: leave out what is for later ones.
     """
     orders = tuple(ranks)
-    if sum(map(len, orders)) >= _MANY_OPS:
+    if sum(map(len, orders)) >= MANY_OPS:
         from penstock.schedule.families.in_columns import columns_of
 
         return Schedule.of_columns(columns_of(orders, num_microbatches), name)

@@ -8,15 +8,13 @@ other.
 from __future__ import annotations
 
 from penstock.schedule.durations import Durations
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import MANY_OPS, Schedule
 from penstock.timing.costs import Costs
 from penstock.timing.simulator.events import by_events
 from penstock.timing.timeline import Timeline
 from penstock.values import expect
 
 __all__ = ["simulate"]
-
-_MANY_OPS = 10_000
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
@@ -45,7 +43,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     costs = Costs() if costs is None else costs
     expect(costs, Durations, "costs", "give a penstock.Costs")
     costs.check_stages(schedule.num_stages)
-    if schedule.num_ops >= _MANY_OPS and not costs.has_busy_links:
+    if schedule.num_ops >= MANY_OPS and not costs.has_busy_links:
         # Only here, so that everything else starts without numpy.
         from penstock.timing.simulator.waves import by_waves
 
