@@ -27,6 +27,8 @@ Bools = npt.NDArray[np.bool_]
 Span = slice
 """Which numbers: under its own name, since columns have a field called slice."""
 
+_ALL = slice(None)
+
 Fields = tuple[Ints, Codes, Ints, Ints]
 """Stages, kinds, microbatches and slices of ops."""
 
@@ -126,10 +128,10 @@ class Columns:
         which: list[bool] = codes_of(kinds)[self.kind[numbers]].tolist()
         return which
 
-    def stages_in(self, numbers: Span) -> tuple[int, ...]:
-        """The stages that some ops compute, ascending."""
-        computes = codes_of(COMPUTE)[self.kind[numbers]]
-        return tuple(np.unique(self.stage[numbers][computes]).tolist())
+    def stages_with(self, kinds: Collection[Kind], numbers: Span = _ALL) -> tuple[int, ...]:
+        """The stages that have ops of some kinds, ascending; among all ops, or some."""
+        chosen = codes_of(kinds)[self.kind[numbers]]
+        return tuple(np.unique(self.stage[numbers][chosen]).tolist())
 
     def slices_in(self, numbers: Span) -> int:
         """How many slices a microbatch's sequence is cut into among some ops."""

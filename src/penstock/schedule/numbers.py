@@ -171,7 +171,7 @@ class Numbers:
     def copies(self) -> Counter[int]:
         """As ``Schedule.copies``."""
         spans = self.columns.spans()
-        return Counter(stage for span in spans for stage in self.columns.stages_in(span))
+        return Counter(stage for span in spans for stage in self.columns.stages_with(COMPUTE, span))
 
     def needs(self) -> Needs:
         """What each op waits for, without what its rank has done before it anyway; ``needs_of``

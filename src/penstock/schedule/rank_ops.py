@@ -34,7 +34,7 @@ class RankOps(Sequence[Op]):
     @property
     def stages(self) -> tuple[int, ...]:
         """The stages that the rank computes, ascending."""
-        return self._columns.stages_in(self._span)
+        return self._columns.stages_with(COMPUTE, self._span)
 
     @property
     def num_slices(self) -> int:

@@ -152,12 +152,17 @@ class Schedule:
         return Columns.of_ranks(self.ranks)
 
     @cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of its ops."""
+        if self._columns is not None:
+            return frozenset(self._columns.kinds)
+        # Of millions of ops, plain fields are looked at quickly.
+        return frozenset(op[1] for ops in self.ranks for op in ops)
+
+    @property
     def splits_backward(self) -> bool:
         """Whether backwards come in two halves."""
-        if self._columns is not None:
-            return Kind.BACKWARD_INPUT in self._columns.kinds
-        # Of millions of ops, plain fields are looked at quickly.
-        return any(op[1] is Kind.BACKWARD_INPUT for ops in self.ranks for op in ops)
+        return Kind.BACKWARD_INPUT in self.kinds
 
     @cached_property
     def num_stages(self) -> int:

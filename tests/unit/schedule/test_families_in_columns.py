@@ -1,12 +1,14 @@
 """What families lay out as columns against what they lay out op by op."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import Costs, Schedule, check, schedules, simulate
 from penstock.errors import InputError
+from penstock.schedule import lower
 from penstock.schedule.families import layout
+from penstock.schedule.lower import add_free, add_recompute, add_reduce, add_update
 from penstock.schedule.memory import peak_activations
 
 FAMILIES = [name for name in schedules.names() if name not in schedules.SEARCHED]
@@ -77,6 +79,42 @@ def waves_of(schedule, costs):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(simulator, "MANY_OPS", 0)
         return simulate(schedule, costs)
+
+
+@settings(max_examples=60)
+@given(
+    case=st.sampled_from(CASES),
+    p=st.integers(1, 5),
+    m=st.integers(1, 9),
+    before=st.sampled_from(["nothing", "free", "shared"]),
+    together=st.booleans(),
+    data=st.data(),
+)
+def test_passes_do_to_columns_what_they_do_to_ops(case, p, m, before, together, data):
+    name, options = case
+    p = sum(options.get("replicas", (p,)))
+    try:
+        schedule, _ = both(name, p, m, options)
+    except InputError:
+        return
+    stages = data.draw(st.sets(st.integers(0, schedule.num_stages - 1)))
+    if before == "free":
+        schedule = add_free(schedule)
+
+    def passed():
+        reduced = add_reduce(schedule, shared=stages) if before == "shared" else schedule
+        return add_recompute(schedule, stages), add_update(reduced, together=together)
+
+    expected = passed()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lower, "MANY_OPS", 0)
+        columns = passed()
+        for one in columns:
+            assert "ranks" not in vars(one)
+    assert columns == expected
+    for own, other in zip(columns, expected, strict=True):
+        assert own.columns.num_slices == other.num_slices
+        assert own.stages_of == other.stages_of
 
 
 def test_ops_are_not_made_before_somebody_looks_at_them():

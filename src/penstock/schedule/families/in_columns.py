@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.schedule.columns import CODES, Columns, Fields, Ints
+from penstock.schedule.columns import CODES, Columns, Fields, Ints, codes_of
 from penstock.schedule.families.alternate import Turns
 from penstock.schedule.families.layout import Order
+from penstock.schedule.families.phases import Phases
+from penstock.schedule.op import BACKWARD, Kind
 
 
 def columns_of(orders: Sequence[Order], num_microbatches: int | None) -> Columns:
@@ -49,6 +51,32 @@ def fields_of_turns(turns: Turns) -> Fields:
         if line.slices:
             part[places] = _numbers(line.slices)
     return stage, kind, microbatch, part
+
+
+def fields_of_phases(phases: Phases) -> Fields:
+    """As ``phases.unroll``."""
+    names = sorted({step for pattern, _ in phases.phases for step in pattern.split()})
+    steps = np.concatenate(
+        [
+            np.tile(np.array([*map(names.index, pattern.split())], np.int8), max(repeats, 0))
+            for pattern, repeats in phases.phases
+        ]
+    )
+    kind = np.array([CODES[Kind(name[0])] for name in names], np.int8)[steps]
+    stages = [phases.stages[int(name[1:] or 0)] for name in names]
+    stage = np.array(stages, np.int32)[steps]
+    microbatch = np.zeros(len(steps), np.int32)
+    # I and B are two ways to do the same microbatch's backward: one count for both.
+    for line in codes_of({Kind.FORWARD}), codes_of(BACKWARD):
+        for own in phases.stages:
+            turns = np.flatnonzero(line[kind] & (stage == own))
+            microbatch[turns] = np.arange(len(turns))
+    inputs, weights = (
+        np.flatnonzero(kind == CODES[half]) for half in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    )
+    owed = inputs[: len(weights)]
+    stage[weights], microbatch[weights] = stage[owed], microbatch[owed]
+    return stage, kind, microbatch, np.zeros(len(steps), np.int32)
 
 
 def _places(turns: Turns) -> list[Ints]:

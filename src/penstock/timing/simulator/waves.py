@@ -113,10 +113,7 @@ def _rank_by_rank(
     # Single numbers come from an array of the standard library at half the time.
     single, duration = array("i", needs.single.tobytes()), array("d", durations.tobytes())
     delay = array("d", delays.of(needs.single, slice(None)).tobytes())
-    several = {
-        op: list(zip(own, delays.of(np.array(own), np.full(len(own), op)).tolist(), strict=True))
-        for op, own in needs.several.items()
-    }
+    several = _arrivals(needs.several, delays)
     start, end = array("d", bytes(8 * columns.count)), array("d", [inf]) * (columns.count + 2)
     end[needs.nothing] = -inf
     free, position = [0.0] * columns.num_ranks, first[:-1]
@@ -142,6 +139,14 @@ def _rank_by_rank(
     if waiting:
         return None
     return np.frombuffer(start), np.frombuffer(end)[:-2]
+
+
+def _arrivals(several: dict[int, list[int]], delays: _Delays) -> dict[int, list[tuple[int, float]]]:
+    """For each op that needs several others, these and how long their results are under way."""
+    ops = np.repeat(np.array([*several], np.int64), [len(needs) for needs in several.values()])
+    needs = [need for own in several.values() for need in own]
+    late = iter(delays.of(np.array(needs, np.int32), ops).tolist())
+    return {op: [(need, next(late)) for need in own] for op, own in several.items()}
 
 
 def _all_at_once(
