@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from operator import itemgetter
 
 import numpy as np
@@ -28,6 +28,7 @@ Span = slice
 """Which numbers: under its own name, since columns have a field called slice."""
 
 _ALL = slice(None)
+_PIECE = 1024
 
 Fields = tuple[Ints, Codes, Ints, Ints]
 """Stages, kinds, microbatches and slices of ops."""
@@ -62,18 +63,26 @@ class Columns:
         """The columns of ops; ``None`` if their fields are not all what their types say, or too
         large for 32 bits."""
         first = np.concatenate(([0], np.cumsum([len(ops) for ops in ranks], dtype=np.int64)))
-        # Text that equals a kind is none: it would not be found by ``is``.
-        if not set(map(type, map(itemgetter(1), chain.from_iterable(ranks)))) <= {Kind}:
+        # Arrays of the standard library refuse what is no whole number; numpy would round it.
+        stage, microbatch, part = array("i"), array("i"), array("i")
+        kind = bytearray()
+        for ops in ranks:
+            # In pieces, so that an op is still in the processor's cache for its next field.
+            for begin in range(0, len(ops), _PIECE):
+                piece = ops[begin : begin + _PIECE]
+                # Text that equals a kind is none: it would not be found by ``is``.
+                if not set(map(type, map(itemgetter(1), piece))) <= {Kind}:
+                    return None
+                kind += bytes(map(CODES.__getitem__, map(itemgetter(1), piece)))
+                try:
+                    for index, numbers in ((0, stage), (2, microbatch), (3, part)):
+                        numbers.fromlist(list(map(itemgetter(index), piece)))
+                except (TypeError, OverflowError):
+                    return None
+        fields = [np.array(numbers, np.int32) for numbers in (stage, microbatch, part)]
+        if min(int(numbers.min(initial=0)) for numbers in fields) < 0:
             return None
-        codes = map(CODES.__getitem__, map(itemgetter(1), chain.from_iterable(ranks)))
-        kind = np.fromiter(codes, np.int8, int(first[-1]))
-        try:
-            stage, microbatch, part = (_numbers(ranks, index) for index in (0, 2, 3))
-        except (TypeError, OverflowError):
-            return None
-        if min(int(numbers.min(initial=0)) for numbers in (stage, microbatch, part)) < 0:
-            return None
-        return cls(first, stage, kind, microbatch, part)
+        return cls(first, fields[0], np.frombuffer(kind, np.int8), *fields[1:])
 
     @property
     def count(self) -> int:
@@ -157,9 +166,3 @@ class Columns:
         """The most ops of a kind that one microbatch has among these."""
         named = self.microbatch[numbers][self.kind[numbers] == CODES[kind]]
         return int(np.bincount(named).max(initial=0))
-
-
-def _numbers(ranks: Sequence[Sequence[Op]], index: int) -> Ints:
-    # An array of the standard library refuses what is no whole number; numpy would round it.
-    values = list(map(itemgetter(index), chain.from_iterable(ranks)))
-    return np.frombuffer(array("i", values), np.int32)

@@ -10,6 +10,7 @@ from penstock.schedule.columns import CODES, Columns, Fields, Ints, codes_of
 from penstock.schedule.families.alternate import Turns
 from penstock.schedule.families.layout import Order
 from penstock.schedule.families.phases import Phases
+from penstock.schedule.families.slots import Slots
 from penstock.schedule.op import BACKWARD, Kind
 
 
@@ -51,6 +52,17 @@ def fields_of_turns(turns: Turns) -> Fields:
         if line.slices:
             part[places] = _numbers(line.slices)
     return stage, kind, microbatch, part
+
+
+def fields_of_slots(slots: Slots) -> Fields:
+    """As ``Slots.ops``; lines without laps and slices."""
+    lines = [timed.line for timed in slots.lines]
+    counts = [len(line) for line in lines]
+    order = np.concatenate([_numbers(own.starts) + own.offset for own in slots.lines]).argsort()
+    stage = np.repeat(np.array([line.stage for line in lines], np.int32), counts)
+    kind = np.repeat(np.array([CODES[line.kind] for line in lines], np.int8), counts)
+    microbatch = np.concatenate([_numbers(line.microbatches) for line in lines])
+    return stage[order], kind[order], microbatch[order], np.zeros(len(order), np.int32)
 
 
 def fields_of_phases(phases: Phases) -> Fields:
