@@ -164,7 +164,7 @@ def bytes_of_ranks(stages: Sequence[StagePlan], schedule: Schedule) -> tuple[int
         stages: of the plan.
         schedule: with the recomputes that the stages want.
     """
-    in_flight = peaks(schedule.ranks, sizes_of(stages), schedule.num_slices)
+    in_flight = peaks(schedule.rank_ops, sizes_of(stages), schedule.num_slices)
     return tuple(
         sum(stages[stage].state_bytes for stage in own) + ceil(held)
         for own, held in zip(schedule.stages_of, in_flight, strict=True)

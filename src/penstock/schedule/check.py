@@ -40,7 +40,7 @@ def check(schedule: Schedule, capacity: int | None = None) -> None:
     if not _proven_at_once(schedule):
         check_each_op(schedule)
     if capacity is not None:
-        explicit = any(op.kind in COMMUNICATION for op in schedule.where)
+        explicit = COMMUNICATION & schedule.kinds
         sent = schedule if explicit else add_communication(schedule, capacity)
         _check_progress(sent, capacity)
 

@@ -100,10 +100,14 @@ class Columns:
         return np.repeat(np.arange(self.num_ranks, dtype=np.int32), np.diff(self.first))
 
     @cached_property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> frozenset[Kind]:
         """The kinds that there are."""
-        counts = np.bincount(self.kind, minlength=len(KINDS))
-        return tuple(kind for kind, count in zip(KINDS, counts, strict=True) if count)
+        return self.kinds_in(_ALL)
+
+    def kinds_in(self, numbers: Span) -> frozenset[Kind]:
+        """The kinds of some ops."""
+        counts = np.bincount(self.kind[numbers], minlength=len(KINDS))
+        return frozenset(kind for kind, count in zip(KINDS, counts, strict=True) if count)
 
     @cached_property
     def num_stages(self) -> int:
@@ -161,6 +165,24 @@ class Columns:
         """The largest sum, from 0 on, of what ops add one after another, by their kinds."""
         added = np.array([steps.get(kind, 0) for kind in KINDS], np.int64)
         return max(0, int(added[self.kind[numbers]].cumsum().max(initial=0)))
+
+    def most_held(self, numbers: Span, left: Mapping[tuple[int, Kind], float]) -> float:
+        """The most that is held at once, where an op leaves so much of its microbatch, by its stage
+        and kind."""
+        table = np.full((self.num_stages, len(KINDS)), np.nan)
+        for (stage, kind), amount in left.items():
+            table[stage, CODES[kind]] = amount
+        after = table[self.stage[numbers], self.kind[numbers]]
+        changes = np.flatnonzero(~np.isnan(after))
+        after = after[changes]
+        whose = [column[numbers][changes] for column in (self.slice, self.microbatch, self.stage)]
+        # What a microbatch had before is what its op before has left.
+        order = np.lexsort(whose)
+        same = np.logical_and.reduce([np.diff(key[order]) == 0 for key in whose])
+        before = np.zeros(len(order))
+        before[order[1:][same]] = after[order[:-1][same]]
+        # One after the other, as many small numbers are added op by op: to the bit.
+        return max(0.0, float((after - before).cumsum().max(initial=0.0)))
 
     def most_named(self, numbers: Span, kind: Kind) -> int:
         """The most ops of a kind that one microbatch has among these."""

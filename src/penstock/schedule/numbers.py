@@ -56,7 +56,7 @@ class Numbers:
     def __init__(self, columns: Columns) -> None:
         self.columns = columns
         self.nothing, self.absent = columns.count, columns.count + 1
-        self._rows = {kind: row for row, kind in enumerate(columns.kinds)}
+        self._rows = {kind: row for row, kind in enumerate(sorted(columns.kinds))}
         self._num_microbatches = 1 + int(columns.microbatch.max(initial=-1))
         self._per_kind = self._num_microbatches * columns.num_slices
         self._per_stage = self._per_kind * len(self._rows)

@@ -32,9 +32,13 @@ class RankOps(Sequence[Op]):
         return self._columns.ops(self._span)
 
     @property
-    def stages(self) -> tuple[int, ...]:
-        """The stages that the rank computes, ascending."""
-        return self._columns.stages_with(COMPUTE, self._span)
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of the ops."""
+        return self._columns.kinds_in(self._span)
+
+    def stages_with(self, kinds: Collection[Kind]) -> tuple[int, ...]:
+        """The stages that have ops of some kinds, ascending."""
+        return self._columns.stages_with(kinds, self._span)
 
     @property
     def num_slices(self) -> int:
@@ -48,6 +52,15 @@ class RankOps(Sequence[Op]):
     def most(self, steps: Mapping[Kind, int]) -> int:
         """The largest sum, from 0 on, of what the ops add one after another, by their kinds."""
         return self._columns.largest_sum(self._span, steps)
+
+    def most_held(self, left: Mapping[tuple[int, Kind], float]) -> float:
+        """The most that is held at once of all microbatches.
+
+        Args:
+            left: by stage and kind, what is held of a microbatch behind an op; where nothing is
+                said, as much as before.
+        """
+        return self._columns.most_held(self._span, left)
 
     def most_named(self, kind: Kind) -> int:
         """The most ops of a kind that one microbatch has."""
@@ -85,11 +98,21 @@ def are_of(ops: Sequence[Op], kinds: Collection[Kind]) -> list[bool]:
     return [op[1] in kinds for op in ops]
 
 
+def kinds_in(ops: Sequence[Op]) -> frozenset[Kind]:
+    """The kinds of the ops of a rank."""
+    return ops.kinds if isinstance(ops, RankOps) else frozenset(op[1] for op in ops)
+
+
+def stages_with(kinds: Collection[Kind], ops: Sequence[Op]) -> tuple[int, ...]:
+    """The stages of a rank's ops of some kinds, ascending."""
+    if isinstance(ops, RankOps):
+        return ops.stages_with(kinds)
+    return tuple(sorted({op.stage for op in ops if op[1] in kinds}))
+
+
 def stages_in(ops: Sequence[Op]) -> tuple[int, ...]:
     """The stages that a rank with these ops computes, ascending."""
-    if isinstance(ops, RankOps):
-        return ops.stages
-    return tuple(sorted({op.stage for op in ops if op.kind in COMPUTE}))
+    return stages_with(COMPUTE, ops)
 
 
 def slices_in(ops: Sequence[Op]) -> int:

@@ -155,7 +155,7 @@ class Schedule:
     def kinds(self) -> frozenset[Kind]:
         """The kinds of its ops."""
         if self._columns is not None:
-            return frozenset(self._columns.kinds)
+            return self._columns.kinds
         # Of millions of ops, plain fields are looked at quickly.
         return frozenset(op[1] for ops in self.ranks for op in ops)
 

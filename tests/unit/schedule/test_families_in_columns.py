@@ -9,7 +9,7 @@ from penstock.errors import InputError
 from penstock.schedule import lower
 from penstock.schedule.families import layout
 from penstock.schedule.lower import add_free, add_recompute, add_reduce, add_update
-from penstock.schedule.memory import peak_activations
+from penstock.schedule.memory import Sizes, peak_activations, peaks
 
 FAMILIES = [name for name in schedules.names() if name not in schedules.SEARCHED]
 OPTIONS = {
@@ -113,6 +113,16 @@ def test_passes_do_to_columns_what_they_do_to_ops(case, p, m, before, together, 
             assert "ranks" not in vars(one)
     assert columns == expected
     for own, other in zip(columns, expected, strict=True):
+        # Sizes of which no sum is exact: the order in which they are added shows.
+        sizes = Sizes(
+            *([0.1 * (place + 3) ** part for place in range(own.num_stages)] for part in (1, 2, 3))
+        )
+        assert peaks(own.rank_ops, sizes, own.num_slices) == peaks(
+            other.ranks, sizes, own.num_slices
+        )
+        assert peak_activations(own.rank_ops, own.num_slices) == peak_activations(
+            other.ranks, own.num_slices
+        )
         assert own.columns.num_slices == other.num_slices
         assert own.stages_of == other.stages_of
 
