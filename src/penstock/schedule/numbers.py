@@ -209,8 +209,8 @@ class Numbers:
 
 
 def needs_of(columns: Columns, numbers: Numbers | None = None) -> Needs | None:
-    """What the ops of some columns wait for, worked out once; ``None`` where an op stands twice, or
-    a number is far beyond all others.
+    """What the ops of some columns wait for, worked out once; ``None`` where an op stands twice, a
+    number is far beyond all others, or a rank hands in gradients less often than others.
 
     Args:
         columns: whose needs.
@@ -219,7 +219,13 @@ def needs_of(columns: Columns, numbers: Numbers | None = None) -> Needs | None:
     # Kept as ``cached_property`` does. The numbers are not: they take more room than the ops.
     kept = vars(columns)
     if "needs" not in kept:
-        numbers = numbers or Numbers(columns)
-        kept["needs"] = numbers.needs() if numbers.fits and numbers.once else None
+        kept["needs"] = _needs(numbers or Numbers(columns))
     needs: Needs | None = kept["needs"]
     return needs
+
+
+def _needs(numbers: Numbers) -> Needs | None:
+    try:
+        return numbers.needs() if numbers.fits and numbers.once else None
+    except IndexError:  # an update of a turn that another rank does not have
+        return None

@@ -129,6 +129,13 @@ def test_what_is_proven_is_what_no_op_contradicts(many_ranks, schedule):
         assert verdict(check, schedule) == expected
 
 
+def test_a_rank_that_hands_in_less_often_is_left_to_the_check_of_each_op():
+    schedule = Schedule.parse(
+        "0F0,0B0,0REDUCE0,0UPDATE0,0F1,0B1,0REDUCE1,0UPDATE1\n1F0,1B0,1F1,1B1,1REDUCE1,1UPDATE1"
+    )
+    assert not is_proven(schedule.columns)
+
+
 @settings(max_examples=150)
 @given(schedule=perhaps_broken())
 def test_numbers_are_named_by_the_one_rule(schedule):
