@@ -129,6 +129,43 @@ def test_what_is_proven_is_what_no_op_contradicts(many_ranks, schedule):
         assert verdict(check, schedule) == expected
 
 
+MISTAKES = {
+    "twice": "0F0,0B0,0B0",
+    "half a backward": "0F0,0I0",
+    "the other half": "0F0,0W0",
+    "no backward": "0F0",
+    "no forward": "0B0",
+    "whole and halves": "0F0,0I0,0W0,0B0",
+    "whole and a half": "0F0,0B0,0W0",
+    "two ranks": "0F0,0B0\n0F1,0I1,1F0,1B0,1F1,1B1\n0W1",
+    "never freed": "0F0,0B0,0FREE0,0F1,0B1",
+    "not recomputed": "0F0,0R0,0B0,0F1,0B1",
+    "updated too soon": "0F0,0B0,0UPDATE0,0F1,0B1",
+    "updated in another's name": "0F0,0B0,0F1,0B1,0UPDATE0",
+    "not updated": "0F0,0B0,0UPDATE0\n1F0,1B0",
+    "copies that are not summed": "0F0,0B0,0UPDATE0\n0F1,0B1,0UPDATE1",
+    "a copy that is not summed": "0F0,0B0,0REDUCE0\n0F1,0B1",
+    "updated before the sum": "0F0,0B0,0UPDATE0,0REDUCE0\n0F1,0B1,0REDUCE1,0UPDATE1",
+    "updated before the agreement": "0F0,0B0,0UPDATE0,0AGREE0",
+    "no receive": "0F0,0SEND_F0,0B0\n1F0,1B0",
+    "no send": "1RECV_F0,1F0,1B0\n0F0,0B0",
+    "no message": "0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0",
+    "freed before its part": "0F0,0I0,0FREE_I0,0W0,0FREE0,0F1,0I1,0W1,0FREE1,0FREE_I1",
+    "a later slice first": "0F0.1,0F0,0B0.1,0B0",
+    "an earlier slice first": "0F0,0F0.1,0B0,0B0.1",
+    "ranks that wait for each other": "0F0,0B0\n1B0,1F0",
+}
+
+
+@pytest.mark.parametrize("many_ranks", [1, 100])
+@pytest.mark.parametrize("text", MISTAKES.values(), ids=MISTAKES)
+def test_each_mistake_is_seen(monkeypatch, many_ranks, text):
+    monkeypatch.setattr(proof, "_MANY_RANKS", many_ranks)
+    schedule = Schedule.parse(text)
+    assert verdict(check_each_op, schedule) is not None
+    assert not is_proven(schedule.columns)
+
+
 def test_a_rank_that_hands_in_less_often_is_left_to_the_check_of_each_op():
     schedule = Schedule.parse(
         "0F0,0B0,0REDUCE0,0UPDATE0,0F1,0B1,0REDUCE1,0UPDATE1\n1F0,1B0,1F1,1B1,1REDUCE1,1UPDATE1"
