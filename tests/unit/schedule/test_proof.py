@@ -137,7 +137,7 @@ MISTAKES = {
     "no forward": "0B0",
     "whole and halves": "0F0,0I0,0W0,0B0",
     "whole and a half": "0F0,0B0,0W0",
-    "two ranks": "0F0,0B0\n0F1,0I1,1F0,1B0,1F1,1B1\n0W1",
+    "two ranks": "0F0,0I0\n0W0",
     "never freed": "0F0,0B0,0FREE0,0F1,0B1",
     "not recomputed": "0F0,0R0,0B0,0F1,0B1",
     "updated too soon": "0F0,0B0,0UPDATE0,0F1,0B1",
@@ -149,6 +149,7 @@ MISTAKES = {
     "updated before the agreement": "0F0,0B0,0UPDATE0,0AGREE0",
     "no receive": "0F0,0SEND_F0,0B0\n1F0,1B0",
     "no send": "1RECV_F0,1F0,1B0\n0F0,0B0",
+    "a message to nobody": "0F0,0SEND_F0,0B0",
     "no message": "0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0",
     "freed before its part": "0F0,0I0,0FREE_I0,0W0,0FREE0,0F1,0I1,0W1,0FREE1,0FREE_I1",
     "a later slice first": "0F0.1,0F0,0B0.1,0B0",
@@ -164,6 +165,14 @@ def test_each_mistake_is_seen(monkeypatch, many_ranks, text):
     schedule = Schedule.parse(text)
     assert verdict(check_each_op, schedule) is not None
     assert not is_proven(schedule.columns)
+
+
+def test_a_replica_without_a_microbatch_in_the_last_round_takes_part():
+    schedule = in_rounds(
+        schedules.build("pipedream", num_ranks=2, num_microbatches=3, replicas="2")
+    )
+    assert Op(0, Kind.UPDATE, 3) in schedule.where
+    assert is_proven(schedule.columns)
 
 
 def test_a_rank_that_hands_in_less_often_is_left_to_the_check_of_each_op():

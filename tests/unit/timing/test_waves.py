@@ -53,6 +53,13 @@ def test_hops_between_ranks_of_one_stage_take_their_time(hop):
     assert by_waves(schedule, costs) == by_events(schedule, costs)
 
 
+@pytest.mark.parametrize("reduce", [0.0, 9.0])
+def test_an_update_waits_for_the_sum_of_all_copies(reduce):
+    schedule = add_update(schedules.build("chimera", num_ranks=4, num_microbatches=4))
+    costs = Costs(hop=0.25, update=0.5, reduce=reduce)
+    assert by_waves(schedule, costs) == by_events(schedule, costs)
+
+
 def test_large_schedules_take_this_way(monkeypatch):
     schedule = schedules.build("1f1b", num_ranks=64, num_microbatches=1024)
     monkeypatch.setattr(simulator, "by_events", None)
@@ -65,6 +72,7 @@ def test_large_schedules_take_this_way(monkeypatch):
         ("0F0,0B0\n1B0,1F0", "deadlocks: rank 0 waits to run 0B0 for 1B0"),
         ("0F0,0B0\n1F0", "rank 0: 0B0 needs 1B0, which is not in the schedule"),
         ("0B0\n1F0,1B0", "0F0, which is not in the schedule"),
+        ("0F0.1,0B0.1", "0F0.1 needs 0F0, which is not in the schedule"),
     ],
 )
 @pytest.mark.parametrize("many_ranks", [1, 100], ids=["waves", "rank by rank"])
