@@ -40,7 +40,9 @@ def test_the_times_are_the_same_to_the_bit(many_ranks, name, p, m, passes, seed)
         return
     stages = range(schedule.num_stages)
     # F, I, W, hops, update, recompute, reduce.
-    costs = Costs(*([round(seed.uniform(0, 2), 9) for _ in stages] for _ in range(7)))
+    lists = [[round(seed.uniform(0, 2), 9) for _ in stages] for _ in range(7)]
+    # Or one number for all stages.
+    costs = Costs(*(numbers if seed.random() < 0.7 else numbers[0] for numbers in lists))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(waves, "_MANY_RANKS", many_ranks)
         assert by_waves(schedule, costs) == by_events(schedule, costs)

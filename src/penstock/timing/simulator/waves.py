@@ -90,6 +90,13 @@ class _Delays:
                 table[stage] = costs.delay(op, op)
         return table
 
+    def everywhere(self, needs: Ints) -> float | None:
+        """How long every result is under way, where that is the same; as ``of`` for all ops."""
+        updates = self._columns.are_of({Kind.UPDATE})
+        if np.ptp(self._hops) or (needs[updates] < self._columns.count).any():
+            return None
+        return float(self._hops[0])
+
     def of(self, needs: Ints, ops: Longs | slice) -> Floats:
         """For each op, how long the result of the other that it needs takes to it.
 
@@ -153,7 +160,10 @@ def _all_at_once(
     columns: Columns, needs: Needs, durations: Floats, delays: _Delays
 ) -> tuple[Floats, Floats] | None:
     """In each wave, every rank whose next op can start runs it."""
-    single, delay = needs.single, delays.of(needs.single, slice(None))
+    single = needs.single
+    # One number, where links are alike, saves a tenth of the time.
+    late = delays.everywhere(single)
+    delay = delays.of(single, slice(None)) if late is None else np.empty(0)
     start, end = np.empty(columns.count), np.full(columns.count + 2, inf)
     end[needs.nothing] = -inf
     position, limit = columns.first[:-1].copy(), columns.first[1:]
@@ -164,7 +174,7 @@ def _all_at_once(
         for _ in range(int((limit - position).min())):
             # Infinite where what is needed is not known yet: those times are written once more.
             begins = end.take(single.take(position))
-            begins += delay.take(position)
+            begins += delay.take(position) if late is None else late
             np.maximum(begins, free, out=begins)
             ends = begins + durations.take(position)
             start[position], end[position] = begins, ends
