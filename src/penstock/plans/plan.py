@@ -42,6 +42,7 @@ from penstock.schedule.families.replicated import read_replicas
 from penstock.schedule.lower import add_recompute, first_microbatches
 from penstock.schedule.memory import Sizes
 from penstock.schedule.rounds import filling
+from penstock.schedule.schedule import MANY_OPS
 from penstock.timing.costs import Costs
 from penstock.timing.timeline import Timeline
 from penstock.values import Value, expect, one_of, whole
@@ -190,9 +191,11 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         """As ``placement``, but of no more microbatches than tell which rank has which stage: a
         plan is read at once, however many microbatches its minibatches have."""
         few = _ENOUGH_PER_RANK * self.num_ranks
-        if self.order or self._placed_microbatches <= few:
+        whole = self._placed_microbatches
+        # What is small is built once and kept; it will be asked for again.
+        if self.order or whole <= few or whole * self.num_ranks < MANY_OPS:
             return self.placement
-        families.check_size(self.schedule, self.num_ranks, self._placed_microbatches, self.options)
+        families.check_size(self.schedule, self.num_ranks, whole, self.options)
         return self._build(few)
 
     @property
