@@ -103,7 +103,7 @@ class Candidate(CutSetting):
         """How many ops a simulation goes through."""
         setting = self.setting
         if not setting.versions.asynchronous:
-            return sum(map(len, self.schedule.ranks))
+            return self.schedule.num_ops
         turns = 3 * few_minibatches(setting.all_replicas, self.task.num_microbatches)
         return turns * self.task.num_microbatches * 2 * setting.num_stages
 

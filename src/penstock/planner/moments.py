@@ -49,7 +49,7 @@ def moments_of(schedule: Schedule) -> tuple[Moments, ...]:
     """
     return tuple(
         _moments(ops, stages)
-        for ops, stages in zip(schedule.ranks, schedule.stages_of, strict=True)
+        for ops, stages in zip(schedule.rank_ops, schedule.stages_of, strict=True)
     )
 
 

@@ -42,10 +42,14 @@ from penstock.schedule.families.replicated import read_replicas
 from penstock.schedule.lower import add_recompute, first_microbatches
 from penstock.schedule.memory import Sizes
 from penstock.schedule.rounds import filling
+from penstock.schedule.schedule import MANY_OPS
 from penstock.timing.costs import Costs
 from penstock.timing.timeline import Timeline
 from penstock.values import Value, expect, one_of, whole
 from penstock.versions import USUAL, Flush, Place, Policy, check_policy, place_of, weight_copies
+
+_ENOUGH_PER_RANK = 2
+"""So many microbatches for each rank fill the pipeline of every family."""
 
 
 # With ``dict``, what follows from the fields is kept beside them: no file, no comparison and no
@@ -117,7 +121,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         self._settle_order()
         if self.schedule in USUAL and not self.versions.asynchronous:
             force_setattr(self, "versions", USUAL[self.schedule])
-        check_placement(self.placement, self.stages, has_replicas=bool(self._given_replicas))
+        check_placement(self._sample, self.stages, has_replicas=bool(self._given_replicas))
         if not self.versions.asynchronous:  # without a flush, a minibatch may end between replicas
             check_replicas(self.replicas, self.num_microbatches)
         check_devices(self.devices, self.num_ranks, self.num_tensor_ranks, self.stages)
@@ -177,6 +181,18 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         """A schedule of this plan in which every rank has something to do, checked: of one
         minibatch where the pipeline drains, of a stream as long as fills it where it never does."""
         return self._build(self._placed_microbatches)
+
+    @property
+    def _sample(self) -> Schedule:
+        """As ``placement``, but of no more microbatches than tell which rank has which stage: a
+        plan is read at once, however many microbatches its minibatches have."""
+        few = _ENOUGH_PER_RANK * self.num_ranks
+        whole = self._placed_microbatches
+        # What is small is built once and kept; it will be asked for again.
+        if self.order or whole <= few or whole * self.num_ranks < MANY_OPS:
+            return self.placement
+        families.check_size(self.schedule, self.num_ranks, whole, self.options)
+        return self._build(few)
 
     @property
     def _placed_microbatches(self) -> int:

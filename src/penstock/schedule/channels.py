@@ -25,7 +25,8 @@ RECEIVED_BY = {
 SENT_BY = {made: send for send in SENDS for _, made in NEEDS[send][0]}
 """The send that takes the result of a kind of compute to another rank."""
 _SENDER = {receive: NEEDS[receive][0][0] for receive in RECEIVES}
-_OTHER_END = _SENDER | {send: (-offset, receive) for receive, (offset, send) in _SENDER.items()}
+OTHER_END = _SENDER | {send: (-offset, receive) for receive, (offset, send) in _SENDER.items()}
+"""(stages further, kind) of the receive of a send, and of the send of a receive."""
 
 
 def check_capacity(capacity: int | None) -> None:
@@ -36,7 +37,7 @@ def check_capacity(capacity: int | None) -> None:
 
 def other_end(op: Op) -> Op:
     """The receive of a send, the send of a receive."""
-    offset, kind = _OTHER_END[op.kind]
+    offset, kind = OTHER_END[op.kind]
     return op._replace(stage=op.stage + offset, kind=kind)
 
 

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from penstock.errors import InputError, ScheduleError
 from penstock.schedule.channels import RECEIVED_BY, SENT_BY, check_capacity, hoist_receives
 from penstock.schedule.op import BACKWARD, COMMUNICATION, COMPUTE, RELEASING, Kind, Op
 from penstock.schedule.rounds import Rounds
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import MANY_OPS, Schedule
 from penstock.values import expect
+
+if TYPE_CHECKING:
+    from penstock.schedule.columns import Columns
 
 
 def split_backward(schedule: Schedule) -> Schedule:
@@ -48,6 +52,11 @@ def add_recompute(schedule: Schedule, stages: Collection[int] | None = None) -> 
             "numbered from 0"
         )
     _refuse_twice(schedule, {Kind.RECOMPUTE})
+    columns = _large(schedule)
+    if columns is not None:
+        from penstock.schedule.lower_columns import with_recompute
+
+        return Schedule.of_columns(with_recompute(columns, chosen), schedule.name)
 
     def lowered(op: Op) -> list[Op]:
         recomputes = op.kind in BACKWARD and op.stage in chosen
@@ -93,10 +102,14 @@ def add_update(schedule: Schedule, *, together: bool = False) -> Schedule:
         together: put all updates last, because ranks agree on something before the first.
     """
     _refuse_twice(schedule, {Kind.UPDATE})
-    if not any(op.kind is Kind.REDUCE for op in schedule.where):
+    if Kind.REDUCE not in schedule.kinds:
         schedule = add_reduce(schedule)  # without, the copies would drift apart
-    reduced = {op.stage for op in schedule.where if op.kind is Kind.REDUCE}
-    late = set(range(schedule.num_stages)) if together else reduced
+    late = set(range(schedule.num_stages)) if together else _reduced(schedule)
+    columns = _large(schedule)
+    if columns is not None:
+        from penstock.schedule.lower_columns import with_updates
+
+        return Schedule.of_columns(with_updates(columns, late), schedule.name)
     updated = _behind_last_gradient(schedule, Kind.UPDATE, lambda stage: stage not in late)
     ranks = (
         (*ops, *(op._replace(kind=Kind.UPDATE) for op in last_gradients(ops) if op.stage in late))
@@ -225,8 +238,23 @@ def first_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
     return Schedule.of(ranks, schedule.name)
 
 
+def _large(schedule: Schedule) -> Columns | None:
+    """The columns of a schedule that is large enough for them."""
+    return schedule.columns if schedule.num_ops >= MANY_OPS else None
+
+
+def _reduced(schedule: Schedule) -> set[int]:
+    """The stages that hand in their gradients."""
+    columns = _large(schedule)
+    if columns is not None:
+        return set(columns.stages_with({Kind.REDUCE}))
+    return {op.stage for ops in schedule.ranks for op in ops if op.kind is Kind.REDUCE}
+
+
 def _refuse_twice(schedule: Schedule, kinds: Collection[Kind]) -> None:
     """A pass applied a second time would double what the first one added."""
+    if not schedule.kinds & set(kinds):
+        return
     there = next((op for op in schedule.where if op.kind in kinds), None)
     if there is not None:
         raise ScheduleError(f"the schedule has {there} already; apply each pass once")
@@ -241,6 +269,11 @@ def _behind_last_gradient(
     schedule: Schedule, kind: Kind, wanted: Callable[[int], bool]
 ) -> Schedule:
     """Put one op per wanted stage and rank, named after the last microbatch it stands for."""
+    columns = _large(schedule)
+    if columns is not None:
+        from penstock.schedule.lower_columns import with_one_behind_last
+
+        return Schedule.of_columns(with_one_behind_last(columns, kind, wanted), schedule.name)
 
     def lowered(ops: tuple[Op, ...]) -> Iterator[Op]:
         newest = {op.stage: op for op in last_gradients(ops)}

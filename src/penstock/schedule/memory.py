@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import InputError
 from penstock.schedule.op import RELEASING, Kind, Op
+from penstock.schedule.rank_ops import RankOps, kinds_in, stages_with
 from penstock.values import amount, items_of, shown
 
 Curve = tuple[tuple[float, float], ...]
@@ -76,25 +77,29 @@ def changes(ops: Sequence[Op], sizes: Sizes, num_slices: int = 1) -> Iterator[tu
 
     Explicit free points count where there are any; otherwise memory comes back behind I, W and B.
     """
-    explicit = any(op.kind is Kind.FREE for op in ops)
-    recomputed = {op.stage for op in ops if op.kind is Kind.RECOMPUTE}
-    frees_part = Kind.FREE_INPUT_PART if explicit else Kind.BACKWARD_INPUT
-    frees_rest = {Kind.FREE} if explicit else RELEASING
+    left = _left_behind(ops, sizes, num_slices)
     held: dict[Op, float] = {}
     for op in ops:
-        stage, kind = op.stage, op.kind
         forward = op._replace(kind=Kind.FORWARD)
-        before = after = held.get(forward, 0.0)
-        if kind is Kind.FORWARD and stage in recomputed:
-            after = sizes.stage_input[stage] / num_slices
-        elif kind in (Kind.FORWARD, Kind.RECOMPUTE):
-            after = sizes.activation[stage] / num_slices
-        elif kind is frees_part:
-            after = sizes.kept_for_weight[stage] / num_slices
-        elif kind in frees_rest:
-            after = 0.0
-        held[forward] = after
-        yield kind in (Kind.FORWARD, Kind.RECOMPUTE), after - before
+        before = held.get(forward, 0.0)
+        after = held[forward] = left.get(op[:2], before)
+        yield op.kind in (Kind.FORWARD, Kind.RECOMPUTE), after - before
+
+
+def _left_behind(ops: Sequence[Op], sizes: Sizes, num_slices: int) -> dict[tuple[int, Kind], float]:
+    """By stage and kind, what is held of a microbatch behind an op of a rank; nothing is said where
+    that is as much as before."""
+    kinds, recomputed = kinds_in(ops), stages_with({Kind.RECOMPUTE}, ops)
+    frees_part = Kind.FREE_INPUT_PART if Kind.FREE in kinds else Kind.BACKWARD_INPUT
+    frees_rest = {Kind.FREE} if Kind.FREE in kinds else RELEASING
+    left = {}
+    for stage in stages_with(kinds, ops):
+        forward = sizes.stage_input if stage in recomputed else sizes.activation
+        left[stage, Kind.FORWARD] = forward[stage] / num_slices
+        left[stage, Kind.RECOMPUTE] = sizes.activation[stage] / num_slices
+        left[stage, frees_part] = sizes.kept_for_weight[stage] / num_slices
+        left.update(dict.fromkeys(((stage, kind) for kind in frees_rest), 0.0))
+    return left
 
 
 def curve(timed: Iterable[tuple[float, float, bool, float]]) -> Curve:
@@ -109,10 +114,13 @@ def curve(timed: Iterable[tuple[float, float, bool, float]]) -> Curve:
 
 def peaks(ranks: Iterable[Sequence[Op]], sizes: Sizes, num_slices: int = 1) -> tuple[float, ...]:
     """Per rank, the most that is held at once. It follows from the order of the ops alone."""
-    return tuple(
-        max(accumulate((change for _, change in changes(ops, sizes, num_slices)), initial=0.0))
-        for ops in ranks
-    )
+    return tuple(_most_held(ops, sizes, num_slices) for ops in ranks)
+
+
+def _most_held(ops: Sequence[Op], sizes: Sizes, num_slices: int) -> float:
+    if isinstance(ops, RankOps):
+        return ops.most_held(_left_behind(ops, sizes, num_slices))
+    return max(accumulate((change for _, change in changes(ops, sizes, num_slices)), initial=0.0))
 
 
 class Load(NamedTuple):
@@ -168,17 +176,26 @@ def peak_activations(ranks: Sequence[Sequence[Op]], num_slices: int = 1) -> tupl
 
 
 def _most_in_flight(ops: Sequence[Op]) -> float:
-    kinds = [op[1] for op in ops]
+    kinds = kinds_in(ops)
     if Kind.RECOMPUTE in kinds:
-        return peaks([ops], even_sizes(1 + max(op.stage for op in ops)))[0]
+        return _most_held(ops, even_sizes(1 + max(stages_with(kinds, ops))), 1)
     # Counting needs no dictionary of microbatches: ten times as fast, for schedules of millions.
     frees = {Kind.FREE} if Kind.FREE in kinds else RELEASING
     steps = {Kind.FORWARD: 1, **dict.fromkeys(frees, -1)}
-    return max(accumulate((steps.get(kind, 0) for kind in kinds), initial=0))
+    if isinstance(ops, RankOps):
+        return ops.most(steps)
+    return max(accumulate((steps.get(op[1], 0) for op in ops), initial=0))
 
 
 def units(ranks: Iterable[Sequence[Op]], num_slices: int = 1) -> tuple[int, ...]:
     """Per rank, how many of its stages one microbatch visits: all of them, unless stages have
     copies elsewhere."""
-    visits = (Counter(op[2] for op in ops if op[1] is Kind.FORWARD) for ops in ranks)
-    return tuple(max(1, max(visit.values(), default=1) // num_slices) for visit in visits)
+    return tuple(max(1, _most_forwards(ops) // num_slices) for ops in ranks)
+
+
+def _most_forwards(ops: Sequence[Op]) -> int:
+    """The most forwards that one microbatch has on a rank."""
+    if isinstance(ops, RankOps):
+        return ops.most_named(Kind.FORWARD)
+    visits = Counter(op[2] for op in ops if op[1] is Kind.FORWARD)
+    return max(visits.values(), default=0)

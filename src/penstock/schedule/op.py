@@ -59,6 +59,8 @@ WAITING = COMMUNICATION | {Kind.AGREE}
 """Kinds whose time is spent waiting for other ranks."""
 RELEASING = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 """Kinds after which a microbatch's activations at this stage are no longer needed."""
+OF_A_ROUND = frozenset({Kind.REDUCE, Kind.UPDATE})
+"""Kinds that stand once for all microbatches of a round, in the name of one of them."""
 
 _TEXT = re.compile(
     r"(?P<stage>0|[1-9]\d{0,17})(?P<kind>"
@@ -131,6 +133,17 @@ NEEDS: dict[Kind, tuple[tuple[tuple[int, Kind], ...], ...]] = {
 """What each kind needs. Every need lists (stages further, kind) of the ops that can meet it; the
 first that is present does."""
 
+BEFORE: dict[Kind, tuple[tuple[Kind, int], ...]] = {
+    _F: ((_F, -1),),
+    _B: ((_I, 1), (_B, 1)),
+    _I: ((_I, 1), (_B, 1)),
+    # The rest goes after the part that goes earlier, if that is said.
+    Kind.FREE: ((Kind.FREE_INPUT_PART, 0),),
+}
+"""(kind, slices further) of what comes before each kind at its own stage, if it is present: slices
+of one microbatch run forward in order, because a later slice attends to the earlier ones, and
+backward in reverse. Earlier slices must be there."""
+
 
 def dependencies(
     op: Op, last_stage: int, present: Container[Op], exchanges: Iterable[Op] = ()
@@ -141,8 +154,7 @@ def dependencies(
     Where a result can come from several kinds (a gradient from a full backward ``B`` or from an
     input backward ``I``; a tensor from a neighbour directly or through a receive), the op that is
     ``present`` is named; if none is, the last choice is named, so that a check can say what is
-    missing. Slices of one microbatch run forward in order, because a later slice attends to the
-    earlier ones, and backward in reverse.
+    missing.
 
     Args:
         present: the ops of the schedule.
@@ -160,15 +172,10 @@ Op(stage=1, kind=<Kind.BACKWARD: 'B'>, microbatch=3, slice=0))
         if op.kind in COMPUTE and not 0 <= ops[-1].stage <= last_stage:
             continue
         needed.append(next((one for one in ops if one in present), ops[-1]))
-    if kind is _F and slice_:
-        needed.append(Op(stage, _F, microbatch, slice_ - 1))
-    elif kind in BACKWARD:
-        after = [Op(stage, kind, microbatch, slice_ + 1) for kind in (_I, _B)]
-        needed += [one for one in after if one in present]
-    elif kind is Kind.UPDATE:
+    for other, further in BEFORE.get(kind, ()):
+        before = Op(stage, other, microbatch, slice_ + further)
+        if before in present or 0 <= before.slice < slice_:
+            needed.append(before)
+    if kind is Kind.UPDATE:
         needed += exchanges
-    elif kind is Kind.FREE:
-        # The rest goes after the part that goes earlier, if that is said.
-        part = op._replace(kind=Kind.FREE_INPUT_PART)
-        needed += [part] if part in present else []
     return tuple(needed)

@@ -6,21 +6,30 @@ The same value is checked, simulated, run, drawn and exchanged with torch as CSV
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
+from typing import TYPE_CHECKING
 
 from penstock.errors import InputError, ScheduleError
-from penstock.schedule.op import BACKWARD, COMPUTE, Kind, Op, dependencies
+from penstock.schedule.op import BACKWARD, COMPUTE, OF_A_ROUND, Kind, Op, dependencies
+from penstock.schedule.rank_ops import RankOps, stages_in
 from penstock.values import expect, shown
 
-_OF_A_ROUND = (Kind.REDUCE, Kind.UPDATE)
+if TYPE_CHECKING:
+    from penstock.schedule.columns import Columns
+
+MANY_OPS = 10_000
+"""From so many on, columns are quicker than ops, though numpy may have to be loaded first."""
 
 
 @dataclass(frozen=True)
 class Schedule:
     """An order of ops for every rank.
+
+    Of millions of ops, it is made, checked and simulated as ``columns``; ``ranks`` are then made
+    when somebody first asks for them.
 
     Attributes:
         ranks: the ops of each rank, in the order in which it performs them.
@@ -46,8 +55,40 @@ class Schedule:
         schedule.check_types()
         return schedule
 
+    @classmethod
+    def of_columns(cls, columns: Columns, name: str = "") -> Schedule:
+        """The schedule that these columns are."""
+        schedule = cls.__new__(cls)
+        vars(schedule).update(columns=columns, name=name)
+        return schedule
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, attribute: str) -> object:
+            # Only what is not there is asked for here: the ops of a schedule of columns.
+            if attribute != "ranks" or "columns" not in vars(self):
+                raise AttributeError(f"a schedule has no {attribute}")
+            ranks = vars(self)["ranks"] = tuple(ops.as_tuple for ops in self.rank_ops)
+            return ranks
+
+    @property
+    def _columns(self) -> Columns | None:
+        """The columns, if they are there already: then they answer at once."""
+        columns: Columns | None = vars(self).get("columns")
+        return columns
+
+    @cached_property
+    def rank_ops(self) -> tuple[Sequence[Op], ...]:
+        """The same as ``ranks``, for whoever can do without looking at each op."""
+        if "ranks" in vars(self):
+            return self.ranks
+        columns = self._columns
+        return () if columns is None else tuple(RankOps(columns, span) for span in columns.spans())
+
     def check_types(self) -> None:
         """Raise ``InputError`` unless there is a tuple of ops for every rank."""
+        if self._columns is not None:
+            return
         expect(self.ranks, tuple, "the ranks", "build schedules with Schedule.of or parse")
         for rank, ops in enumerate(self.ranks):
             expect(ops, tuple, f"rank {rank}", "build schedules with Schedule.of or parse")
@@ -90,22 +131,51 @@ class Schedule:
     @property
     def num_ranks(self) -> int:
         """How many ranks (devices) it is for."""
+        if self._columns is not None:
+            return self._columns.num_ranks
         return len(self.ranks)
 
+    @property
+    def num_ops(self) -> int:
+        """How many ops all ranks perform together."""
+        if self._columns is not None:
+            return self._columns.count
+        return sum(map(len, self.ranks))
+
     @cached_property
+    def columns(self) -> Columns | None:
+        """The ops as arrays, for schedules of millions of them; ``None`` if their fields do not
+        fit into any."""
+        # Only here, so that small schedules are handled before numpy is there.
+        from penstock.schedule.columns import Columns
+
+        return Columns.of_ranks(self.ranks)
+
+    @cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of its ops."""
+        if self._columns is not None:
+            return self._columns.kinds
+        # Of millions of ops, plain fields are looked at quickly.
+        return frozenset(op[1] for ops in self.ranks for op in ops)
+
+    @property
     def splits_backward(self) -> bool:
         """Whether backwards come in two halves."""
-        # Of millions of ops, plain fields are looked at quickly.
-        return any(op[1] is Kind.BACKWARD_INPUT for ops in self.ranks for op in ops)
+        return Kind.BACKWARD_INPUT in self.kinds
 
     @cached_property
     def num_stages(self) -> int:
         """How many stages the model is cut into."""
+        if self._columns is not None:
+            return self._columns.num_stages
         return 1 + self._largest(0, default=-1)
 
     @cached_property
     def num_microbatches(self) -> int:
         """How many microbatches the minibatch, or the stream, is cut into."""
+        if self._columns is not None:
+            return self._columns.num_microbatches
         if all(ops[-1].kind in COMPUTE for ops in self.ranks if ops):
             return 1 + self._largest(2, default=-1)
         # Updates of replicas may be named after a microbatch that would have been theirs.
@@ -115,6 +185,8 @@ class Schedule:
     @cached_property
     def num_slices(self) -> int:
         """How many slices a microbatch's sequence is cut into; 1 where it is not."""
+        if self._columns is not None:
+            return self._columns.num_slices
         return 1 + self._largest(3, default=0)
 
     def _largest(self, field: int, default: int) -> int:
@@ -129,9 +201,7 @@ class Schedule:
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
         """The stages that each rank computes, ascending."""
-        return tuple(
-            tuple(sorted({op.stage for op in ops if op.kind in COMPUTE})) for ops in self.ranks
-        )
+        return tuple(map(stages_in, self.rank_ops))
 
     @cached_property
     def copies(self) -> Counter[int]:
@@ -169,7 +239,7 @@ class Schedule:
         if op not in self._needs:
             exchanges = self._exchanges.get(op, ()) if op.kind is Kind.UPDATE else ()
             needed = dependencies(op, self.num_stages - 1, self.where, exchanges)
-            if op.kind in _OF_A_ROUND and op._replace(kind=Kind.FORWARD) not in self.where:
+            if op.kind in OF_A_ROUND and op._replace(kind=Kind.FORWARD) not in self.where:
                 # A replica takes part in a last round that has no microbatch for it.
                 needed = tuple(need for need in needed if need in self.where)
             self._needs[op] = needed
@@ -177,36 +247,45 @@ class Schedule:
 
     @cached_property
     def _exchanges(self) -> dict[Op, list[Op]]:
-        """What each update waits for: the gradients of the stage's copies, or if it has none but
-        hands in gradients, of the stages that share weights; and all ranks' agreement. The n-th
-        update of a stage on a rank is made of the n-th hand-in of every rank."""
-        agrees = [op for op in self.where if op.kind is Kind.AGREE]
-        reduces, updates = (self._by_stage(kind) for kind in (Kind.REDUCE, Kind.UPDATE))
-        tied = [turns for stage, turns in reduces.items() if self.copies[stage] == 1]
-        exchanges = {}
-        for stage, turns in updates.items():
-            for number, ops in enumerate(turns):
-                sources = [reduces[stage]] if self.copies[stage] > 1 else tied
-                handed = [op for each in sources for op in each[number]] if reduces[stage] else []
-                exchanges.update(dict.fromkeys(ops, handed + agrees))
-        return exchanges
-
-    def _by_stage(self, kind: Kind) -> dict[int, list[list[Op]]]:
-        """For each stage, the first ops of a kind on all its ranks, then the second ones, and so
-        on."""
-        turns: dict[int, list[list[Op]]] = defaultdict(list)
-        for ops in self.ranks:
-            seen: Counter[int] = Counter()
-            for op in ops:
-                if op.kind is kind:
-                    rounds = turns[op.stage]
-                    if len(rounds) == seen[op.stage]:
-                        rounds.append([])
-                    rounds[seen[op.stage]].append(op)
-                    seen[op.stage] += 1
-        return turns
+        return exchanges(self.ranks, self.copies)
 
     @cached_property
     def _needs(self) -> dict[Op, tuple[Op, ...]]:
         # Each op is asked about many times: by the check, the simulator, and whenever it waits.
         return {}
+
+
+def exchanges(ranks: Sequence[Sequence[Op]], copies: Mapping[int, int]) -> dict[Op, list[Op]]:
+    """What each update waits for: the gradients of the stage's copies, or if it has none but hands
+    in gradients, of the stages that share weights; and all ranks' agreement. The n-th update of a
+    stage on a rank is made of the n-th hand-in of every rank.
+
+    Args:
+        ranks: the ops of each rank, or its reductions, agreements and updates alone.
+        copies: how many ranks hold each stage's weights.
+    """
+    agrees = [op for ops in ranks for op in ops if op.kind is Kind.AGREE]
+    reduces, updates = (_by_stage(ranks, kind) for kind in (Kind.REDUCE, Kind.UPDATE))
+    tied = [turns for stage, turns in reduces.items() if copies[stage] == 1]
+    waits = {}
+    for stage, turns in updates.items():
+        for number, ops in enumerate(turns):
+            sources = [reduces[stage]] if copies[stage] > 1 else tied
+            handed = [op for those in sources for op in those[number]] if reduces[stage] else []
+            waits.update(dict.fromkeys(ops, handed + agrees))
+    return waits
+
+
+def _by_stage(ranks: Sequence[Sequence[Op]], kind: Kind) -> dict[int, list[list[Op]]]:
+    """For each stage, the first ops of a kind on all ranks, then the second ones, and so on."""
+    turns: dict[int, list[list[Op]]] = defaultdict(list)
+    for ops in ranks:
+        seen: Counter[int] = Counter()
+        for op in ops:
+            if op.kind is kind:
+                own = turns[op.stage]
+                if len(own) == seen[op.stage]:
+                    own.append([])
+                own[seen[op.stage]].append(op)
+                seen[op.stage] += 1
+    return turns

@@ -7,8 +7,9 @@ its prediction.
 
 Decisions:
 
-Two simulators, one meaning. ``events`` is the one to read. ``waves`` lets every rank take a step at
-once in numpy; it reads the same table of needs, and tests hold it to the same bits.
+Two simulators, one meaning. ``events`` is the one to read. ``waves`` works on the columns of large
+schedules, where every rank takes a step at once in numpy; it asks the same rule, and tests hold it
+to the same bits.
 
 Idle time is split by thinking the step through again, once with usual op times and free messages,
 once with real op times and free messages. A gap has no single cause; what one cause adds to the

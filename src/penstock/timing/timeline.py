@@ -9,7 +9,8 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import itemgetter
+from itertools import compress
+from operator import sub
 
 from penstock.errors import InputError
 from penstock.schedule.memory import (
@@ -22,13 +23,12 @@ from penstock.schedule.memory import (
     peaks,
     units,
 )
-from penstock.schedule.op import COMPUTE, RELEASING, Kind, Op
+from penstock.schedule.op import RELEASING, Kind, Op
+from penstock.schedule.rank_ops import are_of, slices_in, stages_in
 from penstock.schedule.schedule import Schedule
 from penstock.timing.spans import BUSY, NO_VERSION, Row, Source, Span, spans_of, version_of
 from penstock.timing.timeline_file import decode, encode
 from penstock.values import expect
-
-_SLICE = itemgetter(3)
 
 
 @dataclass(frozen=True)
@@ -151,14 +151,12 @@ class Timeline:
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
         """The stages that each rank computes, ascending."""
-        return tuple(
-            tuple(sorted({op.stage for op in row.ops if op.kind in COMPUTE})) for row in self.rows
-        )
+        return tuple(stages_in(row.ops) for row in self.rows)
 
     @cached_property
     def num_slices(self) -> int:
         """How many slices a microbatch's sequence is cut into; 1 where it is not."""
-        return 1 + max((max(map(_SLICE, row.ops), default=0) for row in self.rows), default=0)
+        return max((slices_in(row.ops) for row in self.rows), default=1)
 
     @cached_property
     def makespan(self) -> float:
@@ -171,7 +169,7 @@ class Timeline:
     def busy(self) -> tuple[float, ...]:
         """How long each rank worked."""
         return tuple(
-            sum(end - start for op, start, end in zip(*row[:3], strict=True) if op.kind in BUSY)
+            sum(compress(map(sub, row.ends, row.starts), are_of(row.ops, BUSY)))
             for row in self.rows
         )
 
@@ -276,7 +274,7 @@ def _idle_share(busy: tuple[float, ...], length: float) -> float:
 
 
 def _extent(row: Row) -> float:
-    busy = [index for index, op in enumerate(row.ops) if op.kind in BUSY]
-    if not busy:
+    busy = are_of(row.ops, BUSY)
+    if not any(busy):
         return 0.0
-    return max(row.ends[index] for index in busy) - min(row.starts[index] for index in busy)
+    return max(compress(row.ends, busy)) - min(compress(row.starts, busy))

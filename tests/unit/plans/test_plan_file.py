@@ -14,6 +14,7 @@ import pytest
 from penstock import errors
 from penstock.cluster import Device
 from penstock.plans import Alternative, Plan, StagePlan
+from penstock.schedule import families
 from tests.kit.command_line import refused, succeed
 from tests.kit.paths import ROOT
 
@@ -219,6 +220,36 @@ def test_a_plan_comes_back_as_it_was(tmp_path):
     PLAN.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == PLAN
     assert Plan.from_json(edited()) == PLAN
+
+
+FAMILIES = [name for name in families.names() if name not in families.SEARCHED]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_plan_of_very_many_microbatches_is_read_from_few(monkeypatch, name):
+    small = families.build(name, num_ranks=4, num_microbatches=8)
+    rank_of = {op.stage: rank for op, rank in small.where.items()}
+    stages = tuple(stage(rank_of[index], f"layer{index}") for index in sorted(rank_of))
+    asked, build = [], families.build
+
+    def counting(name, **options):
+        asked.append(options["num_microbatches"])
+        return build(name, **options)
+
+    monkeypatch.setattr(families, "build", counting)
+    plan = Plan(model="", schedule=name, num_microbatches=8, stages=stages)
+    text = plan.to_json().replace('"num_microbatches": 8', '"num_microbatches": 1000000')
+    read = Plan.from_json(text)
+    assert read.num_microbatches == 1_000_000
+    assert read.stages == plan.stages
+    assert max(asked) == 8
+    if name != "chimera":  # where stage 0 has two ranks
+        wrong = text.replace('"rank": 0', '"rank": 1', 1)
+        with pytest.raises(errors.FileError, match="stage 0 is on rank 1, but"):
+            Plan.from_json(wrong)
+    huge = text.replace("1000000", "99999999")
+    with pytest.raises(errors.FileError, match=r"4 ranks × 99999999 microbatches.* are more than"):
+        Plan.from_json(huge)
 
 
 def test_whatever_is_put_in_any_place_is_read_or_refused():

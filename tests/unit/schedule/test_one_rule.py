@@ -132,9 +132,9 @@ def test_no_other_file_spells_the_rule():
         for node in ast.walk(ast.parse(text)) if mentions else ():
             if spells_a_neighbour(node):
                 spelling.add(name)
-            if isinstance(node, ast.Name) and node.id == "NEEDS":
+            if isinstance(node, ast.Name) and node.id in ("NEEDS", "BEFORE"):
                 reading.add(name)
-    # ``channels`` reads the table of needs from the sender's side, ``waves`` as arrays.
+    # ``channels`` reads the table of needs from the sender's side, ``numbers`` for whole columns.
     assert spelling == {"schedule/channels.py"}
-    assert reading == {"schedule/op.py", "schedule/channels.py", "timing/simulator/waves.py"}
+    assert reading == {"schedule/op.py", "schedule/channels.py", "schedule/numbers.py"}
     assert set(SENT_BY) == set(RECEIVED_BY) == COMPUTE - {Kind.BACKWARD_WEIGHT}

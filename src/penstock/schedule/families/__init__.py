@@ -22,7 +22,7 @@ from __future__ import annotations
 import difflib
 import gc
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -121,16 +121,25 @@ def build(name: str, *, num_ranks: int, num_microbatches: int, **options: Any) -
     Raises:
         InputError: an unknown name or option, or a count below 1.
     """
-    function = family(name)
-    at_least(name, "num_ranks", num_ranks, 1, LARGEST)
-    at_least(name, "num_microbatches", num_microbatches, 1, LARGEST)
-    _check_size(name, num_ranks, num_microbatches, options)
+    check_size(name, num_ranks, num_microbatches, options)
     check_options(name, options)
     with _no_garbage_collection():
-        return function(num_ranks, num_microbatches, **options)
+        return family(name)(num_ranks, num_microbatches, **options)
 
 
-def _check_size(name: str, num_ranks: int, num_microbatches: int, options: dict[str, Any]) -> None:
+def check_size(
+    name: str, num_ranks: int, num_microbatches: int, options: Mapping[str, Any]
+) -> None:
+    """Raise ``InputError`` unless there is such a family, and ranks and microbatches, no more than
+    memory holds.
+
+    Args:
+        name: of the family.
+        num_ranks, num_microbatches, options: as ``build`` takes them.
+    """
+    family(name)
+    at_least(name, "num_ranks", num_ranks, 1, LARGEST)
+    at_least(name, "num_microbatches", num_microbatches, 1, LARGEST)
     parts = [options[part] for part in _PARTS if is_whole(options.get(part))]
     if num_ranks * num_microbatches * max(1, *parts, 1) > LARGEST:
         times = f" × {shown(max(parts))} parts" if parts else ""

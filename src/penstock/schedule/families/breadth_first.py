@@ -5,8 +5,10 @@ Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023, arXiv 2211.05953
 
 from __future__ import annotations
 
+from penstock.schedule.families.alternate import Line, alternate
+from penstock.schedule.families.layout import laid_out
 from penstock.schedule.families.options import at_least
-from penstock.schedule.op import Kind, Op
+from penstock.schedule.op import Kind
 from penstock.schedule.schedule import Schedule
 
 
@@ -37,12 +39,15 @@ def breadth_first(num_ranks: int, num_microbatches: int, stages_per_rank: int = 
         InputError: ``stages_per_rank`` is not a whole number ≥ 1.
     """
     at_least("breadth-first", "stages_per_rank", stages_per_rank, 1)
-    ranks = []
-    for rank in range(num_ranks):
-        stages = range(rank, num_ranks * stages_per_rank, num_ranks)
-        forwards = [Op(s, Kind.FORWARD, k) for s in stages for k in range(num_microbatches)]
-        backwards = [
-            Op(s, Kind.BACKWARD, k) for s in reversed(stages) for k in range(num_microbatches)
-        ]
-        ranks.append(forwards + backwards)
-    return Schedule.of(ranks, "breadth-first")
+    p, v = num_ranks, stages_per_rank
+    laps = [lap for lap in range(v) for _ in range(num_microbatches)]
+    microbatches = [*range(num_microbatches)] * v
+    ranks = (
+        alternate(
+            len(laps),
+            Line(Kind.FORWARD, microbatches, rank, laps, p),
+            Line(Kind.BACKWARD, microbatches, (v - 1) * p + rank, laps, -p),
+        )
+        for rank in range(p)
+    )
+    return laid_out(ranks, "breadth-first")

@@ -8,7 +8,10 @@ Pipelines", SC 2021, arXiv 2107.06925, sections 3.1 and 3.5 (direct concatenatio
 from __future__ import annotations
 
 from penstock.errors import InputError
-from penstock.schedule.op import Kind, Op
+from penstock.schedule.families.alternate import Line
+from penstock.schedule.families.layout import laid_out
+from penstock.schedule.families.slots import Slots, Timed
+from penstock.schedule.op import Kind
 from penstock.schedule.schedule import Schedule
 
 
@@ -48,14 +51,22 @@ def chimera(num_ranks: int, num_microbatches: int) -> Schedule:
     # In slots of one op, 1F1B runs each microbatch of one direction at a stage's own parity. With
     # an even number of ranks the other direction has the other parity, so slots never collide; and
     # a group leaves free exactly the slots that the next group, 2p slots later, takes.
-    slots: list[list[tuple[int, Op]]] = [[] for _ in range(p)]
+    ways: tuple[list[int], list[int]] = ([], [])
+    starts: tuple[list[int], list[int]] = ([], [])
     for k in range(num_microbatches):
         group, place = divmod(k, p)
         half = (min(p, num_microbatches - group * p) + 1) // 2
         up = place >= half
-        start = 2 * (group * p + place % half)
-        for stage in range(p):
-            rank = p - 1 - stage if up else stage
-            slots[rank].append((start + stage, Op(stage, Kind.FORWARD, k)))
-            slots[rank].append((start + 2 * p - 1 - stage, Op(stage, Kind.BACKWARD, k)))
-    return Schedule.of(([op for _, op in sorted(timed)] for timed in slots), "chimera")
+        ways[up].append(k)
+        starts[up].append(2 * (group * p + place % half))
+    ranks = (
+        Slots(
+            tuple(
+                Timed(Line(kind, ways[up], stage), starts[up], offset)
+                for up, stage in enumerate((rank, p - 1 - rank))
+                for kind, offset in ((Kind.FORWARD, stage), (Kind.BACKWARD, 2 * p - 1 - stage))
+            )
+        )
+        for rank in range(p)
+    )
+    return laid_out(ranks, "chimera")

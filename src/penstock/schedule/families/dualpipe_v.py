@@ -7,7 +7,8 @@ folding its two halves onto a V ("cut in half") needs one copy of the weights in
 from __future__ import annotations
 
 from penstock.errors import InputError
-from penstock.schedule.families.phases import unroll
+from penstock.schedule.families.layout import laid_out
+from penstock.schedule.families.phases import Phases
 from penstock.schedule.schedule import Schedule
 
 
@@ -56,5 +57,5 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
             ("W I0", to_last),
             ("W", rank + 1),
         )
-        ranks.append(unroll(phases, stages=(rank, 2 * num_ranks - 1 - rank)))
-    return Schedule.of(ranks, "dualpipe-v")
+        ranks.append(Phases(phases, stages=(rank, 2 * num_ranks - 1 - rank)))
+    return laid_out(ranks, "dualpipe-v")

@@ -7,6 +7,7 @@ arXiv 2007.01045, section 3.2, the policy with K = min(2(S−i)−1, D).
 from __future__ import annotations
 
 from penstock.schedule.families.alternate import alternate, in_order
+from penstock.schedule.families.layout import laid_out
 from penstock.schedule.op import Kind
 from penstock.schedule.schedule import Schedule
 
@@ -39,4 +40,4 @@ def eager_one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
         )
         for rank in range(num_ranks)
     )
-    return Schedule.of(ranks, "eager-1f1b")
+    return laid_out(ranks, "eager-1f1b")

@@ -6,8 +6,8 @@ NeurIPS 2019, arXiv 1811.06965, section 2.
 
 from __future__ import annotations
 
+from penstock.schedule.families.alternate import Line, Turns, alternate
 from penstock.schedule.families.replicated import Replicas, replica_counts, round_robin
-from penstock.schedule.op import Op
 from penstock.schedule.schedule import Schedule
 
 
@@ -41,5 +41,5 @@ def gpipe(num_ranks: int, num_microbatches: int, replicas: Replicas = "") -> Sch
     return round_robin("gpipe", counts, num_microbatches, _all_then_all)
 
 
-def _all_then_all(in_hand: int, forwards: list[Op], backwards: list[Op]) -> list[Op]:
-    return [*forwards, *backwards]
+def _all_then_all(in_hand: int, forwards: Line, backwards: Line) -> Turns:
+    return alternate(len(forwards), forwards, backwards)

@@ -6,9 +6,10 @@ SC 2021, arXiv 2104.04473, section 2.2.2.
 
 from __future__ import annotations
 
-from penstock.schedule.families.alternate import alternate
+from penstock.schedule.families.alternate import Line, alternate
+from penstock.schedule.families.layout import laid_out
 from penstock.schedule.families.options import at_least
-from penstock.schedule.op import Kind, Op
+from penstock.schedule.op import Kind
 from penstock.schedule.schedule import Schedule
 
 
@@ -42,17 +43,19 @@ def interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2)
     """
     at_least("interleaved-1f1b", "stages_per_rank", stages_per_rank, 1)
     p, v = num_ranks, stages_per_rank
-    turns = laps(p, -(-num_microbatches // p) * p, v)
+    passes, microbatches = zip(*laps(p, -(-num_microbatches // p) * p, v), strict=True)
     # A lap takes p beats, so each hop of a lap may take one beat, there and back. A single lap has
     # nothing to wait for but its own gradient.
     beats_per_hop = 2 if v > 1 else 1
-    ranks = []
-    for rank in range(p):
-        forwards = [Op(lap * p + rank, Kind.FORWARD, k) for lap, k in turns]
-        backwards = [Op((v - 1 - lap) * p + rank, Kind.BACKWARD, k) for lap, k in turns]
-        ops = alternate((v - 1) * p + beats_per_hop * (p - 1 - rank), forwards, backwards)
-        ranks.append([op for op in ops if op.microbatch < num_microbatches])
-    return Schedule.of(ranks, "interleaved-1f1b")
+    ranks = (
+        alternate(
+            (v - 1) * p + beats_per_hop * (p - 1 - rank),
+            Line(Kind.FORWARD, microbatches, rank, passes, p),
+            Line(Kind.BACKWARD, microbatches, (v - 1) * p + rank, passes, -p),
+        )
+        for rank in range(p)
+    )
+    return laid_out(ranks, "interleaved-1f1b", num_microbatches)
 
 
 def laps(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> list[tuple[int, int]]:

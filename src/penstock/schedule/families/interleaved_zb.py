@@ -7,10 +7,11 @@ order of torch.distributed.pipelining's ScheduleInterleavedZeroBubble.
 
 from __future__ import annotations
 
-from penstock.schedule.families.alternate import alternate
+from penstock.schedule.families.alternate import Line, alternate
 from penstock.schedule.families.interleaved import laps
+from penstock.schedule.families.layout import laid_out
 from penstock.schedule.families.options import at_least
-from penstock.schedule.op import Kind, Op
+from penstock.schedule.op import Kind
 from penstock.schedule.schedule import Schedule
 
 
@@ -43,14 +44,15 @@ def interleaved_zb(num_ranks: int, num_microbatches: int, stages_per_rank: int =
     """
     at_least("interleaved-zb", "stages_per_rank", stages_per_rank, 1)
     p, v = num_ranks, stages_per_rank
-    turns = laps(p, num_microbatches, v)
-    ranks = []
-    for rank in range(p):
-        forwards = [Op(lap * p + rank, Kind.FORWARD, k) for lap, k in turns]
-        inputs, weights = (
-            [Op((v - 1 - lap) * p + rank, kind, k) for lap, k in turns]
-            for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    passes, microbatches = zip(*laps(p, num_microbatches, v), strict=True)
+    ranks = (
+        alternate(
+            (v - 1) * min(p, num_microbatches) + p - 1 - rank,
+            Line(Kind.FORWARD, microbatches, rank, passes, p),
+            Line(Kind.BACKWARD_INPUT, microbatches, (v - 1) * p + rank, passes, -p),
+            Line(Kind.BACKWARD_WEIGHT, microbatches, (v - 1) * p + rank, passes, -p),
+            delay=rank,
         )
-        warm_up = (v - 1) * min(p, num_microbatches) + p - 1 - rank
-        ranks.append(alternate(warm_up, forwards, inputs, weights, delay=rank))
-    return Schedule.of(ranks, "interleaved-zb")
+        for rank in range(p)
+    )
+    return laid_out(ranks, "interleaved-zb")

@@ -7,10 +7,39 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from penstock.schedule.op import Kind, Op
+from penstock.schedule.op import BACKWARD, Kind, Op
 
-_BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+if TYPE_CHECKING:
+    from penstock.schedule.columns import Fields
+
+
+@dataclass(frozen=True, eq=False)
+class Phases:
+    """The order of a rank, phase by phase.
+
+    Attributes:
+        phases: patterns, and how often each repeats.
+        stages: of the rank.
+    """
+
+    phases: tuple[tuple[str, int], ...]
+    stages: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return sum(len(pattern.split()) * max(repeats, 0) for pattern, repeats in self.phases)
+
+    def ops(self) -> list[Op]:
+        """The ops of the rank, in their order."""
+        return unroll(self.phases, self.stages)
+
+    def fields(self) -> Fields:
+        """The same as columns."""
+        from penstock.schedule.families.in_columns import fields_of_phases
+
+        return fields_of_phases(self)
 
 
 def unroll(phases: Iterable[tuple[str, int]], stages: tuple[int, ...]) -> list[Op]:
@@ -32,8 +61,8 @@ def unroll(phases: Iterable[tuple[str, int]], stages: tuple[int, ...]) -> list[O
                 continue
             kind, stage = Kind(step[0]), stages[int(step[1:])]
             # I and B are two ways to do the same microbatch's backward: one count for both.
-            microbatch = seen[stage, kind in _BACKWARD]
-            seen[stage, kind in _BACKWARD] += 1
+            microbatch = seen[stage, kind in BACKWARD]
+            seen[stage, kind in BACKWARD] += 1
             ops.append(Op(stage, kind, microbatch))
             if kind is Kind.BACKWARD_INPUT:
                 owed.append(Op(stage, Kind.BACKWARD_WEIGHT, microbatch))

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from penstock.errors import InputError
-from penstock.schedule.op import Kind, Op
+from penstock.schedule.families.alternate import Line, Turns
+from penstock.schedule.families.layout import laid_out
+from penstock.schedule.op import Kind
 from penstock.schedule.rounds import warm_up
 from penstock.schedule.schedule import Schedule
 from penstock.values import is_whole, items_of, shown
@@ -22,7 +24,7 @@ _MOST_REPLICAS = 10**18
 Replicas = str | Sequence[int]
 """One count per stage, as in ``(2, 1, 1)`` or ``"2-1-1"``; nothing for one of each."""
 
-Interleave = Callable[[int, list[Op], list[Op]], list[Op]]
+TakeTurns = Callable[[int, Line, Line], Turns]
 """From a stage's warm-up, its forwards and its backwards to their order."""
 
 
@@ -63,7 +65,7 @@ def replica_counts(family: str, replicas: Replicas, num_ranks: int) -> tuple[int
 
 
 def round_robin(
-    family: str, counts: Sequence[int], num_microbatches: int, order: Interleave
+    family: str, counts: Sequence[int], num_microbatches: int, order: TakeTurns
 ) -> Schedule:
     """Every replica's share of the microbatches, in a given order.
 
@@ -76,12 +78,13 @@ def round_robin(
             f"{num_microbatches} microbatches; each replica needs at least one"
         )
 
-    def ranks() -> Iterator[list[Op]]:
+    def ranks() -> Iterator[Turns]:
         for stage, count in enumerate(counts):
             for replica in range(count):
-                microbatches = range(replica, num_microbatches, count)
-                forwards = [Op(stage, Kind.FORWARD, microbatch) for microbatch in microbatches]
-                backwards = [Op(stage, Kind.BACKWARD, microbatch) for microbatch in microbatches]
+                own = range(replica, num_microbatches, count)
+                forwards, backwards = (
+                    Line(kind, own, stage) for kind in (Kind.FORWARD, Kind.BACKWARD)
+                )
                 yield order(warm_up(counts, stage), forwards, backwards)
 
-    return Schedule.of(ranks(), family)
+    return laid_out(ranks(), family)

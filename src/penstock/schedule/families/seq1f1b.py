@@ -6,9 +6,10 @@ Training", NAACL 2025, arXiv 2406.03488, section 3.
 
 from __future__ import annotations
 
-from penstock.schedule.families.alternate import alternate
+from penstock.schedule.families.alternate import Line, alternate
+from penstock.schedule.families.layout import laid_out
 from penstock.schedule.families.options import at_least
-from penstock.schedule.op import Kind, Op
+from penstock.schedule.op import Kind
 from penstock.schedule.schedule import Schedule
 
 
@@ -41,11 +42,14 @@ def seq1f1b(num_ranks: int, num_microbatches: int, num_slices: int = 2) -> Sched
     rank 1 │····F0.0F0.1B0.1────F1.0B0.0────F1.1B1.1────B1.0────········│ peak 1
     """
     at_least("seq1f1b", "num_slices", num_slices, 1)
-    pieces = [(k, part) for k in range(num_microbatches) for part in range(num_slices)]
-    reverse = [(k, num_slices - 1 - part) for k, part in pieces]
-    ranks = []
-    for rank in range(num_ranks):
-        forwards = [Op(rank, Kind.FORWARD, *piece) for piece in pieces]
-        backwards = [Op(rank, Kind.BACKWARD, *piece) for piece in reverse]
-        ranks.append(alternate(num_ranks - 1 - rank + num_slices - 1, forwards, backwards))
-    return Schedule.of(ranks, "seq1f1b")
+    microbatches = [k for k in range(num_microbatches) for _ in range(num_slices)]
+    slices = [*range(num_slices)] * num_microbatches
+    ranks = (
+        alternate(
+            num_ranks - 1 - rank + num_slices - 1,
+            Line(Kind.FORWARD, microbatches, rank, slices=slices),
+            Line(Kind.BACKWARD, microbatches, rank, slices=slices[::-1]),
+        )
+        for rank in range(num_ranks)
+    )
+    return laid_out(ranks, "seq1f1b")

@@ -6,6 +6,7 @@ Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv 2401.10241, sect
 from __future__ import annotations
 
 from penstock.schedule.families.alternate import alternate_split
+from penstock.schedule.families.layout import laid_out
 from penstock.schedule.schedule import Schedule
 
 
@@ -34,4 +35,4 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
         alternate_split(rank, num_microbatches, warm_up=num_ranks - 1 - rank, delay=rank)
         for rank in range(num_ranks)
     )
-    return Schedule.of(ranks, "zb-h1")
+    return laid_out(ranks, "zb-h1")

@@ -6,6 +6,7 @@ Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv 2401.10241, sect
 from __future__ import annotations
 
 from penstock.schedule.families.alternate import alternate_split
+from penstock.schedule.families.layout import laid_out
 from penstock.schedule.schedule import Schedule
 
 
@@ -35,4 +36,4 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
         alternate_split(rank, num_microbatches, warm_up=2 * (num_ranks - 1 - rank), delay=2 * rank)
         for rank in range(num_ranks)
     )
-    return Schedule.of(ranks, "zb-h2")
+    return laid_out(ranks, "zb-h2")

@@ -5,7 +5,8 @@ Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv 2401.10241, sect
 
 from __future__ import annotations
 
-from penstock.schedule.families.phases import unroll
+from penstock.schedule.families.layout import laid_out
+from penstock.schedule.families.phases import Phases
 from penstock.schedule.schedule import Schedule
 
 
@@ -47,6 +48,5 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
             ("I0 W", to_last + 1),
             ("W", 2 * rank),
         )
-        ops = unroll(phases, stages=(rank, 2 * num_ranks - 1 - rank))
-        ranks.append([op for op in ops if op.microbatch < num_microbatches])
-    return Schedule.of(ranks, "zb-v")
+        ranks.append(Phases(phases, stages=(rank, 2 * num_ranks - 1 - rank)))
+    return laid_out(ranks, "zb-v", num_microbatches)

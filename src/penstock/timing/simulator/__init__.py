@@ -1,23 +1,20 @@
 """Predict: a schedule and its costs become a timeline.
 
 Two ways to the same times: ``events`` follows one op at a time and can be read in a minute;
-``waves`` lets all ranks take a step at once, for schedules of millions of ops. The tests hold them
-against each other.
+``waves`` works on whole columns, for schedules of millions of ops. The tests hold them against each
+other.
 """
 
 from __future__ import annotations
 
 from penstock.schedule.durations import Durations
-from penstock.schedule.op import COMPUTE
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import MANY_OPS, Schedule
 from penstock.timing.costs import Costs
 from penstock.timing.simulator.events import by_events
 from penstock.timing.timeline import Timeline
 from penstock.values import expect
 
 __all__ = ["simulate"]
-
-_MANY_RANKS, _MANY_OPS = 64, 100_000
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
@@ -46,7 +43,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     costs = Costs() if costs is None else costs
     expect(costs, Durations, "costs", "give a penstock.Costs")
     costs.check_stages(schedule.num_stages)
-    if _is_large(schedule) and not costs.has_busy_links:
+    if schedule.num_ops >= MANY_OPS and not costs.has_busy_links:
         # Only here, so that everything else starts without numpy.
         from penstock.timing.simulator.waves import by_waves
 
@@ -54,15 +51,3 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         if timeline is not None:
             return timeline
     return by_events(schedule, costs)
-
-
-def _is_large(schedule: Schedule) -> bool:
-    # A wave looks at every rank, and there are at least as many waves as ranks, in which the first
-    # op comes to the last rank: it pays where many ranks have many ops each.
-    num_ops = sum(map(len, schedule.ranks))
-    return (
-        schedule.num_ranks >= _MANY_RANKS
-        and num_ops >= max(_MANY_OPS, schedule.num_ranks**2)
-        and schedule.num_slices == 1
-        and all(op[1] in COMPUTE for ops in schedule.ranks for op in ops)
-    )

@@ -11,7 +11,7 @@ from penstock.timing.costs import Costs
 from penstock.timing.spans import Row
 from penstock.timing.timeline import Timeline
 
-_SLICED = COMPUTE | {Kind.RECOMPUTE}
+SLICED = COMPUTE | {Kind.RECOMPUTE}
 
 
 def by_events(schedule: Schedule, costs: Costs) -> Timeline:
@@ -31,7 +31,7 @@ def by_events(schedule: Schedule, costs: Costs) -> Timeline:
         # A message's time is the wait for it.
         rows[rank].starts.append(free[rank] if op.kind in COMMUNICATION else ready)
         duration = costs.duration(op)
-        if op.kind in _SLICED:
+        if op.kind in SLICED:
             duration /= schedule.num_slices
         end[op] = free[rank] = ready + duration
         rows[rank].ends.append(end[op])

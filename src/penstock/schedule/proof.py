@@ -1,0 +1,161 @@
+"""The proofs of ``check`` on whole columns: for schedules of millions of ops.
+
+They say yes or no. What is wrong, and in which words, ``check`` finds out op by op.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+
+from penstock.schedule.channels import OTHER_END
+from penstock.schedule.columns import Columns
+from penstock.schedule.numbers import Needs, Numbers, needs_of
+from penstock.schedule.op import COMMUNICATION, COMPUTE, OF_A_ROUND, RELEASING, Kind
+
+_MANY_RANKS = 4
+"""From so many on, one step of all ranks at once is quicker than one rank after the other."""
+
+
+def is_proven(columns: Columns) -> bool:
+    """Whether a schedule passes every check that ``check`` makes without a capacity."""
+    numbers = Numbers(columns)
+    return bool(
+        numbers.fits
+        and numbers.once
+        and _complete(numbers)
+        and _one_rank(columns)
+        and _memory(numbers)
+        and _updates(numbers)
+        and _communication(numbers)
+        and _progress(numbers)
+    )
+
+
+def _complete(numbers: Numbers) -> bool:
+    columns = numbers.columns
+    if not columns.count or not np.diff(columns.first).all():
+        return False
+    forward, full, inputs, weights = (
+        numbers.there(kind)[:, : columns.num_microbatches]
+        for kind in (
+            Kind.FORWARD,
+            Kind.BACKWARD,
+            Kind.BACKWARD_INPUT,
+            Kind.BACKWARD_WEIGHT,
+        )
+    )
+    # Both halves, and exactly one of these and the whole.
+    return bool((forward & (inputs == weights) & (full != inputs)).all())
+
+
+def _one_rank(columns: Columns) -> bool:
+    microbatches = 1 + int(columns.microbatch.max())
+    places = columns.stage.astype(np.int64) * microbatches + columns.microbatch
+    home = np.zeros(columns.num_stages * microbatches, np.int32)
+    home[places] = columns.rank
+    return bool((home[places] == columns.rank).all())
+
+
+def _memory(numbers: Numbers) -> bool:
+    columns = numbers.columns
+    forward, free, again = map(numbers.there, (Kind.FORWARD, Kind.FREE, Kind.RECOMPUTE))
+    if Kind.FREE in columns.kinds and not free[forward].all():
+        return False
+    recomputed = columns.stage[columns.are_of({Kind.RECOMPUTE})]
+    stages = np.unique(recomputed)
+    return bool((again[stages] >= forward[stages]).all())
+
+
+def _updates(numbers: Numbers) -> bool:
+    columns = numbers.columns
+    if not OF_A_ROUND & set(columns.kinds):
+        return True
+    # One group for each stage of each rank.
+    gradients = np.flatnonzero(columns.are_of(RELEASING))
+    group = columns.rank[gradients].astype(np.int64) * columns.num_stages
+    group += columns.stage[gradients]
+    groups, member = np.unique(group, return_inverse=True)
+    last, newest = np.zeros((2, len(groups)), np.int64)
+    np.maximum.at(last, member, gradients)
+    np.maximum.at(newest, member, columns.microbatch[gradients])
+    rank, stage = np.divmod(groups, columns.num_stages)
+    shared = np.array([numbers.copies[index] > 1 for index in stage.tolist()], np.bool_)
+    for kind, wanted in ((Kind.REDUCE, shared), (Kind.UPDATE, Kind.UPDATE in columns.kinds)):
+        number = numbers.at(stage, kind, newest)
+        behind = (number > last) & (number < columns.first[rank + 1])
+        if not (behind | ~np.broadcast_to(wanted, behind.shape)).all():
+            return False
+    return True
+
+
+def _communication(numbers: Numbers) -> bool:
+    columns = numbers.columns
+    if not COMMUNICATION & set(columns.kinds):
+        return True
+    for kind, ops, needs in numbers.rule():
+        if kind in COMMUNICATION:
+            stages, other = OTHER_END[kind]
+            if (numbers.other(ops, other, stages) == numbers.absent).any():
+                return False
+        elif kind in COMPUTE:
+            for need in needs:
+                there = need < numbers.nothing
+                if (columns.rank[need[there]] != columns.rank[ops[there]]).any():
+                    return False
+    return True
+
+
+def _progress(numbers: Numbers) -> bool:
+    needs = needs_of(numbers.columns, numbers)
+    if needs is None:
+        return False
+    if needs.several or numbers.columns.num_ranks < _MANY_RANKS:
+        return _rank_by_rank(numbers.columns, needs)
+    return _all_at_once(numbers.columns, needs)
+
+
+def _rank_by_rank(columns: Columns, needs: Needs) -> bool:
+    """Let each rank go on until it waits, and go on again when what it waits for is done."""
+    first = columns.first.tolist()
+    # Single numbers come from an array of the standard library at half the time.
+    single, several = array("i", needs.single.tobytes()), needs.several
+    done = bytearray(columns.count + 2)
+    done[needs.nothing] = 1
+    position = first[:-1]
+    runnable = list(range(columns.num_ranks))
+    waiting: dict[int, list[int]] = {}
+    while runnable:
+        rank = runnable.pop()
+        for op in range(position[rank], first[rank + 1]):
+            need = single[op]
+            if not done[need]:
+                need = next((one for one in several.get(op, (need,)) if not done[one]), -1)
+                if need >= 0:
+                    waiting.setdefault(need, []).append(rank)
+                    position[rank] = op
+                    break
+            done[op] = 1
+            if op in waiting:
+                runnable += waiting.pop(op)
+    return not waiting
+
+
+def _all_at_once(columns: Columns, needs: Needs) -> bool:
+    """In each wave, every rank whose next op can run runs it."""
+    done = np.zeros(columns.count + 2, np.bool_)
+    done[needs.nothing] = True
+    position, limit = columns.first[:-1].copy(), columns.first[1:]
+    while position.size:
+        before = int(position.sum())
+        # No rank comes to its end before so many waves.
+        for _ in range(int((limit - position).min())):
+            can = done.take(needs.single.take(position))
+            done[position] = can
+            position += can
+        if int(position.sum()) == before:
+            return False
+        goes_on = position < limit
+        position, limit = position[goes_on], limit[goes_on]
+    return True

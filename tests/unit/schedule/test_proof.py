@@ -1,0 +1,246 @@
+"""The check on whole columns against the one that goes op by op and says what is wrong."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock import Kind, Op, Schedule, check, schedules
+from penstock.errors import InputError, ScheduleError
+from penstock.schedule import check as checking
+from penstock.schedule import proof
+from penstock.schedule.check import check_each_op
+from penstock.schedule.columns import Columns
+from penstock.schedule.lower import (
+    add_agreement,
+    add_communication,
+    add_free,
+    add_recompute,
+    add_reduce,
+    add_update,
+    add_updates,
+    lower,
+    split_backward,
+)
+from penstock.schedule.numbers import Numbers
+from penstock.schedule.proof import is_proven
+from penstock.schedule.rounds import Rounds
+
+FIXED = [name for name in schedules.names() if name not in schedules.SEARCHED]
+
+
+def in_rounds(schedule):
+    copies = [schedule.copies[stage] for stage in range(schedule.num_stages)]
+    return add_updates(schedule, Rounds(tuple(copies)))
+
+
+PASSES = {
+    "nothing": lambda schedule: schedule,
+    "halves": split_backward,
+    "recompute": add_recompute,
+    "free": add_free,
+    "reduce": lambda schedule: add_reduce(schedule, shared=[0]),
+    "update": add_update,
+    "rounds": in_rounds,
+    "agreement": lambda schedule: add_agreement(add_update(schedule, together=True)),
+    "late agreement": lambda schedule: add_agreement(add_update(schedule), late=True),
+    "messages": add_communication,
+    "all": lower,
+    "all, with recompute": lambda schedule: lower(add_recompute(schedule, [0])),
+}
+
+
+@st.composite
+def valid(draw):
+    """A schedule of any family, and what passes add."""
+    name = draw(st.sampled_from(FIXED))
+    options = {}
+    if name in ("1f1b", "gpipe", "pipedream") and draw(st.booleans()):
+        options["replicas"] = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    ranks = sum(options["replicas"]) if options else draw(st.integers(1, 4))
+    ranks += ranks % 2 if name == "chimera" else 0
+    count = draw(st.integers(1, 8))
+    try:
+        built = schedules.build(name, num_ranks=ranks, num_microbatches=count, **options)
+    except InputError:
+        built = schedules.build(
+            name, num_ranks=ranks, num_microbatches=max(count, 2 * ranks, 3), **options
+        )
+    return PASSES[draw(st.sampled_from(sorted(PASSES)))](built)
+
+
+def _another(draw, op):
+    """An op that differs in one thing."""
+    field = draw(st.sampled_from(["stage", "kind", "microbatch", "slice"]))
+    if field == "kind":
+        return op._replace(kind=draw(st.sampled_from(sorted(Kind))))
+    return op._replace(**{field: max(0, getattr(op, field) + draw(st.sampled_from([-1, 1, 5])))})
+
+
+@st.composite
+def perhaps_broken(draw):
+    """A valid schedule with up to three mistakes."""
+    ranks = [list(ops) for ops in draw(valid()).ranks]
+    for _ in range(draw(st.integers(0, 3))):
+        rank = draw(st.integers(0, len(ranks) - 1))
+        ops = ranks[rank]
+        if not ops:
+            continue
+        place = draw(st.integers(0, len(ops) - 1))
+        other = draw(st.integers(0, len(ranks) - 1))
+        match draw(st.sampled_from(["drop", "double", "swap", "move", "rank", "change"])):
+            case "drop":
+                ops.pop(place)
+            case "double":
+                ranks[other].append(ops[place])
+            case "swap":
+                with_ = draw(st.integers(0, len(ops) - 1))
+                ops[place], ops[with_] = ops[with_], ops[place]
+            case "move":
+                ops.insert(draw(st.integers(0, len(ops))), ops.pop(place))
+            case "rank":
+                ranks[other].insert(
+                    draw(st.integers(0, len(ranks[other]))), ops.pop(place)
+                ) if other != rank else None
+            case "change":
+                ops[place] = _another(draw, ops[place])
+    return Schedule.of(ranks)
+
+
+def verdict(checked, schedule):
+    try:
+        checked(schedule)
+    except Exception as error:
+        return type(error), str(error)
+    return None
+
+
+@pytest.mark.parametrize("many_ranks", [1, 100])
+@settings(max_examples=150)
+@given(schedule=perhaps_broken())
+def test_what_is_proven_is_what_no_op_contradicts(many_ranks, schedule):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(proof, "_MANY_RANKS", many_ranks)
+        patch.setattr(checking, "MANY_OPS", 0)
+        expected = verdict(check_each_op, schedule)
+        # Not only the same words: whoever is right must be proven, or large ones were slow.
+        assert is_proven(schedule.columns) == (expected is None)
+        assert verdict(check, schedule) == expected
+
+
+MISTAKES = {
+    "twice": "0F0,0B0,0B0",
+    "half a backward": "0F0,0I0",
+    "the other half": "0F0,0W0",
+    "no backward": "0F0",
+    "no forward": "0B0",
+    "whole and halves": "0F0,0I0,0W0,0B0",
+    "whole and a half": "0F0,0B0,0W0",
+    "two ranks": "0F0,0I0\n0W0",
+    "never freed": "0F0,0B0,0FREE0,0F1,0B1",
+    "not recomputed": "0F0,0R0,0B0,0F1,0B1",
+    "updated too soon": "0F0,0B0,0UPDATE0,0F1,0B1",
+    "updated in another's name": "0F0,0B0,0F1,0B1,0UPDATE0",
+    "not updated": "0F0,0B0,0UPDATE0\n1F0,1B0",
+    "copies that are not summed": "0F0,0B0,0UPDATE0\n0F1,0B1,0UPDATE1",
+    "a copy that is not summed": "0F0,0B0,0REDUCE0\n0F1,0B1",
+    "updated before the sum": "0F0,0B0,0UPDATE0,0REDUCE0\n0F1,0B1,0REDUCE1,0UPDATE1",
+    "updated before the agreement": "0F0,0B0,0UPDATE0,0AGREE0",
+    "no receive": "0F0,0SEND_F0,0B0\n1F0,1B0",
+    "no send": "1RECV_F0,1F0,1B0\n0F0,0B0",
+    "a message to nobody": "0F0,0SEND_F0,0B0",
+    "no message": "0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0",
+    "freed before its part": "0F0,0I0,0FREE_I0,0W0,0FREE0,0F1,0I1,0W1,0FREE1,0FREE_I1",
+    "a later slice first": "0F0.1,0F0,0B0.1,0B0",
+    "an earlier slice first": "0F0,0F0.1,0B0,0B0.1",
+    "ranks that wait for each other": "0F0,0B0\n1B0,1F0",
+}
+
+
+@pytest.mark.parametrize("many_ranks", [1, 100])
+@pytest.mark.parametrize("text", MISTAKES.values(), ids=MISTAKES)
+def test_each_mistake_is_seen(monkeypatch, many_ranks, text):
+    monkeypatch.setattr(proof, "_MANY_RANKS", many_ranks)
+    schedule = Schedule.parse(text)
+    assert verdict(check_each_op, schedule) is not None
+    assert not is_proven(schedule.columns)
+
+
+def test_a_replica_without_a_microbatch_in_the_last_round_takes_part():
+    schedule = in_rounds(
+        schedules.build("pipedream", num_ranks=2, num_microbatches=3, replicas="2")
+    )
+    assert Op(0, Kind.UPDATE, 3) in schedule.where
+    assert is_proven(schedule.columns)
+
+
+def test_a_rank_that_hands_in_less_often_is_left_to_the_check_of_each_op():
+    schedule = Schedule.parse(
+        "0F0,0B0,0REDUCE0,0UPDATE0,0F1,0B1,0REDUCE1,0UPDATE1\n1F0,1B0,1F1,1B1,1REDUCE1,1UPDATE1"
+    )
+    assert not is_proven(schedule.columns)
+
+
+@settings(max_examples=150)
+@given(schedule=perhaps_broken())
+def test_numbers_are_named_by_the_one_rule(schedule):
+    columns = schedule.columns
+    ops = [op for own in schedule.ranks for op in own]
+    numbers = Numbers(columns)
+    if not numbers.once:
+        assert len(set(ops)) < len(ops)
+        return
+    assert len(set(ops)) == len(ops)
+    said = {}
+    for kind, own, needs in numbers.rule():
+        for place, op in enumerate(own.tolist()):
+            assert ops[op].kind is kind
+            said[ops[op]] = [int(need[place]) for need in needs]
+    for op in ops:
+        if op.kind is Kind.UPDATE:
+            continue  # the hand-ins of other ranks are in ``several``
+        expected = [
+            ops.index(need) if need in schedule.where else numbers.absent
+            for need in schedule.dependencies(op)
+        ]
+        assert [need for need in said[op] if need != numbers.nothing] == expected
+
+
+@given(schedule=valid())
+def test_updates_wait_for_what_the_one_rule_says(schedule):
+    ops = [op for own in schedule.ranks for op in own]
+    numbers = Numbers(schedule.columns)
+    needs = numbers.needs()
+    for number, op in enumerate(ops):
+        waits = set(needs.several.get(number, [int(needs.single[number])])) - {numbers.nothing}
+        expected = set(map(ops.index, schedule.dependencies(op)))
+        own = schedule.columns.first[schedule.where[op]]
+        assert waits <= expected
+        assert all(own <= other < number for other in expected - waits)
+
+
+@given(schedule=perhaps_broken())
+def test_columns_are_the_ops(schedule):
+    columns = schedule.columns
+    ranks = [columns.ops(slice(*ends)) for ends in pairwise(columns.first)]
+    assert Schedule.of(ranks) == schedule
+    assert [type(op.kind) for own in ranks for op in own] == [Kind] * columns.count
+    assert columns.num_stages == schedule.num_stages
+    assert columns.num_microbatches == schedule.num_microbatches
+    assert columns.num_slices == schedule.num_slices
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [Op(0, "F", 0), Op(0.0, Kind.FORWARD, 0), Op(-1, Kind.FORWARD, 0), Op(0, Kind.FORWARD, 2**40)],
+)
+def test_ops_of_odd_fields_have_no_columns(odd):
+    assert Columns.of_ranks(((odd,),)) is None
+
+
+def test_a_mistyped_number_makes_no_endless_table(monkeypatch):
+    monkeypatch.setattr(checking, "MANY_OPS", 0)
+    schedule = Schedule.parse("0F0,0B0,0F999999999,0B999999999")
+    with pytest.raises(ScheduleError, match="0B1, 0B2, 0B3, 0F1, 0F2 and more missing"):
+        check(schedule)
