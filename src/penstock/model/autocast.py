@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 
@@ -29,8 +29,8 @@ def autocast_here() -> dict[str, torch.dtype]:
 
 @contextmanager
 def autocasting(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
-    """A context with autocast on for some device types and off for all others; where it is off and
-    stays off, nobody waits for a turn.
+    """A context with autocast on for some device types and off for all others; only where it is on
+    does one wait for a turn.
 
     Args:
         dtypes: by device type, what to cast to.
@@ -39,7 +39,8 @@ def autocasting(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
     if not dtypes and not here:
         yield
         return
-    with _TURN, ExitStack() as stack:
+    # Within another region, switching off and back again forgets nothing: that needs no turn.
+    with _TURN if dtypes else nullcontext(), ExitStack() as stack:
         for device in here.keys() - dtypes.keys():
             stack.enter_context(torch.autocast(device, enabled=False))
         for device, dtype in dtypes.items():

@@ -54,9 +54,14 @@ def test_it_is_as_it_was_behind_it(dtypes):
     assert autocast_here() == {}
 
 
-def test_where_it_is_off_nobody_waits():
+@pytest.mark.parametrize("around", [{}, BFLOAT16])
+def test_where_it_is_off_nobody_waits(around):
+    def switched_off():
+        with torch.autocast("cpu", enabled=bool(around)), autocasting({}):
+            pass
+
     with autocasting(BFLOAT16):
-        thread = threading.Thread(target=autocasting({}).__enter__)
+        thread = threading.Thread(target=switched_off)
         thread.start()
         thread.join(60)
         assert not thread.is_alive()
