@@ -4,7 +4,7 @@
 
 Both perform the same matrix products, in turns, one thread; medians over rounds. The first line is
 the cost of a record where the op itself does nothing; then the share that it is of short ops,
-measured directly; then what it takes to make a timeline of the records, once per step.
+measured directly; then what it takes to make a timeline of the records, when somebody asks for it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from penstock.run import outcome
+from penstock.run.outcome import RankRecord, timeline
 from penstock.run.rank.interpreter import perform_all
-from penstock.run.rank.journal import Journal, Record
+from penstock.run.rank.journal import Journal
 from penstock.schedule import Kind, Op
 
 NUM_OPS = 20
@@ -72,12 +73,13 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 def in_turns(work: Callable[[], object], rounds: int) -> tuple[float, float, float]:
     """Median seconds per op without and with records, and the median of their differences."""
-    steps = [Step(Op(0, Kind.FORWARD, k)) for k in range(NUM_OPS)]
+    ops = [Op(0, Kind.FORWARD, k) for k in range(NUM_OPS)]
+    steps = [Step(op) for op in ops]
     without, recorded = [], []
     for number in range(rounds):
         pair = [
             (without, lambda: unrecorded(steps, work)),
-            (recorded, lambda: perform_all(steps, work, Journal())),
+            (recorded, lambda: perform_all(steps, work, Journal(ops))),
         ]
         # Whoever comes second finds warmer caches: take turns in that too.
         for times, run in pair if number % 2 else reversed(pair):
@@ -98,8 +100,9 @@ def main() -> None:
         f"ops without records {without * 1e6:.2f} µs, with {recorded * 1e6:.2f} µs; "
         f"difference, median of pairs: {difference / without:+.2%}"
     )
-    records = [[Record(Op(0, Kind.FORWARD, k), k, k + 1.0) for k in range(1000)]]
-    making = min(seconds_of(lambda: outcome.timeline(records, "")) for _ in range(50)) / 1000
+    ops, starts = [Op(0, Kind.FORWARD, k) for k in range(1000)], array("d", range(1000))
+    record_of_rank = RankRecord(ops, starts, starts)
+    making = min(seconds_of(lambda: timeline([[record_of_rank]], "")) for _ in range(50)) / 1000
     print(f"a timeline of them: {making * 1e9:.0f} ns per op, {making / op_seconds:.2%}")
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import policies
 from pages import HERE, bibtex, filled, linked, options, paragraphs, percent, table
 
-from penstock.cli.sources import Source, load
+from penstock.cli.sources import Drawable, load
 from penstock.drawing import draw, draw_scatter, draw_stacked
 from penstock.errors import InputError
 from penstock.schedule import Schedule, families
@@ -64,7 +64,7 @@ def _write_schedules(target: Path) -> None:
 
 
 @cache
-def _load(name: str, ranks: int, microbatches: int, costs: Costs | None = None) -> Source:
+def _load(name: str, ranks: int, microbatches: int, costs: Costs | None = None) -> Drawable:
     if costs is None:
         return load(name, ranks, microbatches, Costs())
     known = _load(name, ranks, microbatches)
@@ -72,10 +72,10 @@ def _load(name: str, ranks: int, microbatches: int, costs: Costs | None = None) 
         return load(name, ranks, microbatches, costs)
     # The order is the same for all costs, and need not be built again.
     per_rank = known.schedule.num_stages / known.schedule.num_ranks
-    return Source(simulate(known.schedule, costs.spread(per_rank)), known.schedule)
+    return Drawable(simulate(known.schedule, costs.spread(per_rank)), known.schedule)
 
 
-def _drawn(name: str) -> tuple[tuple[int, int], Source]:
+def _drawn(name: str) -> tuple[tuple[int, int], Drawable]:
     """A family at the first size that it accepts, and that size."""
     for size in DRAWN[:-1]:
         with suppress(InputError):
@@ -83,7 +83,7 @@ def _drawn(name: str) -> tuple[tuple[int, int], Source]:
     return DRAWN[-1], _load(name, *DRAWN[-1])
 
 
-def _built(size: tuple[int, int], costs: Costs | None = None) -> dict[str, Source]:
+def _built(size: tuple[int, int], costs: Costs | None = None) -> dict[str, Drawable]:
     """The families that flush and accept a size. Those that never flush do not compute the same,
     and have no bubble but where their stream begins and ends."""
     found = {}
@@ -93,7 +93,7 @@ def _built(size: tuple[int, int], costs: Costs | None = None) -> dict[str, Sourc
     return found
 
 
-def _numbers(source: Source) -> list[str]:
+def _numbers(source: Drawable) -> list[str]:
     timeline, schedule, _ = source
     assert schedule is not None  # it comes from a family
     return [
@@ -182,7 +182,7 @@ def _index(told: Sequence[About]) -> dict[str, str]:
     return {"table": table(("schedule", "law", *_COLUMNS), rows, 2), "pictures": pictures}
 
 
-def _choosing(chosen: dict[str, Source]) -> dict[str, str]:
+def _choosing(chosen: dict[str, Drawable]) -> dict[str, str]:
     ranks, microbatches = CHOICE
     by_memory = sorted(chosen, key=lambda name: max(chosen[name].timeline.peak_activations))
     left_out = [name for name in _FLUSHING if name not in chosen]
@@ -212,7 +212,7 @@ def _choosing(chosen: dict[str, Source]) -> dict[str, str]:
     }
 
 
-def _both(source: Source) -> str:
+def _both(source: Drawable) -> str:
     """The makespan bubble; behind it the stage bubble, if it is another."""
     bubble, stage = source.timeline.bubble, source.timeline.stage_bubble
     shown = percent(bubble)
