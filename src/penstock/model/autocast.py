@@ -29,8 +29,8 @@ def autocast_here() -> dict[str, torch.dtype]:
 
 @contextmanager
 def autocasting(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
-    """A context with autocast on for some device types and off for all others; only where it is on
-    does one wait for a turn.
+    """A context with autocast on for some device types and off for all others. Only where it is on
+    does one wait for a turn, and weights are cast anew.
 
     Args:
         dtypes: by device type, what to cast to.
@@ -45,4 +45,9 @@ def autocasting(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
             stack.enter_context(torch.autocast(device, enabled=False))
         for device, dtype in dtypes.items():
             stack.enter_context(torch.autocast(device, dtype))
+        if dtypes:
+            # Within the caller's region, which may last for many updates, nothing would be
+            # forgotten, and forwards would go on with casts of old weights.
+            torch.clear_autocast_cache()
+            stack.callback(torch.clear_autocast_cache)
         yield

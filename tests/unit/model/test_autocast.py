@@ -40,6 +40,19 @@ def test_another_thread_that_leaves_autocast_changes_no_gradient():
     thread.join()
 
 
+def test_within_a_callers_region_weights_that_have_changed_are_cast_anew():
+    weight = nn.Parameter(torch.ones(1, 1))
+    outputs = []
+    with torch.autocast("cpu", torch.bfloat16):
+        F.linear(torch.ones(1, 1), weight)  # the caller's own use is remembered, too
+        for value in (2.0, 3.0):
+            with torch.no_grad():
+                weight.fill_(value)
+            with autocasting(BFLOAT16):
+                outputs.append(F.linear(torch.ones(1, 1), weight).item())
+    assert outputs == [2.0, 3.0]
+
+
 def test_a_thread_may_take_several_turns_at_once():
     with autocasting(BFLOAT16), autocasting({"cpu": torch.float16}):
         assert autocast_here() == {"cpu": torch.float16}
