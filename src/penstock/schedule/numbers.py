@@ -14,6 +14,7 @@ from itertools import pairwise, product
 
 import numpy as np
 
+from penstock.errors import ScheduleError
 from penstock.schedule.columns import CODES, Bools, Columns, Ints, Longs
 from penstock.schedule.op import BEFORE, COMPUTE, NEEDS, OF_A_ROUND, Kind
 from penstock.schedule.schedule import exchanges
@@ -228,5 +229,5 @@ def needs_of(columns: Columns, numbers: Numbers | None = None) -> Needs | None:
 def _needs(numbers: Numbers) -> Needs | None:
     try:
         return numbers.needs() if numbers.fits and numbers.once else None
-    except IndexError:  # an update of a turn that another rank does not have
+    except ScheduleError:  # an update of a turn that another rank does not have
         return None

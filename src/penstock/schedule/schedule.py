@@ -263,6 +263,9 @@ def exchanges(ranks: Sequence[Sequence[Op]], copies: Mapping[int, int]) -> dict[
     Args:
         ranks: the ops of each rank, or its reductions, agreements and updates alone.
         copies: how many ranks hold each stage's weights.
+
+    Raises:
+        ScheduleError: an update has nothing to wait for on another rank.
     """
     agrees = [op for ops in ranks for op in ops if op.kind is Kind.AGREE]
     reduces, updates = (_by_stage(ranks, kind) for kind in (Kind.REDUCE, Kind.UPDATE))
@@ -271,7 +274,13 @@ def exchanges(ranks: Sequence[Sequence[Op]], copies: Mapping[int, int]) -> dict[
     for stage, turns in updates.items():
         for number, ops in enumerate(turns):
             sources = [reduces[stage]] if copies[stage] > 1 else tied
-            handed = [op for those in sources for op in those[number]] if reduces[stage] else []
+            if reduces[stage] and any(number >= len(reduced) for reduced in sources):
+                raise ScheduleError(
+                    f"{ops[0]} is update {number + 1} of stage {stage}, but not every stage that "
+                    f"shares its weights hands in gradients (REDUCE) {number + 1} times; let all "
+                    "hand in before each update"
+                )
+            handed = [op for reduced in sources for op in reduced[number]] if reduces[stage] else []
             waits.update(dict.fromkeys(ops, handed + agrees))
     return waits
 

@@ -180,6 +180,8 @@ def test_a_rank_that_hands_in_less_often_is_left_to_the_check_of_each_op():
         "0F0,0B0,0REDUCE0,0UPDATE0,0F1,0B1,0REDUCE1,0UPDATE1\n1F0,1B0,1F1,1B1,1REDUCE1,1UPDATE1"
     )
     assert not is_proven(schedule.columns)
+    with pytest.raises(ScheduleError, match=r"0UPDATE1 is update 2 of stage 0.*hands in"):
+        check(schedule)
 
 
 @settings(max_examples=150)
