@@ -355,6 +355,8 @@ def test_a_rank_that_fails_says_why(nothing_left_behind):
 
 
 INTERRUPTED = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let background jobs ignore it
 from penstock import Costs, schedules
 from penstock.rehearsal import rehearse
 schedule = schedules.build("1f1b", num_ranks=2, num_microbatches=2)
