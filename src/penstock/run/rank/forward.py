@@ -61,11 +61,10 @@ class Forward:
         unit, stage, mail = work.unit(self.unit), self.op.stage, work.mail
         on_trust = self.updater.pending  # [4]
         value = mail.values.pop((stage, unit)) if stage else work.input(unit, copied=on_trust)
-        skips = mail.skips(self.recalled, unit) if self.recalled else {}
+        skips = mail.skips(self.recalled, unit)
         compute = self._compute_on_trust if on_trust or value is VOID else self._compute
         produced = compute(work, unit, value, skips)
-        if self.stashed:
-            mail.hand_skips(self.stashed, unit, produced.skips)
+        mail.hand_skips(self.stashed, unit, produced.skips)
         if not self.is_last:
             mail.values[stage + 1, unit] = produced.value
 

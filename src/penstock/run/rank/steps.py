@@ -58,7 +58,7 @@ class _Back:
         """The gradients of the stage's output and of the skips that it stashed."""
         if not self.is_last:
             gradients = work.mail.gradients.pop((self.op.stage, unit))
-            return gradients, work.mail.skips(self.stashed, unit) if self.stashed else {}
+            return gradients, work.mail.skips(self.stashed, unit)
         # d(sum of weighted losses) / d(this loss) is its weight.
         scale = None if self.updater.loss_scale is None else self.updater.loss_scale.scale
         return [work.seed(unit, scale)], {}
@@ -67,8 +67,7 @@ class _Back:
         """Hand gradients to the stages before."""
         if self.op.stage > 0:
             work.mail.gradients[self.op.stage - 1, unit] = made.inputs
-        if self.recalled:
-            work.mail.hand_skips(self.recalled, unit, made.skips)
+        work.mail.hand_skips(self.recalled, unit, made.skips)
 
 
 @dataclass(frozen=True, slots=True)
