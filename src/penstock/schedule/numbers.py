@@ -22,6 +22,7 @@ from penstock.schedule.schedule import exchanges
 _MOST_EMPTY = 16
 """Places of the table per op: with more, some number is mistyped."""
 _SPARE = 1_000_000
+_MANY_RANKS = 4
 _BLOCK = 1 << 15
 
 
@@ -44,6 +45,11 @@ class Needs:
     several: dict[int, list[int]]
     nothing: int
     absent: int
+
+    def suit_waves(self, num_ranks: int) -> bool:
+        """Whether all ranks are let go on at once, op by op, rather than one after the other, each
+        as far as it can: with many ranks that is quicker, if no op needs several others."""
+        return not self.several and num_ranks >= _MANY_RANKS
 
 
 class Numbers:

@@ -14,9 +14,6 @@ from penstock.schedule.columns import Columns
 from penstock.schedule.numbers import Needs, Numbers, needs_of
 from penstock.schedule.op import COMMUNICATION, COMPUTE, OF_A_ROUND, RELEASING, Kind
 
-_MANY_RANKS = 4
-"""From so many on, one step of all ranks at once is quicker than one rank after the other."""
-
 
 def is_proven(columns: Columns) -> bool:
     """Whether a schedule passes every check that ``check`` makes without a capacity."""
@@ -111,9 +108,8 @@ def _progress(numbers: Numbers) -> bool:
     needs = needs_of(numbers.columns, numbers)
     if needs is None:
         return False
-    if needs.several or numbers.columns.num_ranks < _MANY_RANKS:
-        return _rank_by_rank(numbers.columns, needs)
-    return _all_at_once(numbers.columns, needs)
+    go = _all_at_once if needs.suit_waves(numbers.columns.num_ranks) else _rank_by_rank
+    return go(numbers.columns, needs)
 
 
 def _rank_by_rank(columns: Columns, needs: Needs) -> bool:

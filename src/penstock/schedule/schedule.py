@@ -220,9 +220,8 @@ class Schedule:
     @cached_property
     def num_hops(self) -> int:
         """How many tensors one minibatch sends from rank to rank, forward and backward."""
-        kinds = {op[1] for ops in self.ranks for op in ops}
         # Each output that crosses is followed by a gradient on its way back.
-        both_ways = 2 if kinds & BACKWARD else 1
+        both_ways = 2 if self.kinds & BACKWARD else 1
         rank_of = {
             (op.stage, op.microbatch, op.slice): rank
             for rank, ops in enumerate(self.ranks)

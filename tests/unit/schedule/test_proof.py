@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock import Kind, Op, Schedule, check, schedules
 from penstock.errors import InputError, ScheduleError
 from penstock.schedule import check as checking
-from penstock.schedule import proof
+from penstock.schedule import numbers as columns_numbers
 from penstock.schedule.check import check_each_op
 from penstock.schedule.columns import Columns
 from penstock.schedule.lower import (
@@ -121,7 +121,7 @@ def verdict(checked, schedule):
 @given(schedule=perhaps_broken())
 def test_what_is_proven_is_what_no_op_contradicts(many_ranks, schedule):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(proof, "_MANY_RANKS", many_ranks)
+        patch.setattr(columns_numbers, "_MANY_RANKS", many_ranks)
         patch.setattr(checking, "MANY_OPS", 0)
         expected = verdict(check_each_op, schedule)
         # Not only the same words: whoever is right must be proven, or large ones were slow.
@@ -161,7 +161,7 @@ MISTAKES = {
 @pytest.mark.parametrize("many_ranks", [1, 100])
 @pytest.mark.parametrize("text", MISTAKES.values(), ids=MISTAKES)
 def test_each_mistake_is_seen(monkeypatch, many_ranks, text):
-    monkeypatch.setattr(proof, "_MANY_RANKS", many_ranks)
+    monkeypatch.setattr(columns_numbers, "_MANY_RANKS", many_ranks)
     schedule = Schedule.parse(text)
     assert verdict(check_each_op, schedule) is not None
     assert not is_proven(schedule.columns)

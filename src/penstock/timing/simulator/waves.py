@@ -26,9 +26,6 @@ from penstock.timing.timeline import Timeline
 
 Floats = npt.NDArray[np.float64]
 
-_MANY_RANKS = 4
-"""From so many on, a wave is quicker than one rank after the other."""
-
 
 def by_waves(schedule: Schedule, costs: Costs) -> Timeline | None:
     """What ``simulate`` promises, where links are never busy; ``None`` if the schedule has no
@@ -40,10 +37,8 @@ def by_waves(schedule: Schedule, costs: Costs) -> Timeline | None:
     if needs is None:
         return None
     durations, delays = _durations(columns, costs), _Delays(columns, costs)
-    if needs.several or columns.num_ranks < _MANY_RANKS:
-        times = _rank_by_rank(columns, needs, durations, delays)
-    else:
-        times = _all_at_once(columns, needs, durations, delays)
+    go = _all_at_once if needs.suit_waves(columns.num_ranks) else _rank_by_rank
+    times = go(columns, needs, durations, delays)
     if times is None:
         return None
     start, end = times
