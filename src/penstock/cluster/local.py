@@ -97,10 +97,17 @@ def _chosen(there: list[Gpu], visible: str) -> list[Gpu]:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Cores that this process may keep busy: those it may run on, or what its container is granted
+    of them, whichever is less."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):  # there is no such limit
+        return cores
 
 
 def host_memory_bytes() -> int:

@@ -33,11 +33,18 @@ class NoticeKind(IntEnum):
     OLD_SLOT = 1
     """A slot will not be used again."""
     MESSAGE = 2
-    """A slot holds a message."""
+    """A slot holds a message; told so where there is no ring."""
     FAILURE = 3
     """The sender failed, the text says why; the number is the lowest that it had not discarded."""
     CLOSED = 4
     """The sender left for good, the text says why."""
+    RING = 5
+    """Messages will be told of in a ring (``ring``), of a segment that comes with it."""
+    WAKE = 6
+    """The ring has something new."""
+
+
+_WITH_SEGMENT = frozenset({NoticeKind.NEW_SLOT, NoticeKind.RING})
 
 
 class Notice(NamedTuple):
@@ -132,7 +139,7 @@ def _notice(data: bytes, descriptor: int) -> Notice | None:
     if len(data) < _FIELDS.size:
         return None
     kind, slot, tag, number = _FIELDS.unpack_from(data)
-    if kind not in _KINDS or (kind == NoticeKind.NEW_SLOT) != (descriptor >= 0):
+    if kind not in _KINDS or (kind in _WITH_SEGMENT) != (descriptor >= 0):
         return None
     text = data[_FIELDS.size :].decode(errors="replace")
     return Notice(_KINDS[kind], slot, tag, number, text, descriptor)

@@ -105,6 +105,7 @@ class BlockLayout:
         places: where its tensors lie.
         num_bytes: the size of the whole block.
         signature: equal for values of equal layout; ``None`` if that takes describing to tell.
+        number: tells it from the other layouts of the same sender; 0 at the receiver.
     """
 
     description: bytes
@@ -112,9 +113,12 @@ class BlockLayout:
     places: Sequence[BlockPlace]
     num_bytes: int
     signature: Any = field(default=None)
+    number: int = 0
 
     @classmethod
-    def read(cls, description: bytes, codec: Codec, signature: Any = None) -> BlockLayout:
+    def read(
+        cls, description: bytes, codec: Codec, signature: Any = None, number: int = 0
+    ) -> BlockLayout:
         """The layout that a description tells.
 
         Raises:
@@ -127,7 +131,7 @@ class BlockLayout:
             count = num_bytes // dtype.itemsize
             places.append(BlockPlace(offset, count, num_bytes, slot.shape, slot.strides, dtype))
             offset += _aligned(num_bytes)
-        return cls(description, node, places, offset, signature)
+        return cls(description, node, places, offset, signature, number)
 
 
 class Packer:
@@ -137,6 +141,7 @@ class Packer:
         self._codec = codec
         self._sent: dict[Edge, BlockLayout] = {}
         self._received: dict[Edge, BlockLayout] = {}
+        self._num_layouts = 0
 
     def describe(self, edge: Edge, value: Any) -> tuple[BlockLayout, list[Tensor]]:
         """The layout of a value, which is the edge's last one if nothing has changed; and its
@@ -155,7 +160,9 @@ class Packer:
                 raise RunError(
                     f"rank {edge.source} cannot send this value to rank {edge.target}: {error}"
                 ) from None
-            last = self._sent[edge] = BlockLayout.read(description, self._codec, signature)
+            self._num_layouts += 1
+            last = BlockLayout.read(description, self._codec, signature, self._num_layouts)
+            self._sent[edge] = last
         return last, [tensor.detach() for tensor in tensors]
 
     def recognise(self, edge: Edge, description: bytes) -> BlockLayout:

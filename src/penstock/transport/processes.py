@@ -205,7 +205,15 @@ def _connect_near(
         connections = doorway.connections(rank, neighbours, deadline_seconds / 2)
     except (OSError, RunError) as error:
         return None, f"rank {rank} could not connect to the others of its host: {error}"
-    return SharedMemoryTransport(rank, connections, deadline_seconds, codec), ""
+    near = None
+    try:
+        near = SharedMemoryTransport(rank, connections, deadline_seconds, codec)
+        near.meet()
+    except RunError as error:
+        if near is not None:
+            near.close("shared memory could not be had")
+        return None, str(error)
+    return near, ""
 
 
 def _open_doorway(rank: int, num_ranks: int) -> tuple[Doorway | None, str]:

@@ -1,9 +1,14 @@
-"""Transport between processes of one host: values lie in shared memory, sockets tell where.
+"""Transport between processes of one host: values lie in shared memory, and rings tell where.
 
 A value is copied once, by its sender; the receiver's tensors lie where it was copied to
-(``slots``). Notices and the end of a process come over one socket per pair of ranks (``link``).
-Nothing here has a name in the file system, so nothing can be left behind. Who waits sleeps at once:
-looking for 20 µs first made a hand-over take 45 µs instead of 25 where other work wants the cores.
+(``slots``). What came is told in shared memory too (``ring``). All else, failures and the end of a
+process above all, comes over one socket per pair of ranks (``link``), which also wakes who sleeps.
+Nothing here has a name in the file system, so nothing can be left behind.
+
+Who waits looks for a while before it sleeps, where every rank's threads have cores of their own: a
+sleep costs about 50 µs of latency and as much processor time as looking for a millisecond. Where
+the waits of late were longer than that, it looks only briefly; where cores are fewer than threads,
+not at all, since somebody else needs the core to get on with what is waited for.
 
 A hand-over, from the sender's side (S) to the receiver's (R); the numbers stand at the lines below
 and in ``slots``:
@@ -13,8 +18,10 @@ and in ``slots``:
    sends its descriptor in a notice (``NEW_SLOT``), and R maps it. The largest slot that is free but
    too small goes first (``OLD_SLOT``), so that memory follows what is in flight.
 3. S copies header, note and tensors into the slot, and marks it WAITING.
-4. S tells R (``MESSAGE``: slot, tag, number). If R cannot be told, the slot is FREE again.
-5. R reads the notice whenever it waits for anything, and keeps the arrival by (edge, number).
+4. S tells R (slot, tag, number, layout) in the ring, and wakes R if it sleeps (``WAKE``); without
+   a ring, by a notice (``MESSAGE``). If R cannot be told, the slot is FREE again.
+5. R reads the ring and the notices whenever it waits for anything, and keeps the arrival by (edge,
+   number).
 6. R, when it is asked for the message, marks the slot TAKEN: it no longer counts in 1. While it
    waits for another message of the edge it does so for all of them, or that one could never leave.
 7. R's tensors lie in the slot. When the last of them is dropped, the slot is marked FREE, by a byte
@@ -33,17 +40,28 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+
+from penstock.cluster.local import usable_cores
 from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.transport import segment
 from penstock.transport.base import Edge, Noted, Patience, RankFailure, Transport, overdue
 from penstock.transport.link import Notice, NoticeKind, PeerLink
 from penstock.transport.packing import BlockLayout, Packer
+from penstock.transport.ring import HAS_RINGS, RING_BYTES, RingReader, RingWriter
 from penstock.transport.slots import RemoteSlot, Slot, SlotPool, segment_size
 from penstock.transport.wire import Codec
 
 _MOST_UNDER_WAY = 64
 _LOOK_AGAIN_MILLISECONDS = 1.0
 _PARTING_SECONDS = 1.0
+_LONGEST_SLEEP_MILLISECONDS = 100.0
+"""Nobody sleeps longer without a look at the rings. No wake-up gets lost on x86-64; on something
+that only pretends to be one (an emulator on other cores), one might, and costs no more than this."""
+
+_LONGEST_LOOK_SECONDS = 1e-3
+_SHORTEST_LOOK_SECONDS = 2e-5
+_LOOKS_PER_CLOCK = 8
 
 
 class _Arrival(NamedTuple):
@@ -62,6 +80,10 @@ class _Peer:
         self.link = link
         self.pool = SlotPool()
         self.remote_slots: dict[int, RemoteSlot] = {}
+        self.outgoing: RingWriter | None = None
+        self.incoming: RingReader | None = None
+        self.layouts: dict[int, tuple[int, BlockLayout]] = {}
+        """By tag, the last layout that came, and its number."""
         self.farewell = ""
         """Why nothing will come any more; empty while it lives."""
         self.died = False
@@ -95,6 +117,9 @@ class SharedMemoryTransport(Transport):
             other: _Peer(other, PeerLink(rank, other, connection))
             for other, connection in connections.items()
         }
+        self._readers: list[tuple[_Peer, RingReader]] = []
+        self._look_seconds = _LONGEST_LOOK_SECONDS
+        self._cores = usable_cores()
         self._poll = select.poll()
         self._peer_of = {peer.link.fileno(): peer for peer in self._peers.values()}
         for descriptor in self._peer_of:
@@ -108,6 +133,32 @@ class SharedMemoryTransport(Transport):
         self._goodbye = weakref.finalize(self, _leave, links, os.getpid(), "its process ended")
         # Otherwise a child, which has copies of the sockets, would hide that this process died.
         os.register_at_fork(after_in_child=partial(_abandon, weakref.ref(self)))
+        if HAS_RINGS:
+            for peer in self._peers.values():
+                self._make_ring(peer)
+
+    def _make_ring(self, peer: _Peer) -> None:
+        purpose = f"to tell rank {peer.rank} of messages"
+        memory, descriptor = segment.allocate(RING_BYTES, self._rank, purpose)
+        try:
+            # The first notice of a link always has room; a peer that is gone is noticed later.
+            with contextlib.suppress(ConnectionError):
+                peer.link.tell(Notice(NoticeKind.RING, number=RING_BYTES, descriptor=descriptor))
+        finally:
+            os.close(descriptor)
+        peer.outgoing = RingWriter(memory)
+
+    def meet(self) -> None:
+        """Wait until every rank of this host can tell this one of messages, so that a lack of
+        memory or of open files shows before there are any.
+
+        Raises:
+            RunError: this process cannot map the memory for that.
+            PeerError, DeadlineError: another rank did not come.
+        """
+        waiting = f"rank {self._rank}, waiting for memory to hear from others"
+        for peer in self._peers.values() if HAS_RINGS else ():
+            self._wait(partial(_is_heard, peer), peer, waiting)
 
     @property
     def ranks(self) -> frozenset[int]:
@@ -119,6 +170,8 @@ class SharedMemoryTransport(Transport):
         peer = self._peer(edge.target)
         value, note = value if type(value) is Noted else (value, b"")
         layout, tensors = self._packer.describe(edge, value)
+        if peer.farewell:
+            self._check_hope(peer, waiting)
         if not peer.has_room(edge.tag, self._lowest):  # [1]
             has_room = partial(peer.has_room, edge.tag, self._lowest)
             self._wait(has_room, peer, waiting, _LOOK_AGAIN_MILLISECONDS)
@@ -126,10 +179,24 @@ class SharedMemoryTransport(Transport):
         slot = peer.pool.free(layout.num_bytes) or self._new_slot(peer, layout.num_bytes, waiting)
         slot.fill(edge.tag, number, layout, tensors, note)  # [3]
         try:  # [4]
-            self._tell(peer, Notice(NoticeKind.MESSAGE, slot.index, edge.tag, number), waiting)
+            if peer.outgoing is None:
+                self._tell(peer, Notice(NoticeKind.MESSAGE, slot.index, edge.tag, number), waiting)
+            else:
+                # A note has to be read, so whoever finds one is made to read all.
+                known = 0 if note else layout.number
+                self._put(peer, peer.outgoing, (slot.index, edge.tag, number, known), waiting)
         except RunError:
             slot.take_back()
             raise
+
+    def _put(
+        self, peer: _Peer, ring: RingWriter, entry: tuple[int, int, int, int], waiting: str
+    ) -> None:
+        """Leave an entry in a ring, reading what comes while there is no room."""
+        if not ring.put(*entry):
+            self._wait(partial(ring.put, *entry), peer, waiting, _LOOK_AGAIN_MILLISECONDS)
+        if ring.must_wake():
+            self._tell(peer, Notice(NoticeKind.WAKE), waiting)
 
     def _new_slot(self, peer: _Peer, num_bytes: int, waiting: str) -> Slot:
         size, pool = segment_size(num_bytes), peer.pool
@@ -159,7 +226,7 @@ class SharedMemoryTransport(Transport):
             try:
                 return peer.link.tell(notice)
             except ConnectionError:
-                self._take_in(0)  # it may have said why
+                self._read_links(0)  # it may have said why
                 self._lose(peer)
                 return False
 
@@ -168,8 +235,8 @@ class SharedMemoryTransport(Transport):
     def recv(self, edge: Edge, number: int, waiting: str) -> Any:
         wanted = (edge, number)
         peer = self._peer(edge.source)
-        if wanted not in self._early:
-            self._take_in(0)
+        if wanted not in self._early and not (self._readers and self._read_rings()):
+            self._read_links(0)
         if wanted not in self._early:
             self._await(wanted, peer, waiting)
         slot, layout, note = self._early.pop(wanted)
@@ -219,7 +286,63 @@ class SharedMemoryTransport(Transport):
                 raise PeerError(f"{waiting}: {other.farewell}", other.farewell)
 
     def _take_in(self, milliseconds: float) -> None:
-        """Read all notices that are here, after waiting for the first one."""
+        """Read all that is here, after waiting for the first of it."""
+        if self._read_rings() or self._look():
+            return
+        for _, ring in self._readers:
+            ring.fall_asleep()
+        try:
+            if not self._read_rings():
+                if self._readers:
+                    milliseconds = min(milliseconds, _LONGEST_SLEEP_MILLISECONDS)
+                self._read_links(milliseconds)
+        finally:
+            for _, ring in self._readers:
+                ring.wake()
+
+    def _look(self) -> bool:
+        """Look at the rings for a while without sleeping; whether anything came."""
+        # A ring of each peer, or a look would miss what comes by other ways.
+        if len(self._readers) < len(self._peers) or not self._has_cores():
+            return False
+        rings = [ring for _, ring in self._readers]
+        clock, end = time.perf_counter, time.perf_counter() + self._look_seconds
+        while clock() < end:
+            for _ in range(_LOOKS_PER_CLOCK):
+                for ring in rings:
+                    if ring.has_news():
+                        self._look_seconds = min(2 * self._look_seconds, _LONGEST_LOOK_SECONDS)
+                        return self._read_rings()
+        self._look_seconds = max(self._look_seconds / 2, _SHORTEST_LOOK_SECONDS)
+        return False
+
+    def _has_cores(self) -> bool:
+        """Whether a core is left for every thread if this one keeps its own busy."""
+        return (len(self._peers) + 1) * torch.get_num_threads() <= self._cores
+
+    def _read_rings(self) -> bool:
+        """Read all that rings tell now; whether it was anything."""
+        anything, again = False, True
+        while again:
+            again = False
+            for peer, ring in self._readers:
+                while entry := ring.take():
+                    anything = True
+                    slot, tag, number, layout = entry
+                    if slot not in peer.remote_slots:
+                        self._read_notices(0)  # the slot itself was told of there, before
+                        again = True
+                    edge = Edge(peer.rank, self._rank, tag)
+                    self._arrive(peer, slot, edge, number, layout)
+        return anything
+
+    def _read_links(self, milliseconds: float) -> None:
+        """Read all notices that are here, after waiting for the first one, and the rings."""
+        self._read_notices(milliseconds)
+        # Behind them: what a peer has sent before it said goodbye must be seen before that is.
+        self._read_rings()
+
+    def _read_notices(self, milliseconds: float) -> None:
         while events := self._poll.poll(milliseconds):
             for descriptor, _ in events:
                 self._read(self._peer_of[descriptor])
@@ -233,6 +356,12 @@ class SharedMemoryTransport(Transport):
         kind, slot, tag, number, text, descriptor = notice
         if kind is NoticeKind.MESSAGE:  # [5]
             self._arrive(peer, slot, Edge(peer.rank, self._rank, tag), number)
+        elif kind is NoticeKind.WAKE:
+            pass  # whoever reads links looks at the rings next
+        elif kind is NoticeKind.RING:
+            purpose = f"to hear of messages from rank {peer.rank}"
+            peer.incoming = RingReader(segment.attach(descriptor, number, self._rank, purpose))
+            self._readers.append((peer, peer.incoming))
         elif kind is NoticeKind.NEW_SLOT:  # [2]
             purpose = f"for a message from rank {peer.rank}"
             memory = segment.attach(descriptor, number, self._rank, purpose)
@@ -244,12 +373,20 @@ class SharedMemoryTransport(Transport):
         elif number >= self._lowest and self._failure is None:
             self._failure = RankFailure(text, number)
 
-    def _arrive(self, peer: _Peer, index: int, edge: Edge, number: int) -> None:
+    def _arrive(
+        self, peer: _Peer, index: int, edge: Edge, number: int, layout_number: int = 0
+    ) -> None:
         slot = peer.remote_slots.get(index)
         if slot is None:
             return  # this process could not map it, and has failed for that
-        prefix = slot.prefix(edge)
-        layout = self._packer.recognise(edge, prefix.text)
+        known = peer.layouts.get(edge.tag)
+        if known is not None and known[0] == layout_number:
+            layout, note = known[1], b""
+        else:
+            prefix = slot.prefix(edge)
+            layout, note = self._packer.recognise(edge, prefix.text), prefix.note
+            if layout_number:
+                peer.layouts[edge.tag] = layout_number, layout
         if number < self._lowest:
             slot.give_back()
             return
@@ -257,7 +394,7 @@ class SharedMemoryTransport(Transport):
             before.slot.give_back()
         if edge == self._awaited:
             slot.take()
-        self._early[edge, number] = _Arrival(slot, layout, prefix.note)
+        self._early[edge, number] = _Arrival(slot, layout, note)
 
     def _lose(self, peer: _Peer) -> None:
         """The peer is gone; without a farewell it was killed."""
@@ -279,6 +416,7 @@ class SharedMemoryTransport(Transport):
 
     def flush(self) -> None:
         """Nothing is under way in this process; memory that is no longer needed is given back."""
+        self._read_links(0)  # who never sleeps would not hear of memory that others give up
         for peer in self._peers.values():
             for slot in peer.pool.end_step():
                 # A rank that is gone, or does not read, is no reason for a good step to fail.
@@ -294,6 +432,8 @@ class SharedMemoryTransport(Transport):
             self._failure = None
 
     def close(self, reason: str) -> None:
+        for _, ring in self._readers:
+            ring.fall_asleep()  # so that who sends to this rank from now on finds its socket closed
         _leave(self._end(reason), os.getpid(), reason)
 
     def abandon(self) -> None:
@@ -306,13 +446,17 @@ class SharedMemoryTransport(Transport):
         links = [peer.link for peer in self._peers.values()]
         self._closed = self._closed or reason
         self._goodbye.detach()
-        self._peers, self._peer_of, self._early = {}, {}, {}
+        self._peers, self._peer_of, self._early, self._readers = {}, {}, {}, []
         return links
 
     def _peer(self, rank: int) -> _Peer:
         if self._closed is not None:
             raise RunError(f"rank {self._rank} has closed its pipeline ({self._closed})")
         return self._peers[rank]
+
+
+def _is_heard(peer: _Peer) -> bool:
+    return peer.incoming is not None
 
 
 def _leave(links: list[PeerLink], process: int, reason: str) -> None:

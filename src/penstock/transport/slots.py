@@ -59,6 +59,7 @@ class Slot:
         with torch.inference_mode(False):
             self._block = torch.frombuffer(memory, dtype=torch.uint8, offset=_BLOCK_START)
         self._layout: BlockLayout | None = None
+        self._note = b""
         self._places: list[Tensor | None] = []
         self._idle_steps = 0
         self.tag = self.number = 0
@@ -72,12 +73,13 @@ class Slot:
         self, tag: int, number: int, layout: BlockLayout, tensors: list[Tensor], note: bytes = b""
     ) -> None:
         """Write a message, which the receiver must then be told of."""
-        if layout is not self._layout:
+        if layout is not self._layout or note != self._note:
             with torch.inference_mode(False):
                 self._layout, self._places = layout, packing.places(self._block, layout)
             packing.write_description(self._bytes, layout)
+            packing.write_prefix(self._bytes, number, layout, note)
+            self._note = note
         # [3] The mark is written last: who sees it finds a whole message.
-        packing.write_prefix(self._bytes, number, layout, note)
         packing.write_tensors(self._places, tensors)
         self._idle_steps, self.tag, self.number = 0, tag, number
         self._state[0] = SlotState.WAITING

@@ -21,7 +21,7 @@ from torch import nn
 
 from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.model import tree
-from penstock.transport import Codec, Edge, SharedMemoryTransport
+from penstock.transport import Codec, Edge, SharedMemoryTransport, shared_memory
 from tests.unit.transport.test_packing import Pair, bytes_of, tensors, values
 
 FORWARD, OTHER, BACKWARD = Edge(0, 1, 0), Edge(0, 1, 2), Edge(1, 0, 1)
@@ -32,14 +32,24 @@ def connected(num_ranks, deadline_seconds=0.2):
     sockets = [{} for _ in range(num_ranks)]
     for a, b in itertools.combinations(range(num_ranks), 2):
         sockets[a][b], sockets[b][a] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    return [
+    transports = [
         SharedMemoryTransport(rank, connections, deadline_seconds, Codec([Pair]))
         for rank, connections in enumerate(sockets)
     ]
+    for transport in transports:
+        transport.meet()
+    return transports
+
+
+@pytest.fixture(params=["rings", "notices"])
+def told_by(request, monkeypatch):
+    """How messages are told of: as on this machine, and as where stores are not seen in order."""
+    if request.param == "notices":
+        monkeypatch.setattr(shared_memory, "HAS_RINGS", False)
 
 
 @pytest.fixture
-def trio():
+def trio(told_by):
     transports = connected(3)
     yield transports
     for transport in transports:
