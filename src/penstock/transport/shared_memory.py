@@ -3,12 +3,8 @@
 A value is copied once, by its sender; the receiver's tensors lie where it was copied to
 (``slots``). What came is told in shared memory too (``ring``). All else, failures and the end of a
 process above all, comes over one socket per pair of ranks (``link``), which also wakes who sleeps.
-Nothing here has a name in the file system, so nothing can be left behind.
-
-Who waits looks for a while before it sleeps, where every rank's threads have cores of their own: a
-sleep costs about 50 µs of latency and as much processor time as looking for a millisecond. Where
-the waits of late were longer than that, it looks only briefly; where cores are fewer than threads,
-not at all, since somebody else needs the core to get on with what is waited for.
+Nothing here has a name in the file system, so nothing can be left behind. Who waits looks at the
+rings before it sleeps (``lookout``).
 
 A hand-over, from the sender's side (S) to the receiver's (R); the numbers stand at the lines below
 and in ``slots``:
@@ -40,13 +36,11 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
-
-from penstock.cluster.local import usable_cores
 from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.transport import segment
 from penstock.transport.base import Edge, Noted, Patience, RankFailure, Transport, overdue
 from penstock.transport.link import Notice, NoticeKind, PeerLink
+from penstock.transport.lookout import Lookout
 from penstock.transport.packing import BlockLayout, Packer
 from penstock.transport.ring import HAS_RINGS, RING_BYTES, RingReader, RingWriter
 from penstock.transport.slots import RemoteSlot, Slot, SlotPool, segment_size
@@ -56,12 +50,8 @@ _MOST_UNDER_WAY = 64
 _LOOK_AGAIN_MILLISECONDS = 1.0
 _PARTING_SECONDS = 1.0
 _LONGEST_SLEEP_MILLISECONDS = 100.0
-"""Nobody sleeps longer without a look at the rings. No wake-up gets lost on x86-64; on something
-that only pretends to be one (an emulator on other cores), one might, and costs no more than this."""
-
-_LONGEST_LOOK_SECONDS = 1e-3
-_SHORTEST_LOOK_SECONDS = 2e-5
-_LOOKS_PER_CLOCK = 8
+"""Nobody sleeps longer without a look at the rings. On x86-64 no wake-up gets lost; on what only
+pretends to be one (an emulator on other cores) one might, and costs no more than this."""
 
 
 class _Arrival(NamedTuple):
@@ -117,9 +107,8 @@ class SharedMemoryTransport(Transport):
             other: _Peer(other, PeerLink(rank, other, connection))
             for other, connection in connections.items()
         }
-        self._readers: list[tuple[_Peer, RingReader]] = []
-        self._look_seconds = _LONGEST_LOOK_SECONDS
-        self._cores = usable_cores()
+        self._rings: list[tuple[_Peer, RingReader]] = []
+        self._lookout = Lookout(len(connections) + 1)
         self._poll = select.poll()
         self._peer_of = {peer.link.fileno(): peer for peer in self._peers.values()}
         for descriptor in self._peer_of:
@@ -235,7 +224,7 @@ class SharedMemoryTransport(Transport):
     def recv(self, edge: Edge, number: int, waiting: str) -> Any:
         wanted = (edge, number)
         peer = self._peer(edge.source)
-        if wanted not in self._early and not (self._readers and self._read_rings()):
+        if wanted not in self._early and not (self._rings and self._read_rings()):
             self._read_links(0)
         if wanted not in self._early:
             self._await(wanted, peer, waiting)
@@ -287,45 +276,20 @@ class SharedMemoryTransport(Transport):
 
     def _take_in(self, milliseconds: float) -> None:
         """Read all that is here, after waiting for the first of it."""
-        if self._read_rings() or self._look():
+        if self._read_rings() or (self._lookout.look() and self._read_rings()):
             return
-        for _, ring in self._readers:
-            ring.fall_asleep()
-        try:
+        with self._lookout.asleep():
             if not self._read_rings():
-                if self._readers:
+                if self._rings:
                     milliseconds = min(milliseconds, _LONGEST_SLEEP_MILLISECONDS)
                 self._read_links(milliseconds)
-        finally:
-            for _, ring in self._readers:
-                ring.wake()
-
-    def _look(self) -> bool:
-        """Look at the rings for a while without sleeping; whether anything came."""
-        # A ring of each peer, or a look would miss what comes by other ways.
-        if len(self._readers) < len(self._peers) or not self._has_cores():
-            return False
-        rings = [ring for _, ring in self._readers]
-        clock, end = time.perf_counter, time.perf_counter() + self._look_seconds
-        while clock() < end:
-            for _ in range(_LOOKS_PER_CLOCK):
-                for ring in rings:
-                    if ring.has_news():
-                        self._look_seconds = min(2 * self._look_seconds, _LONGEST_LOOK_SECONDS)
-                        return self._read_rings()
-        self._look_seconds = max(self._look_seconds / 2, _SHORTEST_LOOK_SECONDS)
-        return False
-
-    def _has_cores(self) -> bool:
-        """Whether a core is left for every thread if this one keeps its own busy."""
-        return (len(self._peers) + 1) * torch.get_num_threads() <= self._cores
 
     def _read_rings(self) -> bool:
         """Read all that rings tell now; whether it was anything."""
         anything, again = False, True
         while again:
             again = False
-            for peer, ring in self._readers:
+            for peer, ring in self._rings:
                 while entry := ring.take():
                     anything = True
                     slot, tag, number, layout = entry
@@ -361,7 +325,8 @@ class SharedMemoryTransport(Transport):
         elif kind is NoticeKind.RING:
             purpose = f"to hear of messages from rank {peer.rank}"
             peer.incoming = RingReader(segment.attach(descriptor, number, self._rank, purpose))
-            self._readers.append((peer, peer.incoming))
+            self._rings.append((peer, peer.incoming))
+            self._lookout.rings.append(peer.incoming)
         elif kind is NoticeKind.NEW_SLOT:  # [2]
             purpose = f"for a message from rank {peer.rank}"
             memory = segment.attach(descriptor, number, self._rank, purpose)
@@ -432,8 +397,7 @@ class SharedMemoryTransport(Transport):
             self._failure = None
 
     def close(self, reason: str) -> None:
-        for _, ring in self._readers:
-            ring.fall_asleep()  # so that who sends to this rank from now on finds its socket closed
+        self._lookout.leave()
         _leave(self._end(reason), os.getpid(), reason)
 
     def abandon(self) -> None:
@@ -446,7 +410,7 @@ class SharedMemoryTransport(Transport):
         links = [peer.link for peer in self._peers.values()]
         self._closed = self._closed or reason
         self._goodbye.detach()
-        self._peers, self._peer_of, self._early, self._readers = {}, {}, {}, []
+        self._peers, self._peer_of, self._early, self._rings = {}, {}, {}, []
         return links
 
     def _peer(self, rank: int) -> _Peer:

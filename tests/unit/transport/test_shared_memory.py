@@ -21,7 +21,7 @@ from torch import nn
 
 from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.model import tree
-from penstock.transport import Codec, Edge, SharedMemoryTransport, shared_memory
+from penstock.transport import Codec, Edge, SharedMemoryTransport, lookout, shared_memory
 from tests.unit.transport.test_packing import Pair, bytes_of, tensors, values
 
 FORWARD, OTHER, BACKWARD = Edge(0, 1, 0), Edge(0, 1, 2), Edge(1, 0, 1)
@@ -265,6 +265,51 @@ def test_a_sender_runs_ahead_only_so_far():
     sender.send(FORWARD, 64, torch.ones(1))
     sender.close("")
     receiver.close("")
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_nobody_sleeps_past_a_message(monkeypatch, looks):
+    """Not even where no clock would wake it, and whether it looks first or not."""
+    monkeypatch.setattr(shared_memory, "_LONGEST_SLEEP_MILLISECONDS", 120_000.0)
+    monkeypatch.setattr(lookout, "usable_cores", lambda: 1_000 if looks else 1)
+    left, right = connected(2, deadline_seconds=60)
+    num_messages = 2_000
+
+    def answer():
+        for k in range(num_messages):
+            right.send(BACKWARD, k, right.recv(FORWARD, k, "rank 1"))
+            if k % 50 == 0:
+                time.sleep(0.002)  # longer than anybody looks
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    for k in range(num_messages):
+        left.send(FORWARD, k, k)
+        assert left.recv(BACKWARD, k, "rank 0") == k
+    thread.join()
+    left.close("")
+    right.close("")
+
+
+def test_a_long_wait_costs_no_core(trio):
+    trio[1].patience = trio[1].patience._replace(seconds=1.0)
+    start = time.thread_time()
+    with pytest.raises(DeadlineError):
+        trio[1].recv(FORWARD, 0, "rank 1")
+    assert time.thread_time() - start < 0.3
+
+
+def test_what_comes_before_the_first_ring_is_not_missed():
+    """Each rank makes its rings when it comes; the other may have sent by then."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    early = SharedMemoryTransport(0, {1: ends[0]}, 10)
+    early.send(FORWARD, 0, torch.ones(3))
+    early.close("that was all")
+    late = SharedMemoryTransport(1, {0: ends[1]}, 10)
+    assert torch.equal(late.recv(FORWARD, 0, "rank 1"), torch.ones(3))
+    with pytest.raises(PeerError, match="that was all"):
+        late.recv(FORWARD, 1, "rank 1")
+    late.close("")
 
 
 def test_many_messages_may_be_awaited_last_first():
