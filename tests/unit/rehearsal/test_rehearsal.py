@@ -450,12 +450,13 @@ def test_a_stream_is_performed_with_every_update_at_its_place(
 
 def test_updates_of_a_stream_wait_logically_each_until_its_own_time():
     schedule = build("pipedream", 2, 5)
-    costs = Costs(0.004, 0.004, 0.004, update=0.004)
+    costs = Costs(0.02, 0.02, 0.02, update=0.02)
     found = rehearse(schedule, costs, steps=2, transport="threads", waits="logical")
     ends = {span.op: span.end for span in simulate(streamed(schedule, (1, 1)), costs).spans}
     for span in found.measured.spans:
         if span.op.kind in BUSY:
-            assert span.end >= ends[span.op] - 0.003
+            # What is drawn begins with the first op, which may have come that much too late.
+            assert span.end >= ends[span.op] - 0.015
 
 
 def test_a_plan_that_never_flushes_is_a_stream_with_its_policy_and_minibatches():
