@@ -137,8 +137,9 @@ def _cpu_as_by_hand(results: Results) -> Iterator[Goal]:
                     ours, theirs = (_cpu_microseconds(measured, full, count) for full in pair)
                     most = _MOST_CPU_BESIDE_BY_HAND
                     title = f"{work}, m = {count}, {pair[0]}: CPU overhead ≤ {most} × {pair[1]}"
-                    found = f"{ours:.0f} beside {theirs:.0f} µs"
-                    yield Goal.of(title, found, ours <= most * theirs)
+                    yield Goal.of(
+                        title, f"{ours:.0f} beside {theirs:.0f} µs", ours <= most * theirs
+                    )
 
 
 def _of_each_kind(ours: str, theirs: str) -> list[tuple[str, str]]:

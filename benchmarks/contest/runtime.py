@@ -101,31 +101,31 @@ def stages_of(family: str) -> int:
 
 def all_contestants() -> dict[str, Contestant]:
     """By name, in the order of the table."""
-    found = {ALONE: Contestant(one_process, on_one_rank=True), BOTH: Contestant(one_process)}
+    contestants = {ALONE: Contestant(one_process, on_one_rank=True), BOTH: Contestant(one_process)}
     for kind, by_hand in HAND_WRITTEN.items():
         for name in BY_HAND:
             build = by_hand(FAMILIES[name])
             full = yardstick(kind, name)
-            found[full] = Contestant(build, kind == "threads", FAMILIES[name], yardstick=full)
+            contestants[full] = Contestant(build, kind == "threads", FAMILIES[name], yardstick=full)
     for kind, transport in TRANSPORTS.items():
         threads = kind == "threads"
         for name, family in FAMILIES.items():
             build = penstock_peer(family, transport)
-            found[f"Penstock {kind} {name}"] = Contestant(
+            contestants[f"Penstock {kind} {name}"] = Contestant(
                 build, threads, family, yardstick=yardstick(kind, name)
             )
         for name in AHEAD:
             build = penstock_peer(FAMILIES[name], transport, ahead=True)
-            found[f"Penstock {kind} {name} (steps)"] = Contestant(
+            contestants[f"Penstock {kind} {name} (steps)"] = Contestant(
                 build, threads, FAMILIES[name], ahead=True, yardstick=yardstick(kind, name)
             )
     for name, family in FAMILIES.items():
         build = torch_pipeline(family)
-        found[f"torch {name}"] = Contestant(
+        contestants[f"torch {name}"] = Contestant(
             build, family=family, yardstick=yardstick("processes", name)
         )
-    found["torch DDP, whole model on both"] = Contestant(data_parallel)
-    return found
+    contestants["torch DDP, whole model on both"] = Contestant(data_parallel)
+    return contestants
 
 
 def yardstick(kind: str, name: str) -> str:
