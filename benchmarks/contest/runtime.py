@@ -1,7 +1,7 @@
 """Penstock's runtime beside torch's: same model, same cuts, same two cores.
 
     torchrun --nproc-per-node=2 -m benchmarks.contest.runtime
-        [--works gpt20 gpt7 tiny] [--microbatches 4 8 16] [--rounds 5] [--only 1F1B DDP]
+        [--works gpt20 gpt12 gpt7 tiny] [--microbatches 4 8 16] [--rounds 5] [--only 1F1B DDP]
 
 Two ranks of one thread each: two threads of rank 0, while rank 1 sleeps, or two processes. All
 contestants take turns within one run; figures are medians over rounds. Each one is first proven to
@@ -14,6 +14,9 @@ efficiency   speed-up ÷ the most that the bubble allows: 2m/(m+1) with one stag
              steps overlap, there is no such bound
 wall µs      (measured − one process ÷ the most) ÷ m: what a microbatch costs beyond plain work
 CPU µs       likewise, CPU time of both ranks together less that of one process, ÷ m
+÷ hand-written
+             speed beside that of a loop that does nothing but the same schedule, between threads or
+             processes alike (``handwritten``)
 
 "both at once" is one process on each rank, and what that costs: its time beyond one process alone
 is neither runtime's doing, but two busy cores slowing each other down. "(steps)" are consecutive
@@ -37,6 +40,7 @@ import torch.distributed as dist
 from benchmarks.common.goals import goals
 from benchmarks.common.turns import Contest, Measured, measure_in_turns
 from benchmarks.common.works import WORKS, Work
+from benchmarks.contest.handwritten import handwritten_processes, handwritten_threads
 from benchmarks.contest.peers import Peer, Watch, one_process, prove_same, reference, two_ranks
 from benchmarks.contest.penstock_peers import penstock_peer, schedule_for
 from benchmarks.contest.torch_peers import data_parallel, torch_pipeline
@@ -53,7 +57,9 @@ FAMILIES = {
     "ZB-V": "zb-v",
 }
 AHEAD = ("1F1B", "ZB-V")
+BY_HAND = ("1F1B", "interleaved 1F1B")
 TRANSPORTS: dict[str, TransportName] = {"threads": "threads", "processes": "shared-memory"}
+HAND_WRITTEN = {"threads": handwritten_threads, "processes": handwritten_processes}
 SECONDS_PER_ROUND = 0.25
 """About how long each contestant runs in a round."""
 
@@ -68,12 +74,15 @@ class Contestant(NamedTuple):
         on_one_rank: it needs rank 0 only.
         family: of its schedule, if it has one.
         ahead: its steps overlap.
+        yardstick: the name of the hand-written one with the same schedule, between threads or
+            processes alike; empty if there is none.
     """
 
     build: Callable[[Work], Peer]
     on_one_rank: bool = False
     family: str = ""
     ahead: bool = False
+    yardstick: str = ""
 
     def most(self, num_microbatches: int) -> float | None:
         """The most that its speed-up over one process can be; ``None`` if nothing bounds it."""
@@ -92,21 +101,36 @@ def stages_of(family: str) -> int:
 
 def all_contestants() -> dict[str, Contestant]:
     """By name, in the order of the table."""
-    found = {ALONE: Contestant(one_process, on_one_rank=True), BOTH: Contestant(one_process)}
+    contestants = {ALONE: Contestant(one_process, on_one_rank=True), BOTH: Contestant(one_process)}
+    for kind, by_hand in HAND_WRITTEN.items():
+        for name in BY_HAND:
+            build = by_hand(FAMILIES[name])
+            full = yardstick(kind, name)
+            contestants[full] = Contestant(build, kind == "threads", FAMILIES[name], yardstick=full)
     for kind, transport in TRANSPORTS.items():
-        threads = transport == "threads"
+        threads = kind == "threads"
         for name, family in FAMILIES.items():
             build = penstock_peer(family, transport)
-            found[f"Penstock {kind} {name}"] = Contestant(build, threads, family)
+            contestants[f"Penstock {kind} {name}"] = Contestant(
+                build, threads, family, yardstick=yardstick(kind, name)
+            )
         for name in AHEAD:
             build = penstock_peer(FAMILIES[name], transport, ahead=True)
-            found[f"Penstock {kind} {name} (steps)"] = Contestant(
-                build, threads, FAMILIES[name], ahead=True
+            contestants[f"Penstock {kind} {name} (steps)"] = Contestant(
+                build, threads, FAMILIES[name], ahead=True, yardstick=yardstick(kind, name)
             )
     for name, family in FAMILIES.items():
-        found[f"torch {name}"] = Contestant(torch_pipeline(family), family=family)
-    found["torch DDP, whole model on both"] = Contestant(data_parallel)
-    return found
+        build = torch_pipeline(family)
+        contestants[f"torch {name}"] = Contestant(
+            build, family=family, yardstick=yardstick("processes", name)
+        )
+    contestants["torch DDP, whole model on both"] = Contestant(data_parallel)
+    return contestants
+
+
+def yardstick(kind: str, name: str) -> str:
+    """What the hand-written contestant with a schedule is called; empty if there is none."""
+    return f"hand-written {kind} {name}" if name in BY_HAND else ""
 
 
 def enter(
@@ -117,13 +141,13 @@ def enter(
     num_steps = steps_per_round(work)
     batch = (work.inputs, work.targets)
     found = {}
-    for name, (build, on_one_rank, _, ahead) in contestants.items():
-        count = max(num_steps, FEWEST_STEPS_AHEAD) if ahead else num_steps
-        if on_one_rank and rank:
+    for name, contestant in contestants.items():
+        count = max(num_steps, FEWEST_STEPS_AHEAD) if contestant.ahead else num_steps
+        if contestant.on_one_rank and rank:
             found[name] = Contest(None, count)
             continue
         watch = Watch()
-        peer = build(watch.over(work))
+        peer = contestant.build(watch.over(work))
         ends.callback(peer.close)
         exact = prove_same(work, expected, peer, watch)
         if rank == 0 and not exact:
@@ -145,7 +169,10 @@ def steps_per_round(work: Work) -> int:
     return numbers[0]
 
 
-HEADER = ("work", "m", "runtime", "ms per step", "speed-up", "efficiency", "wall µs", "CPU µs")
+HEADER = (
+    *("work", "m", "runtime", "ms per step", "speed-up", "efficiency", "wall µs", "CPU µs"),
+    "÷ hand-written",
+)
 
 
 def rows(
@@ -155,7 +182,7 @@ def rows(
     count, alone = work.num_microbatches, measured[ALONE]
     table = []
     for name, (seconds, cpu_seconds) in measured.items():
-        cells = ["", "", ""]
+        cells = ["", "", "", ""]
         speedup, most = alone.seconds / seconds, contestants[name].most(count)
         if most is not None and name != ALONE:
             cells[0] = "" if name == BOTH else f"{speedup / most:.2f}"
@@ -163,6 +190,8 @@ def rows(
         if name != ALONE:
             own = cpu_seconds / 2 if name == BOTH else cpu_seconds
             cells[2] = f"{(own - alone.cpu_seconds) / count * 1e6:.0f}"
+        if by_hand := measured.get(contestants[name].yardstick):
+            cells[3] = f"{by_hand.seconds / seconds:.2f}"
         table.append(
             (work.name, str(count), name, f"{seconds * 1e3:.2f}", f"{speedup:.2f}", *cells)
         )
