@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.device.allocator import keep_freed_pages
+from penstock.device.placement import Devices
 from penstock.errors import InputError, RunError
 from penstock.model import microbatches
 from penstock.model.microbatches import Microbatches, Weight, Weighting
@@ -68,7 +69,13 @@ class Pipeline:
         results: whether losses, metrics and outputs are given on every rank, or on none, which
             saves a message per step.
         stop_at_nan: raise a ``StageError`` before any update if the loss of a microbatch is not
-            finite; by default unless there is a ``grad_scaler``. On CUDA it never does.
+            finite; by default unless there is a ``grad_scaler``. On an accelerator it never does,
+            since every microbatch would have to be waited for.
+        devices: where ranks compute: ``"cpu"`` or another device for all, or a list with one for
+            each rank of the plan (``"cuda:1"``, a ``torch.device``, or the number of an
+            accelerator); ranks may share one. By default, ranks that were planned for accelerators
+            take this process's in their order, under ``torchrun`` that of ``LOCAL_RANK``, and all
+            others the CPU. Each stage of the model is moved to its rank's device.
         transport: ``"threads"``; ``"shared-memory"`` or ``"process-group"`` between processes;
             ``"auto"``: threads if the job has one process, else shared memory between ranks of one
             host and the process group between hosts.
@@ -123,6 +130,7 @@ class Pipeline:
         stop_at_nan: bool | None = None,
         count_memory: bool = False,
         batch_norm: BatchNormStatistics = "microbatch",
+        devices: Devices | None = None,
         transport: TransportName = "auto",
         seed: int | None = None,
         reduction: Literal["mean", "sum"] = "mean",
@@ -164,6 +172,7 @@ class Pipeline:
                 deadlines=deadlines,
                 record=record,
                 results=results,
+                devices=devices,
                 message_types=message_types,
                 compare_data=compare_data,
             )

@@ -19,8 +19,8 @@ class Device(Value, frozen=True, kw_only=True):
         name: for people, for example ``cpu0``.
         memory_bytes: what a rank may use here; 0 means not limited.
         speed: relative to the machine the profile was measured on (2.0 is twice as fast).
-        kind: ``"cpu"`` or ``"gpu"``; ``None`` where nobody says. Plans for GPUs can be made, drawn
-            and rehearsed, but not trained yet.
+        kind: ``"cpu"`` or ``"gpu"`` (any accelerator that torch knows); ``None`` where nobody says,
+            which counts as ``"cpu"`` when the plan is run.
 
     Raises:
         InputError: a negative memory, or a speed that is not a positive number.

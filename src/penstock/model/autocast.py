@@ -14,7 +14,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 
-_DEVICES = ("cpu", "cuda")
+from penstock.device.accelerators import device_kinds
+
 _TURN = threading.RLock()  # a backward under autocast may run forwards again
 
 
@@ -22,7 +23,7 @@ def autocast_here() -> dict[str, torch.dtype]:
     """Device types for which this thread has autocast on, and the dtype of each."""
     return {
         device: torch.get_autocast_dtype(device)
-        for device in _DEVICES
+        for device in device_kinds()
         if torch.is_autocast_enabled(device)
     }
 

@@ -25,6 +25,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from penstock.device.accelerators import lent_generator
 from penstock.errors import InputError
 
 V = TypeVar("V")
@@ -91,20 +92,8 @@ def _with_default_generator(
     generator: torch.Generator, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """For operations that can only draw from the default generator: lend it our state."""
-    device = generator.device
-    default = (
-        torch.default_generator
-        if device.type == "cpu"
-        else torch.cuda.default_generators[device.index or 0]
-    )
-    with _DEFAULT_GENERATOR_LOCK:
-        before = default.get_state()
-        default.set_state(generator.get_state())
-        try:
-            return func(*args, **kwargs)
-        finally:
-            generator.set_state(default.get_state())
-            default.set_state(before)
+    with _DEFAULT_GENERATOR_LOCK, lent_generator(generator):
+        return func(*args, **kwargs)
 
 
 class _RefusingDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -111,18 +111,6 @@ def check_devices(
         )
 
 
-def check_kinds(devices: Sequence[Device]) -> None:
-    """Raise ``InputError`` if a plan's devices are some that nothing trains on yet."""
-    gpus = [device.name for device in devices if device.kind == "gpu"]
-    if gpus:
-        more = f" and {len(gpus) - 4} more" if len(gpus) > 4 else ""
-        raise InputError(
-            f"the plan is for GPUs ({', '.join(gpus[:4])}{more}), but Penstock trains on CPUs "
-            "today and would leave them idle; plan for cores, as in Cluster.local(2), or perform "
-            "it without compute: penstock rehearse"
-        )
-
-
 def check_model(
     planned: Sequence[str], planned_fingerprint: str, names: Sequence[str], fingerprint: str
 ) -> None:

@@ -18,7 +18,6 @@ from penstock.plans.alternative import Alternative, argued
 from penstock.plans.consistency import (
     check_counts,
     check_devices,
-    check_kinds,
     check_layers,
     check_model,
     check_options,
@@ -344,7 +343,13 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
                 f"the plan splits layers over {self.num_tensor_ranks} devices, which Penstock can "
                 "plan and draw but not run yet; plan with tensor_ranks=1"
             )
-        check_kinds(self.devices)
+
+    @cached_property
+    def on_accelerator(self) -> tuple[bool, ...]:
+        """For each rank, whether it was planned for an accelerator; not where nobody says."""
+        if not self.devices:
+            return (False,) * self.num_ranks
+        return tuple(device.kind == "gpu" for device in self.devices[:: self.num_tensor_ranks])
 
     def check_model(self, names: Sequence[str], model_fingerprint: str) -> None:
         """Raise ``ModelError`` unless this plan was made for a model with these layers."""

@@ -41,7 +41,7 @@ class PlannedLinks(OnTop):
         if hop:
             # A tensor: as part of a message's description it would make each one a new kind.
             value = value, torch.tensor(self._leaves(edge) + hop, dtype=torch.float64)
-        self._inner.send(edge, number, value)
+        self.inner.send(edge, number, value)
 
     def _leaves(self, edge: Edge) -> float:
         """When a message that is ready now begins its way."""
@@ -51,7 +51,7 @@ class PlannedLinks(OnTop):
         return leaves
 
     def recv(self, edge: Edge, number: int, waiting: str) -> Any:
-        value = self._inner.recv(edge, number, waiting)
+        value = self.inner.recv(edge, number, waiting)
         if self._hop_seconds.get(edge):
             value, usable = value
             self._alarm.until(usable.item())

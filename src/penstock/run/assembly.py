@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any, Literal, get_args
 
+import torch
 from torch import nn
 
+from penstock.device.accelerators import is_on_host
+from penstock.device.placement import Devices, devices_of_ranks
+from penstock.device.queue import DeviceQueue
 from penstock.errors import InputError
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import NamedLayer, spine_fingerprint
@@ -22,6 +27,7 @@ from penstock.run.drive.processes import ProcessDriver
 from penstock.run.drive.threads import ThreadDriver
 from penstock.run.feed import Feed
 from penstock.run.layout import Layout
+from penstock.run.placing import place_model
 from penstock.run.rank.forward import Void
 from penstock.run.rank.updater import Updater
 from penstock.run.rank.worker import Worker
@@ -29,6 +35,7 @@ from penstock.run.recipe import Recipe
 from penstock.run.seals import SealedTransport
 from penstock.stage.stage import Stage
 from penstock.transport import Codec, ThreadExchange, Transport, connect
+from penstock.transport.on_devices import DeviceTransport
 from penstock.transport.rendezvous import Rendezvous
 from penstock.values import expect, flag, one_of, whole
 
@@ -44,6 +51,7 @@ class Running:
     deadlines: Deadlines
     record: bool
     results: Results
+    devices: Devices | None = None
     message_types: Sequence[type] = ()
     compare_data: bool = True
 
@@ -109,13 +117,17 @@ def _in_threads(
     model: nn.Module, layers: tuple[NamedLayer, ...], plan: Plan, recipe: Recipe, running: Running
 ) -> Assembly:
     streams = LayerStreams(running.seed)
-    layout = Layout(model, plan, layers, streams, one_process=True)
+    devices = devices_of_ranks(running.devices, plan.on_accelerator, range(plan.num_ranks))
+    _place(layers, plan, devices)
+    layout = Layout(model, plan, layers, streams, one_process=True, devices=devices)
     exchange = ThreadExchange(plan.num_ranks, running.deadlines.start.seconds)
     workers: list[Worker] = []
     first_copies: dict[int, Stage] = {}
-    for rank, transport in enumerate(exchange.transports):
+    for rank, exchanged in enumerate(exchange.transports):
+        queue = _queue(devices, rank)
+        transport = _carrying(exchanged, queue, in_threads=True)
         stages = layout.stages(rank)
-        workers.append(_worker(layout, stages, rank, transport, recipe))
+        workers.append(_worker(layout, stages, rank, transport, recipe, queue))
         first_copies = {**stages, **first_copies}
     driver = ThreadDriver(workers, plan.num_threads, running.deadlines)
     return Assembly(
@@ -153,10 +165,16 @@ def _in_processes(
     transport.patience = start
     try:
         streams = LayerStreams(seed)
-        layout = Layout(model, plan, layers, streams, one_process=False)
-        sealed = SealedTransport(transport, meeting.rank)
+        devices = devices_of_ranks(
+            running.devices, plan.on_accelerator, [meeting.rank], first=_local_rank()
+        )
+        _place(layers, plan, devices)
+        layout = Layout(model, plan, layers, streams, one_process=False, devices=devices)
+        queue = _queue(devices, meeting.rank)
+        carrying = _carrying(transport, queue, in_threads=False)
+        sealed = SealedTransport(carrying, meeting.rank)
         stages = layout.stages(meeting.rank)
-        worker = _worker(layout, stages, meeting.rank, sealed, recipe)
+        worker = _worker(layout, stages, meeting.rank, sealed, recipe, queue)
         # The user's code has run: whoever fails in it says so here, before others wait for more.
         meeting.exchange(None, NoneType, "to start training")
         worker.updater.sums.begin_equal()
@@ -211,8 +229,35 @@ def _message_types(layers: tuple[NamedLayer, ...], running: Running) -> list[typ
     return [Void, *running.message_types, *told]
 
 
+def _place(layers: tuple[NamedLayer, ...], plan: Plan, devices: Mapping[int, torch.device]) -> None:
+    sizes = [len(stage.layers) for stage in plan.stages]
+    place_model(layers, sizes, plan.placement, devices)
+
+
+def _queue(devices: Mapping[int, torch.device], rank: int) -> DeviceQueue | None:
+    """A rank's work on its device; ``None`` if no rank here needs to know about devices."""
+    return None if all(map(is_on_host, devices.values())) else DeviceQueue(devices[rank])
+
+
+def _carrying(transport: Transport, queue: DeviceQueue | None, *, in_threads: bool) -> Transport:
+    """A transport that carries what the ranks here make."""
+    if queue is None:
+        return transport
+    return DeviceTransport(transport, queue, in_threads=in_threads)
+
+
+def _local_rank() -> int:
+    """Which of this host's processes this is, as torchrun says."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def _worker(
-    layout: Layout, stages: dict[int, Stage], rank: int, transport: Transport, recipe: Recipe
+    layout: Layout,
+    stages: dict[int, Stage],
+    rank: int,
+    transport: Transport,
+    recipe: Recipe,
+    queue: DeviceQueue | None,
 ) -> Worker:
     updater = Updater(
         rank,
@@ -224,4 +269,4 @@ def _worker(
     )
     stores = layout.stores(stages, updater.optimizers)
     shared = layout.shared_state(stages)
-    return Worker(rank, stages, transport, recipe, updater, layout.skips, stores, shared)
+    return Worker(rank, stages, transport, recipe, updater, layout.skips, stores, shared, queue)

@@ -64,6 +64,7 @@ class Layout:
         layers: its spine.
         streams: where layers draw random numbers.
         one_process: whether all ranks share this process.
+        devices: of the ranks of this process, by their numbers.
 
     Raises:
         ModelError: something in the model cannot be spread as planned.
@@ -77,6 +78,7 @@ class Layout:
         streams: LayerStreams,
         *,
         one_process: bool,
+        devices: Mapping[int, torch.device],
     ) -> None:
         sizes = [len(stage.layers) for stage in plan.stages]
         borders = itertools.pairwise(itertools.accumulate(sizes, initial=0))
@@ -87,6 +89,7 @@ class Layout:
             check_sliceable(layers)
         self._streams = streams
         self._one_process = one_process
+        self._devices = devices
         self._holders = Holders(self._layers_of, self._schedule.ranks_of)
         self._weights = self._find_weights(model)
         self._check_buffers()
@@ -219,7 +222,7 @@ class Layout:
     def _twins_of(self, rank: int) -> Twins:
         """This rank's copies of what another one has the model's own of."""
         foreign = (weight.parameter for weight in self._weights if rank in weight.ranks[1:])
-        twins = Twins(foreign if self._one_process else ())
+        twins = Twins(foreign if self._one_process else (), self._devices[rank])
         self._twins.append(twins)
         return twins
 

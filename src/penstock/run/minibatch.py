@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.device.queue import taken_up
+from penstock.model import tree
 from penstock.model.autocast import autocasting
 from penstock.run.counting import Peak
 from penstock.run.seals import Call, Modes, Next, Seal, autocast_codes
@@ -118,6 +120,7 @@ class Harvest:
         versions: which version of the weights each op read; −1 where it read none; empty where
             there is only one.
         held: the most versions of its stage's weights that the rank held since the stream began.
+        moment: when all of this is made, where it is made by an accelerator.
     """
 
     starts: array[float] = field(default_factory=lambda: array("d"))
@@ -130,6 +133,12 @@ class Harvest:
     number: int = 0
     versions: list[int] = field(default_factory=list)
     held: Held | None = None
+    moment: torch.Event | None = None
+
+    def take_up(self) -> None:
+        """Let this thread go on with what was made, as soon as it is."""
+        made = self.losses, self.outputs, self.metrics, self.norm
+        taken_up(tree.tensors(made) if self.moment is not None else (), self.moment)
 
 
 @contextmanager

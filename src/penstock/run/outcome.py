@@ -147,7 +147,9 @@ def weighted_sum(losses: Mapping[int, Tensor], weights: Sequence[float]) -> Tens
         factors = torch.tensor([weights[microbatch] for microbatch in counted], dtype=torch.float32)
         terms = torch.stack([losses[microbatch] for microbatch in counted]) * factors
         return torch.from_numpy(np.add.accumulate(terms.numpy()))[-1].clone()
-    return reduce(operator.add, [losses[index] * weights[index] for index in counted])
+    # Copies of the last stage may have been on several devices.
+    device = losses[counted[0]].device
+    return reduce(operator.add, [losses[index].to(device) * weights[index] for index in counted])
 
 
 def _is_plain(loss: Tensor) -> bool:

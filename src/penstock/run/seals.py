@@ -311,10 +311,10 @@ class SealedTransport(OnTop):
 
     def send(self, edge: Edge, number: int, value: Any) -> None:
         sealed = self.seal and type(value) is not Noted and self._has_seal(edge)
-        self._inner.send(edge, number, Noted(value, self.seal) if sealed else value)
+        self.inner.send(edge, number, Noted(value, self.seal) if sealed else value)
 
     def recv(self, edge: Edge, number: int, waiting: str) -> Any:
-        value = self._inner.recv(edge, number, waiting)
+        value = self.inner.recv(edge, number, waiting)
         if type(value) is Noted and edge.tag != REPORT_TAG:
             value, seal = value
             check_alike(self.seal, seal, (self._rank, edge.source), waiting)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ModelError
 from penstock.model.spine import NamedLayer
+from penstock.run.placing import move_parameter
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training", "_is_full_backward_hook"}
 _HOOKS = tuple(
@@ -59,10 +60,13 @@ class Twins:
 
     Args:
         parameters: the model's, of which the rank needs copies.
+        device: of the rank; twins are there, and buffers of the model that are elsewhere are copied
+            to it before every minibatch.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._parameters = [(parameter, _twin(parameter)) for parameter in parameters]
+    def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+        self._device = device
+        self._parameters = [(parameter, _twin(parameter, device)) for parameter in parameters]
         self._pairs: list[_Pair] = []
         self._roots: list[nn.Module] = []
 
@@ -160,13 +164,22 @@ class Twins:
             for name in _SHARED:
                 if name in theirs:
                     ours[name] = theirs[name]
+            if any(map(self._is_elsewhere, theirs["_buffers"].values())):
+                ours["_buffers"] = {
+                    name: buffer.to(self._device) if self._is_elsewhere(buffer) else buffer
+                    for name, buffer in theirs["_buffers"].items()
+                }
             for name in _HOOKS:
                 if theirs.get(name):
                     ours[name] = _hooks_of_twin(theirs[name], own)
 
+    def _is_elsewhere(self, buffer: Tensor | None) -> bool:
+        return buffer is not None and buffer.device != self._device
 
-def _twin(parameter: nn.Parameter) -> nn.Parameter:
+
+def _twin(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     twin = copy.deepcopy(parameter, {})
+    move_parameter(twin, device)
     # What optimizers may be told by it, such as that it shall not decay.
     vars(twin).update(vars(parameter))
     _follow_hooks(parameter, twin)
@@ -175,7 +188,7 @@ def _twin(parameter: nn.Parameter) -> nn.Parameter:
 
 def _follow(parameter: nn.Parameter, twin: nn.Parameter) -> None:
     if (twin.shape, twin.dtype) != (parameter.shape, parameter.dtype):
-        twin.data = parameter.detach().clone()
+        twin.data = parameter.detach().to(twin.device, copy=True)
     # Always: a change through ``.data`` leaves no trace.
     twin.copy_(parameter)
     twin.requires_grad = parameter.requires_grad

@@ -144,30 +144,33 @@ class OnTop(Transport):
 
     Args:
         inner: the transport below.
+
+    Attributes:
+        inner: as given.
     """
 
     def __init__(self, inner: Transport) -> None:
-        self._inner = inner
+        self.inner = inner
 
     @property
     def patience(self) -> Patience:
-        return self._inner.patience
+        return self.inner.patience
 
     @patience.setter
     def patience(self, patience: Patience) -> None:
-        self._inner.patience = patience
+        self.inner.patience = patience
 
     def fail(self, reason: str, edges: Iterable[Edge]) -> None:
-        self._inner.fail(reason, edges)
+        self.inner.fail(reason, edges)
 
     def flush(self) -> None:
-        self._inner.flush()
+        self.inner.flush()
 
     def discard(self, before: int) -> None:
-        self._inner.discard(before)
+        self.inner.discard(before)
 
     def close(self, reason: str) -> None:
-        self._inner.close(reason)
+        self.inner.close(reason)
 
 
 def overdue(waiting: str, rank: int, patience: Patience) -> str:

@@ -43,6 +43,7 @@ from torch import Tensor, nn
 
 from penstock.device.activation_meter import Saved, plain
 from penstock.errors import InputError
+from penstock.model.autocast import autocast_here
 from penstock.schedule import Kind, Op
 from penstock.schedule.op import RELEASING
 from penstock.schedule.rounds import Rounds
@@ -334,9 +335,7 @@ def refuse_autocast(store: WeightStore) -> None:
     Autocast computes copies of the weights, which autograd saves like any other value: backwards
     would go through weights of the forward's time after all.
     """
-    if not store.stashes and (
-        torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    ):
+    if not store.stashes and autocast_here():
         raise InputError(
             "autocast makes copies of the weights, so that backwards would read those of the "
             "forward's time; use a policy that stashes (versions.Stash, VerticalSync, "

@@ -17,7 +17,9 @@ from tests.numerics.test_one_logical_model_shared import TiedGPT, UNet
 
 def layout_of(model, schedule="1f1b", num_ranks=2, one_process=True):
     plan = make_plan(model, num_ranks, 4, schedule)
-    return Layout(model, plan, spine_of(model), LayerStreams(0), one_process=one_process)
+    devices = dict.fromkeys(range(num_ranks), torch.device("cpu"))
+    streams = LayerStreams(0)
+    return Layout(model, plan, spine_of(model), streams, one_process=one_process, devices=devices)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "interleaved-1f1b", "chimera"])

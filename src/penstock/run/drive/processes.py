@@ -16,7 +16,7 @@ from penstock.run.drive.board import Board
 from penstock.run.drive.driver import Deadlines, Driver, StageStates, failure_notice, named, naming
 from penstock.run.minibatch import Harvest, Minibatch, StreamPosition, seal_of
 from penstock.run.outcome import MinibatchOutcome, RankRecord
-from penstock.run.rank.worker import NUMBERS_PER_RUN, Worker
+from penstock.run.rank.worker import NUMBERS_PER_RUN, Worker, moments_of
 from penstock.run.seals import Call, Seal, SealedTransport, check_alike
 from penstock.schedule.segment import Segment
 from penstock.transport import Edge, Noted
@@ -123,7 +123,9 @@ class ProcessDriver(Driver[ProcessTicket]):
         with self._telling_failures(segment, minibatch.step):
             seal = self._transport.seal = seal_of(minibatch, position)
             self._transport.synchronous = position.synchronous
-            harvest = self._worker.run(segment, minibatch, position)
+            callers = moments_of(minibatch, [self._worker])
+            harvest = self._worker.run(segment, minibatch, position, callers)
+            harvest.take_up()
             if self._worker.rank in self._telling(segment):
                 own = Noted(self._report(harvest).packed(), seal)
                 for edge in self._edges_to_all(REPORT_TAG):

@@ -18,14 +18,15 @@ from typing import Any
 
 import torch
 
+from penstock.device.queue import Moments
 from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.run.drive.driver import Deadlines, Driver, StageStates, failure_notice, naming
 from penstock.run.minibatch import Harvest, Minibatch, StreamPosition
 from penstock.run.outcome import MinibatchOutcome, RankRecord
-from penstock.run.rank.worker import Worker
+from penstock.run.rank.worker import Worker, moments_of
 from penstock.schedule.segment import Segment
 from penstock.transport import Edge, ThreadTransport
-from penstock.transport.base import LARGEST_NUMBER
+from penstock.transport.base import LARGEST_NUMBER, OnTop
 from penstock.transport.tags import END_TAG, FIRST_EXCHANGE
 
 _GRACE_SECONDS = 5.0
@@ -37,7 +38,8 @@ Errand = Callable[[], Harvest]
 class ThreadTicket:
     """A submitted minibatch, and what the ranks will have of it.
 
-    ``num_updates`` holds how many steps each rank's optimizers had begun when it was through.
+    ``num_updates`` holds how many steps each rank's optimizers had begun when it was through,
+    ``callers`` what had been asked of devices when it was submitted.
     """
 
     segment: Segment
@@ -45,6 +47,7 @@ class ThreadTicket:
     position: StreamPosition
     futures: list[Future[Harvest]]
     num_updates: list[int]
+    callers: Moments
 
 
 class ThreadDriver(Driver[ThreadTicket]):
@@ -89,7 +92,9 @@ class ThreadDriver(Driver[ThreadTicket]):
         if self._unusable:
             raise RunError(f"{self._unusable}; restore the weights and build a new Pipeline")
         futures: list[Future[Harvest]] = [Future() for _ in self._workers]
-        ticket = ThreadTicket(segment, minibatch, position, futures, [0] * len(self._workers))
+        num_updates = [0] * len(self._workers)
+        callers = moments_of(minibatch, self._workers)
+        ticket = ThreadTicket(segment, minibatch, position, futures, num_updates, callers)
         self._be_patient(minibatch)
         with self._until_we_know_better():
             self._under_way.append(ticket)
@@ -118,6 +123,8 @@ class ThreadDriver(Driver[ThreadTicket]):
         self._updates_before = ticket.num_updates
         self._unusable = None
         harvests = [future.result() for future in futures]
+        for harvest in harvests:
+            harvest.take_up()
         records = [
             RankRecord(ops, harvest.starts, harvest.ends, harvest.versions, ticket.position.base)
             for ops, harvest in zip(ticket.segment.ranks, harvests, strict=True)
@@ -156,7 +163,7 @@ class ThreadDriver(Driver[ThreadTicket]):
             raise PeerError("the minibatch before this one failed")
         try:
             with naming(worker.rank, minibatch.step):
-                harvest = worker.run(ticket.segment, minibatch, position)
+                harvest = worker.run(ticket.segment, minibatch, position, ticket.callers)
             ticket.num_updates[worker.rank] = worker.updater.num_updates
             if not position.more_follow:
                 self._await_next(worker, harvest, minibatch.step)
@@ -226,8 +233,11 @@ class ThreadDriver(Driver[ThreadTicket]):
             worker.forget()
             if trained:  # also where all went well
                 worker.updater.drop_gradients()
-            if isinstance(worker.transport, ThreadTransport):
-                worker.transport.reset()
+            transport = worker.transport
+            if isinstance(transport, OnTop):
+                transport = transport.inner
+            if isinstance(transport, ThreadTransport):
+                transport.reset()
 
     def gather(self, states: StageStates, expected: Segment) -> StageStates:
         return states

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.device.accelerators import is_on_host
+from penstock.device.queue import DeviceQueue
 from penstock.errors import InputError, StageError
 from penstock.model import tree
 from penstock.model.copying import copy_of
@@ -25,6 +27,7 @@ class Work:
     Args:
         position: where it stands in its stream.
         mail: what passes between stages, for as long as the stream lasts.
+        queue: the rank's work on its device; ``None`` where all is done in main memory.
 
     Attributes:
         minibatch, position, mail: as given.
@@ -35,7 +38,12 @@ class Work:
     """
 
     def __init__(
-        self, minibatch: Minibatch, position: StreamPosition, recipe: Recipe, mail: Mail
+        self,
+        minibatch: Minibatch,
+        position: StreamPosition,
+        recipe: Recipe,
+        mail: Mail,
+        queue: DeviceQueue | None = None,
     ) -> None:
         self.minibatch = minibatch
         self.position = position
@@ -44,6 +52,7 @@ class Work:
         self.versions: dict[Op, int] = {}
         self.failed_on_trust: StageError | None = None
         self._recipe = recipe
+        self._queue = queue
         self._first_unit = position.first * minibatch.num_slices
         self._base_unit = position.base * minibatch.num_slices
 
@@ -58,8 +67,12 @@ class Work:
     def input(self, unit: int, *, copied: bool) -> Any:
         """What the first stage works on; a copy if the minibatch may have to begin anew, since the
         first layer may overwrite it."""
-        value = self.minibatch.inputs[unit - self._first_unit]
+        value = self._here(self.minibatch.inputs[unit - self._first_unit])
         return tree.replace(Tensor, copy_of, value) if copied else value
+
+    def _here(self, value: Any) -> Any:
+        """What the caller has given, on the rank's device."""
+        return value if self._queue is None else tree.replace(Tensor, self._queue.given, value)
 
     def criterion(self, unit: int) -> Criterion | None:
         """From the output of the last stage to the loss; ``None`` where outputs are wanted."""
@@ -67,7 +80,7 @@ class Work:
         if not self.minibatch.trains or loss is None:
             return None
         number = unit - self._first_unit
-        targets = self.minibatch.targets[number]
+        targets = self._here(self.minibatch.targets[number])
 
         def criterion(outputs: Any) -> Tensor:
             if metrics:
@@ -90,7 +103,9 @@ class Work:
             self.harvest.outputs[number] = produced
             return
         # The mean of no terms is NaN, and counts for nothing.
-        if self._recipe.stop_at_nan and self.minibatch.weights[number] and not produced.is_cuda:
+        looks = self._recipe.stop_at_nan and self.minibatch.weights[number]
+        # On an accelerator the host would have to wait for it.
+        if looks and is_on_host(produced.device):
             value = produced.item()
             if not math.isfinite(value):
                 raise ArithmeticError(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
+from penstock.device.queue import NOTHING_ASKED, DeviceQueue, Moments, moments_of_caller
+from penstock.model import tree
 from penstock.model.replay import SavedBuffer, put_back, saved_buffers
 from penstock.run.minibatch import Harvest, Minibatch, StreamPosition, modes
 from penstock.run.rank.compiler import Compiler
@@ -35,9 +37,10 @@ class Worker:
         skips: values that travel beside the chain.
         stores: the versions of the weights of its stages, where there are several.
         shared: what others hold as well, so that no forward of this rank may write it.
+        queue: its work on its device; ``None`` where all is done in main memory.
 
     Attributes:
-        rank, stages, transport, updater: as given.
+        rank, stages, transport, updater, queue: as given.
         num_runs: minibatches completed.
         num_attempts: streams begun, whether completed or not; a synchronous minibatch is one of its
             own. Equal on all ranks between steps, since it numbers their messages.
@@ -53,11 +56,13 @@ class Worker:
         skips: Sequence[SkipRoute] = (),
         stores: Mapping[int, WeightStore] = MappingProxyType({}),
         shared: SharedState | None = None,
+        queue: DeviceQueue | None = None,
     ) -> None:
         self.rank = rank
         self.stages = stages
         self.transport = transport
         self.updater = updater
+        self.queue = queue
         self.num_runs = self.num_attempts = 0
         self._recipe = recipe
         self._stores = stores
@@ -82,7 +87,11 @@ class Worker:
         return self._observers.counts_memory
 
     def run(
-        self, segment: Segment, minibatch: Minibatch, position: StreamPosition | None = None
+        self,
+        segment: Segment,
+        minibatch: Minibatch,
+        position: StreamPosition | None = None,
+        callers: Moments = NOTHING_ASKED,
     ) -> Harvest:
         """Perform this rank's ops of a segment on one minibatch.
 
@@ -91,11 +100,21 @@ class Worker:
         Args:
             segment: a part of a lowered schedule.
             position: where the minibatch stands in its stream; by default it is all of one.
+            callers: what the caller has asked of devices, behind which all of this comes.
 
         Raises:
             RunError: an op failed; telling the peers is the driver's part.
         """
         position = position or StreamPosition()
+        if self.queue is None:
+            return self._run(segment, minibatch, position)
+        with self.queue.entered():
+            self.queue.begin(callers)
+            harvest = self._run(segment, minibatch, position)
+            harvest.moment = self.queue.moment()
+        return harvest
+
+    def _run(self, segment: Segment, minibatch: Minibatch, position: StreamPosition) -> Harvest:
         # [4] of post-validation, which ``updater`` describes.
         buffers = saved_buffers(self._observers.modules) if self.updater.pending else []
         ends = True
@@ -124,7 +143,7 @@ class Worker:
     def _attempt(self, segment: Segment, minibatch: Minibatch, position: StreamPosition) -> Harvest:
         if segment.begins:
             self._begin(minibatch, position)
-        work = Work(minibatch, position, self._recipe, self._mail)
+        work = Work(minibatch, position, self._recipe, self._mail, self.queue)
         for store in self._stores.values():
             store.synchronous = position.synchronous
             if minibatch.inputs:
@@ -191,3 +210,14 @@ class Worker:
     def outgoing(self, segment: Segment) -> set[Edge]:
         """The edges on which others wait for this rank."""
         return self._compiler.program(segment).outgoing() | self.updater.sums.outgoing()
+
+
+def moments_of(minibatch: Minibatch, workers: Iterable[Worker]) -> Moments:
+    """What the caller, whose thread this is, has asked of the devices of some ranks up to now, and
+    of those on which the minibatch is."""
+    queues = [worker.queue for worker in workers if worker.queue is not None]
+    if not queues:
+        return NOTHING_ASKED
+    given = tree.tensors([*minibatch.inputs, *minibatch.targets])
+    devices = {queue.device for queue in queues} | {tensor.device for tensor in given}
+    return moments_of_caller(devices)

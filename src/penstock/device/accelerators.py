@@ -1,0 +1,57 @@
+"""The accelerators of this process, whichever kind they are.
+
+Only ``torch.accelerator`` and the module that torch has for a kind of device are asked, so ``cuda``,
+``xpu``, ``npu`` and ``mps`` need no line of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+
+
+@cache  # it is asked with every minibatch
+def accelerator_kind() -> str | None:
+    """The kind of this process's accelerators, for example ``"cuda"``; ``None`` without any."""
+    if not torch.accelerator.is_available():
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    return None if accelerator is None else accelerator.type
+
+
+def accelerators() -> tuple[torch.device, ...]:
+    """All accelerators of this process, in their order; empty without any."""
+    kind = accelerator_kind()
+    if kind is None:
+        return ()
+    return tuple(torch.device(kind, index) for index in range(torch.accelerator.device_count()))
+
+
+def device_kinds() -> tuple[str, ...]:
+    """The kinds of device that tensors of this process may be on."""
+    kind = accelerator_kind()
+    return ("cpu",) if kind is None else ("cpu", kind)
+
+
+def is_on_host(device: torch.device) -> bool:
+    """Whether what happens there has happened when the call returns."""
+    return device.type in ("cpu", "meta")
+
+
+@contextmanager
+def lent_generator(generator: torch.Generator) -> Iterator[None]:
+    """A context in which the default generator of a device is in the state of another one of the
+    same device, which moves on instead of it."""
+    device = generator.device
+    default = torch if device.type == "cpu" else torch.get_device_module(device)
+    which = () if device.type == "cpu" else (device,)
+    before = default.get_rng_state(*which)
+    default.set_rng_state(generator.get_state(), *which)
+    try:
+        yield
+    finally:
+        generator.set_state(default.get_rng_state(*which))
+        default.set_rng_state(before, *which)

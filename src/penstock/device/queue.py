@@ -1,0 +1,137 @@
+"""One rank's own queue of work on an accelerator, and how tensors get into it.
+
+The host does not wait: it hands work to streams, and streams wait for each other by events. Three
+kinds of stream take part in a rank's work:
+
+- its compute stream, on which all its ops run in their order;
+- one on which copies to its device arrive, so that they run beside the ops before;
+- on every device that sends it something, one on which these copies leave.
+
+Memory belongs to the stream on which it was allocated, and may be used again as soon as it is
+dropped. Who reads it on another stream says so to the allocator (``record_stream``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from penstock.device.accelerators import is_on_host
+
+Moments = Mapping[torch.device, torch.Event]
+"""For some devices, a moment in the work of one of their streams."""
+
+
+NOTHING_ASKED: Moments = MappingProxyType({})
+
+
+class DeviceQueue:
+    """The work of one rank.
+
+    Args:
+        device: where it computes.
+
+    Attributes:
+        device: as given.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._callers: Moments = {}
+        if not is_on_host(device):
+            self._compute = torch.Stream(device)
+            self._arriving = torch.Stream(device)
+        self._leaving: dict[torch.device, torch.Stream] = {}
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """A context in which what this thread asks of the device joins this queue."""
+        if is_on_host(self.device):
+            yield
+            return
+        with self._compute:
+            yield
+
+    def begin(self, callers: Moments) -> None:
+        """Let all that follows happen behind what the caller has asked of the devices before."""
+        self._callers = callers
+        moment = callers.get(self.device)
+        if moment is not None:
+            self._compute.wait_event(moment)
+
+    def moment(self) -> torch.Event | None:
+        """When all that was asked for up to now has happened; ``None`` if it has."""
+        return None if is_on_host(self.device) else self._compute.record_event()
+
+    def given(self, tensor: Tensor) -> Tensor:
+        """What the caller has given, on this device."""
+        return self.fetched(tensor, self._callers.get(tensor.device))
+
+    def fetched(self, tensor: Tensor, moment: torch.Event | None) -> Tensor:
+        """What another rank has made, on this device, with its strides; what is here already is
+        not copied.
+
+        Args:
+            tensor: it must not be changed any more.
+            moment: when it is made; ``None`` if it is.
+        """
+        if is_on_host(self.device):
+            return _to_host(tensor, moment)
+        if tensor.device == self.device:
+            if moment is not None:
+                self._compute.wait_event(moment)
+            tensor.record_stream(self._compute)
+            return tensor
+        if is_on_host(tensor.device):
+            with self._arriving:
+                arrived = tensor.to(self.device, non_blocking=True)
+        else:
+            arrived = self._copied(tensor, moment)
+        self._compute.wait_event(self._arriving.record_event())
+        arrived.record_stream(self._compute)
+        return arrived
+
+    def _copied(self, tensor: Tensor, moment: torch.Event | None) -> Tensor:
+        """A copy from another accelerator. It is made by the current stream of the *source*, which
+        without one of our own would be the one on which the user works there."""
+        leaving = self._leaving.get(tensor.device)
+        if leaving is None:
+            leaving = self._leaving[tensor.device] = torch.Stream(tensor.device)
+        if moment is not None:
+            leaving.wait_event(moment)
+        with leaving, self._arriving:
+            arrived = tensor.to(self.device, non_blocking=True)
+        tensor.record_stream(leaving)
+        return arrived
+
+
+def _to_host(tensor: Tensor, moment: torch.Event | None) -> Tensor:
+    if is_on_host(tensor.device):
+        return tensor
+    if moment is not None:
+        moment.synchronize()
+    return tensor.cpu()
+
+
+def moments_of_caller(devices: Iterable[torch.device]) -> dict[torch.device, torch.Event]:
+    """Now, on the streams of some devices that are current in this thread."""
+    return {
+        device: torch.accelerator.current_stream(device).record_event()
+        for device in devices
+        if not is_on_host(device)
+    }
+
+
+def taken_up(tensors: Iterable[Tensor], moment: torch.Event | None) -> None:
+    """Let this thread's current streams go on behind a moment, and use what was made before it; the
+    thread itself does not wait."""
+    if moment is None:
+        return
+    torch.accelerator.current_stream(moment.device).wait_event(moment)
+    for tensor in tensors:
+        if not is_on_host(tensor.device):
+            tensor.record_stream(torch.accelerator.current_stream(tensor.device))
