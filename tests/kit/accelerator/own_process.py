@@ -1,0 +1,144 @@
+"""Runs tests of the emulated accelerator in a process of their own; a plugin of pytest.
+
+A process cannot take up an accelerator late, nor put it down. Torch's autograd starts one thread for
+each device at the first backward of the process, whichever device that is on, and none later: an
+accelerator that comes after it fails in its first backward. And once it is there, torch tells everybody
+who asks that this machine has one. Hence the tests of a module that use the fixture ``accelerator`` are
+run together by a second pytest, and its reports become those of the first.
+
+``PENSTOCK_ACCELERATOR=here pytest FILE`` runs them in this process, as debuggers want it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.kit.accelerator import building
+from tests.kit.paths import ROOT
+
+_VARIABLE = "PENSTOCK_ACCELERATOR"  # a file for reports, or "here"
+_NODE_ID = pytest.StashKey[str]()
+_REPORTS = pytest.StashKey[dict[Path, dict[str, list[dict]]]]()
+
+# What a test may assume to be enough, and no test can exhaust by mistake.
+_MEMORY_BYTES = 16 << 30
+
+
+@pytest.fixture
+def accelerator() -> ModuleType:
+    """The module of the four emulated devices, at rest; afterwards, all copies must have been right."""
+    from tests.kit.accelerator.devices import register
+
+    module = register()
+    _put_to_rest(module)
+    yield module
+    module.check()
+    _put_to_rest(module)
+
+
+def _put_to_rest(module: ModuleType) -> None:
+    module.set_sync_debug_mode("default")
+    for index in reversed(range(module.device_count())):
+        module.set_device(index)
+        module.synchronize(index)
+        module.set_stream(module.default_stream(index))
+        module.set_memory_limit(_MEMORY_BYTES, index)
+        module.reset_host_counts(index)
+        module.reset_peak_memory_stats(index)
+
+
+def pytest_sessionstart() -> None:
+    if _VARIABLE in os.environ:
+        from tests.kit.accelerator.devices import register
+
+        register()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    concerned = [item for item in items if _uses_accelerator(item)]
+    missing = building.why_not() if concerned else None
+    for item in concerned:
+        item.stash[_NODE_ID] = item.nodeid  # xdist adds the group to it
+        item.add_marker(pytest.mark.xdist_group(f"accelerator in {item.path.name}"))
+        if missing:
+            item.add_marker(pytest.mark.skip(reason=missing))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    if (
+        not _uses_accelerator(item)
+        or _VARIABLE in os.environ
+        or item.get_closest_marker("skip") is not None
+    ):
+        return None
+    modules = item.session.stash.setdefault(_REPORTS, {})
+    if item.path not in modules:
+        modules[item.path] = _reports_of_another_process(item)
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for data in modules[item.path][item.stash[_NODE_ID]]:
+        report = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
+        report.nodeid = item.nodeid
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """In the second process: tells the first."""
+    file = os.environ.get(_VARIABLE, "here")
+    if file != "here":
+        data = report._to_json() | {"$report_type": "TestReport"}
+        with open(file, "a") as reports:
+            reports.write(json.dumps(data, default=str) + "\n")
+
+
+def _uses_accelerator(item: pytest.Item) -> bool:
+    return "accelerator" in getattr(item, "fixturenames", ())
+
+
+def _reports_of_another_process(first: pytest.Item) -> dict[str, list[dict]]:
+    """Runs all tests of a module that were asked for; gives the reports of each."""
+    tests = [
+        item
+        for item in first.session.items
+        if item.path == first.path and _uses_accelerator(item)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "reports")
+        options = ["-q", "-m", "", "-p", "no:cacheprovider", "-n", "0", "--rootdir", str(ROOT)]
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, *(item.stash[_NODE_ID] for item in tests)],
+            cwd=ROOT,
+            env={**os.environ, _VARIABLE: str(file), "PATH": building.path()},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        reports = defaultdict(list)
+        for line in file.read_text().splitlines() if file.exists() else ():
+            data = json.loads(line)
+            reports[data["nodeid"]].append(data)
+    for item in tests:
+        if not any(data["when"] == "teardown" for data in reports[item.stash[_NODE_ID]]):
+            reports[item.stash[_NODE_ID]].append(_unfinished(item, done))
+    return reports
+
+
+def _unfinished(item: pytest.Item, done: subprocess.CompletedProcess) -> dict:
+    text = (
+        f"The process of this module's tests ended with code {done.returncode} before this one did.\n"
+        f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+    )
+    report = pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
+    return report._to_json() | {"$report_type": "TestReport"}
