@@ -30,6 +30,8 @@ def _index(device=None) -> int:
 
 # --- devices and streams
 
+_initialized = True  # torch's checkpoints save random states only of a module that says so
+
 
 def is_available() -> bool:
     return True
@@ -55,7 +57,7 @@ def set_device(device) -> None:
     torch.accelerator.set_device_index(_index(device))
 
 
-class device(torch.accelerator.device_index):  # noqa: N801 - as in torch's other device modules
+class device(torch.accelerator.device_index):
     """Makes a device the current one of this thread, inside a ``with``."""
 
     def __init__(self, device=None):
@@ -84,8 +86,14 @@ def synchronize(device=None) -> None:
     torch.accelerator.synchronize(_index(device))
 
 
-Stream = functools.partial(torch.Stream, NAME)
-Event = functools.partial(torch.Event, NAME)
+def Stream(device=None) -> torch.Stream:
+    return torch.Stream(torch.device(NAME, _index(device)))
+
+
+def Event(**options) -> torch.Event:
+    return torch.Event(NAME, **options)
+
+
 
 # --- random numbers
 

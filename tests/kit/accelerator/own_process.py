@@ -98,9 +98,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """In the second process: tells the first."""
     file = os.environ.get(_VARIABLE, "here")
     if file != "here":
-        data = report._to_json() | {"$report_type": "TestReport"}
         with open(file, "a") as reports:
-            reports.write(json.dumps(data, default=str) + "\n")
+            reports.write(json.dumps(_as_data(report), default=str) + "\n")
 
 
 def _uses_accelerator(item: pytest.Item) -> bool:
@@ -129,16 +128,19 @@ def _reports_of_another_process(first: pytest.Item) -> dict[str, list[dict]]:
         for line in file.read_text().splitlines() if file.exists() else ():
             data = json.loads(line)
             reports[data["nodeid"]].append(data)
-    for item in tests:
-        if not any(data["when"] == "teardown" for data in reports[item.stash[_NODE_ID]]):
-            reports[item.stash[_NODE_ID]].append(_unfinished(item, done))
+    unfinished = [
+        item
+        for item in tests
+        if not any(data["when"] == "teardown" for data in reports[item.stash[_NODE_ID]])
+    ]
+    for item in unfinished:
+        text = f"The process of {first.path.name} ended with code {done.returncode} before this test."
+        if item is unfinished[0]:
+            text += f"\n{done.stdout[-8000:]}\n{done.stderr[-8000:]}"
+        report = pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
+        reports[item.stash[_NODE_ID]].append(_as_data(report))
     return reports
 
 
-def _unfinished(item: pytest.Item, done: subprocess.CompletedProcess) -> dict:
-    text = (
-        f"The process of this module's tests ended with code {done.returncode} before this one did.\n"
-        f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
-    )
-    report = pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
+def _as_data(report: pytest.TestReport) -> dict:
     return report._to_json() | {"$report_type": "TestReport"}

@@ -1,17 +1,20 @@
 // Every op of a device: entered into the ledger, and computed by the CPU's kernel on the same bytes.
 #include "device.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/convolution_backward.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-#include <torch/csrc/Generator.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 #include <unordered_set>
 
@@ -47,7 +50,11 @@ Tensor tensor_over(const c10::Storage& storage, const Tensor& like) {
 }
 
 Tensor on_host(const Tensor& tensor) {
-  return is_ours(tensor) ? tensor_over(block_of(tensor.storage().data_ptr())->on_host, tensor) : tensor;
+  if (!is_ours(tensor)) return tensor;
+  auto host = tensor_over(block_of(tensor.storage().data_ptr())->on_host, tensor);
+  host._set_conj(tensor.is_conj());
+  host._set_neg(tensor.is_neg());
+  return host;
 }
 
 Tensor empty_on(DeviceIndex device, c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype) {
@@ -366,7 +373,7 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(
 Tensor dropout(const Tensor& input, double probability, bool train) {
   if (probability == 0 || !train || input.numel() == 0) return input;
   if (probability == 1) return input.mul(at::zeros({}, input.options()));
-  return input * at::empty_like(input).bernoulli_(1 - probability).div_(1 - probability);
+  return input.mul(at::empty_like(input).bernoulli_(1 - probability).div_(1 - probability));
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&by_the_cpu>()); }
@@ -387,17 +394,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("dropout", dropout);
 }
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { m.impl("dropout", dropout); }
-
-// Where the CPU has a kernel of its own, the device has it too, and no composition of other ops.
-void take_kernels(const std::vector<std::string>& names) {
-  static auto* library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
-  for (const auto& name : names) library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&by_the_cpu>());
-}
-
-Ledger::Device& locked(DeviceIndex device, std::unique_lock<std::mutex>& lock) {
-  lock = std::unique_lock<std::mutex>(Ledger::get().mutex());
-  return Ledger::get().device(device);
-}
+// Else these bits are resolved by a copy, which comes here again.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 }  // namespace
 
@@ -409,22 +408,10 @@ int64_t attention_kernel(const Tensor& query, const Tensor& key, const Tensor& v
       dropout, is_causal, scale, enable_gqa);
 }
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("take_kernels", &take_kernels);
-  m.def("default_generator", [](DeviceIndex device) {
-    return pybind11::reinterpret_steal<pybind11::object>(THPGenerator_Wrap(at::detail::getPrivateUse1Hooks().getDefaultGenerator(device)));
-  });
-  m.def("host_reads", [](DeviceIndex device) { std::unique_lock<std::mutex> lock; return locked(device, lock).host_reads; });
-  m.def("host_waits", [](DeviceIndex device) { std::unique_lock<std::mutex> lock; return locked(device, lock).host_waits; });
-  m.def("reset_host_counts", [](DeviceIndex device) {
-    std::unique_lock<std::mutex> lock;
-    auto& counts = locked(device, lock);
-    counts.host_reads = counts.host_waits = 0;
-  });
-  m.def("set_memory_limit", [](DeviceIndex device, size_t bytes) { std::unique_lock<std::mutex> lock; locked(device, lock).limit = bytes; });
-  m.def("refuse_host_reads", [](bool refuse) { Ledger::get().refuse_host_reads = refuse; });
-  m.def("complete", [](DeviceIndex device) { Ledger::get().complete_device(device); });
-  m.def("is_forked_after_use", [] { return Ledger::get().is_forked_after_use(); });
+// Where the CPU has a kernel of its own, the device has it too, and no composition of other ops.
+void take_kernels(const std::vector<std::string>& names) {
+  static auto* library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  for (const auto& name : names) library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&by_the_cpu>());
 }
 
 }  // namespace emulated
