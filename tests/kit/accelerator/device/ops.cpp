@@ -237,6 +237,11 @@ const Tensor& resize(const Tensor& tensor, c10::IntArrayRef sizes, std::optional
   return tensor;
 }
 
+// Lets `.data = ` and `Module.to` keep parameters, and what is tied to them, when they change the device.
+bool can_take_data(const Tensor& self, const Tensor& from) {
+  return self.layout() == c10::kStrided && from.layout() == c10::kStrided;
+}
+
 void record_stream(Tensor& tensor, c10::Stream stream) {
   Ledger::get().record_stream(block_of(tensor.storage().data_ptr()), Ledger::lane_of(stream));
 }
@@ -387,6 +392,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", static_cast<Tensor& (*)(Tensor&, c10::Storage)>(at::native::set_));
   m.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
   m.impl("set_.source_Tensor", at::native::set_tensor_);
+  m.impl("_has_compatible_shallow_copy_type", can_take_data);
   m.impl("record_stream", record_stream);
   m.impl("_copy_from", copy_from);
   m.impl("convolution_overrideable", convolution);

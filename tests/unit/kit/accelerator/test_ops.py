@@ -194,6 +194,23 @@ def test_a_module_moves_copies_and_loads():
     assert torch.equal(back[0].weight, twin[0].weight.cpu())
 
 
+def test_parameters_stay_themselves_when_they_move():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    net[1].weight = net[0].weight
+    weights = list(net.parameters())
+    optimizer = torch.optim.SGD(weights, lr=1.0)
+    net(torch.ones(1, 3)).sum().backward()
+    net.to(DEVICE)
+    assert net[1].weight is net[0].weight is weights[0]
+    assert weights[0].grad.device == weights[0].device == torch.device(DEVICE)
+    optimizer.zero_grad()
+    net(torch.ones(1, 3, device=DEVICE)).sum().backward()
+    optimizer.step()
+    assert net.to("cpu")[0].weight is weights[0]
+    weights[0].data = torch.ones(3, 3, device="emu:2")
+    assert net[1].weight.device == torch.device("emu:2")
+
+
 def test_weights_are_saved_and_read(tmp_path):
     weights = {"w": torch.randn(3, device=DEVICE)}
     safetensors.torch.save_file({"w": weights["w"].cpu()}, tmp_path / "weights")
