@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.util
 import os
@@ -48,6 +47,8 @@ def load() -> ModuleType:
     Processes that want them at once wait for the one that compiles. It works in a folder of its own
     and publishes the library by renaming it: a killed one leaves a folder, which the next removes.
     """
+    import fcntl  # of Unix alone
+
     library = _folder() / f"{_NAME}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,7 @@
 #include "device.h"
 
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/core/GeneratorForPrivateuseone.h>
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <chrono>
@@ -142,12 +142,17 @@ struct DeviceMemory final : c10::DeviceAllocator {
   }
 };
 
-struct PinnedMemory final : c10::Allocator {
+struct PinnedMemory final : at::HostAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     auto* block = Ledger::get().allocate_pinned(bytes);
     return {block->data, block, &release, c10::kCPU};
   }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+  bool record_event(void*, void*, Stream) override { return true; }  // copies keep their memory alive
+  void empty_cache() override {}
+  at::HostStats get_stats() override { return {}; }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
 };
 
 DeviceMemory& device_allocator() {
@@ -155,6 +160,7 @@ DeviceMemory& device_allocator() {
   return *allocator;
 }
 const bool registered_memory = (c10::SetAllocator(c10::kPrivateUse1, &device_allocator()), true);
+const bool registered_pinned_memory = (at::setHostAllocator(c10::kPrivateUse1, new PinnedMemory), true);
 
 // Draws the CPU's numbers on a device: the same seed gives the same numbers on both.
 struct DeviceGenerator final : c10::GeneratorImpl {
@@ -187,10 +193,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   DeviceIndex maybeExchangeDevice(DeviceIndex device) const override { return exchangeDevice(device); }
 
   bool isPinnedPtr(const void* data) const override { return Ledger::get().is_pinned(data); }
-  c10::Allocator* getPinnedMemoryAllocator() const override {
-    static auto* allocator = new PinnedMemory;
-    return allocator;
-  }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return at::getHostAllocator(c10::kPrivateUse1); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override { resize_storage(storage, bytes); }
 
   at::Generator getNewGenerator(DeviceIndex device) const override {

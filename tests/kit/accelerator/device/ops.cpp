@@ -1,8 +1,7 @@
 // Every op of a device: entered into the ledger, and computed by the CPU's kernel on the same bytes.
-#include "device.h"
+#include "tensors.h"
 
 #include <ATen/core/Tensor.h>
-#include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/transformers/attention.h>
@@ -24,49 +23,6 @@ namespace {
 using at::Tensor;
 using c10::Device;
 using c10::DeviceIndex;
-
-bool is_ours(const Tensor& tensor) { return tensor.defined() && tensor.is_privateuseone(); }
-
-Extent extent_of(const Tensor& tensor) {
-  if (tensor.numel() == 0) return {0, 0};
-  int64_t last = tensor.storage_offset();
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) last += (tensor.size(dim) - 1) * tensor.stride(dim);
-  return {static_cast<size_t>(tensor.storage_offset()) * tensor.element_size(),
-          static_cast<size_t>(last + 1) * tensor.element_size()};
-}
-
-Use use_of(const Tensor& tensor, bool writes) {
-  auto* block = block_of(tensor.storage().data_ptr());
-  TORCH_INTERNAL_ASSERT(block, "memory of ", tensor.device(), " that its allocator does not know");
-  return {block, extent_of(tensor), writes};
-}
-
-// A tensor over memory that exists; of the CPU where the storage says so.
-Tensor tensor_over(const c10::Storage& storage, const Tensor& like) {
-  const auto key = storage.device_type() == c10::kCPU ? c10::DispatchKey::CPU : c10::DispatchKey::PrivateUse1;
-  auto tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(key), like.dtype());
-  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
-  return tensor;
-}
-
-Tensor on_host(const Tensor& tensor) {
-  if (!is_ours(tensor)) return tensor;
-  auto host = tensor_over(block_of(tensor.storage().data_ptr())->on_host, tensor);
-  host._set_conj(tensor.is_conj());
-  host._set_neg(tensor.is_neg());
-  return host;
-}
-
-Tensor empty_on(DeviceIndex device, c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype) {
-  const OnDevice guard(device);
-  return at::detail::empty_strided_generic(sizes, strides, allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), dtype);
-}
-
-// Kernels of the CPU run below autograd, and cast nothing by themselves.
-struct AsPlainKernels {
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  c10::impl::ExcludeDispatchKeyGuard without_autocast{c10::DispatchKeySet(c10::DispatchKey::AutocastCPU)};
-};
 
 // Ops whose result, or its size, the host must know.
 const std::unordered_set<std::string> kNeededByHost = {
@@ -246,93 +202,6 @@ void record_stream(Tensor& tensor, c10::Stream stream) {
   Ledger::get().record_stream(block_of(tensor.storage().data_ptr()), Ledger::lane_of(stream));
 }
 
-// Copies. Between devices as CUDA does: on the source's stream, which waits for the destination's
-// first; the destination's waits for it afterwards.
-void copy_between_devices(const Tensor& from, const Tensor& to) {
-  auto& ledger = Ledger::get();
-  const auto source = current_lane(from.device().index()), destination = current_lane(to.device().index());
-  ledger.wait(source, ledger.recorded(destination));
-  ledger.launch(source, "copy", {use_of(from, false), use_of(to, true)});
-  ledger.wait(destination, ledger.recorded(source));
-  on_host(to).copy_(on_host(from));
-}
-
-bool same_bytes(const Tensor& left, const Tensor& right) {
-  const auto a = left.contiguous(), b = right.contiguous();
-  return std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
-}
-
-void poison(const Tensor& tensor) {
-  const auto dtype = tensor.scalar_type();
-  if (at::isFloatingType(dtype) || at::isComplexType(dtype)) tensor.fill_(std::numeric_limits<double>::quiet_NaN());
-  else tensor.fill_(dtype == at::kBool ? 1 : 0x7F);
-}
-
-void copy_to_device(const Tensor& from, const Tensor& to, bool non_blocking) {
-  auto& ledger = Ledger::get();
-  const auto lane = current_lane(to.device().index());
-  auto* pinned = ledger.pinned_block(from.const_data_ptr());
-  std::vector<Use> uses{use_of(to, true)};
-  if (pinned) uses.push_back({pinned, extent_of(from), false});
-  if (!non_blocking) ledger.host_needs(lane, "copy from the host");
-  const auto position = ledger.launch(lane, "copy from the host", uses);
-  Tensor as_read;
-  const auto read = [&] {
-    on_host(to).copy_(from);
-    as_read = from.clone(at::MemoryFormat::Contiguous);
-  };
-  pinned ? ledger.with_pending_shown(pinned, read) : read();
-  if (!non_blocking) return ledger.complete(ledger.recorded(lane));
-  if (pinned) {  // the hardware may read as late as the host waits
-    const auto changed = [from, as_read]() -> std::string {
-      return same_bytes(from, as_read) ? "" : "pinned memory was overwritten before it was copied";
-    };
-    ledger.add_pending({lane, position, pinned, extent_of(from), changed, [] {}, [] {}});
-  }
-}
-
-void copy_to_host(const Tensor& from, const Tensor& to, bool non_blocking) {
-  auto& ledger = Ledger::get();
-  const auto lane = current_lane(from.device().index());
-  auto* pinned = ledger.pinned_block(to.const_data_ptr());
-  std::vector<Use> uses{use_of(from, false)};
-  if (pinned) uses.push_back({pinned, extent_of(to), true});
-  const bool is_late = non_blocking && pinned;
-  if (!is_late) ledger.host_needs(lane, "copy to the host");
-  const auto position = ledger.launch(lane, "copy to the host", uses);
-  if (pinned) ledger.settle(pinned, extent_of(to));
-  if (!is_late) {
-    to.copy_(on_host(from));
-    return ledger.complete(ledger.recorded(lane));
-  }
-  // The host sees the values when it has waited, and something striking before.
-  const auto arriving = at::empty(to.sizes(), to.options().pinned_memory(false));
-  arriving.copy_(on_host(from));
-  poison(to);
-  const auto poisoned = to.clone(at::MemoryFormat::Contiguous);
-  const auto arrive = [to, arriving, poisoned]() -> std::string {
-    const bool untouched = same_bytes(to, poisoned);
-    to.copy_(arriving);
-    return untouched ? "" : "pinned memory was written before a copy to it had arrived";
-  };
-  ledger.add_pending({lane, position, pinned, extent_of(to), arrive, [to, arriving] { to.copy_(arriving); }, [to] { poison(to); }});
-}
-
-Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
-  const AsPlainKernels guard;
-  if (!is_ours(from)) {
-    copy_to_device(from, to, non_blocking);
-  } else if (!is_ours(to)) {
-    copy_to_host(from, to, non_blocking);
-  } else if (from.device() != to.device()) {
-    copy_between_devices(from, to);
-  } else {
-    Ledger::get().launch(current_lane(to.device().index()), "copy", {use_of(from, false), use_of(to, true)});
-    on_host(to).copy_(on_host(from));
-  }
-  return to;
-}
-
 // Convolutions pick a kernel by the kind of device, above the kernels that run by themselves.
 DeviceIndex enter_convolution(const std::string& name, std::initializer_list<Tensor> tensors) {
   std::vector<Use> uses;
@@ -394,16 +263,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", at::native::set_tensor_);
   m.impl("_has_compatible_shallow_copy_type", can_take_data);
   m.impl("record_stream", record_stream);
-  m.impl("_copy_from", copy_from);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
   m.impl("dropout", dropout);
 }
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { m.impl("dropout", dropout); }
-// Else these bits are resolved by a copy, which comes here again.
-TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
-TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
-
 }  // namespace
 
 // Which kernel attention takes: the one that the CPU would, by the shapes.
