@@ -9,6 +9,13 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.kit.accelerator.own_process import (  # noqa: F401 - pytest finds its hooks by name
+    accelerator,
+    pytest_collection_modifyitems,
+    pytest_runtest_logreport,
+    pytest_runtest_protocol,
+    pytest_sessionstart,
+)
 from tests.kit.examples import examples
 
 # They have no doctests, and load what only their own processes need.

@@ -1,0 +1,1 @@
+"""Four accelerators in software."""

@@ -1,0 +1,106 @@
+// Copies: within a device, between devices, and between a device and the host.
+#include "tensors.h"
+
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+#include <cstring>
+
+namespace emulated {
+namespace {
+
+using at::Tensor;
+
+// As CUDA does it: on the source's stream, which waits for the destination's
+// first; the destination's waits for it afterwards.
+void copy_between_devices(const Tensor& from, const Tensor& to) {
+  auto& ledger = Ledger::get();
+  const auto source = current_lane(from.device().index()), destination = current_lane(to.device().index());
+  ledger.wait(source, ledger.recorded(destination));
+  ledger.launch(source, "copy", {use_of(from, false), use_of(to, true)});
+  ledger.wait(destination, ledger.recorded(source));
+  on_host(to).copy_(on_host(from));
+}
+
+bool same_bytes(const Tensor& left, const Tensor& right) {
+  const auto a = left.contiguous(), b = right.contiguous();
+  return std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
+}
+
+void poison(const Tensor& tensor) {
+  const auto dtype = tensor.scalar_type();
+  if (at::isFloatingType(dtype) || at::isComplexType(dtype)) tensor.fill_(std::numeric_limits<double>::quiet_NaN());
+  else tensor.fill_(dtype == at::kBool ? 1 : 0x7F);
+}
+
+void copy_to_device(const Tensor& from, const Tensor& to, bool non_blocking) {
+  auto& ledger = Ledger::get();
+  const auto lane = current_lane(to.device().index());
+  auto* pinned = ledger.pinned_block(from.const_data_ptr());
+  std::vector<Use> uses{use_of(to, true)};
+  if (pinned) uses.push_back({pinned, extent_of(from), false});
+  if (!non_blocking) ledger.host_needs(lane, "copy from the host");
+  const auto position = ledger.launch(lane, "copy from the host", uses);
+  Tensor as_read;
+  const auto read = [&] {
+    on_host(to).copy_(from);
+    as_read = from.clone(at::MemoryFormat::Contiguous);
+  };
+  pinned ? ledger.with_pending_shown(pinned, read) : read();
+  if (!non_blocking) return ledger.complete(ledger.recorded(lane));
+  if (pinned) {  // the hardware may read as late as the host waits
+    const auto changed = [from, as_read]() -> std::string {
+      return same_bytes(from, as_read) ? "" : "pinned memory was overwritten before it was copied";
+    };
+    ledger.add_pending({lane, position, pinned, extent_of(from), changed, [] {}, [] {}});
+  }
+}
+
+void copy_to_host(const Tensor& from, const Tensor& to, bool non_blocking) {
+  auto& ledger = Ledger::get();
+  const auto lane = current_lane(from.device().index());
+  auto* pinned = ledger.pinned_block(to.const_data_ptr());
+  std::vector<Use> uses{use_of(from, false)};
+  if (pinned) uses.push_back({pinned, extent_of(to), true});
+  const bool is_late = non_blocking && pinned;
+  if (!is_late) ledger.host_needs(lane, "copy to the host");
+  const auto position = ledger.launch(lane, "copy to the host", uses);
+  if (pinned) ledger.settle(pinned, extent_of(to));
+  if (!is_late) {
+    to.copy_(on_host(from));
+    return ledger.complete(ledger.recorded(lane));
+  }
+  // The host sees the values when it has waited, and something striking before.
+  const auto arriving = at::empty(to.sizes(), to.options().pinned_memory(false));
+  arriving.copy_(on_host(from));
+  poison(to);
+  const auto poisoned = to.clone(at::MemoryFormat::Contiguous);
+  const auto arrive = [to, arriving, poisoned]() -> std::string {
+    const bool untouched = same_bytes(to, poisoned);
+    to.copy_(arriving);
+    return untouched ? "" : "pinned memory was written before a copy to it had arrived";
+  };
+  ledger.add_pending({lane, position, pinned, extent_of(to), arrive, [to, arriving] { to.copy_(arriving); }, [to] { poison(to); }});
+}
+
+Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
+  const AsPlainKernels guard;
+  if (!is_ours(from)) {
+    copy_to_device(from, to, non_blocking);
+  } else if (!is_ours(to)) {
+    copy_to_host(from, to, non_blocking);
+  } else if (from.device() != to.device()) {
+    copy_between_devices(from, to);
+  } else {
+    Ledger::get().launch(current_lane(to.device().index()), "copy", {use_of(from, false), use_of(to, true)});
+    on_host(to).copy_(on_host(from));
+  }
+  return to;
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) { m.impl("_copy_from", copy_from); }
+// Else these bits are resolved by a copy, which comes here again.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+
+}  // namespace
+}  // namespace emulated

@@ -1,0 +1,147 @@
+"""Runs tests of the emulated accelerator in a process of their own; a plugin of pytest.
+
+A process cannot take up an accelerator late, nor put it down. Torch's autograd starts one thread for
+each device at the first backward of the process, whichever device that is on, and none later: an
+accelerator that comes after it fails in its first backward. And once it is there, torch tells everybody
+who asks that this machine has one. Hence the tests of a folder that use the fixture ``accelerator`` are
+run together by a second pytest, and its reports become those of the first. A folder, since such a
+process takes seconds to start.
+
+``PENSTOCK_ACCELERATOR=here pytest FILE`` runs them in this process, as debuggers want it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.kit.accelerator import building
+from tests.kit.paths import ROOT
+
+VARIABLE = "PENSTOCK_ACCELERATOR"  # a file for reports, or "here"
+_NODE_ID = pytest.StashKey[str]()
+_REPORTS = pytest.StashKey[dict[Path, dict[str, list[dict]]]]()
+
+_MEMORY_BYTES = 16 << 30  # of each device, unless a test gives it less
+
+
+@pytest.fixture
+def accelerator() -> ModuleType:
+    """The module of the four emulated devices, at rest; afterwards, all copies must have been right."""
+    from tests.kit.accelerator.devices import register
+
+    module = register()
+    _put_to_rest(module)
+    yield module
+    module.check()
+    _put_to_rest(module)
+
+
+def _put_to_rest(module: ModuleType) -> None:
+    module.set_sync_debug_mode("default")
+    for index in reversed(range(module.device_count())):
+        module.set_device(index)
+        module.synchronize(index)
+        module.set_stream(module.default_stream(index))
+        module.set_memory_limit(_MEMORY_BYTES, index)
+        module.reset_host_counts(index)
+        module.reset_peak_memory_stats(index)
+
+
+def pytest_sessionstart() -> None:
+    """In the second process: takes up the accelerator before anything can run a backward."""
+    if VARIABLE in os.environ:
+        from tests.kit.accelerator.devices import register
+
+        register()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keeps the tests of a process together under xdist; skips them where there can be no devices."""
+    concerned = [item for item in items if _uses_accelerator(item)]
+    missing = building.why_not() if concerned else None
+    for item in concerned:
+        item.stash[_NODE_ID] = item.nodeid  # xdist adds the group to it
+        item.add_marker(pytest.mark.xdist_group(f"accelerator in {item.path.parent.name}"))
+        if missing:
+            item.add_marker(pytest.mark.skip(reason=missing))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """Gives what the other process reported, which runs at the first test of its folder."""
+    is_skipped = item.get_closest_marker("skip") is not None
+    if not _uses_accelerator(item) or VARIABLE in os.environ or is_skipped:
+        return None
+    folders = item.session.stash.setdefault(_REPORTS, {})
+    folder = item.path.parent
+    if folder not in folders:
+        together = [
+            other
+            for other in item.session.items
+            if other.path.parent == folder and _uses_accelerator(other)
+        ]
+        folders[folder] = _reports_of_another_process(together)
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for data in folders[folder][item.stash[_NODE_ID]]:
+        report = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
+        report.nodeid = item.nodeid
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """In the second process: tells the first."""
+    file = os.environ.get(VARIABLE, "here")
+    if file != "here":
+        with open(file, "a") as reports:
+            reports.write(json.dumps(_as_data(report), default=str) + "\n")
+
+
+def _uses_accelerator(item: pytest.Item) -> bool:
+    return "accelerator" in getattr(item, "fixturenames", ())
+
+
+def _reports_of_another_process(items: list[pytest.Item]) -> dict[str, list[dict]]:
+    """Runs tests in a second pytest; gives the reports of each."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "reports")
+        options = ["-q", "-m", "", "-n", "0", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, *(item.stash[_NODE_ID] for item in items)],
+            cwd=ROOT,
+            env={**os.environ, VARIABLE: str(file), "PATH": building.path()},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        lines = file.read_text().splitlines() if file.exists() else []
+    reports = defaultdict(list)
+    for data in map(json.loads, lines):
+        reports[data["nodeid"]].append(data)
+    unfinished = [
+        item
+        for item in items
+        if not any(data["when"] == "teardown" for data in reports[item.stash[_NODE_ID]])
+    ]
+    for item in unfinished:
+        text = f"The accelerator's process ended with code {done.returncode} before this test did."
+        if item is unfinished[0]:
+            text += f"\n{done.stdout[-8000:]}\n{done.stderr[-8000:]}"
+        report = pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
+        reports[item.stash[_NODE_ID]].append(_as_data(report))
+    return reports
+
+
+def _as_data(report: pytest.TestReport) -> dict:
+    return report._to_json() | {"$report_type": "TestReport"}
