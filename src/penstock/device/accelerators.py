@@ -1,13 +1,13 @@
 """The accelerators of this process, whichever kind they are.
 
-Only ``torch.accelerator`` and the module that torch has for a kind of device are asked, so ``cuda``,
-``xpu``, ``npu`` and ``mps`` need no line of their own.
+Only ``torch.accelerator`` and the module that torch has for a kind of device are asked, so
+``cuda``, ``xpu``, ``npu`` and ``mps`` need no line of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 
 import torch
@@ -39,6 +39,14 @@ def device_kinds() -> tuple[str, ...]:
 def is_on_host(device: torch.device) -> bool:
     """Whether what happens there has happened when the call returns."""
     return device.type in ("cpu", "meta")
+
+
+def generators_kept(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+    """A context after which the CPU's default generator, and those of some devices, are in the
+    state that they were in before."""
+    kind = accelerator_kind() or "cuda"
+    numbers = sorted({device.index or 0 for device in devices if device.type == kind})
+    return torch.random.fork_rng(devices=numbers, device_type=kind)
 
 
 @contextmanager

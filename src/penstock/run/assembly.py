@@ -127,7 +127,7 @@ def _in_threads(
         queue = _queue(devices, rank)
         transport = _carrying(exchanged, queue, in_threads=True)
         stages = layout.stages(rank)
-        workers.append(_worker(layout, stages, rank, transport, recipe, queue))
+        workers.append(_worker(layout, stages, rank, transport, recipe))
         first_copies = {**stages, **first_copies}
     driver = ThreadDriver(workers, plan.num_threads, running.deadlines)
     return Assembly(
@@ -174,7 +174,7 @@ def _in_processes(
         carrying = _carrying(transport, queue, in_threads=False)
         sealed = SealedTransport(carrying, meeting.rank)
         stages = layout.stages(meeting.rank)
-        worker = _worker(layout, stages, meeting.rank, sealed, recipe, queue)
+        worker = _worker(layout, stages, meeting.rank, sealed, recipe)
         # The user's code has run: whoever fails in it says so here, before others wait for more.
         meeting.exchange(None, NoneType, "to start training")
         worker.updater.sums.begin_equal()
@@ -257,7 +257,6 @@ def _worker(
     rank: int,
     transport: Transport,
     recipe: Recipe,
-    queue: DeviceQueue | None,
 ) -> Worker:
     updater = Updater(
         rank,
@@ -269,4 +268,4 @@ def _worker(
     )
     stores = layout.stores(stages, updater.optimizers)
     shared = layout.shared_state(stages)
-    return Worker(rank, stages, transport, recipe, updater, layout.skips, stores, shared, queue)
+    return Worker(rank, stages, transport, recipe, updater, layout.skips, stores, shared)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.model import tree
 from penstock.run.counting import Peak
 from penstock.schedule import Op
 from penstock.timing.spans import Row
@@ -119,6 +120,7 @@ class MinibatchOutcome(NamedTuple):
         """
         losses = {k: loss for part in parts for k, loss in part.losses.items()}
         outputs = {k: value for part in parts for k, value in part.outputs.items()}
+        together = _on_one_device([outputs[k] for k in sorted(outputs)])
         metrics: dict[str, dict[int, Tensor]] = defaultdict(dict)
         for part in parts:
             for name, values in part.metrics.items():
@@ -126,7 +128,7 @@ class MinibatchOutcome(NamedTuple):
         sums = {name: weighted_sum(values, weights) for name, values in metrics.items()}
         return cls(
             weighted_sum(losses, weights),
-            [outputs[k] for k in sorted(outputs)],
+            together,
             {name: value for name, value in sums.items() if value is not None},
             records,
             norm,
@@ -134,6 +136,15 @@ class MinibatchOutcome(NamedTuple):
             tuple(part.held for part in parts if part.held is not None),
             begins,
         )
+
+
+def _on_one_device(values: list[Any]) -> list[Any]:
+    """The values, on the device of the first tensor: copies of the last stage are on several."""
+    devices = {tensor.device: None for tensor in tree.tensors(values)}
+    if len(devices) < 2:
+        return values
+    first = next(iter(devices))
+    return [tree.replace(Tensor, lambda tensor: tensor.to(first), value) for value in values]
 
 
 def weighted_sum(losses: Mapping[int, Tensor], weights: Sequence[float]) -> Tensor | None:
@@ -147,9 +158,9 @@ def weighted_sum(losses: Mapping[int, Tensor], weights: Sequence[float]) -> Tens
         factors = torch.tensor([weights[microbatch] for microbatch in counted], dtype=torch.float32)
         terms = torch.stack([losses[microbatch] for microbatch in counted]) * factors
         return torch.from_numpy(np.add.accumulate(terms.numpy()))[-1].clone()
-    # Copies of the last stage may have been on several devices.
-    device = losses[counted[0]].device
-    return reduce(operator.add, [losses[index].to(device) * weights[index] for index in counted])
+    weighted = _on_one_device([losses[index] * weights[index] for index in counted])
+    total: Tensor = reduce(operator.add, weighted)
+    return total
 
 
 def _is_plain(loss: Tensor) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.device.accelerators import generators_kept
 from penstock.errors import ModelError
 from penstock.model import microbatches, tree
 from penstock.model.replay import put_back, saved_buffers
@@ -66,7 +67,7 @@ def _run(holder: nn.Module, runs: nn.Module, given: Given) -> tuple[Any, list[Te
     """What a module returns, and the holder's buffers after that; they are put back."""
     before = saved_buffers(holder.modules())
     args, kwargs = tree.replace(Tensor, Tensor.clone, given)  # it may overwrite its inputs
-    with torch.random.fork_rng(), torch.enable_grad():
+    with generators_kept(tensor.device for tensor in tree.tensors(given)), torch.enable_grad():
         torch.manual_seed(0)
         try:
             output = runs(*args, **kwargs)

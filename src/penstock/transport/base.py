@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from penstock.device.queue import DeviceQueue
+
 LARGEST_NUMBER = 2**62 - 1
 NOTE_BYTES = 40
 
@@ -77,6 +79,12 @@ class Transport(ABC):
     """
 
     patience: Patience
+
+    @property
+    def queue(self) -> DeviceQueue | None:
+        """The rank's work on its device, which what is received joins; ``None`` where all is done
+        in main memory."""
+        return None
 
     @abstractmethod
     def send(self, edge: Edge, number: int, value: Any) -> None:
@@ -151,6 +159,10 @@ class OnTop(Transport):
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
+
+    @property
+    def queue(self) -> DeviceQueue | None:
+        return self.inner.queue
 
     @property
     def patience(self) -> Patience:

@@ -42,6 +42,10 @@ class DeviceTransport(OnTop):
         self._queue = queue
         self._in_threads = in_threads
 
+    @property
+    def queue(self) -> DeviceQueue:
+        return self._queue
+
     def send(self, edge: Edge, number: int, value: Any) -> None:
         if self._in_threads:
             value = _Handed(value, self._queue.moment())

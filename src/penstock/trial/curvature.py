@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from penstock.device.accelerators import generators_kept
 from penstock.errors import InputError, ModelError
 from penstock.model.spine import NamedLayer, spine_fingerprint, spine_of
 from penstock.plans import Plan
@@ -109,7 +110,8 @@ def layers_of_stages(model: nn.Module, plan: Plan) -> list[tuple[NamedLayer, ...
 def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Undo afterwards whatever forwards do to buffers and random generators."""
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with torch.random.fork_rng(), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+    devices = {parameter.device for parameter in model.parameters()}
+    with generators_kept(devices), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         try:
             yield
         finally:

@@ -94,7 +94,6 @@ def Event(**options) -> torch.Event:
     return torch.Event(NAME, **options)
 
 
-
 # --- random numbers
 
 

@@ -25,7 +25,9 @@ class Weights:
 
     def __init__(self, tensors: Sequence[Tensor], has_biases: bool):
         (self.of_input, self.of_hidden), rest = tensors[:2], list(tensors[2:])
-        self.input_bias, self.hidden_bias = (rest.pop(0), rest.pop(0)) if has_biases else (None,) * 2
+        self.input_bias, self.hidden_bias = (
+            (rest.pop(0), rest.pop(0)) if has_biases else (None,) * 2
+        )
         self.projection = rest[0] if rest else None
 
     def from_input(self, inputs: Tensor) -> Tensor:
@@ -153,7 +155,9 @@ def _single(cell: Cell):
     def step(inputs, hidden, of_input, of_hidden, input_bias=None, hidden_bias=None):
         tensors = [of_input, of_hidden]
         has_biases = input_bias is not None
-        weights = Weights([*tensors, input_bias, hidden_bias] if has_biases else tensors, has_biases)
+        weights = Weights(
+            [*tensors, input_bias, hidden_bias] if has_biases else tensors, has_biases
+        )
         is_pair = isinstance(hidden, (list, tuple))
         after = cell(weights.from_input(inputs), tuple(hidden) if is_pair else (hidden,), weights)
         return after if is_pair else after[0]

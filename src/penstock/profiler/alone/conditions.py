@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.device.accelerators import generators_kept
 from penstock.errors import InputError
 from penstock.model import tree
 from penstock.model.replay import put_back, saved_buffers
@@ -59,7 +60,7 @@ def undisturbed(model: nn.Module, num_threads: int, device: torch.device) -> Ite
         parameter.grad = None
     try:
         with (
-            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            generators_kept([device]),
             torch.inference_mode(False),
             torch.enable_grad(),
         ):

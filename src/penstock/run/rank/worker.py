@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from penstock.device.queue import NOTHING_ASKED, DeviceQueue, Moments, moments_of_caller
+from penstock.device.queue import NOTHING_ASKED, Moments, moments_of_caller
 from penstock.model import tree
 from penstock.model.replay import SavedBuffer, put_back, saved_buffers
 from penstock.run.minibatch import Harvest, Minibatch, StreamPosition, modes
@@ -37,10 +37,10 @@ class Worker:
         skips: values that travel beside the chain.
         stores: the versions of the weights of its stages, where there are several.
         shared: what others hold as well, so that no forward of this rank may write it.
-        queue: its work on its device; ``None`` where all is done in main memory.
 
     Attributes:
-        rank, stages, transport, updater, queue: as given.
+        rank, stages, transport, updater: as given.
+        queue: its work on its device; ``None`` where all is done in main memory.
         num_runs: minibatches completed.
         num_attempts: streams begun, whether completed or not; a synchronous minibatch is one of its
             own. Equal on all ranks between steps, since it numbers their messages.
@@ -56,13 +56,12 @@ class Worker:
         skips: Sequence[SkipRoute] = (),
         stores: Mapping[int, WeightStore] = MappingProxyType({}),
         shared: SharedState | None = None,
-        queue: DeviceQueue | None = None,
     ) -> None:
         self.rank = rank
         self.stages = stages
         self.transport = transport
         self.updater = updater
-        self.queue = queue
+        self.queue = transport.queue
         self.num_runs = self.num_attempts = 0
         self._recipe = recipe
         self._stores = stores

@@ -156,7 +156,11 @@ def test_another_device_s_generator_is_refused():
 
 def test_every_device_draws_for_itself():
     torch.manual_seed(3)
-    first, second, host = torch.rand(4, device="emu:0"), torch.rand(4, device="emu:2"), torch.rand(4)
+    first, second, host = (
+        torch.rand(4, device="emu:0"),
+        torch.rand(4, device="emu:2"),
+        torch.rand(4),
+    )
     assert torch.equal(first.cpu(), host) and torch.equal(second.cpu(), host)
     generator = torch.Generator("emu:2").manual_seed(3)
     drawn = torch.rand(4, device="emu:2", generator=generator)
@@ -234,7 +238,9 @@ def test_checkpointed_layers_draw_the_same_mask_again(use_reentrant):
         torch.manual_seed(1)
         layer = nn.Sequential(nn.Linear(20, 20), nn.Dropout(0.5)).to(DEVICE)
         inputs = torch.ones(3, 20, device=DEVICE, requires_grad=True)
-        outputs = checkpoint(layer, inputs, use_reentrant=use_reentrant) if recomputed else layer(inputs)
+        outputs = (
+            checkpoint(layer, inputs, use_reentrant=use_reentrant) if recomputed else layer(inputs)
+        )
         outputs.square().sum().backward()
         return inputs.grad.cpu()
 

@@ -198,7 +198,9 @@ def test_backward_runs_on_the_streams_of_forward(side, main, ready):
 
 
 def test_backward_across_devices(ready):
-    weights = [torch.full((6,), 2.0, device=f"emu:{index}", requires_grad=True) for index in range(4)]
+    weights = [
+        torch.full((6,), 2.0, device=f"emu:{index}", requires_grad=True) for index in range(4)
+    ]
     value = ready
     for index, weight in enumerate(weights):
         value = value.to(f"emu:{index}") * weight

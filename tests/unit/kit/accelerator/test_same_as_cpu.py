@@ -44,7 +44,9 @@ def trained(device, build, batch, loss, optimizer, autocast=None, scaler=None):
     torch.manual_seed(0)
     model = build().to(device)
     descent = optimizer([weight for weight in model.parameters() if weight.requires_grad])
-    scaler = torch.amp.GradScaler(torch.device(device).type, enabled=scaler is not None, **scaler or {})
+    scaler = torch.amp.GradScaler(
+        torch.device(device).type, enabled=scaler is not None, **scaler or {}
+    )
     inputs, targets = (moved(value, device) for value in batch)
     torch.manual_seed(1)
     losses = []
