@@ -1,0 +1,328 @@
+"""Every stage on a device of its own: the numbers are the CPU's to the bit, nothing waits, and the
+model never lies on one device. The devices are emulated ones, which raise where a wait, a copy or
+a keep-alive is missing. ``pytest -p tests.kit.accelerator.everywhere`` runs other tests on them."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from msgspec.structs import replace
+from torch import nn
+
+import penstock as pk
+from penstock import versions
+from penstock.demo import gpt
+from penstock.errors import InputError, StageError
+from tests.kit import streams
+from tests.kit.examples import more
+from tests.kit.helpers import make_batch, make_mlp, make_plan, runnable_families
+from tests.kit.one_device import assert_same
+from tests.kit.tiny_models import conv_batch, gpt_batch, make_conv_net, make_gpt
+from tests.kit.training import adamw, pipeline_of, sgd
+from tests.numerics.test_one_logical_model_shared import TiedGPT, UNet, picture_batch, token_batch
+
+pytestmark = pytest.mark.usefixtures("accelerator")
+
+NUM_STEPS = 4
+SPREAD = ["emu:1", "emu:3", "emu:0", "emu:1"]
+"""Of four ranks: the first and the last share a device."""
+
+
+def on_cpu(values):
+    return [value.cpu() for value in values]
+
+
+def trained(build, batch, devices, *, loss=F.cross_entropy, rows=8, **options):
+    """The model, the losses and the outputs of an evaluation; half of the steps overlap."""
+    model = build()
+    batches = [batch(rows, seed=seed) for seed in range(NUM_STEPS)]
+    with pipeline_of(model, loss=loss, optimizer=adamw, devices=devices, **options) as pipeline:
+        half = NUM_STEPS // 2
+        losses = [pipeline.step(*batch) for batch in batches[:half]]
+        losses += pipeline.steps(batches[half:])
+        outputs = pipeline.evaluate(batches[0][0])
+    return model, torch.stack(on_cpu(losses)), outputs.cpu()
+
+
+def assert_as_on_cpu(build, batch, devices, **options):
+    theirs, expected, its_outputs = trained(build, batch, "cpu", **options)
+    ours, losses, outputs = trained(build, batch, devices, **options)
+    assert expected.isfinite().all()
+    assert torch.equal(losses, expected)
+    assert torch.equal(outputs, its_outputs)
+    assert_same(ours, theirs)
+    return ours
+
+
+@pytest.mark.parametrize("schedule", runnable_families())
+@pytest.mark.parametrize(
+    ("build", "batch", "loss"),
+    [(make_gpt, gpt_batch, gpt.loss), more(make_conv_net, conv_batch, F.cross_entropy)],
+    ids=["gpt", "convolutional"],
+)
+def test_every_family_trains_as_on_the_cpu(schedule, build, batch, loss):
+    if schedule == "chimera" and build is make_conv_net:
+        build = partial(make_conv_net, statistics=False)
+    options = {"schedule": schedule, "num_ranks": 4, "num_microbatches": 8, "rows": 16}
+    assert_as_on_cpu(build, batch, SPREAD, loss=loss, **options)
+
+
+def dropping():
+    return make_mlp(dropout=0.3)
+
+
+def normalised():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Linear(8, 4)
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        (dropping, {}),
+        (dropping, {"clip_norm": 0.05}),
+        (dropping, {"clip_norm": 0.05, "post_validate": True}),
+        (dropping, {"recompute": "layers"}),
+        (dropping, {"recompute": "stage"}),
+        (normalised, {"batch_norm": "minibatch"}),
+        (dropping, {"count_memory": True}),
+    ],
+)
+def test_features_train_as_on_the_cpu(schedule, build, options):
+    assert_as_on_cpu(build, make_batch, ["emu:0", "emu:2"], schedule=schedule, **options)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "chimera"])
+def test_tied_weights_and_skips_cross_devices(schedule):
+    options = {"schedule": schedule, "num_ranks": 2, "num_microbatches": 4}
+    words = {"loss": lambda output, targets: F.cross_entropy(output.flatten(0, 1), targets.flatten())}
+    assert_as_on_cpu(TiedGPT, token_batch, ["emu:0", "emu:1"], **words, **options)
+    assert_as_on_cpu(UNet, picture_batch, ["emu:0", "emu:1"], loss=F.mse_loss, **options)
+
+
+def scaled(device):
+    model = make_mlp(0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    kind = torch.device(device[0]).type
+    with pipeline_of(model, optimizer=sgd, grad_scaler=scaler, devices=device) as pipeline:
+        losses = []
+        for step in range(3):
+            with torch.autocast(kind, torch.bfloat16):
+                losses.append(pipeline.step(*make_batch(seed=step)))
+    return model, torch.stack(on_cpu(losses))
+
+
+def test_autocast_and_loss_scaling_are_those_of_the_device():
+    (ours, losses), (theirs, expected) = scaled(["emu:0", "emu:1"]), scaled(["cpu", "cpu"])
+    assert torch.equal(losses, expected)
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("policy", "replicas"),
+    [
+        (versions.Stash(), None),
+        (versions.DoubleBuffer(), None),
+        (versions.PipeMare(t1=5, t2=0.3), None),
+        (versions.Predict(), None),
+        (versions.VerticalSync(), None),
+        (versions.Stash(), "2-1"),
+    ],
+    ids=str,
+)
+def test_asynchronous_training_is_that_on_the_cpu(policy, replicas):
+    plan = streams.plan_for(policy, 3, microbatches=4, replicas=replicas)
+    found = []
+    for devices in ("cpu", SPREAD[: plan.num_ranks]):
+        model = streams.layered_model()
+        options = {"loss": F.mse_loss, "optimizer": partial(torch.optim.SGD, lr=0.01), "seed": 3}
+        with pk.Pipeline(model, plan, devices=devices, **options) as pipeline:
+            losses = on_cpu(pipeline.steps(streams.batches([8] * 5)))
+        found.append((model, torch.stack(losses)))
+    (theirs, expected), (ours, losses) = found
+    assert torch.equal(losses, expected)
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("inputs_on", ["cpu", "pinned", "emu:1", "emu:3", "emu:2"])
+@pytest.mark.parametrize("targets_on", ["cpu", "emu:3", "emu:0"])
+def test_data_may_come_from_anywhere(inputs_on, targets_on):
+    def there(tensor, place):
+        return tensor.pin_memory() if place == "pinned" else tensor.to(place)
+
+    model = make_mlp()
+    found = []
+    for devices in ("cpu", ["emu:1", "emu:3"]):
+        ours = copy.deepcopy(model)
+        losses = []
+        with pipeline_of(ours, optimizer=adamw, devices=devices) as pipeline:
+            for seed in range(3):
+                inputs, targets = make_batch(seed=seed)
+                if devices != "cpu":
+                    inputs, targets = there(inputs, inputs_on), there(targets, targets_on)
+                losses.append(pipeline.step(inputs, targets).cpu())
+                inputs.zero_()  # whoever called may use it again
+        found.append((torch.stack(losses), ours))
+    assert torch.equal(found[0][0], found[1][0])
+    assert_same(found[1][1], found[0][1])
+
+
+def test_each_stage_is_on_its_ranks_device_and_so_is_all_that_it_makes(accelerator):
+    model = make_mlp()
+    parameters = [*model.parameters()]
+    with pipeline_of(model, optimizer=adamw, devices=["emu:2", "emu:1"]) as pipeline:
+        loss = pipeline.step(*make_batch())
+        held = [
+            {str(tensor.device) for tensor in stage.state_dict().values()}
+            for stage in pipeline.stages.values()
+        ]
+        outputs = pipeline.evaluate(make_batch()[0])
+    assert held == [{"emu:2"}, {"emu:1"}]
+    assert str(loss.device) == str(outputs.device) == "emu:1"
+    assert all(mine is other for mine, other in zip(model.parameters(), parameters, strict=True))
+    assert {str(parameter.grad) for parameter in model.parameters()} == {"None"}
+
+
+def test_a_model_larger_than_each_device_trains(accelerator):
+    """It is moved stage by stage, so that it never lies on one device as a whole."""
+
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+
+    size = sum(parameter.nbytes for parameter in build().parameters())
+    inputs = torch.randn(4, 256)
+    options = {"loss": F.mse_loss, "optimizer": sgd, "num_microbatches": 2}
+    for device in range(2):
+        accelerator.empty_cache()
+        accelerator.set_memory_limit(accelerator.memory_allocated(device) + 3 * size // 4, device)
+    with pytest.raises(torch.OutOfMemoryError):
+        pipeline_of(build(), devices="emu:0", **options)
+    accelerator.set_memory_limit(accelerator.memory_allocated(1) + 3 * size // 2, 1)
+    accelerator.set_memory_limit(accelerator.memory_allocated(0) + 3 * size // 2, 0)
+    with pipeline_of(build(), devices=["emu:0", "emu:1"], **options) as pipeline:
+        assert pipeline.step(inputs, inputs).isfinite()
+
+
+def test_a_device_without_memory_is_an_error_that_names_the_stage(accelerator):
+    model = make_mlp()
+    with pipeline_of(model, optimizer=sgd, devices=["emu:0", "emu:1"]) as pipeline:
+        pipeline.step(*make_batch())
+        accelerator.set_memory_limit(accelerator.memory_allocated(1), 1)
+        with pytest.raises(StageError, match=r"stage 1, .*out of memory"):
+            pipeline.step(*make_batch())
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"])
+def test_no_step_waits_for_a_device(accelerator, schedule):
+    """Not even for the loss, until somebody reads it."""
+    model = make_mlp(dropout=0.0)
+    batches = [
+        tuple(tensor.pin_memory() for tensor in make_batch(seed=seed)) for seed in range(4)
+    ]
+    with pipeline_of(model, schedule, optimizer=sgd, devices=["emu:0", "emu:1"]) as pipeline:
+        pipeline.step(*batches[0])  # layers are looked at in their first run
+        for device in range(4):
+            accelerator.reset_host_counts(device)
+        accelerator.set_sync_debug_mode("error")
+        losses = [pipeline.step(*batch) for batch in batches]
+        losses += pipeline.steps(batches)
+        accelerator.set_sync_debug_mode("default")
+        waits = [
+            accelerator.host_reads(device) + accelerator.host_waits(device) for device in range(4)
+        ]
+    assert waits == [0, 0, 0, 0]
+    assert torch.stack(on_cpu(losses)).isfinite().all()
+
+
+def test_what_the_caller_does_between_steps_comes_in_between(accelerator):
+    """On the caller's own streams: weights are changed, losses and outputs used, data made."""
+
+    def run(devices):
+        model = make_mlp(dropout=0.0)
+        first = torch.device("cpu" if devices == "cpu" else devices[0])
+        side = None if devices == "cpu" else torch.Stream(first)
+        results = []
+        with pipeline_of(model, optimizer=adamw, devices=devices) as pipeline:
+            for step in range(3):
+                inputs, targets = make_batch(seed=step)
+                made = inputs.to(first) * 2
+                results.append(pipeline.step(made, targets) + step)
+                del made
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(0.5)
+                results.append(pipeline.evaluate(inputs).sum() * 2)
+                results.append(sum(weight.detach().sum().cpu() for weight in model.parameters()))
+            for loss in pipeline.steps(make_batch(seed=seed) for seed in range(5)):
+                results.append(loss * 3)
+                del loss
+        assert side is None or side.device == first
+        return torch.stack(on_cpu(results))
+
+    assert torch.equal(run(["emu:0", "emu:1"]), run("cpu"))
+
+
+def test_a_step_that_fails_leaves_devices_in_order(accelerator):
+    class Failing(nn.Module):
+        fails = False
+
+        def forward(self, value):
+            if self.fails:
+                raise ValueError("boom")
+            return value
+
+    torch.manual_seed(0)
+    failing = Failing()
+    ours = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 8), failing, nn.Linear(8, 4))
+    theirs = copy.deepcopy(ours)
+    with pipeline_of(ours, optimizer=sgd, devices=["emu:0", "emu:1"]) as pipeline:
+        pipeline.step(*make_batch(seed=0))
+        failing.fails = True
+        with pytest.raises(StageError, match="boom"):
+            pipeline.step(*make_batch(seed=1))
+        failing.fails = False
+        losses = [pipeline.step(*make_batch(seed=1)).cpu()]
+    with pipeline_of(theirs, optimizer=sgd) as pipeline:
+        pipeline.step(*make_batch(seed=0))
+        assert [pipeline.step(*make_batch(seed=1))] == losses
+    assert_same(ours, theirs)
+
+
+def test_plans_for_accelerators_take_those_of_this_process_in_their_order():
+    model = make_mlp()
+    kinds = ("gpu", "cpu", "gpu")
+    plan = make_plan(model, 3, 4)
+    named = tuple(pk.Device(name=f"d{rank}", kind=kind) for rank, kind in enumerate(kinds))
+    with pk.Pipeline(
+        model, replace(plan, devices=named), loss=F.cross_entropy, optimizer=sgd, seed=3
+    ) as pipeline:
+        pipeline.step(*make_batch())
+        places = [
+            str(next(iter(stage.state_dict().values())).device) for stage in pipeline.stages.values()
+        ]
+    assert places == ["emu:0", "cpu", "emu:1"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (["emu:0"], "devices: 1 devices for a plan of 2 ranks; give one per rank"),
+        (["emu:0", "emu:9"], r"devices: 'emu:9' is not here; there are: emu:0, .*emu:3"),
+        ("cuda:0", r"devices: 'cuda:0' is not here"),
+        (["emu:0", "nowhere"], r"devices: 'nowhere' is no device of torch"),
+        (["emu:0", 7], r"devices: 'emu:7' is not here"),
+        (3, r"devices: 3 for a plan of 2 ranks"),
+        (["emu:0", None], r"devices: None is no device of torch"),
+    ],
+)
+def test_devices_that_are_not_there_are_refused(devices, message):
+    with pytest.raises(InputError, match=message):
+        pipeline_of(make_mlp(), devices=devices)
