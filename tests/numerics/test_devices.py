@@ -102,7 +102,9 @@ def test_features_train_as_on_the_cpu(schedule, build, options):
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "chimera"])
 def test_tied_weights_and_skips_cross_devices(schedule):
     options = {"schedule": schedule, "num_ranks": 2, "num_microbatches": 4}
-    words = {"loss": lambda output, targets: F.cross_entropy(output.flatten(0, 1), targets.flatten())}
+    words = {
+        "loss": lambda output, targets: F.cross_entropy(output.flatten(0, 1), targets.flatten())
+    }
     assert_as_on_cpu(TiedGPT, token_batch, ["emu:0", "emu:1"], **words, **options)
     assert_as_on_cpu(UNet, picture_batch, ["emu:0", "emu:1"], loss=F.mse_loss, **options)
 
@@ -224,9 +226,7 @@ def test_a_device_without_memory_is_an_error_that_names_the_stage(accelerator):
 def test_no_step_waits_for_a_device(accelerator, schedule):
     """Not even for the loss, until somebody reads it."""
     model = make_mlp(dropout=0.0)
-    batches = [
-        tuple(tensor.pin_memory() for tensor in make_batch(seed=seed)) for seed in range(4)
-    ]
+    batches = [tuple(tensor.pin_memory() for tensor in make_batch(seed=seed)) for seed in range(4)]
     with pipeline_of(model, schedule, optimizer=sgd, devices=["emu:0", "emu:1"]) as pipeline:
         pipeline.step(*batches[0])  # layers are looked at in their first run
         for device in range(4):
@@ -306,7 +306,8 @@ def test_plans_for_accelerators_take_those_of_this_process_in_their_order():
     ) as pipeline:
         pipeline.step(*make_batch())
         places = [
-            str(next(iter(stage.state_dict().values())).device) for stage in pipeline.stages.values()
+            str(next(iter(stage.state_dict().values())).device)
+            for stage in pipeline.stages.values()
         ]
     assert places == ["emu:0", "cpu", "emu:1"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any, Literal, get_args
@@ -13,7 +14,7 @@ from torch import nn
 
 from penstock.device.accelerators import is_on_host
 from penstock.device.placement import Devices, devices_of_ranks
-from penstock.device.queue import DeviceQueue
+from penstock.device.queue import DeviceQueue, moments_of_caller, taken_up
 from penstock.errors import InputError
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import NamedLayer, spine_fingerprint
@@ -27,14 +28,14 @@ from penstock.run.drive.processes import ProcessDriver
 from penstock.run.drive.threads import ThreadDriver
 from penstock.run.feed import Feed
 from penstock.run.layout import Layout
-from penstock.run.placing import place_model
 from penstock.run.rank.forward import Void
 from penstock.run.rank.updater import Updater
 from penstock.run.rank.worker import Worker
 from penstock.run.recipe import Recipe
 from penstock.run.seals import SealedTransport
+from penstock.run.shared_state import SharedState
 from penstock.stage.stage import Stage
-from penstock.transport import Codec, ThreadExchange, Transport, connect
+from penstock.transport import Codec, ThreadExchange, ThreadTransport, Transport, connect
 from penstock.transport.on_devices import DeviceTransport
 from penstock.transport.rendezvous import Rendezvous
 from penstock.values import expect, flag, one_of, whole
@@ -118,17 +119,19 @@ def _in_threads(
 ) -> Assembly:
     streams = LayerStreams(running.seed)
     devices = devices_of_ranks(running.devices, plan.on_accelerator, range(plan.num_ranks))
-    _place(layers, plan, devices)
     layout = Layout(model, plan, layers, streams, one_process=True, devices=devices)
     exchange = ThreadExchange(plan.num_ranks, running.deadlines.start.seconds)
-    workers: list[Worker] = []
+    queues = _queues(devices)
+    stages = {rank: layout.stages(rank) for rank in range(plan.num_ranks)}
+    shared = {rank: layout.shared_state(stages[rank]) for rank in stages}
+    _place(layout, stages, queues)
+    workers = [
+        _worker(layout, stages[rank], rank, transport, recipe, shared[rank], queues.get(rank))
+        for rank, transport in enumerate(exchange.transports)
+    ]
     first_copies: dict[int, Stage] = {}
-    for rank, exchanged in enumerate(exchange.transports):
-        queue = _queue(devices, rank)
-        transport = _carrying(exchanged, queue, in_threads=True)
-        stages = layout.stages(rank)
-        workers.append(_worker(layout, stages, rank, transport, recipe))
-        first_copies = {**stages, **first_copies}
+    for held in stages.values():
+        first_copies = {**held, **first_copies}
     driver = ThreadDriver(workers, plan.num_threads, running.deadlines)
     return Assembly(
         plan,
@@ -168,13 +171,14 @@ def _in_processes(
         devices = devices_of_ranks(
             running.devices, plan.on_accelerator, [meeting.rank], first=_local_rank()
         )
-        _place(layers, plan, devices)
         layout = Layout(model, plan, layers, streams, one_process=False, devices=devices)
         sealed = SealedTransport(transport, meeting.rank)
-        queue = _queue(devices, meeting.rank)
-        carrying = _carrying(sealed, queue, in_threads=False)
+        queues = _queues(devices)
         stages = layout.stages(meeting.rank)
-        worker = _worker(layout, stages, meeting.rank, carrying, recipe)
+        shared = layout.shared_state(stages)
+        _place(layout, {meeting.rank: stages}, queues)
+        queue = queues.get(meeting.rank)
+        worker = _worker(layout, stages, meeting.rank, sealed, recipe, shared, queue)
         # The user's code has run: whoever fails in it says so here, before others wait for more.
         meeting.exchange(None, NoneType, "to start training")
         worker.updater.sums.begin_equal()
@@ -229,21 +233,40 @@ def _message_types(layers: tuple[NamedLayer, ...], running: Running) -> list[typ
     return [Void, *running.message_types, *told]
 
 
-def _place(layers: tuple[NamedLayer, ...], plan: Plan, devices: Mapping[int, torch.device]) -> None:
-    sizes = [len(stage.layers) for stage in plan.stages]
-    place_model(layers, sizes, plan.placement, devices)
+def _queues(devices: Mapping[int, torch.device]) -> dict[int, DeviceQueue]:
+    """The work of each rank on its device; none if no rank here needs to know about devices."""
+    if all(map(is_on_host, devices.values())):
+        return {}
+    return {rank: DeviceQueue(device) for rank, device in devices.items()}
 
 
-def _queue(devices: Mapping[int, torch.device], rank: int) -> DeviceQueue | None:
-    """A rank's work on its device; ``None`` if no rank here needs to know about devices."""
-    return None if all(map(is_on_host, devices.values())) else DeviceQueue(devices[rank])
+def _place(
+    layout: Layout, stages: Mapping[int, Mapping[int, Stage]], queues: Mapping[int, DeviceQueue]
+) -> None:
+    """Move stages to their ranks' devices. Where all is done in main memory they stay as they are.
+
+    What is written by one rank and read by another has been found by then: afterwards, ranks with
+    the same buffer have copies of it.
+    """
+    for rank, queue in queues.items():
+        with _building(queue):
+            layout.place(rank, stages[rank])
+    for rank, queue in queues.items():
+        with _building(queue):
+            layout.place_twins(rank)
 
 
-def _carrying(transport: Transport, queue: DeviceQueue | None, *, in_threads: bool) -> Transport:
-    """A transport that carries what the ranks here make."""
+@contextmanager
+def _building(queue: DeviceQueue | None) -> Iterator[None]:
+    """A context in which what is allocated belongs to a rank's own stream, which will free it when
+    it makes something new in its place; the caller may use it afterwards."""
     if queue is None:
-        return transport
-    return DeviceTransport(transport, queue, in_threads=in_threads)
+        yield
+        return
+    queue.begin(moments_of_caller([queue.device]))
+    with queue.entered():
+        yield
+    taken_up((), queue.moment())
 
 
 def _local_rank() -> int:
@@ -257,15 +280,20 @@ def _worker(
     rank: int,
     transport: Transport,
     recipe: Recipe,
+    shared: SharedState,
+    queue: DeviceQueue | None,
 ) -> Worker:
-    updater = Updater(
-        rank,
-        layout.num_ranks,
-        layout.holdings(rank, stages),
-        transport,
-        recipe,
-        layout.shared(rank, stages),
-    )
-    stores = layout.stores(stages, updater.optimizers)
-    shared = layout.shared_state(stages)
-    return Worker(rank, stages, transport, recipe, updater, layout.skips, stores, shared)
+    if queue is not None:
+        in_threads = isinstance(transport, ThreadTransport)
+        transport = DeviceTransport(transport, queue, in_threads=in_threads)
+    with _building(queue):
+        updater = Updater(
+            rank,
+            layout.num_ranks,
+            layout.holdings(rank, stages),
+            transport,
+            recipe,
+            layout.shared(rank, stages),
+        )
+        stores = layout.stores(stages, updater.optimizers)
+        return Worker(rank, stages, transport, recipe, updater, layout.skips, stores, shared)

@@ -22,6 +22,7 @@ from penstock.model.spine import NamedLayer
 from penstock.plans import Plan
 from penstock.reduce.reducer import SharedWeights
 from penstock.run.holders import Holders
+from penstock.run.placing import place_buffers, place_parameters
 from penstock.run.rank.program import SkipRoute
 from penstock.run.rank.updater import Holding
 from penstock.run.shared_state import SharedState
@@ -96,7 +97,7 @@ class Layout:
         if plan.versions.asynchronous:
             self._check_untied()
         self._check_hooks()
-        self._twins: list[Twins] = []
+        self._twins: dict[int, Twins] = {}
 
     def _find_weights(self, model: nn.Module) -> list[_Weight]:
         places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
@@ -222,9 +223,21 @@ class Layout:
     def _twins_of(self, rank: int) -> Twins:
         """This rank's copies of what another one has the model's own of."""
         foreign = (weight.parameter for weight in self._weights if rank in weight.ranks[1:])
-        twins = Twins(foreign if self._one_process else (), self._devices[rank])
-        self._twins.append(twins)
+        twins = self._twins[rank] = Twins(foreign if self._one_process else (), self._devices[rank])
         return twins
+
+    def place(self, rank: int, stages: Mapping[int, Stage]) -> None:
+        """Move what a rank has of the model to its device."""
+        device, moved = self._devices[rank], dict[int, torch.Tensor]()
+        for index, stage in stages.items():
+            for original, layer in zip(self._layers_of[index], stage.layers, strict=True):
+                place_parameters(layer.module, device)
+                if layer.module is original.module:
+                    place_buffers(layer.module, device, moved)
+
+    def place_twins(self, rank: int) -> None:
+        """Give a rank's twins buffers on its device, once those of the model are on theirs."""
+        self._twins[rank].share()
 
     def _own(self, layer: NamedLayer, rank: int, twins: Twins) -> NamedLayer:
         if not self._one_process or self._holders.runs_first(layer.module, rank):
@@ -314,7 +327,7 @@ class Layout:
     @property
     def twins(self) -> Iterable[nn.Module]:
         """Copied modules, which are not part of the user's model."""
-        return (module for twins in self._twins for module in twins.modules)
+        return (module for twins in self._twins.values() for module in twins.modules)
 
     def follow(self) -> None:
         """Let ranks follow what has happened to the model since the last step.
@@ -323,10 +336,10 @@ class Layout:
             ModelError: what has happened to it cannot be spread as planned.
         """
         self._check_hooks()
-        for twins in self._twins:
+        for twins in self._twins.values():
             twins.follow()
 
     def let_go(self) -> None:
         """The caller may change the model from now on."""
-        for twins in self._twins:
+        for twins in self._twins.values():
             twins.let_go()

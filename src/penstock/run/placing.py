@@ -1,61 +1,35 @@
-"""Moving a model to the devices of its ranks, stage by stage: it never lies on one as a whole."""
+"""Moving modules to the device of the rank that runs them."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from penstock.model.spine import NamedLayer
-from penstock.schedule import Schedule
+from penstock.tracing.layers import CapturedLayer
 
 
-def place_model(
-    layers: Sequence[NamedLayer],
-    sizes: Iterable[int],
-    placement: Schedule,
-    devices: Mapping[int, torch.device],
-) -> None:
-    """Move the model's own parameters and buffers to the devices of the ranks that hold them.
-
-    Parameters stay the objects that they are, so that whoever holds them (an optimizer, a layer
-    that is tied to another one) still does. What several ranks hold goes to the first one's device;
-    the others have twins.
-
-    Args:
-        layers: of the model.
-        sizes: how many layers each stage has.
-        placement: which rank has which stage.
-        devices: of the ranks of this process, by their numbers.
-    """
-    remaining = iter(layers)
-    stages = [[next(remaining).module for _ in range(size)] for size in sizes]
-    moved: dict[int, Tensor] = {}
-    for rank, device in sorted(devices.items()):
-        for stage in placement.stages_of[rank]:
-            for layer in stages[stage]:
-                for module in layer.modules():
-                    move_module(module, device, moved)
+def place_parameters(module: nn.Module, device: torch.device) -> None:
+    """Move the parameters of a module, and of those inside it. They stay the objects that they are,
+    so that whoever holds them (an optimizer, a layer that is tied to another one) still does."""
+    for parameter in module.parameters():
+        move_parameter(parameter, device)
+    for part in module.modules():
+        if isinstance(part, CapturedLayer):
+            part.compute_on(device)
 
 
-def move_module(module: nn.Module, device: torch.device, moved: dict[int, Tensor]) -> None:
-    """Move what a module, without those inside it, holds; what was moved before stays there.
+def place_buffers(module: nn.Module, device: torch.device, moved: dict[int, Tensor]) -> None:
+    """Move the buffers of a module, and of those inside it.
 
     Args:
-        moved: by ids of parameters and buffers, what stands in their place.
+        moved: by ids of buffers, what stands in their place; for all modules of a rank, so that a
+            buffer of several is still one.
     """
-    for parameter in module._parameters.values():
-        if parameter is not None and id(parameter) not in moved:
-            moved[id(parameter)] = parameter
-            move_parameter(parameter, device)
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            there = moved.get(id(buffer))
-            if there is None:
-                there = moved[id(buffer)] = buffer.to(device)
-                moved[id(there)] = there
-            module._buffers[name] = there
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                there = moved.setdefault(id(buffer), buffer.to(device))
+                part._buffers[name] = moved[id(there)] = there
 
 
 def move_parameter(parameter: nn.Parameter, device: torch.device) -> None:

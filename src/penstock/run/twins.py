@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from penstock.errors import ModelError
 from penstock.model.spine import NamedLayer
-from penstock.run.placing import move_parameter
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training", "_is_full_backward_hook"}
 _HOOKS = tuple(
@@ -60,13 +59,13 @@ class Twins:
 
     Args:
         parameters: the model's, of which the rank needs copies.
-        device: of the rank; twins are there, and buffers of the model that are elsewhere are copied
-            to it before every minibatch.
+        device: of the rank; buffers of the model that are elsewhere are copied to it before every
+            minibatch.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
         self._device = device
-        self._parameters = [(parameter, _twin(parameter, device)) for parameter in parameters]
+        self._parameters = [(parameter, _twin(parameter)) for parameter in parameters]
         self._pairs: list[_Pair] = []
         self._roots: list[nn.Module] = []
 
@@ -101,6 +100,10 @@ class Twins:
         self._share(pairs)
         return copied
 
+    def share(self) -> None:
+        """Let twins have what the model's own modules have now."""
+        self._share(self._pairs)
+
     def follow(self) -> None:
         """Let twins follow what the caller has done to the model since ``let_go``: training mode,
         attributes, hooks, what is frozen, and weights that were loaded or changed by hand.
@@ -110,7 +113,7 @@ class Twins:
                 copied.
         """
         self._follow_attributes()
-        self._share(self._pairs)
+        self.share()
         with torch.no_grad():
             for parameter, twin in self._parameters:
                 _follow(parameter, twin)
@@ -177,9 +180,8 @@ class Twins:
         return buffer is not None and buffer.device != self._device
 
 
-def _twin(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+def _twin(parameter: nn.Parameter) -> nn.Parameter:
     twin = copy.deepcopy(parameter, {})
-    move_parameter(twin, device)
     # What optimizers may be told by it, such as that it shall not decay.
     vars(twin).update(vars(parameter))
     _follow_hooks(parameter, twin)

@@ -21,7 +21,8 @@ from penstock.tracing.layers import (
     CapturedLayer,
     Shape,
     adopt_the_rest,
-    described,
+    devices_of,
+    dtypes_of,
     program_of,
 )
 from penstock.tracing.proof import check_equal
@@ -86,7 +87,7 @@ class Captured(nn.Module):
         self.how = how
         self._traces = traces
         self._order = tuple(order)
-        self._described = described(model)
+        self._dtypes = dtypes_of(model)
         # No child: its parameters would have a second name.
         self.__dict__["_layers"] = _layers(model, traces, self._order)
         self._tell_layers()
@@ -95,13 +96,17 @@ class Captured(nn.Module):
         """The layers, in the order in which they run.
 
         Raises:
-            ModelError: the model has been moved or converted since it was captured.
+            ModelError: the model has been converted since it was captured.
         """
-        if described(self) != self._described:
+        if dtypes_of(self) != self._dtypes:
             raise ModelError(
-                "parameters or buffers were moved to another device or dtype after the model was "
+                "parameters or buffers were converted to another dtype after the model was "
                 "captured, which its graph does not know; capture it again"
             )
+        devices = devices_of(self)
+        if len(devices) == 1:  # else a pipeline has spread it, and told its layers
+            for layer in self.__dict__["_layers"]:
+                layer.compute_on(*devices)
         self._tell_layers()
         return list(self.__dict__["_layers"])
 

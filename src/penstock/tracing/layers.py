@@ -16,6 +16,10 @@ from penstock.tracing.flow import ValueFlow
 from penstock.tracing.graphs import Traced, spread
 
 
+_COMPUTES_ON = "computes_on"
+"""The attribute of a layer that its code reads where the model's code named a device."""
+
+
 @dataclass(frozen=True)
 class LayerProgram:
     """What a layer does in one mode.
@@ -65,7 +69,7 @@ def program_of(traced: Traced, flow: ValueFlow, index: int) -> LayerProgram:
     return LayerProgram(
         run=_compiled(graph),
         modules=frozenset(str(node.target) for node in graph.nodes if node.op == "call_module"),
-        state=frozenset(targets - traced.constants.keys()),
+        state=frozenset(targets - traced.constants.keys() - {_COMPUTES_ON}),
         constants={name: traced.constants[name] for name in targets & traced.constants.keys()},
         reads=tuple(names[source] for source in flow.sources(index)),
         produces=tuple(
@@ -98,9 +102,15 @@ def _graph(
             ours[node] = graph.create_node("get_attr", node.target)
         return ours[node]
 
+    def own_or_here(value: Any) -> Any:
+        """A node's own twin; for the device of the trace, that on which the layer computes."""
+        if isinstance(value, torch.device):
+            return graph.create_node("get_attr", _COMPUTES_ON)
+        return own(value) if isinstance(value, fx.Node) else value
+
     for node in flow.segments[index].nodes:
-        args = fx.node.map_arg(node.args, own)
-        kwargs = fx.node.map_arg(node.kwargs, own)
+        args = fx.node.map_aggregate(node.args, own_or_here)
+        kwargs = fx.node.map_aggregate(node.kwargs, own_or_here)
         ours[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
     graph.output(fx.node.map_arg(list(wanted), own))
     return graph
@@ -238,9 +248,11 @@ class CapturedLayer(nn.Module):
         readers: for each position, the name of the last layer that reads it; its own for what the
             model returns.
         unit: equal for layers that are recomputed together.
+        computes_on: the device on which it makes new tensors.
     """
 
     unit: int
+    computes_on: torch.device
     _programs: dict[bool, LayerProgram]
     _borders: Borders
     _end: tuple[bool, bool]
@@ -258,6 +270,7 @@ class CapturedLayer(nn.Module):
         self.spine_name = name
         self.kind = kind
         self.unit = 0
+        self.computes_on = next((t.device for _, t in _state(model)), torch.device("cpu"))
         self._programs = dict(programs)
         self._borders = borders
         self._end = end
@@ -292,6 +305,17 @@ class CapturedLayer(nn.Module):
         else:
             persistent = name not in owner._non_persistent_buffers_set
             scope.register_buffer(name, owner._buffers[name], persistent=persistent)
+
+    def compute_on(self, device: torch.device) -> None:
+        """Let the layer's code make its tensors on a device, to which what the layer holds of the
+        model is moved by others; its constants are moved here."""
+        self.computes_on = device
+        for program in self._programs.values():
+            for key in program.constants:
+                held = self._scope(key).__dict__
+                held[_last(key)] = tree.replace(
+                    Tensor, lambda constant: constant.to(device), held[_last(key)]
+                )
 
     def _scope(self, key: str) -> nn.Module:
         module: nn.Module = self
@@ -364,6 +388,11 @@ def _shared_atoms(name: str, other: str) -> int:
     return count
 
 
-def described(model: nn.Module) -> tuple[tuple[torch.dtype, torch.device], ...]:
-    """What a trace assumes of a model's parameters and buffers: their dtypes and devices."""
-    return tuple((tensor.dtype, tensor.device) for _, tensor in _state(model))
+def dtypes_of(model: nn.Module) -> tuple[torch.dtype, ...]:
+    """What a trace assumes of a model's parameters and buffers."""
+    return tuple(tensor.dtype for _, tensor in _state(model))
+
+
+def devices_of(model: nn.Module) -> set[torch.device]:
+    """Where a model's parameters and buffers are."""
+    return {tensor.device for _, tensor in _state(model)}

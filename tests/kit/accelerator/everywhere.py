@@ -17,7 +17,7 @@ import penstock as pk
 from penstock.device import placement
 from penstock.model import tree
 from penstock.run import assembly
-from penstock.run.placing import move_module
+from penstock.run.placing import place_buffers, place_parameters
 from tests.kit.accelerator import own_process
 from tests.kit.accelerator.devices import register
 
@@ -72,9 +72,9 @@ def _closing(close):
     @functools.wraps(close)
     def closing(self, *args, **options):
         close(self, *args, **options)
-        moved = {}
-        for module in self._model.modules():
-            move_module(module, torch.device("cpu"), moved)
+        cpu = torch.device("cpu")
+        place_parameters(self._model, cpu)
+        place_buffers(self._model, cpu, {})
 
     return closing
 

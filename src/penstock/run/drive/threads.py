@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from penstock.device.queue import Moments
+from penstock.device.queue import Moments, taken_up
 from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.run.drive.driver import Deadlines, Driver, StageStates, failure_notice, naming
 from penstock.run.minibatch import Harvest, Minibatch, StreamPosition
@@ -200,6 +200,7 @@ class ThreadDriver(Driver[ThreadTicket]):
             self._unusable = f"rank {rank} still runs an op of the failed step"
             return
         self._reset(trained)
+        self._go_on_behind()
         self._failed = False
         updaters = [worker.updater for worker in self._workers]
         self._unusable = None
@@ -207,6 +208,12 @@ class ThreadDriver(Driver[ThreadTicket]):
             self._unusable = "in the failed step some stages were updated and others were not"
         elif any(updater.pending for updater in updaters):
             self._unusable = "updates were made on trust, which the failed step did not validate"
+
+    def _go_on_behind(self) -> None:
+        """Let what the caller does next on devices happen behind what ranks have begun there."""
+        for worker in self._workers:
+            if worker.queue is not None:
+                taken_up((), worker.queue.moment())
 
     def _cause(self, begun: Sequence[ThreadTicket]) -> BaseException:
         """The failure that made the others fail, with what every rank did last as notes."""
@@ -248,6 +255,7 @@ class ThreadDriver(Driver[ThreadTicket]):
         end = time.monotonic() + _GRACE_SECONDS
         for thread in self._threads:
             thread.join(timeout=max(0.0, end - time.monotonic()))
+        self._go_on_behind()
         torch.set_num_threads(self._num_threads_before)
 
 
