@@ -126,7 +126,7 @@ class Cluster(Value, frozen=True, kw_only=True):
             num_devices: how many. By default one worker per core, or all GPUs; more workers than
                 cores may be asked for, more GPUs may not.
             kind: ``"cpu"`` for cores, which share the host's memory, or ``"gpu"`` for NVIDIA's
-                GPUs, each with its own. Penstock trains on CPUs today; for GPUs it plans.
+                GPUs, each with its own.
 
         Raises:
             InputError: ``num_devices`` is below 1, no such kind, or not so many GPUs.

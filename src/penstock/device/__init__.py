@@ -1,6 +1,10 @@
-"""What a device is asked: to keep freed memory, and how many bytes of activations live on it.
+"""What a device is asked: who computes on it, in which order, and how much memory is in use.
 
 Decisions:
+
+A rank's work on an accelerator is a ``queue``: one stream for compute, others for copies, events
+between them. The host hands work over and waits for nothing. What happens in main memory has no
+queue at all, and costs nothing. No room above this one names a kind of accelerator.
 
 Activations are counted where autograd saves them, by unique storage; resident memory is off by a
 factor of two. Finalizers only leave a note, since they may run in any thread.

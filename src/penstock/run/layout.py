@@ -237,7 +237,9 @@ class Layout:
 
     def place_twins(self, rank: int) -> None:
         """Give a rank's twins buffers on its device, once those of the model are on theirs."""
-        self._twins[rank].share()
+        twins = self._twins[rank]
+        twins.share()
+        twins.let_go()  # that the originals were moved is nothing to follow
 
     def _own(self, layer: NamedLayer, rank: int, twins: Twins) -> NamedLayer:
         if not self._one_process or self._holders.runs_first(layer.module, rank):

@@ -15,7 +15,6 @@ from penstock.model import tree
 from penstock.tracing.flow import ValueFlow
 from penstock.tracing.graphs import Traced, spread
 
-
 _COMPUTES_ON = "computes_on"
 """The attribute of a layer that its code reads where the model's code named a device."""
 
@@ -309,6 +308,8 @@ class CapturedLayer(nn.Module):
     def compute_on(self, device: torch.device) -> None:
         """Let the layer's code make its tensors on a device, to which what the layer holds of the
         model is moved by others; its constants are moved here."""
+        if device == self.computes_on:
+            return
         self.computes_on = device
         for program in self._programs.values():
             for key in program.constants:

@@ -243,16 +243,20 @@ def test_a_second_step_at_the_same_time_is_refused_and_harms_nothing():
         pipeline.step(*make_batch(4))
 
 
-def test_a_plan_for_gpus_is_refused_and_says_what_trains_today():
+def test_a_plan_for_accelerators_that_are_not_there_is_refused_with_a_remedy():
     model = make_mlp()
     plan = make_plan(model, 2, 4)
     cores = tuple(pk.Device(name=f"cpu{rank}", kind="cpu") for rank in range(2))
     pk.Pipeline(model, replace(plan, devices=cores)).close()
     gpus = tuple(pk.Device(name=f"gpu{rank}", kind="gpu") for rank in range(2))
     with pytest.raises(
-        pk.errors.InputError, match=r"is for GPUs \(gpu0, gpu1\), but Penstock trains on CPUs today"
+        pk.errors.InputError,
+        match=r"for accelerators: 2 are needed .* has none .*; give devices='cpu' to train on the CPU",
     ):
         pk.Pipeline(model, replace(plan, devices=gpus))
+    pk.Pipeline(model, replace(plan, devices=gpus), devices="cpu").close()
+    with pytest.raises(pk.errors.InputError, match=r"devices: 'cuda:0' is not here; .* none but"):
+        pk.Pipeline(model, plan, devices="cuda:0")
 
 
 def test_hooks_on_what_no_stage_runs_are_refused_whenever_they_are_registered():
