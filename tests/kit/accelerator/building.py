@@ -12,8 +12,6 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 
-import torch
-
 _SOURCES = Path(__file__).parent / "device"
 _NAME = "penstock_emulated_devices"
 
@@ -56,6 +54,10 @@ def load() -> ModuleType:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not library.exists():
                 return _compile(library)
+    return _import(library)
+
+
+def _import(library: Path) -> ModuleType:
     specification = importlib.util.spec_from_file_location(_NAME, library)
     assert specification is not None and specification.loader is not None
     module = importlib.util.module_from_spec(specification)
@@ -65,6 +67,8 @@ def load() -> ModuleType:
 
 def _folder() -> Path:
     """Where the library is kept; another source, torch or Python has another folder."""
+    import torch
+
     contents = [path.name.encode() + path.read_bytes() for path in sorted(_SOURCES.iterdir())]
     versions = f"{torch.__version__} {sys.version} {_compiler()}".encode()
     key = hashlib.sha256(b"\0".join([versions, *contents])).hexdigest()[:16]
@@ -80,7 +84,7 @@ def _compile(library: Path) -> ModuleType:
     with tempfile.TemporaryDirectory(prefix="build-", dir=library.parent) as folder:
         module = cpp_extension.load(
             _NAME,
-            [str(source) for source in sorted(_SOURCES.glob("*.cpp"))],
+            [str(_SOURCES / "all.cpp")],
             build_directory=folder,
             extra_cflags=["-O1"],
         )

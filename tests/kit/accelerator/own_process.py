@@ -1,11 +1,11 @@
 """Runs tests of the emulated accelerator in a process of their own; a plugin of pytest.
 
-A process cannot take up an accelerator late, nor put it down. Torch's autograd starts one thread for
-each device at the first backward of the process, whichever device that is on, and none later: an
-accelerator that comes after it fails in its first backward. And once it is there, torch tells everybody
-who asks that this machine has one. Hence the tests of a folder that use the fixture ``accelerator`` are
-run together by a second pytest, and its reports become those of the first. A folder, since such a
-process takes seconds to start.
+A process cannot take up an accelerator late, nor put it down. Torch's autograd starts one thread
+for each device at the first backward of the process, whichever device that is on, and none later:
+an accelerator that comes after it fails in its first backward. And once it is there, torch tells
+everybody who asks that this machine has one. Hence the tests of a folder that use the fixture
+``accelerator`` are run together by a second pytest, and its reports become those of the first. A
+folder, since such a process takes seconds to start.
 
 ``PENSTOCK_ACCELERATOR=here pytest FILE`` runs them in this process, as debuggers want it.
 """
@@ -24,7 +24,6 @@ from types import ModuleType
 import pytest
 
 from tests.kit.accelerator import building
-from tests.kit.paths import ROOT
 
 VARIABLE = "PENSTOCK_ACCELERATOR"  # a file for reports, or "here"
 _NODE_ID = pytest.StashKey[str]()
@@ -35,7 +34,7 @@ _MEMORY_BYTES = 16 << 30  # of each device, unless a test gives it less
 
 @pytest.fixture
 def accelerator() -> ModuleType:
-    """The module of the four emulated devices, at rest; afterwards, all copies must have been right."""
+    """The module of the four devices, at rest; afterwards, all copies must have been right."""
     from tests.kit.accelerator.devices import register
 
     module = register()
@@ -66,7 +65,7 @@ def pytest_sessionstart() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keeps the tests of a process together under xdist; skips them where there can be no devices."""
+    """Keeps tests of one process together under xdist; skips them where no devices can be."""
     concerned = [item for item in items if _uses_accelerator(item)]
     missing = building.why_not() if concerned else None
     for item in concerned:
@@ -114,12 +113,13 @@ def _uses_accelerator(item: pytest.Item) -> bool:
 
 def _reports_of_another_process(items: list[pytest.Item]) -> dict[str, list[dict]]:
     """Runs tests in a second pytest; gives the reports of each."""
+    root = items[0].config.rootpath
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "reports")
-        options = ["-q", "-m", "", "-n", "0", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
+        options = ["-q", "-m", "", "-n", "0", "-p", "no:cacheprovider", "--rootdir", str(root)]
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *options, *(item.stash[_NODE_ID] for item in items)],
-            cwd=ROOT,
+            cwd=root,
             env={**os.environ, VARIABLE: str(file), "PATH": building.path()},
             capture_output=True,
             text=True,

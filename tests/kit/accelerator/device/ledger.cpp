@@ -33,7 +33,7 @@ void enter(std::vector<Access>& accesses, Access&& access) {
 // A parent that used the devices has memory and clocks whose threads are missing in a child.
 bool used = false, forked_after_use = false;
 
-c10::Storage on_host(void* data, size_t bytes) {
+c10::Storage storage_over(void* data, size_t bytes) {
   return c10::Storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(data, c10::kCPU), nullptr, false);
 }
 
@@ -191,7 +191,7 @@ Block* Ledger::allocate(Lane lane, size_t bytes) {
   auto& graves = graves_[lane];
   graves.erase(std::remove_if(graves.begin(), graves.end(),
       [&](const Access& access) { return done_before(access, lane); }), graves.end());
-  auto* block = new Block{data, bytes, where, lane, on_host(data, bytes), {}, graves, {}};
+  auto* block = new Block{data, bytes, where, lane, storage_over(data, bytes), {}, graves, {}};
   for (auto& access : block->reads) access.extent = whole;
   block->writes.push_back({lane, position(clocks_[lane], lane), "the allocation", whole});
   return block;
@@ -200,7 +200,7 @@ Block* Ledger::allocate(Lane lane, size_t bytes) {
 Block* Ledger::allocate_pinned(size_t bytes) {
   Lock lock(mutex_);
   void* data = memory(std::max(bytes, size_t{1}));
-  auto* block = new Block{data, bytes, c10::kCPU, 0, on_host(data, bytes), {}, {}, {}};
+  auto* block = new Block{data, bytes, c10::kCPU, 0, storage_over(data, bytes), {}, {}, {}};
   pinned_[static_cast<const char*>(data)] = block;
   return block;
 }

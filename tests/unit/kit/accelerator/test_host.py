@@ -1,4 +1,4 @@
-"""Between the host and a device: what makes the host wait, and what it must not do before it waited."""
+"""Between host and device: what makes the host wait, and what it must not do before."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ NO_READS = {
     "indices": lambda numbers: numbers[torch.arange(3, device=DEVICE)],
     "where": lambda numbers: torch.where(numbers > 2, numbers, 0.0),
     "copy from pageable memory": lambda numbers: torch.ones(6).to(DEVICE, non_blocking=True),
-    "copy from pinned memory": lambda numbers: torch.ones(6).pin_memory().to(
-        DEVICE, non_blocking=True
+    "copy from pinned memory": lambda numbers: (
+        torch.ones(6).pin_memory().to(DEVICE, non_blocking=True)
     ),
     "copy to pinned memory": lambda numbers: numbers.to("cpu", non_blocking=True),
     "copy between devices": lambda numbers: numbers.to("emu:2"),
@@ -142,9 +142,7 @@ def test_pageable_memory_may_be_overwritten_at_once(numbers, accelerator):
 def test_pinned_memory_passes_from_device_to_device_without_the_host(numbers):
     here = torch.zeros(6, pin_memory=True)
     here.copy_(numbers, non_blocking=True)
-    torch.accelerator.current_stream("emu:2").wait_stream(
-        torch.accelerator.current_stream(DEVICE)
-    )
+    torch.accelerator.current_stream("emu:2").wait_stream(torch.accelerator.current_stream(DEVICE))
     there = here.to("emu:2", non_blocking=True)
     assert here.isnan().all()  # the host has not waited
     assert there.tolist() == [0, 1, 2, 3, 4, 5]

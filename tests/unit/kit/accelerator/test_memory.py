@@ -91,7 +91,7 @@ def test_record_stream_speaks_for_that_stream_only(side, main):
             ready * 2
     ready.record_stream(third)
     del ready
-    with pytest.raises(RuntimeError, match=f"died under .* on stream {side.stream_id}"):
+    with pytest.raises(RuntimeError, match=rf"died under .* on stream {side.stream_id}"):
         torch.zeros(6, device=DEVICE)
 
 

@@ -183,7 +183,9 @@ def test_a_copy_between_devices_runs_on_the_source_s_stream(side, ready):
 def test_the_source_of_a_copy_between_devices_is_read(side, ready):
     with side:
         ready.to("emu:2")
-    with pytest.raises(RuntimeError, match="aten::zero_ .* writes what was used by copy on stream"):
+    with pytest.raises(
+        RuntimeError, match=r"aten::zero_ .* writes what was used by copy on stream"
+    ):
         ready.zero_()
 
 
@@ -198,7 +200,9 @@ def test_backward_runs_on_the_streams_of_forward(side, main, ready):
 
 
 def test_backward_across_devices(ready):
-    weights = [torch.full((6,), 2.0, device=f"emu:{index}", requires_grad=True) for index in range(4)]
+    weights = [
+        torch.full((6,), 2.0, device=f"emu:{index}", requires_grad=True) for index in range(4)
+    ]
     value = ready
     for index, weight in enumerate(weights):
         value = value.to(f"emu:{index}") * weight

@@ -44,7 +44,9 @@ def trained(device, build, batch, loss, optimizer, autocast=None, scaler=None):
     torch.manual_seed(0)
     model = build().to(device)
     descent = optimizer([weight for weight in model.parameters() if weight.requires_grad])
-    scaler = torch.amp.GradScaler(torch.device(device).type, enabled=scaler is not None, **scaler or {})
+    scaler = torch.amp.GradScaler(
+        torch.device(device).type, enabled=scaler is not None, **scaler or {}
+    )
     inputs, targets = (moved(value, device) for value in batch)
     torch.manual_seed(1)
     losses = []
@@ -115,8 +117,8 @@ MODELS = {
     "pooling": (
         lambda: nn.Sequential(
             nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.PReLU(), nn.InstanceNorm2d(4, affine=True),
-            nn.AvgPool2d(2, ceil_mode=True), nn.AdaptiveMaxPool2d(2), nn.Dropout2d(0.2), nn.Flatten(),
-            nn.Linear(16, 8), nn.RMSNorm(8), nn.SiLU(), nn.Linear(8, 3),
+            nn.AvgPool2d(2, ceil_mode=True), nn.AdaptiveMaxPool2d(2), nn.Dropout2d(0.2),
+            nn.Flatten(), nn.Linear(16, 8), nn.RMSNorm(8), nn.SiLU(), nn.Linear(8, 3),
         ),
         lambda: (torch.randn(6, 3, 14, 14), torch.randint(0, 3, (6,))), F.cross_entropy,
     ),
