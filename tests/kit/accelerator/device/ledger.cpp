@@ -155,13 +155,9 @@ void Ledger::complete_device(c10::DeviceIndex device) {
 }
 
 void Ledger::host_needs(Lane lane, const std::string& op) {
-  {
-    Lock lock(mutex_);
-    const auto device = device_of_lane_[lane];
-    TORCH_CHECK(!refuse_host_reads, op, " makes the host wait for ", name_of(lane), ", which the mode \"error\" refuses");
-    ++devices_[device].host_reads;
-  }
-  complete(recorded(lane));
+  Lock lock(mutex_);
+  TORCH_CHECK(!refuse_host_reads, op, " makes the host wait for ", name_of(lane), ", which the mode \"error\" refuses");
+  ++devices_[device_of_lane_[lane]].host_reads;
 }
 
 void Ledger::host_waits(c10::DeviceIndex device) {

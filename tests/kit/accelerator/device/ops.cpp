@@ -44,9 +44,11 @@ class Call {
     if (!device_) device_ = current_device();
     for (size_t i = 0; i < schema_.arguments().size(); ++i) draw(schema_.arguments()[i], stack_[begin + i]);
 
+    auto& ledger = Ledger::get();
     const auto lane = current_lane(*device_);
-    if (needs_host()) Ledger::get().host_needs(lane, name_);
-    if (!makes_view()) Ledger::get().launch(lane, name_, uses_);
+    const bool is_needed = needs_host();
+    if (is_needed) ledger.host_needs(lane, name_);
+    if (!makes_view()) ledger.launch(lane, name_, uses_);
     {
       const AsPlainKernels guard;
       op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack_);
@@ -54,7 +56,8 @@ class Call {
     for (auto& taken : taken_) adopt_size(taken);
     for (size_t i = stack_.size() - schema_.returns().size(); i < stack_.size(); ++i)
       exchange_tensors(stack_[i], [&](const Tensor& tensor) { return give(tensor); });
-    Ledger::get().launch(lane, name_, given_);
+    ledger.launch(lane, name_, given_);
+    if (is_needed) ledger.complete(ledger.recorded(lane));
   }
 
  private:
@@ -83,8 +86,9 @@ class Call {
     const bool writes = (argument.alias_info() && argument.alias_info()->isWrite()) ||
         (kBatchNorms.count(schema_.name()) && (argument.name() == "running_mean" || argument.name() == "running_var"));
     const bool is_mask = argument.name() == "indices" && kWithMasks.count(schema_.name());
+    is_fill_ |= argument.name() == "values" && value.isTensor() && value.toTensor().numel() == 1;
     exchange_tensors(value, [&](const Tensor& tensor) {
-      if (is_mask && tensor.defined()) masked_ |= tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte;
+      if (is_mask && tensor.defined()) is_masked_ |= tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte;
       return take(tensor, writes);
     });
     if (value.isDevice() && value.toDevice().is_privateuseone()) {
@@ -123,8 +127,10 @@ class Call {
     value = cpu_generator(generator);
   }
 
-  bool needs_host() const { return kNeededByHost.count(schema_.name()) || masked_ || sized_by_repeats(); }
-  bool sized_by_repeats() const {
+  bool needs_host() const {
+    return kNeededByHost.count(schema_.name()) || (is_masked_ && !is_fill_) || is_sized_by_repeats();
+  }
+  bool is_sized_by_repeats() const {
     return schema_.name() == "aten::repeat_interleave" && schema_.overload_name() == "Tensor" && stack_.back().isNone();
   }
   bool makes_view() const {
@@ -168,7 +174,7 @@ class Call {
   std::optional<DeviceIndex> device_;
   std::vector<Taken> taken_;
   std::vector<Use> uses_, given_;
-  bool masked_ = false;
+  bool is_masked_ = false, is_fill_ = false;
 };
 
 void by_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) { Call(op, *stack).run(op); }

@@ -114,7 +114,7 @@ def test_memory_goes_back_to_the_stream_that_it_came_from(side, main):
     doubled + 1
     del doubled
     torch.zeros(6, device=DEVICE)  # from the pool of another stream
-    with side, pytest.raises(RuntimeError, match="died under aten::add.Tensor on the default"):
+    with side, pytest.raises(RuntimeError, match=r"died under aten::add.Tensor on the default"):
         torch.zeros(6, device=DEVICE)
 
 
