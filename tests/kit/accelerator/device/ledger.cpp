@@ -211,15 +211,16 @@ void Ledger::release(Block* block) noexcept {
     stats.reserved_bytes[kAggregate].decrease(block->bytes);
     stats.allocation[kAggregate].decrease(1);
     // Whether this is a fault is known when the memory may be written again.
+    auto& graves = graves_[block->home];
     for (auto* accesses : {&block->reads, &block->writes})
       for (auto& access : *accesses)
         if (!done_before(access, block->home) && !block->recorded.count(access.lane)) {
           access.extent = {0, 1};
           access.by_former_owner = true;
-          auto& graves = graves_[block->home];
-          auto same = std::find_if(graves.begin(), graves.end(), [&](const Access& grave) { return grave.lane == access.lane; });
-          if (same == graves.end()) graves.push_back(access);
-          else if (same->position < access.position) *same = access;
+          const bool is_last = std::none_of(graves.begin(), graves.end(), [&](const Access& grave) {
+            return grave.lane == access.lane && grave.position > access.position;
+          });
+          if (is_last) enter(graves, Access(access));
         }
   }
   std::free(block->data);
@@ -255,7 +256,8 @@ void Ledger::finish(std::vector<Pending> done) {
     const auto complaint = copy.finish();
     if (too_early.empty() && !complaint.empty()) too_early = complaint + " on " + name_of(copy.lane);
   }
-  TORCH_CHECK(too_early.empty(), "race on the host: ", too_early, ". Wait for the stream or for an event behind the copy first.");
+  TORCH_CHECK(too_early.empty(), "race on the host: ", too_early,
+      ". Wait for the stream or for an event behind the copy first.");
 }
 
 void Ledger::add_pending(Pending copy) {

@@ -126,6 +126,16 @@ def test_running_statistics_of_a_batch_norm_are_written(side, ready):
             written + 1
 
 
+def test_in_evaluation_running_statistics_are_read(side, ready):
+    mean, variance = torch.zeros(3, device=DEVICE), torch.ones(3, device=DEVICE)
+    side.wait_stream(torch.accelerator.current_stream(DEVICE))
+    with side:
+        torch.nn.functional.batch_norm(ready.view(2, 3), mean, variance)
+    torch.nn.functional.batch_norm(ready.view(2, 3), mean, variance)
+    with pytest.raises(RuntimeError, match="writes what was used by aten::native_batch_norm"):
+        mean.zero_()
+
+
 @pytest.mark.parametrize(
     "wait",
     [
