@@ -11,6 +11,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 _SOURCES = Path(__file__).parent / "device"
 _NAME = "penstock_emulated_devices"
@@ -81,7 +82,10 @@ def _compile(library: Path) -> ModuleType:
 
     for abandoned in library.parent.glob("build-*"):
         shutil.rmtree(abandoned)
-    with tempfile.TemporaryDirectory(prefix="build-", dir=library.parent) as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="build-", dir=library.parent) as folder,
+        mock.patch.dict(os.environ, PATH=path()),
+    ):
         module = cpp_extension.load(
             _NAME,
             [str(_SOURCES / "all.cpp")],

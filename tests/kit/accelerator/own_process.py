@@ -120,7 +120,7 @@ def _reports_of_another_process(items: list[pytest.Item]) -> dict[str, list[dict
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *options, *(item.stash[_NODE_ID] for item in items)],
             cwd=root,
-            env={**os.environ, VARIABLE: str(file), "PATH": building.path()},
+            env={**os.environ, VARIABLE: str(file)},
             capture_output=True,
             text=True,
             check=False,

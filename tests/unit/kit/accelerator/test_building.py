@@ -221,7 +221,7 @@ def test_an_accelerator_comes_before_the_first_backward_and_may_be_forked_before
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", LATE_AND_FORKED],
         cwd=ROOT,
-        env={**ENVIRONMENT, "PATH": building.path()},
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         check=False,
