@@ -38,6 +38,10 @@ autograd runs a backward on the stream of its forward. Pool and order are checke
 whether or not this run reuses memory. An access covers the bytes from its first element to its
 last: two streams may write to two halves of a tensor, but not to its even and its odd columns.
 
+Torch itself may be at fault. A backward that hands one gradient to two streams (that of a sum)
+adds to it in place on one of them as soon as the node on the other has been called; nothing makes
+the first stream wait for the second, and the ledger says so.
+
 What cannot be caught:
 
 - work of the host itself: a CPU op or numpy that reads pinned memory too early gets NaN, and

@@ -204,8 +204,9 @@ def late():
 def forked():
     from tests.kit.accelerator.devices import register
     register()
+    torch.Stream("emu:2").record_event().synchronize()
     if outcome(train):
-        raise RuntimeError("a fork of a process that had only registered")
+        raise RuntimeError("a fork of a process that had allocated nothing")
 
 print(outcome(late), outcome(forked))
 """

@@ -269,3 +269,21 @@ def test_ranks_in_threads_train_on_devices_of_their_own(accelerator):
     for thread in threads:
         thread.join()
     assert gradients == {index: [40.0] * 4 for index in range(4)}
+
+
+def test_a_gradient_that_autograd_shares_between_streams_is_a_race_of_torch_s_own(main, ready):
+    """Its sum's gradient goes to both streams; one adds to it in place while the other reads it."""
+    weight = ready.clone().requires_grad_()
+    first, second = torch.Stream(DEVICE), torch.Stream(DEVICE)
+    for stream in (first, second):
+        stream.wait_stream(main)
+    with first:
+        once = weight.exp()
+        again = once * 3
+    with second:
+        other = weight.exp()
+    for stream in (first, second):
+        main.wait_stream(stream)
+    loss = ((once + other) * 2).sum() + again.sum()
+    with pytest.raises(RuntimeError, match=r"aten::add_.* writes what was used by aten::mul"):
+        loss.backward()
