@@ -12,6 +12,7 @@ folder, since such a process takes seconds to start.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -30,25 +31,33 @@ _NODE_ID = pytest.StashKey[str]()
 _REPORTS = pytest.StashKey[dict[Path, dict[str, list[dict]]]]()
 
 _MEMORY_BYTES = 16 << 30  # of each device, unless a test gives it less
+_PATIENCE_SECONDS = (
+    1200  # for the first test of a folder: it waits for all others, maybe for a build
+)
 
 
 @pytest.fixture
 def accelerator() -> ModuleType:
     """The module of the four devices, at rest; afterwards, all copies must have been right."""
+    if VARIABLE not in os.environ:  # it would come too late, and stay
+        pytest.fail("name the fixture among the test's arguments, or by `usefixtures`")
     from tests.kit.accelerator.devices import register
 
     module = register()
     _put_to_rest(module)
     yield module
-    module.check()
-    _put_to_rest(module)
+    try:
+        module.check()
+    finally:
+        _put_to_rest(module)
 
 
 def _put_to_rest(module: ModuleType) -> None:
     module.set_sync_debug_mode("default")
     for index in reversed(range(module.device_count())):
         module.set_device(index)
-        module.synchronize(index)
+        with contextlib.suppress(RuntimeError):  # what a test did wrong is told once
+            module.synchronize(index)
         module.set_stream(module.default_stream(index))
         module.set_memory_limit(_MEMORY_BYTES, index)
         module.reset_host_counts(index)
@@ -71,6 +80,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in concerned:
         item.stash[_NODE_ID] = item.nodeid  # xdist adds the group to it
         item.add_marker(pytest.mark.xdist_group(f"accelerator in {item.path.parent.name}"))
+        if VARIABLE not in os.environ:
+            item.add_marker(pytest.mark.timeout(_PATIENCE_SECONDS))
         if missing:
             item.add_marker(pytest.mark.skip(reason=missing))
 

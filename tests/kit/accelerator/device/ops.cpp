@@ -227,7 +227,7 @@ bool can_take_data(const Tensor& self, const Tensor& from) {
 }
 
 void record_stream(Tensor& tensor, c10::Stream stream) {
-  Ledger::get().record_stream(block_of(tensor.storage().data_ptr()), Ledger::lane_of(stream));
+  Ledger::get().record_stream(use_of(tensor, false).block, Ledger::lane_of(stream));
 }
 
 // Convolutions pick a kernel by the kind of device, above the kernels that the CPU registers.

@@ -97,14 +97,19 @@ def test_what_is_missing_is_named(monkeypatch):
 
 TESTS = {
     "conftest.py": """
-import pytest
 from tests.kit.accelerator.own_process import (
-    pytest_collection_modifyitems, pytest_runtest_logreport, pytest_runtest_protocol,
+    accelerator, pytest_collection_modifyitems, pytest_runtest_logreport, pytest_runtest_protocol,
 )
 
-@pytest.fixture
-def accelerator():
-    pass
+def pytest_sessionstart():
+    import sys, types
+    module = types.ModuleType("tests.kit.accelerator.devices")
+    module.register = stand_in
+    sys.modules["tests.kit.accelerator.devices"] = module
+
+def stand_in():
+    from unittest import mock
+    return mock.Mock(device_count=lambda: 0)
 """,
     "test_one.py": """
 import os, pytest
@@ -132,6 +137,10 @@ def test_crash(accelerator):
 
 def test_behind(accelerator):
     pass
+""",
+    "test_three.py": """
+def test_hidden(request):
+    request.getfixturevalue("accelerator")
 """,
 }
 
@@ -166,13 +175,15 @@ def test_another_process_s_results_are_this_one_s(folder):
     assert "FAILED test_two.py::test_crash" in output
     assert "ended with code 3 before this test did" in output
     assert "FAILED test_two.py::test_behind" in output
-    assert "3 failed, 3 passed, 1 skipped" in output
+    assert "ERROR" not in output
+    assert "FAILED test_three.py::test_hidden - Failed: name the fixture among" in output
+    assert "4 failed, 3 passed, 1 skipped" in output
 
 
 def test_without_a_compiler_they_are_skipped(folder):
     output = run_tests(folder, CXX="no-such-compiler")
     assert "there is no no-such-compiler" in output
-    assert "1 passed, 6 skipped" in output
+    assert "1 failed, 1 passed, 6 skipped" in output
 
 
 LATE_AND_FORKED = """
