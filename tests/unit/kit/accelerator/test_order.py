@@ -180,6 +180,12 @@ def test_a_copy_between_devices_waits_for_both_streams_and_makes_both_wait(ready
     assert ready.tolist() == [5] * 6
 
 
+def test_a_copy_between_devices_waits_for_what_the_destination_was_used_for(ready):
+    there = torch.zeros(6, device="emu:2")
+    there.copy_(ready)
+    assert there.tolist() == ready.tolist()
+
+
 def test_a_copy_between_devices_runs_on_the_source_s_stream(side, ready):
     with side:
         doubled = ready * 2
