@@ -33,6 +33,10 @@ def matrix(device, rows=4, columns=6):
     return torch.randn(rows, columns, device=device)
 
 
+def waves(device):
+    return torch.view_as_complex(matrix(device).view(4, 3, 2))
+
+
 def positive(device):
     values = matrix(device, 4, 4)
     return values @ values.t() + torch.eye(4, device=device)
@@ -49,8 +53,13 @@ COMPUTED = {
     "in place": lambda d: matrix(d).add_(1).mul_(matrix(d)).clamp_(0, 1),
     "views": lambda d: matrix(d).t()[1:5:2, 1:].unfold(1, 2, 1).flip(0).contiguous().view(-1),
     "write to views": lambda d: matrix(d).t().unfold(0, 2, 2).mul_(2),
-    "complex": lambda d: torch.view_as_real(torch.view_as_complex(matrix(d).view(4, 3, 2)) * 1j),
-    "conjugate": lambda d: (torch.view_as_complex(matrix(d).view(4, 3, 2)).conj() * 2).real,
+    "complex": lambda d: torch.view_as_real(waves(d) * 1j),
+    "conjugate": lambda d: [
+        torch.view_as_real(waves(d).conj() * 2),
+        torch.view_as_real(waves(d).conj().clone()),
+        waves(d).conj().imag.clone(),
+        torch.zeros(4, 3, device=d).copy_(waves(d).conj().imag),
+    ],
     "factories": lambda d: [
         torch.arange(5, device=d),
         torch.linspace(0, 1, 7, device=d),

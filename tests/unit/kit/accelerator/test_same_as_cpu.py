@@ -147,6 +147,22 @@ def test_models_of_the_numerics_tests(name):
     assert_same(build, batch(), loss, lambda weights: torch.optim.AdamW(weights, lr=0.01))
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_evaluation(name):
+    """Without autograd torch takes other ways, such as a whole transformer layer in one op."""
+    build, batch, _ = MODELS[name]
+    torch.manual_seed(5)
+    inputs, outputs = batch()[0], []
+    for device in ("cpu", DEVICE):
+        torch.manual_seed(0)
+        model = build().to(device).eval()
+        given = moved(inputs, device)
+        with torch.inference_mode():
+            output = model(**given) if isinstance(given, dict) else model(given)
+        outputs.append(output if isinstance(output, torch.Tensor) else output.logits)
+    assert torch.equal(outputs[1].cpu(), outputs[0])
+
+
 RECURRENT = {
     "one layer": {},
     "deep, both ways": {"num_layers": 2, "bidirectional": True, "dropout": 0.3},
