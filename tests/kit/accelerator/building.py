@@ -11,8 +11,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 from types import ModuleType
-
-import torch
+from unittest import mock
 
 _SOURCES = Path(__file__).parent / "device"
 _NAME = "penstock_emulated_devices"
@@ -56,6 +55,10 @@ def load() -> ModuleType:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not library.exists():
                 return _compile(library)
+    return _import(library)
+
+
+def _import(library: Path) -> ModuleType:
     specification = importlib.util.spec_from_file_location(_NAME, library)
     assert specification is not None and specification.loader is not None
     module = importlib.util.module_from_spec(specification)
@@ -65,6 +68,8 @@ def load() -> ModuleType:
 
 def _folder() -> Path:
     """Where the library is kept; another source, torch or Python has another folder."""
+    import torch
+
     contents = [path.name.encode() + path.read_bytes() for path in sorted(_SOURCES.iterdir())]
     versions = f"{torch.__version__} {sys.version} {_compiler()}".encode()
     key = hashlib.sha256(b"\0".join([versions, *contents])).hexdigest()[:16]
@@ -77,10 +82,13 @@ def _compile(library: Path) -> ModuleType:
 
     for abandoned in library.parent.glob("build-*"):
         shutil.rmtree(abandoned)
-    with tempfile.TemporaryDirectory(prefix="build-", dir=library.parent) as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="build-", dir=library.parent) as folder,
+        mock.patch.dict(os.environ, PATH=path()),
+    ):
         module = cpp_extension.load(
             _NAME,
-            [str(source) for source in sorted(_SOURCES.glob("*.cpp"))],
+            [str(_SOURCES / "all.cpp")],
             build_directory=folder,
             extra_cflags=["-O1"],
         )

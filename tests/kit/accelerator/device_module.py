@@ -1,4 +1,4 @@
-"""What ``torch.get_device_module("emu")`` gives: the emulated devices as torch's other modules are."""
+"""What ``torch.get_device_module("emu")`` gives: what torch's modules of other devices have."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ledger = functools.cache(building.load)
 
 
 def _index(device=None) -> int:
-    """The number of a device that is given as a number, a name, a ``torch.device`` or not at all."""
+    """A device's number; it is given as a number, a name, a ``torch.device`` or not at all."""
     if device is None:
         return current_device()
     if isinstance(device, int):

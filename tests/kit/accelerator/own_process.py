@@ -1,17 +1,18 @@
 """Runs tests of the emulated accelerator in a process of their own; a plugin of pytest.
 
-A process cannot take up an accelerator late, nor put it down. Torch's autograd starts one thread for
-each device at the first backward of the process, whichever device that is on, and none later: an
-accelerator that comes after it fails in its first backward. And once it is there, torch tells everybody
-who asks that this machine has one. Hence the tests of a folder that use the fixture ``accelerator`` are
-run together by a second pytest, and its reports become those of the first. A folder, since such a
-process takes seconds to start.
+A process cannot take up an accelerator late, nor put it down. Torch's autograd starts one thread
+for each device at the first backward of the process, whichever device that is on, and none later:
+an accelerator that comes after it fails in its first backward. And once it is there, torch tells
+everybody who asks that this machine has one. Hence the tests of a folder that use the fixture
+``accelerator`` are run together by a second pytest, and its reports become those of the first. A
+folder, since such a process takes seconds to start.
 
 ``PENSTOCK_ACCELERATOR=here pytest FILE`` runs them in this process, as debuggers want it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -24,32 +25,39 @@ from types import ModuleType
 import pytest
 
 from tests.kit.accelerator import building
-from tests.kit.paths import ROOT
 
 VARIABLE = "PENSTOCK_ACCELERATOR"  # a file for reports, or "here"
 _NODE_ID = pytest.StashKey[str]()
 _REPORTS = pytest.StashKey[dict[Path, dict[str, list[dict]]]]()
 
 _MEMORY_BYTES = 16 << 30  # of each device, unless a test gives it less
+_PATIENCE_SECONDS = (
+    1200  # for the first test of a folder: it waits for all others, maybe for a build
+)
 
 
 @pytest.fixture
 def accelerator() -> ModuleType:
-    """The module of the four emulated devices, at rest; afterwards, all copies must have been right."""
+    """The module of the four devices, at rest; afterwards, all copies must have been right."""
+    if VARIABLE not in os.environ:  # it would come too late, and stay
+        pytest.fail("name the fixture among the test's arguments, or by `usefixtures`")
     from tests.kit.accelerator.devices import register
 
     module = register()
     _put_to_rest(module)
     yield module
-    module.check()
-    _put_to_rest(module)
+    try:
+        module.check()
+    finally:
+        _put_to_rest(module)
 
 
 def _put_to_rest(module: ModuleType) -> None:
     module.set_sync_debug_mode("default")
     for index in reversed(range(module.device_count())):
         module.set_device(index)
-        module.synchronize(index)
+        with contextlib.suppress(RuntimeError):  # what a test did wrong is told once
+            module.synchronize(index)
         module.set_stream(module.default_stream(index))
         module.set_memory_limit(_MEMORY_BYTES, index)
         module.reset_host_counts(index)
@@ -66,12 +74,14 @@ def pytest_sessionstart() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keeps the tests of a process together under xdist; skips them where there can be no devices."""
+    """Keeps tests of one process together under xdist; skips them where no devices can be."""
     concerned = [item for item in items if _uses_accelerator(item)]
     missing = building.why_not() if concerned else None
     for item in concerned:
         item.stash[_NODE_ID] = item.nodeid  # xdist adds the group to it
         item.add_marker(pytest.mark.xdist_group(f"accelerator in {item.path.parent.name}"))
+        if VARIABLE not in os.environ:
+            item.add_marker(pytest.mark.timeout(_PATIENCE_SECONDS))
         if missing:
             item.add_marker(pytest.mark.skip(reason=missing))
 
@@ -114,13 +124,14 @@ def _uses_accelerator(item: pytest.Item) -> bool:
 
 def _reports_of_another_process(items: list[pytest.Item]) -> dict[str, list[dict]]:
     """Runs tests in a second pytest; gives the reports of each."""
+    root = items[0].config.rootpath
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "reports")
-        options = ["-q", "-m", "", "-n", "0", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
+        options = ["-q", "-m", "", "-n", "0", "-p", "no:cacheprovider", "--rootdir", str(root)]
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *options, *(item.stash[_NODE_ID] for item in items)],
-            cwd=ROOT,
-            env={**os.environ, VARIABLE: str(file), "PATH": building.path()},
+            cwd=root,
+            env={**os.environ, VARIABLE: str(file)},
             capture_output=True,
             text=True,
             check=False,

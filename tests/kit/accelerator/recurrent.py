@@ -1,8 +1,8 @@
 """Recurrent layers on an emulated device, with the bits that they have on the CPU.
 
-Torch calls fused cells on every accelerator. The CPU has none: it multiplies the inputs of all steps
-at once, and gives an LSTM of single precision to oneDNN. The same is said here with ops that run on
-any device, so that autograd, the ledger and the accounts of memory see each of them.
+Torch calls fused cells on every accelerator. The CPU has none: it multiplies the inputs of all
+steps at once, and gives an LSTM of single precision to oneDNN. The same is said here with ops that
+run on any device, so that autograd, the ledger and the accounts of memory see each of them.
 """
 
 from __future__ import annotations
@@ -78,18 +78,19 @@ def _one_direction(
 
 
 def _by_onednn(
-    inputs: Tensor, hidden: Hidden, weights: Weights, backwards: bool, bidirectional: bool,
-    num_layers: int, batch_first: bool, train: bool,
-) -> tuple[Tensor, Hidden]:  # fmt: skip
+    inputs: Tensor, hidden: Hidden, weights: Weights, backwards: bool, of_all: tuple
+) -> tuple[Tensor, Hidden]:
+    """One direction of an LSTM's layer; oneDNN also asks about ``of_all`` layers."""
     has_biases = weights.input_bias is not None
     biases = (
         (weights.input_bias, weights.hidden_bias)
         if has_biases
         else (torch.zeros_like(weights.of_input), torch.zeros_like(weights.of_hidden))
     )
+    num_layers, bidirectional, batch_first, train = of_all
     output, last_output, memory, _ = torch.mkldnn_rnn_layer(
-        inputs, weights.of_input, weights.of_hidden, *biases, *hidden, backwards, [],
-        _ONEDNN_LSTM, hidden[0].shape[-1], num_layers, has_biases, bidirectional, batch_first, train,
+        inputs, weights.of_input, weights.of_hidden, *biases, *hidden, backwards, [], _ONEDNN_LSTM,
+        hidden[0].shape[-1], num_layers, has_biases, bidirectional, batch_first, train,
     )  # fmt: skip
     return output, (last_output, memory)
 
@@ -104,41 +105,34 @@ def _takes_onednn(inputs: Tensor, weights: Sequence[Weights]) -> bool:
     )
 
 
-def _layers(cell: Cell, name: str):
+def _layers(cell: Cell):
     """The op of a whole recurrent module: layers, directions, and dropout between layers."""
 
-    def recurrent(
-        inputs, hidden, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
-    ):
-        states = tuple(hidden) if name == "lstm" else (hidden,)
+    def recurrent(inputs, hidden, params, has_biases, num_layers, *how):
+        dropout, train, bidirectional, batch_first = how
+        states = (hidden,) if isinstance(hidden, Tensor) else tuple(hidden)
         num_directions = 2 if bidirectional else 1
         per_layer = len(params) // (num_layers * num_directions)
         weights = [
             Weights(params[start : start + per_layer], has_biases)
             for start in range(0, len(params), per_layer)
         ]
-        fused = name == "lstm" and _takes_onednn(inputs, weights)
+        run = functools.partial(_one_direction, cell)
         if batch_first:
             inputs = inputs.transpose(0, 1)
-        if fused:
-            inputs, states = inputs.contiguous(), tuple(state.contiguous() for state in states)
-        unbound = list(zip(*(state.unbind(0) for state in states), strict=True))
+        if cell is _lstm and _takes_onednn(inputs, weights):
+            of_all = num_layers, bidirectional, batch_first, train
+            run = functools.partial(_by_onednn, of_all=of_all)
+            inputs, states = inputs.contiguous(), [state.contiguous() for state in states]
+        hiddens = list(zip(*(state.unbind(0) for state in states), strict=True))
         last: list[Hidden] = []
         for layer in range(num_layers):
             outputs = []
             for direction in range(num_directions):
-                index = layer * num_directions + direction
-                if fused:
-                    output, state = _by_onednn(
-                        inputs, unbound[index], weights[index], direction > 0, bidirectional,
-                        num_layers, batch_first, train,
-                    )  # fmt: skip
-                else:
-                    output, state = _one_direction(
-                        cell, inputs, unbound[index], weights[index], direction > 0
-                    )
+                number = layer * num_directions + direction
+                output, after = run(inputs, hiddens[number], weights[number], direction > 0)
                 outputs.append(output)
-                last.append(state)
+                last.append(after)
             inputs = torch.cat(outputs, -1) if bidirectional else outputs[0]
             if dropout and train and layer < num_layers - 1:
                 inputs = torch.dropout(inputs, dropout, True)
@@ -167,13 +161,13 @@ def _single(cell: Cell):
 
 @functools.cache
 def register() -> torch.library.Library:
-    """Takes over torch's recurrent ops on the emulated devices; they stay as long as the library."""
+    """Takes over torch's recurrent ops on the devices, as long as the library lives."""
     library = torch.library.Library("aten", "IMPL")
     ops = {
-        "lstm.input": _layers(_lstm, "lstm"),
-        "gru.input": _layers(_gru, "gru"),
-        "rnn_tanh.input": _layers(_simple(torch.tanh), "rnn"),
-        "rnn_relu.input": _layers(_simple(torch.relu), "rnn"),
+        "lstm.input": _layers(_lstm),
+        "gru.input": _layers(_gru),
+        "rnn_tanh.input": _layers(_simple(torch.tanh)),
+        "rnn_relu.input": _layers(_simple(torch.relu)),
         "lstm_cell": _single(_lstm),
         "gru_cell": _single(_gru),
     }

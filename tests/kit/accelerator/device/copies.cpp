@@ -79,7 +79,8 @@ void copy_to_host(const Tensor& from, const Tensor& to, bool non_blocking) {
     to.copy_(arriving);
     return untouched ? "" : "pinned memory was written before a copy to it had arrived";
   };
-  ledger.add_pending({lane, position, pinned, extent_of(to), arrive, [to, arriving] { to.copy_(arriving); }, [to] { poison(to); }});
+  const auto show = [to, arriving] { to.copy_(arriving); };
+  ledger.add_pending({lane, position, pinned, extent_of(to), arrive, show, [to] { poison(to); }});
 }
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {

@@ -59,7 +59,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event) wait_for(static_cast<Event*>(event)->clock, static_cast<Event*>(event)->device);
   }
   double elapsedTime(void* from, void* to, const DeviceIndex) const override {
-    return std::chrono::duration<double, std::milli>(static_cast<Event*>(to)->when - static_cast<Event*>(from)->when).count();
+    const auto passed = static_cast<Event*>(to)->when - static_cast<Event*>(from)->when;
+    return std::chrono::duration<double, std::milli>(passed).count();
   }
 
   // Whoever asks whether work is done must be ready for both answers: it is, when asked a second time.
@@ -165,7 +166,8 @@ const bool registered_pinned_memory = (at::setHostAllocator(c10::kPrivateUse1, n
 // Draws the CPU's numbers on a device: the same seed gives the same numbers on both.
 struct DeviceGenerator final : c10::GeneratorImpl {
   DeviceGenerator(DeviceIndex device, at::Generator cpu)
-      : GeneratorImpl(Device(c10::kPrivateUse1, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)), cpu(std::move(cpu)) {}
+      : GeneratorImpl(Device(c10::kPrivateUse1, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
+        cpu(std::move(cpu)) {}
   void set_current_seed(uint64_t seed) override { cpu.set_current_seed(seed); }
   uint64_t current_seed() const override { return cpu.current_seed(); }
   uint64_t seed() override { return cpu.seed(); }
@@ -194,10 +196,13 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
   bool isPinnedPtr(const void* data) const override { return Ledger::get().is_pinned(data); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return at::getHostAllocator(c10::kPrivateUse1); }
-  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override { resize_storage(storage, bytes); }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    resize_storage(storage, bytes);
+  }
 
   at::Generator getNewGenerator(DeviceIndex device) const override {
-    return at::make_generator<DeviceGenerator>(device < 0 ? current_device() : device, at::detail::createCPUGenerator());
+    const auto index = device < 0 ? current_device() : device;
+    return at::make_generator<DeviceGenerator>(index, at::detail::createCPUGenerator());
   }
   const at::Generator& getDefaultGenerator(DeviceIndex device) const override {
     static auto* generators = [this] {

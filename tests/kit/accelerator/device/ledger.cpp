@@ -33,7 +33,7 @@ void enter(std::vector<Access>& accesses, Access&& access) {
 // A parent that used the devices has memory and clocks whose threads are missing in a child.
 bool used = false, forked_after_use = false;
 
-c10::Storage on_host(void* data, size_t bytes) {
+c10::Storage storage_over(void* data, size_t bytes) {
   return c10::Storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(data, c10::kCPU), nullptr, false);
 }
 
@@ -155,13 +155,9 @@ void Ledger::complete_device(c10::DeviceIndex device) {
 }
 
 void Ledger::host_needs(Lane lane, const std::string& op) {
-  {
-    Lock lock(mutex_);
-    const auto device = device_of_lane_[lane];
-    TORCH_CHECK(!refuse_host_reads, op, " makes the host wait for ", name_of(lane), ", which the mode \"error\" refuses");
-    ++devices_[device].host_reads;
-  }
-  complete(recorded(lane));
+  Lock lock(mutex_);
+  TORCH_CHECK(!refuse_host_reads, op, " makes the host wait for ", name_of(lane), ", which the mode \"error\" refuses");
+  ++devices_[device_of_lane_[lane]].host_reads;
 }
 
 void Ledger::host_waits(c10::DeviceIndex device) {
@@ -191,7 +187,7 @@ Block* Ledger::allocate(Lane lane, size_t bytes) {
   auto& graves = graves_[lane];
   graves.erase(std::remove_if(graves.begin(), graves.end(),
       [&](const Access& access) { return done_before(access, lane); }), graves.end());
-  auto* block = new Block{data, bytes, where, lane, on_host(data, bytes), {}, graves, {}};
+  auto* block = new Block{data, bytes, where, lane, storage_over(data, bytes), {}, graves, {}};
   for (auto& access : block->reads) access.extent = whole;
   block->writes.push_back({lane, position(clocks_[lane], lane), "the allocation", whole});
   return block;
@@ -200,7 +196,7 @@ Block* Ledger::allocate(Lane lane, size_t bytes) {
 Block* Ledger::allocate_pinned(size_t bytes) {
   Lock lock(mutex_);
   void* data = memory(std::max(bytes, size_t{1}));
-  auto* block = new Block{data, bytes, c10::kCPU, 0, on_host(data, bytes), {}, {}, {}};
+  auto* block = new Block{data, bytes, c10::kCPU, 0, storage_over(data, bytes), {}, {}, {}};
   pinned_[static_cast<const char*>(data)] = block;
   return block;
 }
@@ -215,15 +211,16 @@ void Ledger::release(Block* block) noexcept {
     stats.reserved_bytes[kAggregate].decrease(block->bytes);
     stats.allocation[kAggregate].decrease(1);
     // Whether this is a fault is known when the memory may be written again.
+    auto& graves = graves_[block->home];
     for (auto* accesses : {&block->reads, &block->writes})
       for (auto& access : *accesses)
         if (!done_before(access, block->home) && !block->recorded.count(access.lane)) {
           access.extent = {0, 1};
           access.by_former_owner = true;
-          auto& graves = graves_[block->home];
-          auto same = std::find_if(graves.begin(), graves.end(), [&](const Access& grave) { return grave.lane == access.lane; });
-          if (same == graves.end()) graves.push_back(access);
-          else if (same->position < access.position) *same = access;
+          const bool is_last = std::none_of(graves.begin(), graves.end(), [&](const Access& grave) {
+            return grave.lane == access.lane && grave.position > access.position;
+          });
+          if (is_last) enter(graves, Access(access));
         }
   }
   std::free(block->data);
@@ -259,7 +256,8 @@ void Ledger::finish(std::vector<Pending> done) {
     const auto complaint = copy.finish();
     if (too_early.empty() && !complaint.empty()) too_early = complaint + " on " + name_of(copy.lane);
   }
-  TORCH_CHECK(too_early.empty(), "race on the host: ", too_early, ". Wait for the stream or for an event behind the copy first.");
+  TORCH_CHECK(too_early.empty(), "race on the host: ", too_early,
+      ". Wait for the stream or for an event behind the copy first.");
 }
 
 void Ledger::add_pending(Pending copy) {

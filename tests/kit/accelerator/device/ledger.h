@@ -79,7 +79,7 @@ class Ledger {
   void complete(const Clock& event);
   void complete_device(c10::DeviceIndex device);
 
-  // The host waits since it needs a value: counted, and refused in the mode "error".
+  // The host will wait since it needs a value: counted, and refused in the mode "error".
   void host_needs(Lane lane, const std::string& op);
   void host_waits(c10::DeviceIndex device);
 

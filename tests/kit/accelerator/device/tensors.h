@@ -8,6 +8,8 @@
 
 namespace emulated {
 
+constexpr c10::DispatchKeySet kDeviceKey(c10::DispatchKey::PrivateUse1);
+
 inline bool is_ours(const at::Tensor& tensor) { return tensor.defined() && tensor.is_privateuseone(); }
 
 inline Extent extent_of(const at::Tensor& tensor) {
@@ -40,9 +42,20 @@ inline at::Tensor on_host(const at::Tensor& tensor) {
   return host;
 }
 
-inline at::Tensor empty_on(c10::DeviceIndex device, c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype) {
+inline at::Tensor empty_on(
+    c10::DeviceIndex device, c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype) {
   const OnDevice guard(device);
-  return at::detail::empty_strided_generic(sizes, strides, allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), dtype);
+  return at::detail::empty_strided_generic(sizes, strides, allocator(), kDeviceKey, dtype);
+}
+
+// A result of the CPU, in memory of a device.
+inline at::Tensor on_device(const at::Tensor& host, c10::DeviceIndex device) {
+  const auto strides = host.strides();
+  const bool overlaps = std::find(strides.begin(), strides.end(), 0) != strides.end();
+  const auto dense = overlaps ? host.contiguous() : host;
+  const auto result = empty_on(device, dense.sizes(), dense.strides(), dense.scalar_type());
+  on_host(result).copy_(dense);
+  return result;
 }
 
 // Kernels of the CPU run below autograd, and cast nothing by themselves.

@@ -1,4 +1,4 @@
-"""Between the host and a device: what makes the host wait, and what it must not do before it waited."""
+"""Between host and device: what makes the host wait, and what it must not do before."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ READS = {
     "masked_select": lambda numbers: numbers.masked_select(numbers > 2),
     "unique": lambda numbers: numbers.unique(),
     "equal": lambda numbers: torch.equal(numbers, numbers),
-    "write by mask": lambda numbers: numbers.index_put_((numbers > 2,), numbers[:1]),
-    "repeats": lambda numbers: numbers.repeat_interleave(torch.ones_like(numbers).long()),
+    "write by mask": lambda numbers: numbers.index_put_((numbers > 2,), numbers[:3].clone()),
+    "repeats": lambda numbers: torch.repeat_interleave(numbers.long()),
     "tensor of a list": lambda numbers: torch.tensor([1.0, 2.0], device=DEVICE),
     "blocking copy": lambda numbers: torch.ones(6).to(DEVICE),
 }
@@ -39,6 +39,7 @@ NO_READS = {
     "shape": lambda numbers: (numbers.shape, numbers[1:3].stride(), numbers.view(2, 3).device),
     "fill": lambda numbers: torch.full((3,), 2.0, device=DEVICE),
     "indices": lambda numbers: numbers[torch.arange(3, device=DEVICE)],
+    "fill by mask": lambda numbers: numbers.__setitem__(numbers > 2, 0.0),
     "where": lambda numbers: torch.where(numbers > 2, numbers, 0.0),
     "copy from pageable memory": lambda numbers: torch.ones(6).to(DEVICE, non_blocking=True),
     "copy from pinned memory": lambda numbers: (
@@ -65,6 +66,13 @@ def test_work_without_a_value_for_the_host(work, numbers, accelerator):
     accelerator.set_sync_debug_mode("error")
     work(numbers)
     assert accelerator.host_reads(DEVICE) == 0
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_what_the_host_has_read_is_over(read, numbers):
+    read(numbers)
+    with torch.Stream(DEVICE):
+        numbers.fill_(1)
 
 
 def test_waits_that_were_asked_for_are_counted_by_themselves(numbers, accelerator):

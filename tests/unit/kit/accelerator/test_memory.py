@@ -91,7 +91,7 @@ def test_record_stream_speaks_for_that_stream_only(side, main):
             ready * 2
     ready.record_stream(third)
     del ready
-    with pytest.raises(RuntimeError, match=f"died under .* on stream {side.stream_id}"):
+    with pytest.raises(RuntimeError, match=rf"died under .* on stream {side.stream_id}"):
         torch.zeros(6, device=DEVICE)
 
 
@@ -114,7 +114,7 @@ def test_memory_goes_back_to_the_stream_that_it_came_from(side, main):
     doubled + 1
     del doubled
     torch.zeros(6, device=DEVICE)  # from the pool of another stream
-    with side, pytest.raises(RuntimeError, match="died under aten::add.Tensor on the default"):
+    with side, pytest.raises(RuntimeError, match=r"died under aten::add.Tensor on the default"):
         torch.zeros(6, device=DEVICE)
 
 

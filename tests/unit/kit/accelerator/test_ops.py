@@ -9,6 +9,7 @@ import itertools
 import pytest
 import safetensors.torch
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -32,9 +33,19 @@ def matrix(device, rows=4, columns=6):
     return torch.randn(rows, columns, device=device)
 
 
+def waves(device):
+    return torch.view_as_complex(matrix(device).view(4, 3, 2))
+
+
 def positive(device):
     values = matrix(device, 4, 4)
     return values @ values.t() + torch.eye(4, device=device)
+
+
+def curvature(values):
+    values.requires_grad_()
+    slope = torch.autograd.grad(values.tanh().pow(2).sum(), values, create_graph=True)[0]
+    return torch.autograd.grad(slope.sum(), values)[0]
 
 
 COMPUTED = {
@@ -42,70 +53,112 @@ COMPUTED = {
     "in place": lambda d: matrix(d).add_(1).mul_(matrix(d)).clamp_(0, 1),
     "views": lambda d: matrix(d).t()[1:5:2, 1:].unfold(1, 2, 1).flip(0).contiguous().view(-1),
     "write to views": lambda d: matrix(d).t().unfold(0, 2, 2).mul_(2),
-    "complex": lambda d: torch.view_as_real(torch.view_as_complex(matrix(d).view(4, 3, 2)) * 1j),
-    "conjugate": lambda d: (torch.view_as_complex(matrix(d).view(4, 3, 2)).conj() * 2).real,
+    "complex": lambda d: torch.view_as_real(waves(d) * 1j),
+    "conjugate": lambda d: [
+        torch.view_as_real(waves(d).conj() * 2),
+        torch.view_as_real(waves(d).conj().clone()),
+        waves(d).conj().imag.clone(),
+        torch.zeros(4, 3, device=d).copy_(waves(d).conj().imag),
+    ],
     "factories": lambda d: [
-        torch.arange(5, device=d), torch.linspace(0, 1, 7, device=d), torch.eye(3, device=d),
-        torch.full((2,), 3.5, device=d), torch.tril_indices(3, 3, device=d), torch.zeros_like(matrix(d)),
+        torch.arange(5, device=d),
+        torch.linspace(0, 1, 7, device=d),
+        torch.eye(3, device=d),
+        torch.full((2,), 3.5, device=d),
+        torch.tril_indices(3, 3, device=d),
+        torch.zeros_like(matrix(d)),
     ],
     "random": lambda d: [
-        torch.rand(5, device=d), torch.randint(9, (5,), device=d), torch.randperm(7, device=d),
-        torch.bernoulli(torch.full((9,), 0.5, device=d)), torch.multinomial(matrix(d).exp(), 2),
-        torch.empty(4, device=d).uniform_(), torch.normal(matrix(d), 1.0), torch.empty(3, device=d).exponential_(),
+        torch.rand(5, device=d),
+        torch.randint(9, (5,), device=d),
+        torch.randperm(7, device=d),
+        torch.bernoulli(torch.full((9,), 0.5, device=d)),
+        torch.multinomial(matrix(d).exp(), 2),
+        torch.empty(4, device=d).uniform_(),
+        torch.normal(matrix(d), 1.0),
+        torch.empty(3, device=d).exponential_(),
     ],
-    "dropout": lambda d: [nn.functional.dropout(matrix(d), p) for p in (0.0, 0.1, 0.5, 0.9, 1.0)],
+    "dropout": lambda d: [F.dropout(matrix(d), p) for p in (0.0, 0.1, 0.5, 0.9, 1.0)],
     "dropouts": lambda d: [
-        nn.functional.alpha_dropout(matrix(d), 0.3, True), nn.functional.dropout1d(matrix(d), 0.3),
-        nn.functional.rrelu(matrix(d), training=True),
+        F.alpha_dropout(matrix(d), 0.3, True),
+        F.dropout1d(matrix(d), 0.3),
+        F.rrelu(matrix(d), training=True),
     ],
-    "sorting": lambda d: [*matrix(d).sort(-1), *matrix(d).topk(2), matrix(d).argmax(1), *matrix(d).max(0)],
+    "sorting": lambda d: [
+        *matrix(d).sort(-1),
+        *matrix(d).topk(2),
+        matrix(d).argmax(1),
+        *matrix(d).max(0),
+    ],
     "indices": lambda d: [
-        matrix(d)[torch.tensor([2, 0], device=d)], matrix(d).index_select(1, torch.tensor([1], device=d)),
-        matrix(d).gather(1, torch.zeros(4, 2, dtype=torch.long, device=d)), matrix(d)[matrix(d) > 0],
+        matrix(d)[torch.tensor([2, 0], device=d)],
+        matrix(d).index_select(1, torch.tensor([1], device=d)),
+        matrix(d).gather(1, torch.zeros(4, 2, dtype=torch.long, device=d)),
+        matrix(d)[matrix(d) > 0],
         matrix(d).index_put((torch.tensor([1], device=d),), torch.tensor(5.0, device=d)),
         matrix(d).scatter_add(0, torch.zeros(1, 6, dtype=torch.long, device=d), matrix(d)),
-        matrix(d).nonzero(), torch.where(matrix(d) > 0, 1.0, matrix(d)),
+        matrix(d).nonzero(),
+        torch.where(matrix(d) > 0, 1.0, matrix(d)),
     ],
     "reductions": lambda d: [
-        matrix(d).sum(), matrix(d).mean(1), matrix(d).std(0), matrix(d).norm(), matrix(d).cumsum(1),
-        matrix(d).logsumexp(1), matrix(d).softmax(1), (matrix(d) > 0).any(1), matrix(d).prod(),
+        matrix(d).sum(),
+        matrix(d).mean(1),
+        matrix(d).std(0),
+        matrix(d).norm(),
+        matrix(d).cumsum(1),
+        matrix(d).logsumexp(1),
+        matrix(d).softmax(1),
+        (matrix(d) > 0).any(1),
+        matrix(d).prod(),
     ],
     "products": lambda d: [
-        matrix(d) @ matrix(d, 6, 3), torch.einsum("ij,kj->ik", matrix(d), matrix(d)),
-        torch.bmm(matrix(d).view(2, 2, 6), matrix(d).view(2, 6, 2)), torch.outer(matrix(d)[0], matrix(d)[1]),
+        matrix(d) @ matrix(d, 6, 3),
+        torch.einsum("ij,kj->ik", matrix(d), matrix(d)),
+        torch.bmm(matrix(d).view(2, 2, 6), matrix(d).view(2, 6, 2)),
+        torch.outer(matrix(d)[0], matrix(d)[1]),
     ],
     "decompositions": lambda d: [
-        *torch.linalg.qr(matrix(d)), torch.linalg.cholesky(positive(d)), *torch.linalg.svd(matrix(d)),
+        *torch.linalg.qr(matrix(d)),
+        torch.linalg.cholesky(positive(d)),
+        *torch.linalg.svd(matrix(d)),
         torch.linalg.solve(positive(d), matrix(d)),
     ],
-    "joining": lambda d: [torch.cat([matrix(d), matrix(d)]), torch.stack([matrix(d)] * 2), *matrix(d).split(2)],
-    "types": lambda d: [matrix(d).to(t) for t in (torch.float64, torch.bfloat16, torch.int32, torch.bool)],
+    "joining": lambda d: [
+        torch.cat([matrix(d), matrix(d)]),
+        torch.stack([matrix(d)] * 2),
+        *matrix(d).split(2),
+    ],
+    "types": lambda d: [
+        matrix(d).to(t) for t in (torch.float64, torch.bfloat16, torch.int32, torch.bool)
+    ],
     "out": lambda d: [
         torch.add(matrix(d), 1, out=torch.empty(0, device=d)),
         torch.mm(matrix(d), matrix(d, 6, 2), out=torch.empty(2, 4, device=d).t()),
         torch.cumsum(matrix(d), 1, out=torch.empty(4, 6, device=d)),
     ],
-    "foreach": lambda d: torch._foreach_add([matrix(d), matrix(d)], [matrix(d), matrix(d)], alpha=2),
+    "foreach": lambda d: torch._foreach_add(
+        [matrix(d), matrix(d)], [matrix(d), matrix(d)], alpha=2
+    ),
     "norms of gradients": lambda d: [nn.utils.get_total_norm([matrix(d), matrix(d)])],
     "losses": lambda d: [
-        nn.functional.cross_entropy(matrix(d), torch.tensor([0, 1, 5, 2], device=d), label_smoothing=0.1),
-        nn.functional.mse_loss(matrix(d), matrix(d)), nn.functional.huber_loss(matrix(d), matrix(d)),
-        nn.functional.binary_cross_entropy_with_logits(matrix(d), matrix(d).sigmoid()),
-        nn.functional.kl_div(matrix(d), matrix(d).softmax(1), reduction="batchmean"),
+        F.cross_entropy(matrix(d), torch.tensor([0, 1, 5, 2], device=d), label_smoothing=0.1),
+        F.mse_loss(matrix(d), matrix(d)),
+        F.huber_loss(matrix(d), matrix(d)),
+        F.binary_cross_entropy_with_logits(matrix(d), matrix(d).sigmoid()),
+        F.kl_div(matrix(d), matrix(d).softmax(1), reduction="batchmean"),
     ],
     "pictures": lambda d: [
-        nn.functional.interpolate(matrix(d).view(1, 1, 4, 6), scale_factor=2, mode="bilinear"),
-        nn.functional.pad(matrix(d), (1, 2), value=3), nn.functional.pad(matrix(d)[None], (1, 2), "reflect"),
-        nn.functional.pixel_shuffle(matrix(d).view(1, 4, 2, 3), 2),
-        nn.functional.conv2d(matrix(d).view(1, 1, 4, 6).contiguous(memory_format=torch.channels_last),
-                             torch.ones(2, 1, 2, 2, device=d)),
+        F.interpolate(matrix(d).view(1, 1, 4, 6), scale_factor=2, mode="bilinear"),
+        F.pad(matrix(d), (1, 2), value=3),
+        F.pad(matrix(d)[None], (1, 2), "reflect"),
+        F.pixel_shuffle(matrix(d).view(1, 4, 2, 3), 2),
+        F.conv2d(
+            matrix(d).view(1, 1, 4, 6).contiguous(memory_format=torch.channels_last),
+            torch.ones(2, 1, 2, 2, device=d),
+        ),
     ],
-    "double backward": lambda d: [
-        torch.autograd.grad(
-            torch.autograd.grad((x := matrix(d).requires_grad_()).tanh().pow(2).sum(), x, create_graph=True)[0].sum(), x
-        )[0]
-    ],
-}  # fmt: skip
+    "double backward": lambda d: curvature(matrix(d)),
+}
 
 
 @pytest.mark.parametrize("compute", COMPUTED.values(), ids=COMPUTED)

@@ -126,6 +126,16 @@ def test_running_statistics_of_a_batch_norm_are_written(side, ready):
             written + 1
 
 
+def test_in_evaluation_running_statistics_are_read(side, ready):
+    mean, variance = torch.zeros(3, device=DEVICE), torch.ones(3, device=DEVICE)
+    side.wait_stream(torch.accelerator.current_stream(DEVICE))
+    with side:
+        torch.nn.functional.batch_norm(ready.view(2, 3), mean, variance)
+    torch.nn.functional.batch_norm(ready.view(2, 3), mean, variance)
+    with pytest.raises(RuntimeError, match="writes what was used by aten::native_batch_norm"):
+        mean.zero_()
+
+
 @pytest.mark.parametrize(
     "wait",
     [
@@ -170,6 +180,12 @@ def test_a_copy_between_devices_waits_for_both_streams_and_makes_both_wait(ready
     assert ready.tolist() == [5] * 6
 
 
+def test_a_copy_between_devices_waits_for_what_the_destination_was_used_for(ready):
+    there = torch.zeros(6, device="emu:2")
+    there.copy_(ready)
+    assert there.tolist() == ready.tolist()
+
+
 def test_a_copy_between_devices_runs_on_the_source_s_stream(side, ready):
     with side:
         doubled = ready * 2
@@ -183,7 +199,9 @@ def test_a_copy_between_devices_runs_on_the_source_s_stream(side, ready):
 def test_the_source_of_a_copy_between_devices_is_read(side, ready):
     with side:
         ready.to("emu:2")
-    with pytest.raises(RuntimeError, match="aten::zero_ .* writes what was used by copy on stream"):
+    with pytest.raises(
+        RuntimeError, match=r"aten::zero_ .* writes what was used by copy on stream"
+    ):
         ready.zero_()
 
 
@@ -257,3 +275,21 @@ def test_ranks_in_threads_train_on_devices_of_their_own(accelerator):
     for thread in threads:
         thread.join()
     assert gradients == {index: [40.0] * 4 for index in range(4)}
+
+
+def test_a_gradient_that_autograd_shares_between_streams_is_a_race_of_torch_s_own(main, ready):
+    """Its sum's gradient goes to both streams; one adds to it in place while the other reads it."""
+    weight = ready.clone().requires_grad_()
+    first, second = torch.Stream(DEVICE), torch.Stream(DEVICE)
+    for stream in (first, second):
+        stream.wait_stream(main)
+    with first:
+        once = weight.exp()
+        again = once * 3
+    with second:
+        other = weight.exp()
+    for stream in (first, second):
+        main.wait_stream(stream)
+    loss = ((once + other) * 2).sum() + again.sum()
+    with pytest.raises(RuntimeError, match=r"aten::add_.* writes what was used by aten::mul"):
+        loss.backward()

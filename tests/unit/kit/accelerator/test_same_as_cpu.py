@@ -117,8 +117,8 @@ MODELS = {
     "pooling": (
         lambda: nn.Sequential(
             nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.PReLU(), nn.InstanceNorm2d(4, affine=True),
-            nn.AvgPool2d(2, ceil_mode=True), nn.AdaptiveMaxPool2d(2), nn.Dropout2d(0.2), nn.Flatten(),
-            nn.Linear(16, 8), nn.RMSNorm(8), nn.SiLU(), nn.Linear(8, 3),
+            nn.AvgPool2d(2, ceil_mode=True), nn.AdaptiveMaxPool2d(2), nn.Dropout2d(0.2),
+            nn.Flatten(), nn.Linear(16, 8), nn.RMSNorm(8), nn.SiLU(), nn.Linear(8, 3),
         ),
         lambda: (torch.randn(6, 3, 14, 14), torch.randint(0, 3, (6,))), F.cross_entropy,
     ),
@@ -145,6 +145,22 @@ def test_models_of_the_numerics_tests(name):
     build, batch, loss = MODELS[name]
     torch.manual_seed(5)
     assert_same(build, batch(), loss, lambda weights: torch.optim.AdamW(weights, lr=0.01))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_evaluation(name):
+    """Without autograd torch takes other ways, such as a whole transformer layer in one op."""
+    build, batch, _ = MODELS[name]
+    torch.manual_seed(5)
+    inputs, outputs = batch()[0], []
+    for device in ("cpu", DEVICE):
+        torch.manual_seed(0)
+        model = build().to(device).eval()
+        given = moved(inputs, device)
+        with torch.inference_mode():
+            output = model(**given) if isinstance(given, dict) else model(given)
+        outputs.append(output if isinstance(output, torch.Tensor) else output.logits)
+    assert torch.equal(outputs[1].cpu(), outputs[0])
 
 
 RECURRENT = {
