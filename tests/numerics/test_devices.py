@@ -16,6 +16,7 @@ from torch import nn
 import penstock as pk
 from penstock import versions
 from penstock.demo import gpt
+from penstock.device.stamps import Stamps
 from penstock.errors import InputError, StageError
 from tests.kit import streams
 from tests.kit.examples import more
@@ -240,6 +241,30 @@ def test_no_step_waits_for_a_device(accelerator, schedule):
         ]
     assert waits == [0, 0, 0, 0]
     assert torch.stack(on_cpu(losses)).isfinite().all()
+
+
+@pytest.mark.parametrize("how", ["step", "steps"])
+def test_a_timeline_shows_when_devices_worked(monkeypatch, how):
+    later = Stamps.seconds
+
+    def an_hour_late(self):
+        starts, ends = later(self)
+        if str(self._clock._stream.device) == "emu:1":
+            starts, ends = (type(times)("d", [t + 3600 for t in times]) for times in (starts, ends))
+        return starts, ends
+
+    monkeypatch.setattr(Stamps, "seconds", an_hour_late)
+    with pipeline_of(make_mlp(), optimizer=sgd, devices=["emu:0", "emu:1"]) as pipeline:
+        batches = [make_batch(seed=seed) for seed in range(3)]
+        if how == "steps":
+            list(pipeline.steps(batches))
+        else:
+            pipeline.step(*batches[0])
+        spans = pipeline.timeline.spans
+    for rank, shift in enumerate([0, 3600]):
+        times = [time for span in spans if span.rank == rank for time in (span.start, span.end)]
+        assert times == sorted(times)
+        assert shift - 60 < times[0] < times[-1] < shift + 60
 
 
 def test_what_the_caller_does_between_steps_comes_in_between(accelerator):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from penstock.device.accelerators import is_on_host
+from penstock.device.stamps import DeviceClock, Stamps
 
 Moments = Mapping[torch.device, torch.Event]
 """For some devices, a moment in the work of one of their streams."""
@@ -45,6 +46,7 @@ class DeviceQueue:
         if not is_on_host(device):
             self._compute = torch.Stream(device)
             self._arriving = torch.Stream(device)
+            self._clock = DeviceClock(self._compute)
         self._leaving: dict[torch.device, torch.Stream] = {}
 
     @contextmanager
@@ -66,6 +68,10 @@ class DeviceQueue:
     def moment(self) -> torch.Event | None:
         """When all that was asked for up to now has happened; ``None`` if it has."""
         return None if is_on_host(self.device) else self._compute.record_event()
+
+    def stamps(self) -> Stamps | None:
+        """What tells when the ops of the next minibatch happen; ``None`` where the host sees it."""
+        return None if is_on_host(self.device) else Stamps(self._clock)
 
     def given(self, tensor: Tensor) -> Tensor:
         """What the caller has given, on this device."""

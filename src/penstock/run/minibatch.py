@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.device.queue import taken_up
+from penstock.device.stamps import Stamps
 from penstock.model import tree
 from penstock.model.autocast import autocasting
 from penstock.run.counting import Peak
@@ -121,6 +122,7 @@ class Harvest:
             there is only one.
         held: the most versions of its stage's weights that the rank held since the stream began.
         moment: when all of this is made, where it is made by an accelerator.
+        stamps: when each op happened there; ``starts`` and ``ends`` are when the host asked for it.
     """
 
     starts: array[float] = field(default_factory=lambda: array("d"))
@@ -134,6 +136,7 @@ class Harvest:
     versions: list[int] = field(default_factory=list)
     held: Held | None = None
     moment: torch.Event | None = None
+    stamps: Stamps | None = None
 
     def take_up(self) -> None:
         """Let this thread go on with what was made, as soon as it is."""

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.device.stamps import Stamps
 from penstock.model import tree
 from penstock.run.counting import Peak
 from penstock.schedule import Op
@@ -54,6 +55,8 @@ class RankRecord(NamedTuple):
         versions: which version of the weights each op read, if there are several.
         base: how many microbatches of the stream come before.
         clock_offset: by how many seconds the rank's clock is ahead of rank 0's.
+        stamps: when each op happened, where that was on an accelerator: ``starts`` and ``ends`` are
+            when the host asked for it.
     """
 
     ops: Sequence[Op]
@@ -62,16 +65,20 @@ class RankRecord(NamedTuple):
     versions: Sequence[int] = ()
     base: int = 0
     clock_offset: float = 0.0
+    stamps: Stamps | None = None
 
     def row(self) -> Row:
         """The same as a timeline has it: numbered in the stream, in seconds of rank 0's clock."""
         ops, offset = self.ops, self.clock_offset
         if self.base:
             ops = [op._replace(microbatch=op.microbatch + self.base) for op in ops]
+        starts, ends = self.starts, self.ends
+        if self.stamps is not None and len(starts):
+            starts, ends = self.stamps.seconds()
         return Row(
             tuple(ops),
-            array("d", [start - offset for start in self.starts]),
-            array("d", [end - offset for end in self.ends]),
+            array("d", [start - offset for start in starts]),
+            array("d", [end - offset for end in ends]),
             tuple(self.versions) or None,
         )
 

@@ -182,7 +182,10 @@ class ProcessDriver(Driver[ProcessTicket]):
     def _report(self, harvest: Harvest) -> RankReport:
         times = None
         if self._records:
-            times = torch.tensor([harvest.starts, harvest.ends], dtype=torch.float64)
+            happened = harvest.starts, harvest.ends
+            if harvest.stamps is not None and len(harvest.starts):
+                happened = harvest.stamps.seconds()  # waits for the rank's device
+            times = torch.tensor(happened, dtype=torch.float64)
         versions = torch.tensor(harvest.versions, dtype=torch.int64)
         if self._share_results:
             results = harvest.losses, harvest.outputs, harvest.metrics

@@ -126,7 +126,14 @@ class ThreadDriver(Driver[ThreadTicket]):
         for harvest in harvests:
             harvest.take_up()
         records = [
-            RankRecord(ops, harvest.starts, harvest.ends, harvest.versions, ticket.position.base)
+            RankRecord(
+                ops,
+                harvest.starts,
+                harvest.ends,
+                harvest.versions,
+                ticket.position.base,
+                stamps=harvest.stamps,
+            )
             for ops, harvest in zip(ticket.segment.ranks, harvests, strict=True)
         ]
         return MinibatchOutcome.of(

@@ -46,7 +46,7 @@ def perform_all(
         RunError: as raised by a transport.
         Restart: as raised by a step.
     """
-    clock, begin, end = time.perf_counter, journal.starts.append, journal.ends.append
+    clock, begin, end = time.perf_counter, journal.note_start, journal.note_end
     for step in steps:
         begin(clock())
         try:

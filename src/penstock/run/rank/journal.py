@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 
+from penstock.device.stamps import Stamps
 from penstock.schedule import Op
 
 NUM_SHOWN = 10
@@ -20,17 +22,31 @@ class Journal:
     Args:
         ops: the rank's, in their order.
         waiting: what ops that receive wait for.
+        stamps: where the ops happen on an accelerator, what tells when; the rank's thread only sees
+            when it asks for them.
 
     Attributes:
-        ops: as given.
+        ops, stamps: as given.
         starts: when each op began that has, in seconds of this host's monotonic clock.
         ends: when each ended that has.
+        note_start, note_end: to be told when an op begins and ends.
     """
 
-    def __init__(self, ops: Sequence[Op] = (), waiting: Mapping[Op, str] = _NO_WAITS) -> None:
+    def __init__(
+        self,
+        ops: Sequence[Op] = (),
+        waiting: Mapping[Op, str] = _NO_WAITS,
+        stamps: Stamps | None = None,
+    ) -> None:
         self.ops = ops
+        self.stamps = stamps
         self.starts = array("d")
         self.ends = array("d")
+        self.note_start: Callable[[float], None] = self.starts.append
+        self.note_end: Callable[[float], None] = self.ends.append
+        if stamps is not None:
+            self.note_start = partial(_note, self.starts, stamps)
+            self.note_end = partial(_note, self.ends, stamps)
         self._waiting = waiting
 
     def end(self) -> None:
@@ -55,3 +71,8 @@ class Journal:
         if op in self._waiting:
             doing += f" ({self._waiting[op]})"
         return f"rank {rank}: did {done}; {doing}"
+
+
+def _note(column: array[float], stamps: Stamps, seconds: float) -> None:
+    column.append(seconds)
+    stamps.add()

@@ -148,7 +148,8 @@ class Worker:
             if minibatch.inputs:
                 store.extend(position.first + minibatch.num_microbatches)
         program = self._compiler.program(segment)
-        self._journal = Journal(program.ops, program.waiting)
+        stamps = None if self.queue is None else self.queue.stamps()
+        self._journal = Journal(program.ops, program.waiting, stamps)
         self._shared.begin()
         steps = self._compiler.steps(segment, minibatch.trains)
         perform_all(steps, work, self._journal, position.base)
@@ -167,6 +168,7 @@ class Worker:
     def _harvested(self, segment: Segment, work: Work) -> Harvest:
         harvest = work.harvest
         harvest.starts, harvest.ends = self._journal.starts, self._journal.ends
+        harvest.stamps = self._journal.stamps
         if self._stores and work.minibatch.trains:
             harvest.versions = [work.versions.get(op, -1) for op in segment.ranks[self.rank]]
             harvest.held = max(store.most for store in self._stores.values())
