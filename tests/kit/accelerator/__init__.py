@@ -4,11 +4,17 @@ A test that takes the fixture ``accelerator`` has four devices, and code under t
 it meets GPUs: tensors with storages of their own, ``torch.accelerator``, ``torch.Stream`` and
 ``torch.Event``, pinned memory, generators, autocast, fused optimizers. The CPU computes every op
 on the spot, by the kernel that it has for that op, so that a net trained on a device equals one
-trained on the CPU to the bit. What an accelerator does behind the host's back is not imitated but
-*proven*: each op tells a ledger which bytes it reads and writes on which stream, and the ledger
-raises unless the work of other streams on these bytes is ordered before it. A missing wait is
-therefore found every time, and not once in a thousand runs; the error names both ops, both
-streams, and the remedy.
+trained on the CPU to the bit. So nothing ever runs behind the host's back, and no numbers are
+wrong for want of a wait. Instead the order is *proven*: each op tells a ledger which bytes it
+reads and writes on which stream, and the ledger raises unless other streams' work on these bytes
+is ordered before it. A missing wait is therefore found every time, and not once in a thousand
+runs; the error names both ops, both streams, and the remedy.
+
+    def test_a_writer_waits(accelerator):
+        device, stream = torch.device("emu:1"), torch.Stream("emu:1")
+        weight = torch.ones(3, device=device)
+        with stream:
+            weight.add_(1)  # raises: this stream is not behind the one that made the weight
 
 What is caught:
 

@@ -21,12 +21,17 @@ void copy_between_devices(const Tensor& from, const Tensor& to) {
   on_host(to).copy_(on_host(from));
 }
 
+// The same memory without the autograd graph that the tensor may belong to, which a wait must neither keep nor change.
+Tensor memory_of(const Tensor& tensor) { return tensor_over(tensor.storage(), tensor); }
+
 bool same_bytes(const Tensor& left, const Tensor& right) {
+  const AsPlainKernels guard;
   const auto a = left.contiguous(), b = right.contiguous();
   return std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
 }
 
 void poison(const Tensor& tensor) {
+  const AsPlainKernels guard;
   const auto dtype = tensor.scalar_type();
   if (at::isFloatingType(dtype) || at::isComplexType(dtype)) tensor.fill_(std::numeric_limits<double>::quiet_NaN());
   else tensor.fill_(dtype == at::kBool ? 1 : 0x7F);
@@ -43,13 +48,13 @@ void copy_to_device(const Tensor& from, const Tensor& to, bool non_blocking) {
   Tensor as_read;
   const auto read = [&] {
     on_host(to).copy_(from);
-    as_read = from.clone(at::MemoryFormat::Contiguous);
+    as_read = memory_of(from).clone(at::MemoryFormat::Contiguous);
   };
   pinned ? ledger.with_pending_shown(pinned, read) : read();
   if (!non_blocking) return ledger.complete(ledger.recorded(lane));
   if (pinned) {  // the hardware may read as late as the host waits
-    const auto changed = [from, as_read]() -> std::string {
-      return same_bytes(from, as_read) ? "" : "pinned memory was overwritten before it was copied";
+    const auto changed = [memory = memory_of(from), as_read]() -> std::string {
+      return same_bytes(memory, as_read) ? "" : "pinned memory was overwritten before it was copied";
     };
     ledger.add_pending({lane, position, pinned, extent_of(from), changed, [] {}, [] {}});
   }
@@ -70,17 +75,21 @@ void copy_to_host(const Tensor& from, const Tensor& to, bool non_blocking) {
     return ledger.complete(ledger.recorded(lane));
   }
   // The host sees the values when it has waited, and something striking before.
-  const auto arriving = at::empty(to.sizes(), to.options().pinned_memory(false));
+  const auto memory = memory_of(to), arriving = at::empty(to.sizes(), to.options().pinned_memory(false));
   arriving.copy_(on_host(from));
-  poison(to);
-  const auto poisoned = to.clone(at::MemoryFormat::Contiguous);
-  const auto arrive = [to, arriving, poisoned]() -> std::string {
-    const bool untouched = same_bytes(to, poisoned);
-    to.copy_(arriving);
+  poison(memory);
+  const auto poisoned = memory.clone(at::MemoryFormat::Contiguous);
+  const auto arrive = [memory, arriving, poisoned]() -> std::string {
+    const AsPlainKernels guard;
+    const bool untouched = same_bytes(memory, poisoned);
+    memory.copy_(arriving);
     return untouched ? "" : "pinned memory was written before a copy to it had arrived";
   };
-  const auto show = [to, arriving] { to.copy_(arriving); };
-  ledger.add_pending({lane, position, pinned, extent_of(to), arrive, show, [to] { poison(to); }});
+  const auto show = [arrive] {
+    const auto complaint = arrive();
+    TORCH_CHECK(complaint.empty(), "race on the host: ", complaint);
+  };
+  ledger.add_pending({lane, position, pinned, extent_of(to), arrive, show, [memory] { poison(memory); }});
 }
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {

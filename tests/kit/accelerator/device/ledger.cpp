@@ -1,6 +1,7 @@
 #include "ledger.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <pthread.h>
 #include <algorithm>
 #include <cstdlib>
@@ -280,9 +281,9 @@ void Ledger::with_pending_shown(Block* pinned, const std::function<void()>& run)
     Lock lock(mutex_);
     for (auto& copy : pending_) if (copy.pinned == pinned) shown.push_back(copy);
   }
+  const auto hide = c10::make_scope_exit([&] { for (auto& copy : shown) copy.hide(); });
   for (auto& copy : shown) copy.show();
   run();
-  for (auto& copy : shown) copy.hide();
 }
 
 namespace {

@@ -156,6 +156,14 @@ def test_pinned_memory_passes_from_device_to_device_without_the_host(numbers):
     assert there.tolist() == [0, 1, 2, 3, 4, 5]
 
 
+def test_what_the_host_wrote_too_early_is_not_passed_on(numbers):
+    here = torch.zeros(6, pin_memory=True)
+    here.copy_(numbers, non_blocking=True)
+    here.fill_(3)
+    with pytest.raises(RuntimeError, match="written before a copy to it had arrived"):
+        numbers.copy_(here, non_blocking=True)
+
+
 def test_pinned_memory_passes_to_no_stream_that_does_not_wait(numbers):
     here = torch.zeros(6, pin_memory=True)
     here.copy_(numbers, non_blocking=True)
@@ -173,6 +181,21 @@ def test_pinned_memory_may_be_used_again_on_its_stream(numbers):
     numbers.copy_(here, non_blocking=True)
     torch.accelerator.synchronize(DEVICE)
     assert here.tolist() == numbers.tolist() == [3] * 6
+
+
+def test_a_copy_that_arrives_late_changes_no_graph_and_keeps_none(numbers, accelerator):
+    weight = numbers.clone().requires_grad_()
+    before = accelerator.memory_allocated(DEVICE)
+    here = (weight.exp() * weight).to("cpu", non_blocking=True)
+    function, version = here.grad_fn, here._version
+    torch.accelerator.synchronize(DEVICE)
+    assert (here.grad_fn, here._version) == (function, version)
+    here.sum().backward()
+    assert weight.grad[1].item() == pytest.approx(2 * 2.718281828)
+    weight.grad = None
+    here = (weight.exp() * weight).to("cpu", non_blocking=True)
+    del here, function
+    assert accelerator.memory_allocated(DEVICE) == before  # though nobody has waited
 
 
 def test_a_fork_before_the_first_use_is_a_fresh_start_and_after_it_none(numbers, accelerator):
