@@ -337,6 +337,12 @@ def test_plans_for_accelerators_take_those_of_this_process_in_their_order():
     assert places == ["emu:0", "cpu", "emu:1"]
 
 
+def test_a_model_that_is_elsewhere_than_its_ranks_is_refused():
+    with pytest.raises(InputError, match=r"'0.weight' is on emu:1, .* say where, as in devices="):
+        pipeline_of(make_mlp().to("emu:1"))
+    pipeline_of(make_mlp().to("emu:1"), devices="emu:2").close()
+
+
 @pytest.mark.parametrize(
     ("devices", "message"),
     [

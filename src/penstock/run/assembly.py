@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import NoneType
@@ -181,7 +181,8 @@ def _in_processes(
         worker = _worker(layout, stages, meeting.rank, sealed, recipe, shared, queue)
         # The user's code has run: whoever fails in it says so here, before others wait for more.
         meeting.exchange(None, NoneType, "to start training")
-        worker.updater.sums.begin_equal()
+        with _building(queue):
+            worker.updater.sums.begin_equal()
         driver = ProcessDriver(
             worker,
             sealed,
@@ -243,17 +244,33 @@ def _queues(devices: Mapping[int, torch.device]) -> dict[int, DeviceQueue]:
 def _place(
     layout: Layout, stages: Mapping[int, Mapping[int, Stage]], queues: Mapping[int, DeviceQueue]
 ) -> None:
-    """Move stages to their ranks' devices. Where all is done in main memory they stay as they are.
+    """Move stages to their ranks' devices.
 
     What is written by one rank and read by another has been found by then: afterwards, ranks with
     the same buffer have copies of it.
+
+    Raises:
+        InputError: all ranks compute on the CPU, and the model is elsewhere.
     """
+    if not queues:
+        _check_on_host(stage for own in stages.values() for stage in own.values())
     for rank, queue in queues.items():
         with _building(queue):
             layout.place(rank, stages[rank])
     for rank, queue in queues.items():
         with _building(queue):
             layout.place_twins(rank)
+
+
+def _check_on_host(stages: Iterable[Stage]) -> None:
+    for stage in stages:
+        for name, tensor in stage.state_dict().items():
+            if not is_on_host(tensor.device):
+                raise InputError(
+                    f"{name!r} is on {tensor.device}, but the plan's ranks compute on the CPU: say "
+                    f"where, as in devices='{tensor.device}', plan for accelerators, as in "
+                    "Cluster.local(kind='gpu'), or move the model: model.cpu()"
+                )
 
 
 @contextmanager

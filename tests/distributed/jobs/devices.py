@@ -20,6 +20,7 @@ from tests.kit.training import adamw
 CASES = {
     "1f1b": {},
     "zb-v": {"clip_norm": 0.1},
+    "chimera": {},
     "gpipe": {"clip_norm": 0.1, "post_validate": True},
 }
 
