@@ -18,10 +18,12 @@ from penstock import versions
 from penstock.demo import gpt
 from penstock.device.stamps import Stamps
 from penstock.errors import InputError, StageError
+from penstock.trial import prove
 from tests.kit import streams
 from tests.kit.examples import more
 from tests.kit.helpers import make_batch, make_mlp, make_plan, runnable_families
 from tests.kit.one_device import assert_same
+from tests.kit.small_workload import workload
 from tests.kit.tiny_models import conv_batch, gpt_batch, make_conv_net, make_gpt
 from tests.kit.training import adamw, pipeline_of, sgd
 from tests.numerics.test_one_logical_model_shared import TiedGPT, UNet, picture_batch, token_batch
@@ -335,6 +337,16 @@ def test_plans_for_accelerators_take_those_of_this_process_in_their_order():
             for stage in pipeline.stages.values()
         ]
     assert places == ["emu:0", "cpu", "emu:1"]
+
+
+@pytest.mark.parametrize("policy", [versions.Flush(), versions.Stash()], ids=str)
+def test_a_plan_for_accelerators_is_proven_there(accelerator, policy):
+    plan = streams.plan_for(policy, 3, microbatches=4, model=make_mlp())
+    places = tuple(pk.Device(name=f"gpu{rank}", kind="gpu") for rank in range(3))
+    accelerator.reset_peak_memory_stats(2)
+    proof = prove(workload(), replace(plan, devices=places))
+    assert proof.equal and proof.exact
+    assert accelerator.max_memory_allocated(2)
 
 
 def test_a_model_that_is_elsewhere_than_its_ranks_is_refused():

@@ -18,6 +18,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
+from penstock.device.placement import devices_of_ranks
 from penstock.errors import InputError
 from penstock.model import microbatches, tree
 from penstock.model.optimizer_factory import Parameters
@@ -197,7 +198,7 @@ class Sides:
         """Whether training has changed a parameter of a stage."""
         theirs = dict(self.twin.named_parameters())
         return any(
-            name in theirs and not torch.equal(theirs[name], self.initial[name])
+            name in theirs and not torch.equal(theirs[name].cpu(), self.initial[name].cpu())
             for name in self.names[stage]
         )
 
@@ -313,8 +314,14 @@ def _pipelined(
 def _referred(
     sides: Sides, workload: Workload, batches: Sequence[Batch]
 ) -> tuple[list[Tensor], dict[tuple[int, int], int]]:
-    """The losses of the reference and, by stage and microbatch, the delays that it applied."""
-    plan, twin = sides.plan, sides.twin
+    """The losses of the reference and, by stage and microbatch, the delays that it applied.
+
+    It computes on the device of the plan's first rank: another kind of device has other bits.
+    """
+    plan = sides.plan
+    device = devices_of_ranks(None, plan.on_accelerator, range(plan.num_ranks))[0]
+    twin = sides.twin.to(device)
+    batches = tree.replace(Tensor, lambda tensor: tensor.to(device), list(batches))
     if plan.versions.asynchronous:
         replay = DelayedReplay(
             twin,
@@ -330,14 +337,14 @@ def _referred(
         return losses, {(read.stage, read.microbatch): read.delay for read in replay.reads}
     # As a pipeline's, the list knows the names.
     parameters = Parameters(list(twin.named_parameters()))
-    device = SingleDevice(
+    alone = SingleDevice(
         twin,
         plan.num_microbatches,
         workload.loss,
         lambda _: workload.optimizer(parameters),
         seed=_SEED,
     )
-    return [device.step(*batch) for batch in batches], {}
+    return [alone.step(*batch) for batch in batches], {}
 
 
 def _row(
@@ -381,7 +388,7 @@ def _difference(
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
+    tensor = tensor.detach().cpu()  # some accelerators have no float64
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
 
 
