@@ -45,8 +45,12 @@ quick: $(VENV)/.installed-dev
 	$(VENV)/bin/pytest -n 2 --dist loadgroup src/penstock tests/golden tests/unit \
 		--ignore tests/golden/test_zero_bubble_table.py $(QUICK_WITHOUT:%=--ignore=tests/unit/%) $(PYTEST_ARGS)
 
+# Written for the CPU; here every pipeline is on emulated devices.
+ON_DEVICES = $(addprefix tests/numerics/test_,all_families.py asynchronous.py captured_models.py)
+
 soak: $(VENV)/.installed-dev
 	$(VENV)/bin/pytest -m soak -n 2 --dist loadgroup $(PYTEST_ARGS)
+	$(VENV)/bin/pytest -p tests.kit.accelerator.everywhere -n 2 $(ON_DEVICES) $(PYTEST_ARGS)
 	PENSTOCK_EXAMPLES=10 $(VENV)/bin/pytest -n 2 --dist loadgroup --timeout 3600 tests/laws $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev

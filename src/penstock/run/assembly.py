@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any, Literal, get_args
 
-import torch
 from torch import nn
 
-from penstock.device.accelerators import is_on_host
 from penstock.device.placement import Devices, devices_of_ranks
-from penstock.device.queue import DeviceQueue, moments_of_caller, taken_up
+from penstock.device.queue import DeviceQueue
 from penstock.errors import InputError
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import NamedLayer, spine_fingerprint
@@ -33,6 +29,7 @@ from penstock.run.rank.updater import Updater
 from penstock.run.rank.worker import Worker
 from penstock.run.recipe import Recipe
 from penstock.run.seals import SealedTransport
+from penstock.run.settling import building, local_rank, materialise_all, place_all, queues_of
 from penstock.run.shared_state import SharedState
 from penstock.stage.stage import Stage
 from penstock.transport import Codec, ThreadExchange, ThreadTransport, Transport, connect
@@ -119,12 +116,13 @@ def _in_threads(
 ) -> Assembly:
     streams = LayerStreams(running.seed)
     devices = devices_of_ranks(running.devices, plan.on_accelerator, range(plan.num_ranks))
+    queues = queues_of(devices)
+    materialise_all(layers, plan, devices, queues, running.seed)
     layout = Layout(model, plan, layers, streams, one_process=True, devices=devices)
     exchange = ThreadExchange(plan.num_ranks, running.deadlines.start.seconds)
-    queues = _queues(devices)
     stages = {rank: layout.stages(rank) for rank in range(plan.num_ranks)}
     shared = {rank: layout.shared_state(stages[rank]) for rank in stages}
-    _place(layout, stages, queues)
+    place_all(layout, stages, queues)
     workers = [
         _worker(layout, stages[rank], rank, transport, recipe, shared[rank], queues.get(rank))
         for rank, transport in enumerate(exchange.transports)
@@ -169,19 +167,20 @@ def _in_processes(
     try:
         streams = LayerStreams(seed)
         devices = devices_of_ranks(
-            running.devices, plan.on_accelerator, [meeting.rank], first=_local_rank()
+            running.devices, plan.on_accelerator, [meeting.rank], first=local_rank()
         )
+        queues = queues_of(devices)
+        materialise_all(layers, plan, devices, queues, seed)
         layout = Layout(model, plan, layers, streams, one_process=False, devices=devices)
         sealed = SealedTransport(transport, meeting.rank)
-        queues = _queues(devices)
         stages = layout.stages(meeting.rank)
         shared = layout.shared_state(stages)
-        _place(layout, {meeting.rank: stages}, queues)
+        place_all(layout, {meeting.rank: stages}, queues)
         queue = queues.get(meeting.rank)
         worker = _worker(layout, stages, meeting.rank, sealed, recipe, shared, queue)
         # The user's code has run: whoever fails in it says so here, before others wait for more.
         meeting.exchange(None, NoneType, "to start training")
-        with _building(queue):
+        with building(queue):
             worker.updater.sums.begin_equal()
         driver = ProcessDriver(
             worker,
@@ -234,63 +233,6 @@ def _message_types(layers: tuple[NamedLayer, ...], running: Running) -> list[typ
     return [Void, *running.message_types, *told]
 
 
-def _queues(devices: Mapping[int, torch.device]) -> dict[int, DeviceQueue]:
-    """The work of each rank on its device; none if no rank here needs to know about devices."""
-    if all(map(is_on_host, devices.values())):
-        return {}
-    return {rank: DeviceQueue(device) for rank, device in devices.items()}
-
-
-def _place(
-    layout: Layout, stages: Mapping[int, Mapping[int, Stage]], queues: Mapping[int, DeviceQueue]
-) -> None:
-    """Move stages to their ranks' devices.
-
-    What is written by one rank and read by another has been found by then: afterwards, ranks with
-    the same buffer have copies of it.
-
-    Raises:
-        InputError: all ranks compute on the CPU, and the model is elsewhere.
-    """
-    if not queues:
-        _check_on_host(stage for own in stages.values() for stage in own.values())
-    for rank, queue in queues.items():
-        with _building(queue):
-            layout.place(rank, stages[rank])
-    for rank, queue in queues.items():
-        with _building(queue):
-            layout.place_twins(rank)
-
-
-def _check_on_host(stages: Iterable[Stage]) -> None:
-    for stage in stages:
-        for name, tensor in stage.state_dict().items():
-            if not is_on_host(tensor.device):
-                raise InputError(
-                    f"{name!r} is on {tensor.device}, but the plan's ranks compute on the CPU: say "
-                    f"where, as in devices='{tensor.device}', plan for accelerators, as in "
-                    "Cluster.local(kind='gpu'), or move the model: model.cpu()"
-                )
-
-
-@contextmanager
-def _building(queue: DeviceQueue | None) -> Iterator[None]:
-    """A context in which what is allocated belongs to a rank's own stream, which will free it when
-    it makes something new in its place; the caller may use it afterwards."""
-    if queue is None:
-        yield
-        return
-    queue.begin(moments_of_caller([queue.device]))
-    with queue.entered():
-        yield
-    taken_up((), queue.moment())
-
-
-def _local_rank() -> int:
-    """Which of this host's processes this is, as torchrun says."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
 def _worker(
     layout: Layout,
     stages: dict[int, Stage],
@@ -303,7 +245,7 @@ def _worker(
     if queue is not None:
         in_threads = isinstance(transport, ThreadTransport)
         transport = DeviceTransport(transport, queue, in_threads=in_threads)
-    with _building(queue):
+    with building(queue):
         updater = Updater(
             rank,
             layout.num_ranks,

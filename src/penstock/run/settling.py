@@ -1,0 +1,110 @@
+"""How a model settles on the devices of its ranks: which queue each has, and what is moved when.
+
+Where all ranks compute in main memory nothing is moved.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import accumulate
+
+import torch
+
+from penstock.device.accelerators import is_on_host
+from penstock.device.queue import DeviceQueue, moments_of_caller, taken_up
+from penstock.errors import InputError
+from penstock.model.spine import NamedLayer
+from penstock.plans import Plan
+from penstock.run.layout import Layout
+from penstock.run.materialising import is_on_meta, materialise
+from penstock.run.placing import place_buffers, place_parameters
+from penstock.stage.stage import Stage
+
+
+def queues_of(devices: Mapping[int, torch.device]) -> dict[int, DeviceQueue]:
+    """The work of each rank on its device; none if no rank here needs to know about devices."""
+    if all(map(is_on_host, devices.values())):
+        return {}
+    return {rank: DeviceQueue(device) for rank, device in devices.items()}
+
+
+def materialise_all(
+    layers: tuple[NamedLayer, ...],
+    plan: Plan,
+    devices: Mapping[int, torch.device],
+    queues: Mapping[int, DeviceQueue],
+    seed: int,
+) -> None:
+    """Give the layers of this process that are on ``meta`` values, each on the way to its device.
+
+    Args:
+        layers: of the whole model.
+        devices: of the ranks of this process, by their numbers.
+        queues: their work, if any of them is an accelerator.
+        seed: of the whole model.
+
+    Raises:
+        ModelError: a layer has no way to its values.
+    """
+    first = [0, *accumulate(len(stage.layers) for stage in plan.stages)]
+    for rank, device in sorted(devices.items()):
+        for stage in plan.placement.stages_of[rank]:
+            for index in range(first[stage], first[stage + 1]):
+                layer = layers[index]
+                if is_on_meta(layer.module):
+                    materialise(layer, index, seed)
+                    with building(queues.get(rank)):
+                        place_parameters(layer.module, device)
+                        place_buffers(layer.module, device, {})
+
+
+def place_all(
+    layout: Layout, stages: Mapping[int, Mapping[int, Stage]], queues: Mapping[int, DeviceQueue]
+) -> None:
+    """Move stages to their ranks' devices.
+
+    What is written by one rank and read by another has been found by then: afterwards, ranks with
+    the same buffer have copies of it.
+
+    Raises:
+        InputError: all ranks compute on the CPU, and the model is elsewhere.
+    """
+    if not queues:
+        _check_on_host(stage for own in stages.values() for stage in own.values())
+    for rank, queue in queues.items():
+        with building(queue):
+            layout.place(rank, stages[rank])
+    for rank, queue in queues.items():
+        with building(queue):
+            layout.place_twins(rank)
+
+
+def _check_on_host(stages: Iterable[Stage]) -> None:
+    for stage in stages:
+        for name, tensor in stage.state_dict().items():
+            if not is_on_host(tensor.device):
+                raise InputError(
+                    f"{name!r} is on {tensor.device}, but the plan's ranks compute on the CPU: say "
+                    f"where, as in devices='{tensor.device}', plan for accelerators, as in "
+                    "Cluster.local(kind='gpu'), or move the model: model.cpu()"
+                )
+
+
+@contextmanager
+def building(queue: DeviceQueue | None) -> Iterator[None]:
+    """A context in which what is allocated belongs to a rank's own stream, which will free it when
+    it makes something new in its place; the caller may use it afterwards."""
+    if queue is None:
+        yield
+        return
+    queue.begin(moments_of_caller([queue.device]))
+    with queue.entered():
+        yield
+    taken_up((), queue.moment())
+
+
+def local_rank() -> int:
+    """Which of this host's processes this is, as torchrun says."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
