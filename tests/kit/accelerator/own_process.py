@@ -87,7 +87,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """Gives what the other process reported, which runs at the first test of its folder."""
     is_skipped = item.get_closest_marker("skip") is not None
     if not _uses_accelerator(item) or VARIABLE in os.environ or is_skipped:
@@ -107,6 +107,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
         report.nodeid = item.nodeid
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    # What an earlier test of this module had set up for it, the next one may not need.
+    item.session._setupstate.teardown_exact(nextitem)
     return True
 
 
