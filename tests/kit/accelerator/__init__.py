@@ -48,7 +48,7 @@ Torch itself may be at fault. A backward that hands one gradient to two streams 
 adds to it in place on one of them as soon as the node on the other has been called; nothing makes
 the first stream wait for the second, and the ledger says so.
 
-What cannot be caught:
+What cannot be caught, or does not work:
 
 - work of the host itself: a CPU op or numpy that reads pinned memory too early gets NaN, and
   nobody raises; what the host overwrites with equal bytes is not noticed;

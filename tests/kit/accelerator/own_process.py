@@ -107,7 +107,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         report.nodeid = item.nodeid
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-    # The test before has left standing what this one might have used.
+    # What an earlier test of this module had set up for it, the next one may not need.
     item.session._setupstate.teardown_exact(nextitem)
     return True
 

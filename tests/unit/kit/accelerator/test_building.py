@@ -113,10 +113,13 @@ def stand_in():
 """,
     "test_one.py": """
 import os, pytest
-HERE = os.getpid()
 
 def test_here():
     assert "PENSTOCK_ACCELERATOR" not in os.environ
+
+@pytest.mark.skip(reason="not now")
+def test_skipped(accelerator):
+    raise AssertionError
 
 def test_there(accelerator):
     assert os.environ["PENSTOCK_ACCELERATOR"] != "here"
@@ -125,9 +128,6 @@ def test_there(accelerator):
 def test_numbers(number, accelerator):
     assert number == 1, "number two"
 
-@pytest.mark.skip(reason="not now")
-def test_skipped(accelerator):
-    raise AssertionError
 """,
     "test_two.py": """
 import os
