@@ -13,6 +13,7 @@ from tests.distributed.jobs.faults import (
     STALL_SECONDS,
     faults_of,
 )
+from tests.kit.examples import more
 from tests.kit.launch import forked
 
 JOB = Path(__file__).parent / "jobs" / "faults.py"
@@ -67,7 +68,12 @@ def check(fault, rank, report):
 
 @pytest.mark.parametrize(
     ("transport", "seed", "most"),
-    [("shared-memory", 0, 100), ("process-group", 3, 4), ("two hosts", 5, 4)],
+    [
+        ("shared-memory", 0, 40),
+        ("process-group", 3, 4),
+        ("two hosts", 5, 4),
+        more("shared-memory", 1, 100),
+    ],
 )
 def test_every_fault_ends_every_rank_in_time_with_the_first_cause(transport, seed, most):
     job = forked(JOB, NUM_RANKS, transport, str(seed), str(most))

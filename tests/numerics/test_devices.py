@@ -20,7 +20,7 @@ from penstock.device.stamps import Stamps
 from penstock.errors import InputError, StageError
 from penstock.trial import prove
 from tests.kit import streams
-from tests.kit.examples import more
+from tests.kit.examples import crossed
 from tests.kit.helpers import make_batch, make_mlp, make_plan, runnable_families
 from tests.kit.one_device import assert_same
 from tests.kit.small_workload import workload
@@ -61,13 +61,15 @@ def assert_as_on_cpu(build, batch, devices, **options):
     return ours
 
 
-@pytest.mark.parametrize("schedule", runnable_families())
-@pytest.mark.parametrize(
-    ("build", "batch", "loss"),
-    [(make_gpt, gpt_batch, gpt.loss), more(make_conv_net, conv_batch, F.cross_entropy)],
-    ids=["gpt", "convolutional"],
-)
-def test_every_family_trains_as_on_the_cpu(schedule, build, batch, loss):
+NETS = {
+    "gpt": (make_gpt, gpt_batch, gpt.loss),
+    "convolutional": (make_conv_net, conv_batch, F.cross_entropy),
+}
+
+
+@pytest.mark.parametrize(("schedule", "net"), crossed(runnable_families(), NETS))
+def test_every_family_trains_as_on_the_cpu(schedule, net):
+    build, batch, loss = NETS[net]
     if schedule == "chimera" and build is make_conv_net:
         build = partial(make_conv_net, statistics=False)
     options = {"schedule": schedule, "num_ranks": 4, "num_microbatches": 8, "rows": 16}
