@@ -28,6 +28,8 @@ _BLOCK_START = 64
 
 _PAGE_BYTES = mmap.PAGESIZE
 _IDLE_STEPS = 16
+_MOST_LAYOUTS = 8
+"""Of which a slot remembers where their tensors lie."""
 
 
 class SlotState(IntEnum):
@@ -61,6 +63,7 @@ class Slot:
         self._layout: BlockLayout | None = None
         self._note = b""
         self._places: list[Tensor | None] = []
+        self._places_of: dict[BlockLayout, list[Tensor | None]] = {}
         self._idle_steps = 0
         self.tag = self.number = 0
 
@@ -73,16 +76,28 @@ class Slot:
         self, tag: int, number: int, layout: BlockLayout, tensors: list[Tensor], note: bytes = b""
     ) -> None:
         """Write a message, which the receiver must then be told of."""
-        if layout is not self._layout or note != self._note:
-            with torch.inference_mode(False):
-                self._layout, self._places = layout, packing.places(self._block, layout)
+        if layout is not self._layout:
+            self._layout, self._places = layout, self._places_for(layout)
             packing.write_description(self._bytes, layout)
+            packing.write_prefix(self._bytes, number, layout, note)
+            self._note = note
+        elif note != self._note:
             packing.write_prefix(self._bytes, number, layout, note)
             self._note = note
         # [3] The mark is written last: who sees it finds a whole message.
         packing.write_tensors(self._places, tensors)
         self._idle_steps, self.tag, self.number = 0, tag, number
         self._state[0] = SlotState.WAITING
+
+    def _places_for(self, layout: BlockLayout) -> list[Tensor | None]:
+        """Where the tensors of a layout lie: finding that out takes as long as all else that a
+        message does, and where ranks have several edges to each other, layouts take turns."""
+        if layout not in self._places_of:
+            if len(self._places_of) == _MOST_LAYOUTS:
+                self._places_of.clear()
+            with torch.inference_mode(False):
+                self._places_of[layout] = packing.places(self._block, layout)
+        return self._places_of[layout]
 
     def take_back(self) -> None:
         """The receiver could not be told of the message."""
