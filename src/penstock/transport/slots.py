@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from penstock.transport import packing
 from penstock.transport.base import Edge
-from penstock.transport.packing import BlockLayout, Buffer, Prefix
+from penstock.transport.packing import BlockLayout, BlockPlace, Buffer, Prefix
 
 _BLOCK_START = 64
 """Where the block begins in a slot, in bytes; the state has a cache line of its own."""
@@ -174,12 +175,16 @@ def segment_size(num_bytes: int) -> int:
 
 
 class RemoteSlot:
-    """The receiver's end of a slot."""
+    """The receiver's end of a slot.
+
+    Attributes:
+        block: what the sender has written.
+    """
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._state = memoryview(memory)[:1]
         self._bytes = memoryview(memory)[_BLOCK_START:]
-        self._block: Buffer = np.frombuffer(memory, dtype=np.uint8)[_BLOCK_START:]
+        self.block: Buffer = np.frombuffer(memory, dtype=np.uint8)[_BLOCK_START:]
 
     def prefix(self, edge: Edge) -> Prefix:
         """What the message in it, which came over an edge, begins with.
@@ -197,11 +202,20 @@ class RemoteSlot:
         """Nothing in it will be used."""
         self._state[0] = SlotState.FREE
 
-    def lend(self) -> Buffer:
-        """The block, for one message; when the last tensor in it is dropped it is given back."""
-        loan = self._block.view(_Loan)
+    def note(self) -> bytes:
+        """What came beside the message in it."""
+        return packing.read_note(self._bytes)
+
+    def lend(self, places: Sequence[BlockPlace]) -> list[Tensor]:
+        """The tensors of one message; when the last of them is dropped the slot is given back."""
+        if len(places) == 1 and places[0].array_type is not None:
+            # The loan itself as an array of the tensor's shape: half the time of the other way.
+            loan = places[0].array(_Loan, self.block)
+            loan.state, loan.process = self._state, os.getpid()
+            return [torch.from_numpy(loan)]
+        loan = self.block.view(_Loan)
         loan.state, loan.process = self._state, os.getpid()
-        return loan
+        return [place.read_end(loan) for place in places]
 
 
 class _Loan(np.ndarray[Any, Any]):
