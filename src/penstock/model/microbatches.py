@@ -30,6 +30,8 @@ def num_rows(value: Any, what: str) -> int:
     Raises:
         InputError: no tensor, a tensor without rows, or tensors that disagree.
     """
+    if type(value) is Tensor and _has_rows(value):  # as nearly all are
+        return value.shape[0]
     tensors = tree.tensors(value)
     if not tensors:
         raise InputError(f"{what} hold no tensor")
@@ -45,6 +47,11 @@ def num_rows(value: Any, what: str) -> int:
     if not rows:
         raise InputError(f"{what} have no rows")
     return rows
+
+
+def _has_rows(tensor: Tensor) -> bool:
+    dense = tensor.layout is torch.strided and not tensor.is_nested
+    return dense and tensor.dim() > 0 and tensor.shape[0] > 0
 
 
 def check_dense(tensors: Iterable[Tensor], what: str) -> None:

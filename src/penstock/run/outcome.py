@@ -143,10 +143,10 @@ def weighted_sum(losses: Mapping[int, Tensor], weights: Sequence[float]) -> Tens
     if not counted:
         return None
     if all(_is_plain(losses[microbatch]) for microbatch in counted):
-        # The same numbers, one after the other, in two calls instead of two per microbatch.
-        factors = torch.tensor([weights[microbatch] for microbatch in counted], dtype=torch.float32)
-        terms = torch.stack([losses[microbatch] for microbatch in counted]) * factors
-        return torch.from_numpy(np.add.accumulate(terms.numpy()))[-1].clone()
+        # The same numbers, one after the other, in a few calls instead of two per microbatch.
+        terms = np.array([losses[microbatch].item() for microbatch in counted], np.float32)
+        terms *= np.array([weights[microbatch] for microbatch in counted], np.float32)
+        return torch.from_numpy(np.add.accumulate(terms))[-1].clone()
     return reduce(operator.add, [losses[index] * weights[index] for index in counted])
 
 
