@@ -76,8 +76,10 @@ def split(value: Any, num_microbatches: int, *, copied: bool = True) -> list[Any
 
 
 def _split(value: Any, num_parts: int, dimension: int, *, copied: bool = True) -> list[Any]:
-    leaves, structure = tree.flatten(value)
     own = _owned if copied else list
+    if isinstance(value, Tensor):
+        return own(value.tensor_split(num_parts, dimension))
+    leaves, structure = tree.flatten(value)
     pieces = [
         own(leaf.tensor_split(num_parts, dimension))
         if isinstance(leaf, Tensor)
@@ -88,6 +90,8 @@ def _split(value: Any, num_parts: int, dimension: int, *, copied: bool = True) -
 
 
 def _owned(pieces: tuple[Tensor, ...]) -> list[Tensor]:
+    if not torch.is_inference_mode_enabled():
+        return [copy_of(piece) for piece in pieces]
     # A copy made in inference mode could not be used for training.
     with torch.inference_mode(False):
         return [copy_of(piece) for piece in pieces]
