@@ -146,7 +146,8 @@ def weighted_sum(losses: Mapping[int, Tensor], weights: Sequence[float]) -> Tens
         # The same numbers, one after the other, in a few calls instead of two per microbatch.
         terms = np.array([losses[microbatch].item() for microbatch in counted], np.float32)
         terms *= np.array([weights[microbatch] for microbatch in counted], np.float32)
-        return torch.full((), float(np.add.accumulate(terms)[-1]), dtype=torch.float32)
+        total = float(np.add.accumulate(terms)[-1])
+        return torch.full((), total, dtype=torch.float32, device="cpu")
     return reduce(operator.add, [losses[index] * weights[index] for index in counted])
 
 
