@@ -30,6 +30,8 @@ def num_rows(value: Any, what: str) -> int:
     Raises:
         InputError: no tensor, a tensor without rows, or tensors that disagree.
     """
+    if type(value) is Tensor and _has_rows(value):  # as nearly all are
+        return value.shape[0]
     tensors = tree.tensors(value)
     if not tensors:
         raise InputError(f"{what} hold no tensor")
@@ -45,6 +47,11 @@ def num_rows(value: Any, what: str) -> int:
     if not rows:
         raise InputError(f"{what} have no rows")
     return rows
+
+
+def _has_rows(tensor: Tensor) -> bool:
+    dense = tensor.layout is torch.strided and not tensor.is_nested
+    return dense and tensor.dim() > 0 and tensor.shape[0] > 0
 
 
 def check_dense(tensors: Iterable[Tensor], what: str) -> None:
@@ -69,8 +76,10 @@ def split(value: Any, num_microbatches: int, *, copied: bool = True) -> list[Any
 
 
 def _split(value: Any, num_parts: int, dimension: int, *, copied: bool = True) -> list[Any]:
-    leaves, structure = tree.flatten(value)
     own = _owned if copied else list
+    if isinstance(value, Tensor):
+        return own(value.tensor_split(num_parts, dimension))
+    leaves, structure = tree.flatten(value)
     pieces = [
         own(leaf.tensor_split(num_parts, dimension))
         if isinstance(leaf, Tensor)
@@ -81,6 +90,8 @@ def _split(value: Any, num_parts: int, dimension: int, *, copied: bool = True) -
 
 
 def _owned(pieces: tuple[Tensor, ...]) -> list[Tensor]:
+    if not torch.is_inference_mode_enabled():
+        return [copy_of(piece) for piece in pieces]
     # A copy made in inference mode could not be used for training.
     with torch.inference_mode(False):
         return [copy_of(piece) for piece in pieces]

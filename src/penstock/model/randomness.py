@@ -152,10 +152,14 @@ class LayerStreams:
 
     Args:
         seed: every stream is derived from it.
+
+    Attributes:
+        num_changes: grows after every change of which layers are quiet.
     """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
+        self.num_changes = 0
         self._quiet: set[tuple[int, bool]] = set()
         self._doubted: set[tuple[int, bool]] = set()
         self._late = False
@@ -186,6 +190,7 @@ class LayerStreams:
             self._late = self._late or (layer, training) in self._doubted
         else:
             self._quiet.add((layer, training))
+            self.num_changes += 1
         self._doubted.discard((layer, training))
 
     def auditing(self) -> Audit:
@@ -202,6 +207,7 @@ class LayerStreams:
         if self._num_doubts.bit_count() == 1:
             self._doubted |= self._quiet
             self._quiet.clear()
+            self.num_changes += 1
 
     def judge(self, *, moved: bool) -> bool:
         """Whether a layer has drawn that was quiet before.
@@ -213,6 +219,7 @@ class LayerStreams:
         if moved:
             self._quiet.clear()
             self._doubted.clear()
+            self.num_changes += 1
         return late
 
 

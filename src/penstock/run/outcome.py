@@ -161,13 +161,14 @@ def weighted_sum(losses: Mapping[int, Tensor], weights: Sequence[float]) -> Tens
     if not counted:
         return None
     if all(_is_plain(losses[microbatch]) for microbatch in counted):
-        # The same numbers, one after the other, in two calls instead of two per microbatch.
-        factors = torch.tensor([weights[microbatch] for microbatch in counted], dtype=torch.float32)
-        terms = torch.stack([losses[microbatch] for microbatch in counted]) * factors
-        return torch.from_numpy(np.add.accumulate(terms.numpy()))[-1].clone()
+        # The same numbers, one after the other, in a few calls instead of two per microbatch.
+        terms = np.array([losses[microbatch].item() for microbatch in counted], np.float32)
+        terms *= np.array([weights[microbatch] for microbatch in counted], np.float32)
+        total = float(np.add.accumulate(terms)[-1])
+        return torch.full((), total, dtype=torch.float32, device="cpu")
     weighted = _on_one_device([losses[index] * weights[index] for index in counted])
-    total: Tensor = reduce(operator.add, weighted)
-    return total
+    summed: Tensor = reduce(operator.add, weighted)
+    return summed
 
 
 def _is_plain(loss: Tensor) -> bool:

@@ -112,6 +112,8 @@ class Twins:
             ModelError: a module has got other parameters or modules, or an attribute that cannot be
                 copied.
         """
+        if not self._pairs and not self._parameters:
+            return  # what follows takes time even where there is nothing to do
         self._follow_attributes()
         self.share()
         with torch.no_grad():

@@ -123,6 +123,8 @@ class LayerRuns:
         self._units = [
             (start, RecomputedTogether(modules[start:stop])) for start, stop in units_of(modules)
         ]
+        self._modules = modules
+        self._were_plain: tuple[object, bool] = None, False
         self._plain = frozenset(
             place
             for place, (layer, (_, carry)) in enumerate(zip(layers, self._calls, strict=True))
@@ -132,12 +134,20 @@ class LayerRuns:
     def are_plain(self) -> bool:
         """Whether the layers need nothing but to be called in turn: none draws, recalls, stashes,
         carries or prepares to run again."""
+        # Asked before every forward, and mostly answered as before. The number of changes is read
+        # first, since other threads may change which layers are quiet meanwhile.
+        depends_on = self._streams.num_changes, [module.training for module in self._modules]
+        if self._were_plain[0] != depends_on:
+            self._were_plain = depends_on, self._find_plain()
+        return self._were_plain[1]
+
+    def _find_plain(self) -> bool:
         return (
             len(self._plain) == len(self._layers)
             and not self._recompute
             and all(
-                self._streams.is_quiet(index, layer.module.training)
-                for index, layer in enumerate(self._layers, self._first_layer)
+                self._streams.is_quiet(index, module.training)
+                for index, module in enumerate(self._modules, self._first_layer)
             )
         )
 

@@ -74,33 +74,50 @@ class MicrobatchGraph:
         Raises:
             InputError: a gradient belongs to a skip that the stage did not stash.
         """
+        ends, given = self.outputs, gradients
         if skip_gradients:
-            unknown = sorted(skip_gradients.keys() - self.stashed.keys())
-            if unknown:
-                raise InputError(
-                    f"there are gradients of the skips {unknown}, but the forward gave "
-                    f"{sorted(self.stashed)}"
-                )
+            ends, given = self._with_skips(gradients, skip_gradients)
         starts: list[GradientEdge] = []
         seeds: list[Tensor] = []
-        # One value may have left as several skips and as the output. autograd sums in this order,
-        # and without a cut it would sum from the last reader to the first, which is the next layer.
-        given = [(self.stashed[key], those) for key, those in skip_gradients.items()]
-        for ends, those in (*given, (self.outputs, gradients)):
-            for edge, gradient in zip(ends, those, strict=True):
-                if edge is not None and gradient is not None:
-                    starts.append(edge)
-                    seeds.append(gradient)
+        for edge, gradient in zip(ends, given, strict=True):
+            if edge is not None and gradient is not None:
+                starts.append(edge)
+                seeds.append(gradient)
         first = [parameter for parameter in self.parameters if parameter.grad is None]
         if starts:
             self._go_back(starts, seeds)
         result = InputGradients(
             _gradients(self.inputs),
-            {key: _gradients(leaves) for key, leaves in self.recalled.items()},
+            {key: _gradients(leaves) for key, leaves in self.recalled.items()}
+            if self.recalled
+            else {},
         )
         if first:
-            _keep_apart(first, tree.tensors([gradients, skip_gradients, *result]))
+            handed = [gradients, *skip_gradients.values(), result.inputs, *result.skips.values()]
+            _keep_apart(first, [tensor for those in handed for tensor in those])
         return result
+
+    def _with_skips(
+        self, gradients: Gradients, skip_gradients: Mapping[str, Gradients]
+    ) -> tuple[list[GradientEdge | None], list[Tensor | None]]:
+        """All edges to go back from and their gradients, those of skips first.
+
+        One value may have left as several skips and as the output. autograd sums in this order, and
+        without a cut it would sum from the last reader to the first, which is the next layer.
+        """
+        unknown = sorted(skip_gradients.keys() - self.stashed.keys())
+        if unknown:
+            raise InputError(
+                f"there are gradients of the skips {unknown}, but the forward gave "
+                f"{sorted(self.stashed)}"
+            )
+        ends: list[GradientEdge | None] = []
+        given: list[Tensor | None] = []
+        for key, those in skip_gradients.items():
+            for edge, gradient in zip(self.stashed[key], those, strict=True):
+                ends.append(edge)
+                given.append(gradient)
+        return [*ends, *self.outputs], [*given, *gradients]
 
     def _go_back(self, starts: Sequence[GradientEdge], seeds: Sequence[Tensor]) -> None:
         if self.deferral is None and not self.drew:
@@ -136,6 +153,8 @@ def cut(value: Any, wants_gradient: bool) -> tuple[list[Any], Any]:
 def edges(value: Any) -> list[GradientEdge | None]:
     """Where the graph of each leaf ends; ``None`` for what has no gradient, which is everything
     while gradients are off: views of parameters still say then that they require some."""
+    if type(value) is Tensor and value.requires_grad and torch.is_grad_enabled():
+        return [get_gradient_edge(value)]
     leaves = tree.flatten(value)[0]
     if not torch.is_grad_enabled():
         return [None] * len(leaves)
@@ -181,7 +200,7 @@ def scalar(loss: Any, training: bool) -> Tensor:
             "the loss has no gradient: it was detached or depends on no trained parameter; compute "
             "it from the output with differentiable operations"
         )
-    return loss.reshape(())
+    return loss.reshape(()) if loss.dim() else loss
 
 
 def trained(modules: Iterable[nn.Module]) -> list[Tensor]:
@@ -199,14 +218,14 @@ def _gradients(leaves: list[Any]) -> list[Tensor | None]:
     return [leaf.grad if isinstance(leaf, Tensor) else None for leaf in leaves]
 
 
-def _keep_apart(parameters: Iterable[Tensor], handed: Iterable[Tensor]) -> None:
+def _keep_apart(parameters: Iterable[Tensor], handed: Iterable[Tensor | None]) -> None:
     """Give first gradients of parameters memory of their own.
 
     autograd adopts a first gradient, even a view of what it also hands on as another one
     (``v + self.p.view(-1)``), and adds those of later microbatches in place. A stage that still
     needs what was handed on would read a sum.
     """
-    addresses = {_address(tensor) for tensor in handed} - {None}
+    addresses = {_address(tensor) for tensor in handed if tensor is not None} - {None}
     for parameter in parameters:
         if parameter.grad is not None and _address(parameter.grad) in addresses:
             parameter.grad = parameter.grad.clone()

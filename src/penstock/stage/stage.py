@@ -386,6 +386,8 @@ class Stage:
 
     def _leaving(self, value: Any) -> Any:
         """What goes to other stages, in memory that the next forward does not overwrite."""
+        if type(value) is Tensor and value.requires_grad:  # as nearly all do
+            return value.detach()
         own = value
         if not all(tensor.requires_grad for tensor in tree.tensors(value)):
             own = apart_from_buffers(value, self._modules)

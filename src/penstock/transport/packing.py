@@ -13,11 +13,12 @@ reads it checks that its tensors lie within it.
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +36,22 @@ _LONGEST_TEXT_BYTES = 2048
 _SIGNED = frozenset({tuple, list, dict})
 _IN_SIGNATURES = frozenset({type(None), bool, int, str})
 _NO_NOTE = bytes(NOTE_BYTES)
+_NOTE_START = struct.calcsize("<qq")
+_NOTE_PLACE = slice(_NOTE_START, _NOTE_START + NOTE_BYTES)
+
+_MOST_ARRAY_DIMENSIONS = 32
+_ARRAY_TYPES = {
+    dtype: torch.empty(0, dtype=dtype).numpy().dtype
+    for dtype in (
+        torch.float16, torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8,
+        torch.bool, torch.complex64,
+    )
+}  # fmt: skip
 
 Buffer = npt.NDArray[np.uint8]
+A = TypeVar("A", bound=npt.NDArray[Any])
+Read = Callable[[Sequence["BlockPlace"]], list[Tensor]]
+"""Gives the tensors that lie at some places of a block."""
 
 
 class BlockKind(IntEnum):
@@ -69,6 +84,7 @@ class BlockPlace(NamedTuple):
         num_bytes: how much memory they take.
         shape, strides: in numbers; without strides, its dimensions lie in their order.
         dtype: the tensor's.
+        array_type: the same in numpy; ``None`` if it has none, or the tensor cannot be an array.
     """
 
     offset: int
@@ -77,6 +93,16 @@ class BlockPlace(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+    array_type: np.dtype[Any] | None
+
+    @classmethod
+    def of(cls, slot: wire.TensorNode, offset: int) -> Self:
+        """Where a tensor lies that is described so."""
+        dtype = wire.DTYPES[slot.dtype]
+        count = math.prod(slot.shape)
+        is_array = count and len(slot.shape) <= _MOST_ARRAY_DIMENSIONS
+        array_type = _ARRAY_TYPES.get(dtype) if is_array else None
+        return cls(offset, count, slot.num_bytes, slot.shape, slot.strides, dtype, array_type)
 
     def write_end(self, block: Tensor) -> Tensor | None:
         """The tensor in a block that is being written; ``None`` if it is empty."""
@@ -90,6 +116,12 @@ class BlockPlace(NamedTuple):
             return torch.empty(self.shape, dtype=self.dtype)
         flat = torch.frombuffer(block, dtype=self.dtype, count=self.num_values, offset=self.offset)
         return self._shaped(flat)
+
+    def array(self, kind: type[A], block: Buffer) -> A:
+        """The tensor in a block that has come, as an array of a class."""
+        assert self.array_type is not None
+        steps = [stride * self.array_type.itemsize for stride in self.strides] or None
+        return kind(self.shape, self.array_type, block, self.offset, steps)
 
     def _shaped(self, flat: Tensor) -> Tensor:
         return flat.as_strided(self.shape, self.strides) if self.strides else flat.view(self.shape)
@@ -106,6 +138,7 @@ class BlockLayout:
         num_bytes: the size of the whole block.
         signature: equal for values of equal layout; ``None`` if that takes describing to tell.
         number: tells it from the other layouts of the same sender; 0 at the receiver.
+        is_list: whether the value is a list of tensors.
     """
 
     description: bytes
@@ -114,6 +147,7 @@ class BlockLayout:
     num_bytes: int
     signature: Any = field(default=None)
     number: int = 0
+    is_list: bool = False
 
     @classmethod
     def read(
@@ -127,11 +161,15 @@ class BlockLayout:
         node, slots = codec.read(description)
         offset, places = _aligned(PREFIX.size + len(description)), []
         for slot in slots:
-            num_bytes, dtype = slot.num_bytes, wire.DTYPES[slot.dtype]
-            count = num_bytes // dtype.itemsize
-            places.append(BlockPlace(offset, count, num_bytes, slot.shape, slot.strides, dtype))
-            offset += _aligned(num_bytes)
-        return cls(description, node, places, offset, signature, number)
+            place = BlockPlace.of(slot, offset)
+            places.append(place)
+            offset += _aligned(place.num_bytes)
+        is_list = (
+            isinstance(node, wire.SeriesNode)
+            and node.kind == "list"
+            and all(isinstance(part, wire.TensorNode) for part in node.parts)
+        )
+        return cls(description, node, places, offset, signature, number, is_list)
 
 
 class Packer:
@@ -163,7 +201,8 @@ class Packer:
             self._num_layouts += 1
             last = BlockLayout.read(description, self._codec, signature, self._num_layouts)
             self._sent[edge] = last
-        return last, [tensor.detach() for tensor in tensors]
+        # Most are detached already, and asking takes a tenth of the time of doing it again.
+        return last, [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
 
     def recognise(self, edge: Edge, description: bytes) -> BlockLayout:
         """The layout that a description tells, which is the edge's last one if it is the same.
@@ -179,12 +218,22 @@ class Packer:
                 refuse(edge, error)
         return last
 
-    def unpack(self, edge: Edge, block: Buffer, layout: BlockLayout, note: bytes = b"") -> Any:
+    def unpack(
+        self,
+        edge: Edge,
+        block: Buffer,
+        layout: BlockLayout,
+        note: bytes = b"",
+        read: Read | None = None,
+    ) -> Any:
         """The value in a block, ``Noted`` if there is a note with it; its tensors use the block as
         their memory and keep it alive.
 
         Every tensor counts its own versions: overwriting one must not make autograd think that
         another one was, which two views of one tensor would.
+
+        Args:
+            read: gives the tensors, if more is to keep the block alive than an array does.
 
         Raises:
             RunError: the block is shorter than its description says, or a class that the user has
@@ -193,11 +242,13 @@ class Packer:
         if layout.num_bytes > len(block):
             refuse(edge, f"its tensors take {layout.num_bytes} bytes, but it has {len(block)}")
         try:
-            if type(layout.node) is wire.TensorNode:  # as nearly all are
-                value: Any = layout.places[0].read_end(block)
-            else:
-                tensors = iter([place.read_end(block) for place in layout.places])
-                value = self._codec.build(layout.node, tensors)
+            places = layout.places
+            tensors = read(places) if read else [place.read_end(block) for place in places]
+            value: Any = tensors
+            if type(layout.node) is wire.TensorNode:  # as outputs of stages are, nearly all
+                (value,) = tensors
+            elif not layout.is_list:  # as gradients are
+                value = self._codec.build(layout.node, iter(tensors))
         except Exception as error:  # whatever the constructor of a user's class raises
             refuse(edge, error)
         return Noted(value, note) if note else value
@@ -311,6 +362,12 @@ def read_prefix(edge: Edge, memory: memoryview) -> Prefix:
 
 
 _KINDS = {int(kind): kind for kind in BlockKind}
+
+
+def read_note(memory: memoryview) -> bytes:
+    """The note of a block with a value; empty if it has none."""
+    note = bytes(memory[_NOTE_PLACE])
+    return b"" if note == _NO_NOTE else note
 
 
 def memory_of(block: Tensor) -> memoryview:

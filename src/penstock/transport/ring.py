@@ -39,7 +39,8 @@ class RingEntry(NamedTuple):
     Attributes:
         slot: where it lies.
         tag, number: its edge's tag, and which of the edge's messages it is.
-        layout: the number of its layout among those of its edge; 0 if it has to be read.
+        layout: the number of its layout among those of its edge, negative if there is a note with
+            it; 0 if all has to be read.
     """
 
     slot: int

@@ -80,7 +80,9 @@ class _Peer:
 
     def has_room(self, tag: int, lowest: int) -> bool:
         """Whether one more message may be under way to it."""
-        return self.pool.num_waiting(tag, lowest) < _MOST_UNDER_WAY
+        pool = self.pool
+        # Mostly there are fewer slots than that, whatever is in them.
+        return len(pool) < _MOST_UNDER_WAY or pool.num_waiting(tag, lowest) < _MOST_UNDER_WAY
 
 
 class SharedMemoryTransport(Transport):
@@ -171,9 +173,8 @@ class SharedMemoryTransport(Transport):
             if peer.outgoing is None:
                 self._tell(peer, Notice(NoticeKind.MESSAGE, slot.index, edge.tag, number), waiting)
             else:
-                # A note has to be read, so whoever finds one is made to read all.
-                known = 0 if note else layout.number
-                self._put(peer, peer.outgoing, (slot.index, edge.tag, number, known), waiting)
+                told = -layout.number if note else layout.number
+                self._put(peer, peer.outgoing, (slot.index, edge.tag, number, told), waiting)
         except RunError:
             slot.take_back()
             raise
@@ -230,7 +231,7 @@ class SharedMemoryTransport(Transport):
             self._await(wanted, peer, waiting)
         slot, layout, note = self._early.pop(wanted)
         slot.take()  # [6]; from here on [7]
-        return self._packer.unpack(edge, slot.lend(), layout, note)
+        return self._packer.unpack(edge, slot.block, layout, note, slot.lend)
 
     def _await(self, wanted: tuple[Edge, int], peer: _Peer, waiting: str) -> None:
         # [6] The edge's other messages must not keep the wanted one from being sent.
@@ -345,13 +346,13 @@ class SharedMemoryTransport(Transport):
         if slot is None:
             return  # this process could not map it, and has failed for that
         known = peer.layouts.get(edge.tag)
-        if known is not None and known[0] == layout_number:
-            layout, note = known[1], b""
+        if known is not None and known[0] == abs(layout_number):
+            layout, note = known[1], slot.note() if layout_number < 0 else b""
         else:
             prefix = slot.prefix(edge)
             layout, note = self._packer.recognise(edge, prefix.text), prefix.note
             if layout_number:
-                peer.layouts[edge.tag] = layout_number, layout
+                peer.layouts[edge.tag] = abs(layout_number), layout
         if number < self._lowest:
             slot.give_back()
             return

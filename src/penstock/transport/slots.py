@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -21,13 +22,15 @@ from torch import Tensor
 
 from penstock.transport import packing
 from penstock.transport.base import Edge
-from penstock.transport.packing import BlockLayout, Buffer, Prefix
+from penstock.transport.packing import BlockLayout, BlockPlace, Buffer, Prefix
 
 _BLOCK_START = 64
 """Where the block begins in a slot, in bytes; the state has a cache line of its own."""
 
 _PAGE_BYTES = mmap.PAGESIZE
 _IDLE_STEPS = 16
+_MOST_LAYOUTS = 8
+"""Of which a slot remembers where their tensors lie."""
 
 
 class SlotState(IntEnum):
@@ -61,6 +64,7 @@ class Slot:
         self._layout: BlockLayout | None = None
         self._note = b""
         self._places: list[Tensor | None] = []
+        self._places_of: dict[BlockLayout, list[Tensor | None]] = {}
         self._idle_steps = 0
         self.tag = self.number = 0
 
@@ -73,16 +77,28 @@ class Slot:
         self, tag: int, number: int, layout: BlockLayout, tensors: list[Tensor], note: bytes = b""
     ) -> None:
         """Write a message, which the receiver must then be told of."""
-        if layout is not self._layout or note != self._note:
-            with torch.inference_mode(False):
-                self._layout, self._places = layout, packing.places(self._block, layout)
+        if layout is not self._layout:
+            self._layout, self._places = layout, self._places_for(layout)
             packing.write_description(self._bytes, layout)
+            packing.write_prefix(self._bytes, number, layout, note)
+            self._note = note
+        elif note != self._note:
             packing.write_prefix(self._bytes, number, layout, note)
             self._note = note
         # [3] The mark is written last: who sees it finds a whole message.
         packing.write_tensors(self._places, tensors)
         self._idle_steps, self.tag, self.number = 0, tag, number
         self._state[0] = SlotState.WAITING
+
+    def _places_for(self, layout: BlockLayout) -> list[Tensor | None]:
+        """Where the tensors of a layout lie: finding that out takes as long as all else that a
+        message does, and where ranks have several edges to each other, layouts take turns."""
+        if layout not in self._places_of:
+            if len(self._places_of) == _MOST_LAYOUTS:
+                self._places_of.clear()
+            with torch.inference_mode(False):
+                self._places_of[layout] = packing.places(self._block, layout)
+        return self._places_of[layout]
 
     def take_back(self) -> None:
         """The receiver could not be told of the message."""
@@ -159,12 +175,16 @@ def segment_size(num_bytes: int) -> int:
 
 
 class RemoteSlot:
-    """The receiver's end of a slot."""
+    """The receiver's end of a slot.
+
+    Attributes:
+        block: what the sender has written.
+    """
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._state = memoryview(memory)[:1]
         self._bytes = memoryview(memory)[_BLOCK_START:]
-        self._block: Buffer = np.frombuffer(memory, dtype=np.uint8)[_BLOCK_START:]
+        self.block: Buffer = np.frombuffer(memory, dtype=np.uint8)[_BLOCK_START:]
 
     def prefix(self, edge: Edge) -> Prefix:
         """What the message in it, which came over an edge, begins with.
@@ -182,11 +202,20 @@ class RemoteSlot:
         """Nothing in it will be used."""
         self._state[0] = SlotState.FREE
 
-    def lend(self) -> Buffer:
-        """The block, for one message; when the last tensor in it is dropped it is given back."""
-        loan = self._block.view(_Loan)
+    def note(self) -> bytes:
+        """What came beside the message in it."""
+        return packing.read_note(self._bytes)
+
+    def lend(self, places: Sequence[BlockPlace]) -> list[Tensor]:
+        """The tensors of one message; when the last of them is dropped the slot is given back."""
+        if len(places) == 1 and places[0].array_type is not None:
+            # The loan itself as an array of the tensor's shape: half the time of the other way.
+            loan = places[0].array(_Loan, self.block)
+            loan.state, loan.process = self._state, os.getpid()
+            return [torch.from_numpy(loan)]
+        loan = self.block.view(_Loan)
         loan.state, loan.process = self._state, os.getpid()
-        return loan
+        return [place.read_end(loan) for place in places]
 
 
 class _Loan(np.ndarray[Any, Any]):

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from array import array
+from functools import reduce
+
+import pytest
+import torch
 
 from penstock import Op, Timeline
 from penstock.run import outcome
@@ -60,3 +65,15 @@ def test_versions_of_a_stream_are_unknown_if_those_of_a_part_are():
     first = [record(("0F0", 1, 2), versions=[0])]
     second = [record(("0B0", 3, 4))]
     assert outcome.timeline([first, second], "").rows[0].versions is None
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 64])
+def test_the_loss_of_a_minibatch_is_summed_in_order_to_the_bit(count):
+    torch.manual_seed(count)
+    losses = dict(enumerate((torch.randn(count) * 10 ** torch.randn(count)).unbind()))
+    weights = torch.rand(count).double().tolist()
+    one_after_the_other = reduce(operator.add, [losses[k] * weights[k] for k in range(count)])
+    with torch.device("meta"):  # what the caller makes new tensors on is no concern of this
+        total = outcome.weighted_sum(losses, weights)
+    assert torch.equal(total, one_after_the_other)
+    assert (total.dtype, total.shape, total.device.type) == (torch.float32, (), "cpu")

@@ -7,7 +7,16 @@ import torch
 from torch import nn
 
 from penstock.errors import RunError
-from penstock.run.seals import Call, Modes, Next, Seal, autocast_codes, check_alike, modes_of
+from penstock.run.seals import (
+    Call,
+    Modes,
+    Next,
+    Seal,
+    autocast_codes,
+    check_alike,
+    digest,
+    modes_of,
+)
 from penstock.transport.base import NOTE_BYTES
 
 STEP = Seal(Call.STEP, inputs=5, targets=7)
@@ -109,3 +118,33 @@ def test_modes_tell_every_module():
     assert len(found) == 2
     assert min(found) >= len(Modes)
     assert modes_of(model.eval().modules()) == Modes.EVALUATION
+
+
+class Relabelled(torch.Tensor):
+    """The same numbers in a class of its own."""
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (40, 50), (30, 4, 50), (0, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16, torch.complex64])
+def test_a_digest_does_not_depend_on_how_the_numbers_are_held(shape, dtype):
+    tensor = torch.randint(-9, 9, shape).to(dtype)
+    transposed = tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor
+    with_gaps = torch.stack([tensor, tensor + 1], dim=-1)[..., 0]
+    ways = [transposed, with_gaps, tensor.as_subclass(Relabelled)]
+    if dtype.is_complex:
+        ways.append(tensor.conj().resolve_conj().conj())
+    assert {digest(way) for way in ways} == {digest(tensor)}
+
+
+def test_a_digest_looks_through_a_negative_view():
+    numbers = torch.randn(5)
+    negative = torch.complex(numbers, -numbers).conj().imag
+    assert negative.is_neg()
+    assert digest(negative) == digest(numbers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_digests_of_different_data_differ(dtype):
+    tensor = torch.arange(6.0).view(2, 3).to(dtype)
+    others = [tensor.view(3, 2), tensor + 1, tensor.double(), tensor.mT]
+    assert len({digest(other) for other in [tensor, *others]}) == 5

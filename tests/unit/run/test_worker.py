@@ -55,11 +55,11 @@ class Notebook(Transport):
         raise AssertionError("closing is the driver's part")
 
 
-def worker_of(rank, stages, num_stages, transport, model=None, optimizer=None):
+def worker_of(rank, stages, num_stages, transport, model=None, optimizer=None, loss=F.mse_loss):
     """A worker with some of the stages of a model of ``num_stages`` layers."""
     layers = spine_of(model or nn.Sequential(*[nn.Linear(3, 3) for _ in range(num_stages)]))
     built = {index: Stage(index, [layers[index]], index, LayerStreams(0)) for index in stages}
-    recipe = Recipe(loss=F.mse_loss, optimizer=optimizer)
+    recipe = Recipe(loss=loss, optimizer=optimizer)
     holdings = {
         index: Holding({str(at): one for at, one in enumerate(stage.parameters())}, {})
         for index, stage in built.items()
@@ -78,6 +78,33 @@ FORWARD, BACKWARD = Edge(0, 1, 0), Edge(1, 0, 3)
 
 def minibatch(rows=2):
     return Minibatch(4, [torch.ones(rows, 3)], [torch.zeros(rows, 3)], [1.0])
+
+
+class OverwritesItsGradient(torch.autograd.Function):
+    """Doubles what comes back, in the memory in which it comes."""
+
+    @staticmethod
+    def forward(ctx, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.mul_(2)
+
+
+def test_every_microbatch_gets_its_own_seed_even_if_a_backward_overwrites_it():
+    gradients = []
+    for loss in F.mse_loss, lambda *given: OverwritesItsGradient.apply(F.mse_loss(*given)):
+        torch.manual_seed(1)
+        worker = worker_of(0, [0], 1, Notebook(), loss=loss)
+        microbatches = [torch.full((2, 3), float(k)) for k in range(3)]
+        worker.run(
+            segment("0F0,0B0,0F1,0B1,0F2,0B2\n"),
+            Minibatch(4, microbatches, [torch.zeros(2, 3)] * 3, [0.25, 0.25, 0.5]),
+        )
+        gradients.append([parameter.grad for parameter in worker.stages[0].parameters()])
+    for plain, doubled in zip(*gradients, strict=True):
+        assert torch.equal(doubled, 2 * plain)
 
 
 def test_the_last_rank_receives_computes_and_sends_back():

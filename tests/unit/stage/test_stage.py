@@ -229,3 +229,23 @@ def test_a_stage_needs_layers():
 def test_shared_parameters_are_listed_once():
     shared = nn.Linear(2, 2)
     assert len([*stage_of(shared, nn.ReLU(), shared).parameters()]) == 2
+
+
+def test_layers_that_draw_in_one_mode_only_draw_their_own_stream_whenever_they_are_in_it():
+    modules = nn.Linear(6, 6), nn.Dropout(0.5)
+    inputs = torch.randn(4, 6)
+
+    def dropped(stage, microbatch):
+        return stage.forward(microbatch, inputs, step=3).value
+
+    modules[1].eval()
+    stage = stage_of(*modules)
+    for microbatch in range(3):  # now it is known that nothing draws in this mode
+        dropped(stage, microbatch)
+    modules[1].train()
+    first = dropped(stage, 3)
+    torch.manual_seed(5)  # of no use to a layer with a stream of its own
+    stage_from_start = stage_of(*modules)
+    assert torch.equal(first, dropped(stage_from_start, 3))
+    modules[1].eval()
+    assert torch.equal(dropped(stage, 4), modules[0](inputs))

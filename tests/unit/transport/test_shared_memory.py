@@ -21,7 +21,17 @@ from torch import nn
 
 from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.model import tree
-from penstock.transport import Codec, Edge, SharedMemoryTransport, lookout, shared_memory
+from penstock.transport import (
+    Codec,
+    Edge,
+    Noted,
+    SharedMemoryTransport,
+    lookout,
+    packing,
+    shared_memory,
+    slots,
+)
+from penstock.transport.base import NOTE_BYTES
 from tests.unit.transport.test_packing import Pair, bytes_of, tensors, values
 
 FORWARD, OTHER, BACKWARD = Edge(0, 1, 0), Edge(0, 1, 2), Edge(1, 0, 1)
@@ -164,6 +174,62 @@ def test_a_layout_that_returns_or_only_looks_alike_is_told_apart(trio):
         assert_same(receiver.recv(FORWARD, k, "rank 1"), value)
         sender.send(FORWARD, k, value)  # the same layout as before
         assert repr(receiver.recv(FORWARD, k, "rank 1")) == repr(value)
+
+
+def test_layouts_that_take_turns_in_one_slot_are_laid_out_once(trio, monkeypatch):
+    sender, receiver, _ = trio
+    laid_out = []
+    places = packing.places
+    monkeypatch.setattr(
+        packing, "places", lambda block, layout: laid_out.append(layout) or places(block, layout)
+    )
+    for k in range(20):
+        note = bytes([1 + k // 5]) * NOTE_BYTES  # a step's messages have the same
+        value = torch.full((2, 3), float(k))
+        sender.send(FORWARD, k, Noted(value, note))
+        arrived, its_note = receiver.recv(FORWARD, k, "rank 1")
+        assert_same(arrived, value)
+        assert its_note == note
+        del arrived
+        sender.send(OTHER, k, [value.double()])
+        assert_same(receiver.recv(OTHER, k, "rank 1"), [value.double()])
+    assert len(sender._peers[1].pool) == 1
+    assert len(laid_out) == 2
+
+
+def test_messages_with_and_without_a_note_are_told_apart_also_on_one_edge(trio):
+    sender, receiver, _ = trio
+    notes = [b"", bytes([7]) * NOTE_BYTES, bytes([7]) * NOTE_BYTES, b"", bytes([8]) * NOTE_BYTES]
+    for k, note in enumerate(notes):
+        sender.send(FORWARD, k, Noted(torch.ones(3), note))
+        arrived = receiver.recv(FORWARD, k, "rank 1")
+        assert (arrived.note if type(arrived) is Noted else b"") == note
+        del arrived  # so that the next one lies in the same slot
+
+
+def test_a_slot_remembers_few_layouts_and_gets_all_of_them_right(trio):
+    sender, receiver, _ = trio
+    for k in range(60):
+        value = torch.arange(float(1 + k % 20))
+        sender.send(FORWARD, k, value)
+        assert_same(receiver.recv(FORWARD, k, "rank 1"), value)
+    (slot,) = sender._peers[1].pool._slots
+    assert len(slot._places_of) <= slots._MOST_LAYOUTS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_view_of_a_lone_tensor_keeps_its_slot(trio, dtype):
+    sender, receiver, _ = trio
+    value = torch.arange(12, dtype=dtype).view(4, 3)
+    sender.send(FORWARD, 0, value)
+    view = receiver.recv(FORWARD, 0, "rank 1").t()[1:]
+    for k in range(1, 4):
+        sender.send(FORWARD, k, torch.zeros(4, 3, dtype=dtype))
+        receiver.recv(FORWARD, k, "rank 1")
+    assert torch.equal(view, value.t()[1:])
+    assert len(sender._peers[1].pool) == 2
+    del view
+    assert all(slot.state == slots.SlotState.FREE for slot in sender._peers[1].pool._slots)
 
 
 def test_what_was_sent_may_be_overwritten(trio):

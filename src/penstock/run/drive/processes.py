@@ -5,8 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,17 +27,20 @@ from penstock.transport.rendezvous import Rendezvous
 from penstock.transport.tags import AGREEMENT_TAG, FIRST_EXCHANGE, REPORT_TAG, STATE_TAG
 from penstock.weights.store import Held
 
+_MOST_SEGMENTS = 64
+"""For which a rank remembers who tells of them."""
+
 
 class RankReport(NamedTuple):
     """What a rank tells all others at the end of a step.
 
-    It travels as plain data. ``times`` holds the starts and the ends of the ops of its program,
-    which all ranks know, and ``versions`` the weight version that each read: numbers travel ten
-    times as fast as ops.
+    It travels as plain data. Where records are exchanged, ``times`` holds the starts and the ends
+    of the ops of its program, which all ranks know, and ``versions`` the weight version that each
+    read: numbers travel ten times as fast as ops.
     """
 
     times: Tensor | None
-    versions: Tensor
+    versions: Tensor | None
     losses: dict[int, Tensor]
     outputs: dict[int, Any]
     metrics: dict[str, dict[int, Tensor]]
@@ -65,6 +70,7 @@ class ProcessTicket(NamedTuple):
     """A minibatch of which this rank's ops are done.
 
     Attributes:
+        report: what this rank tells the others, if there is anything that they wait for.
         seal: what other ranks must have been given, too.
     """
 
@@ -72,6 +78,7 @@ class ProcessTicket(NamedTuple):
     minibatch: Minibatch
     position: StreamPosition
     harvest: Harvest
+    report: RankReport
     seal: bytes
 
 
@@ -113,6 +120,7 @@ class ProcessDriver(Driver[ProcessTicket]):
         self._share_results = share_results
         self._failure: str | None = None
         self._board = Board(meeting)
+        self._telling = lru_cache(_MOST_SEGMENTS)(self._find_telling)
 
     def submit(
         self, segment: Segment, minibatch: Minibatch, position: StreamPosition
@@ -126,11 +134,12 @@ class ProcessDriver(Driver[ProcessTicket]):
             callers = moments_of(minibatch, [self._worker])
             harvest = self._worker.run(segment, minibatch, position, callers)
             harvest.take_up()
+            report = self._report(harvest)
             if self._worker.rank in self._telling(segment):
-                own = Noted(self._report(harvest).packed(), seal)
+                own = Noted(report.packed(), seal)
                 for edge in self._edges_to_all(REPORT_TAG):
                     self._transport.send(edge, FIRST_EXCHANGE + harvest.number, own)
-        return ProcessTicket(segment, minibatch, position, harvest, seal)
+        return ProcessTicket(segment, minibatch, position, harvest, report, seal)
 
     def _check_usable(self) -> None:
         if self._failure:
@@ -180,13 +189,13 @@ class ProcessDriver(Driver[ProcessTicket]):
             raise
 
     def _report(self, harvest: Harvest) -> RankReport:
-        times = None
+        times = versions = None
         if self._records:
             happened = harvest.starts, harvest.ends
             if harvest.stamps is not None and len(harvest.starts):
                 happened = harvest.stamps.seconds()  # waits for the rank's device
-            times = torch.tensor(happened, dtype=torch.float64)
-        versions = torch.tensor(harvest.versions, dtype=torch.int64)
+            times = torch.from_numpy(np.array(happened, np.float64))
+            versions = torch.tensor(harvest.versions, dtype=torch.int64)
         if self._share_results:
             results = harvest.losses, harvest.outputs, harvest.metrics
         else:
@@ -196,12 +205,12 @@ class ProcessDriver(Driver[ProcessTicket]):
     def _reports(self, ticket: ProcessTicket) -> list[RankReport]:
         """Every rank's report that holds anything; of the others nothing is sent."""
         rank, harvest = self._worker.rank, ticket.harvest
-        own = self._report(harvest)._replace(
+        own = ticket.report._replace(
             losses=harvest.losses, outputs=harvest.outputs, metrics=harvest.metrics
         )
         return [
             own if other == rank else self._report_of(other, ticket)
-            for other in sorted({rank, *self._telling(ticket.segment)})
+            for other in sorted({rank} | self._telling(ticket.segment))
         ]
 
     def _report_of(self, other: int, ticket: ProcessTicket) -> RankReport:
@@ -229,15 +238,15 @@ class ProcessDriver(Driver[ProcessTicket]):
             check_alike(seal, its_seal, (rank, other), waiting)
         return told
 
-    def _telling(self, segment: Segment) -> set[int]:
+    def _find_telling(self, segment: Segment) -> frozenset[int]:
         """The ranks that have something to tell: records, peaks, or results of the last stage."""
         if not any(segment.ranks):
-            return set()  # others may be in the middle of something
+            return frozenset()  # others may be in the middle of something
         if self._records or self._worker.counts_memory:
-            return set(range(self._num_ranks))
+            return frozenset(range(self._num_ranks))
         last = segment.schedule.num_stages - 1
-        have_results = set(segment.schedule.ranks_of(last))
-        return have_results if self._share_results else set()
+        have_results = frozenset(segment.schedule.ranks_of(last))
+        return have_results if self._share_results else frozenset()
 
     def _records_of(self, ticket: ProcessTicket, reports: list[RankReport]) -> list[RankRecord]:
         self._check_alike(ticket, reports)
@@ -253,7 +262,7 @@ class ProcessDriver(Driver[ProcessTicket]):
             for ops, report, offset in zip(
                 ticket.segment.ranks, reports, self._clock_offsets, strict=True
             )
-            if report.times is not None
+            if report.times is not None and report.versions is not None
         ]
 
     def _check_alike(self, ticket: ProcessTicket, reports: list[RankReport]) -> None:

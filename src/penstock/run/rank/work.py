@@ -53,6 +53,7 @@ class Work:
         self.failed_on_trust: StageError | None = None
         self._recipe = recipe
         self._queue = queue
+        self._seeds: dict[tuple[Any, ...], Tensor] = {}
         self._first_unit = position.first * minibatch.num_slices
         self._base_unit = position.base * minibatch.num_slices
 
@@ -129,9 +130,12 @@ class Work:
         weight *= self.minibatch.share
         if not weight:
             return None
-        seed = torch.full_like(self.harvest.losses[number], weight)
-        if scale is not None:
-            seed *= scale
+        loss = self.harvest.losses[number]
+        kind = weight, scale, loss.dtype, loss.device
+        seed = self._seeds.get(kind)
+        if seed is None or seed._version:  # a backward of the user's may have overwritten it
+            seed = torch.full_like(loss, weight)
+            self._seeds[kind] = seed = seed if scale is None else seed * scale
         return seed
 
 
