@@ -30,6 +30,12 @@ def accelerators() -> tuple[torch.device, ...]:
     return tuple(torch.device(kind, index) for index in range(torch.accelerator.device_count()))
 
 
+def accelerator_name(device: torch.device) -> str:
+    """What an accelerator is called, for people; its place where torch does not know."""
+    name_of = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(device) if name_of is None else str(name_of(device))
+
+
 def device_kinds() -> tuple[str, ...]:
     """The kinds of device that tensors of this process may be on."""
     kind = accelerator_kind()

@@ -13,8 +13,9 @@ dropped. Who reads it on another stream says so to the allocator (``record_strea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 
 import torch
@@ -30,11 +31,11 @@ Moments = Mapping[torch.device, torch.Event]
 NOTHING_ASKED: Moments = MappingProxyType({})
 
 
-class DeviceQueue:
-    """The work of one rank.
+class DeviceQueue(ABC):
+    """The work of one rank, where some rank of the process computes on an accelerator.
 
     Args:
-        device: where it computes.
+        device: where the rank computes.
 
     Attributes:
         device: as given.
@@ -42,41 +43,34 @@ class DeviceQueue:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._callers: Moments = {}
-        if not is_on_host(device):
-            self._compute = torch.Stream(device)
-            self._arriving = torch.Stream(device)
-            self._clock = DeviceClock(self._compute)
-        self._leaving: dict[torch.device, torch.Stream] = {}
+        self._callers: Moments = NOTHING_ASKED
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """A context in which what this thread asks of the device joins this queue."""
-        if is_on_host(self.device):
-            yield
-            return
-        with self._compute:
-            yield
+    @staticmethod
+    def on(device: torch.device) -> DeviceQueue:
+        """The queue of a rank on a device."""
+        return HostQueue(device) if is_on_host(device) else AcceleratorQueue(device)
 
     def begin(self, callers: Moments) -> None:
         """Let all that follows happen behind what the caller has asked of the devices before."""
         self._callers = callers
-        moment = callers.get(self.device)
-        if moment is not None:
-            self._compute.wait_event(moment)
-
-    def moment(self) -> torch.Event | None:
-        """When all that was asked for up to now has happened; ``None`` if it has."""
-        return None if is_on_host(self.device) else self._compute.record_event()
-
-    def stamps(self) -> Stamps | None:
-        """What tells when the ops of the next minibatch happen; ``None`` where the host sees it."""
-        return None if is_on_host(self.device) else Stamps(self._clock)
 
     def given(self, tensor: Tensor) -> Tensor:
         """What the caller has given, on this device."""
         return self.fetched(tensor, self._callers.get(tensor.device))
 
+    @abstractmethod
+    def entered(self) -> AbstractContextManager[object]:
+        """A context in which what this thread asks of the device joins this queue."""
+
+    @abstractmethod
+    def moment(self) -> torch.Event | None:
+        """When all that was asked for up to now has happened; ``None`` if it has."""
+
+    @abstractmethod
+    def stamps(self) -> Stamps | None:
+        """What tells when the ops of the next minibatch happen; ``None`` where the host sees it."""
+
+    @abstractmethod
     def fetched(self, tensor: Tensor, moment: torch.Event | None) -> Tensor:
         """What another rank has made, on this device, with its strides; what is here already is
         not copied.
@@ -85,8 +79,55 @@ class DeviceQueue:
             tensor: it must not be changed any more.
             moment: when it is made; ``None`` if it is.
         """
-        if is_on_host(self.device):
-            return _to_host(tensor, moment)
+
+
+class HostQueue(DeviceQueue):
+    """The work of a rank on the CPU beside others on accelerators: the host does it at once."""
+
+    def entered(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def moment(self) -> None:
+        """All has happened."""
+
+    def stamps(self) -> None:
+        """The host sees when ops happen."""
+
+    def fetched(self, tensor: Tensor, moment: torch.Event | None) -> Tensor:
+        if is_on_host(tensor.device):
+            return tensor
+        if moment is not None:
+            moment.synchronize()
+        return tensor.cpu()
+
+
+class AcceleratorQueue(DeviceQueue):
+    """The work of a rank on an accelerator: streams of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._compute = torch.Stream(device)
+        self._arriving = torch.Stream(device)
+        self._leaving: dict[torch.device, torch.Stream] = {}
+        self._clock = DeviceClock(self._compute)
+
+    def entered(self) -> AbstractContextManager[object]:
+        stream: AbstractContextManager[object] = self._compute
+        return stream
+
+    def begin(self, callers: Moments) -> None:
+        super().begin(callers)
+        moment = callers.get(self.device)
+        if moment is not None:
+            self._compute.wait_event(moment)
+
+    def moment(self) -> torch.Event:
+        return self._compute.record_event()
+
+    def stamps(self) -> Stamps:
+        return Stamps(self._clock)
+
+    def fetched(self, tensor: Tensor, moment: torch.Event | None) -> Tensor:
         if tensor.device == self.device:
             if moment is not None:
                 self._compute.wait_event(moment)
@@ -113,14 +154,6 @@ class DeviceQueue:
             arrived = tensor.to(self.device, non_blocking=True)
         tensor.record_stream(leaving)
         return arrived
-
-
-def _to_host(tensor: Tensor, moment: torch.Event | None) -> Tensor:
-    if is_on_host(tensor.device):
-        return tensor
-    if moment is not None:
-        moment.synchronize()
-    return tensor.cpu()
 
 
 def moments_of_caller(devices: Iterable[torch.device]) -> dict[torch.device, torch.Event]:

@@ -32,7 +32,6 @@ from penstock.transport.tags import REPORT_TAG, SHARED_TAGS
 _FIELDS = struct.Struct("<BBBBIqdQQ")
 _MOST_SAMPLES = 1024
 _ARRAY_DTYPES = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8})
-_AUTOCAST_DEVICES = "cpu", "cuda"
 _AUTOCAST_DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
@@ -80,7 +79,7 @@ class Seal(NamedTuple):
     Attributes:
         call: which method.
         behind: what comes next, see ``Next``.
-        cpu_autocast, cuda_autocast: codes of autocast's dtype; 0 where it is off.
+        cpu_autocast, device_autocast: codes of autocast's dtype; 0 where it is off.
         modes: see ``Modes``.
         num_microbatches: how many there are.
         share: the factor on the gradients.
@@ -90,7 +89,7 @@ class Seal(NamedTuple):
     call: int
     behind: int = Next.NOTHING
     cpu_autocast: int = 0
-    cuda_autocast: int = 0
+    device_autocast: int = 0
     modes: int = Modes.NOT_COMPARED
     num_microbatches: int = 0
     share: float = 1.0
@@ -108,13 +107,13 @@ class Seal(NamedTuple):
 
 
 def autocast_codes(dtypes: Mapping[str, torch.dtype]) -> tuple[int, int]:
-    """Autocast's dtypes on CPU and CUDA as small numbers; 0 where it is off.
+    """Autocast's dtypes on the CPU and on accelerators as small numbers; 0 where it is off.
 
     Args:
         dtypes: by device type, where autocast is on.
     """
-    cpu, cuda = (_code(dtypes[kind]) if kind in dtypes else 0 for kind in _AUTOCAST_DEVICES)
-    return cpu, cuda
+    elsewhere = [_code(dtype) for kind, dtype in dtypes.items() if kind != "cpu"]
+    return _code(dtypes["cpu"]) if "cpu" in dtypes else 0, max(elsewhere, default=0)
 
 
 def _code(dtype: torch.dtype) -> int:
@@ -237,8 +236,11 @@ def _different_sizes(own: Seal, other: Seal, mine: int, theirs: int) -> str:
 
 
 def _different_modes(own: Seal, other: Seal, mine: int, theirs: int) -> str:
-    for kind in _AUTOCAST_DEVICES:
-        here, there = (getattr(seal, f"{kind}_autocast") for seal in (own, other))
+    codes = {
+        "cpu": (own.cpu_autocast, other.cpu_autocast),
+        "the accelerator": (own.device_autocast, other.device_autocast),
+    }
+    for kind, (here, there) in codes.items():
         if here != there:
             return (
                 f"autocast of {kind} is {_autocast_text(here)} on rank {mine}, but "

@@ -27,7 +27,7 @@ def queues_of(devices: Mapping[int, torch.device]) -> dict[int, DeviceQueue]:
     """The work of each rank on its device; none if no rank here needs to know about devices."""
     if all(map(is_on_host, devices.values())):
         return {}
-    return {rank: DeviceQueue(device) for rank, device in devices.items()}
+    return {rank: DeviceQueue.on(device) for rank, device in devices.items()}
 
 
 def materialise_all(

@@ -19,17 +19,15 @@ from penstock.model import tree
 from penstock.run import assembly
 from penstock.run.placing import place_buffers, place_parameters
 from tests.kit.accelerator import own_process
+from tests.kit.accelerator.device_module import NAME
 from tests.kit.accelerator.devices import register
 
-MODULE = register()
-
-_KIND = torch.accelerator.current_accelerator().type
 _NUM_DEVICES = 3  # so that some ranks share one where there are four
 
 
 def _devices_of_ranks(given, on_accelerator, ranks, first=0):
     if given is None:
-        given = [f"{_KIND}:{rank % _NUM_DEVICES}" for rank in range(len(on_accelerator))]
+        given = [f"{NAME}:{rank % _NUM_DEVICES}" for rank in range(len(on_accelerator))]
     return placement.devices_of_ranks(given, on_accelerator, ranks, first)
 
 
@@ -82,16 +80,19 @@ def _closing(close):
 @pytest.fixture(autouse=True)
 def _each_test_for_itself():
     """What one test does wrong must not fail the others."""
-    own_process._put_to_rest(MODULE)
+    own_process._put_to_rest(register())
     yield
-    MODULE.check()
+    register().check()
 
 
-assembly.devices_of_ranks = _devices_of_ranks
-for name in ("step", "evaluate", "state_dict"):
-    setattr(pk.Pipeline, name, _bringing(getattr(pk.Pipeline, name)))
-pk.Pipeline.steps = _bringing_each(pk.Pipeline.steps)
-pk.Pipeline.close = _closing(pk.Pipeline.close)
-torch.testing.assert_close = _on_host(torch.testing.assert_close)
-torch.equal = _on_host(torch.equal)
-torch.allclose = _on_host(torch.allclose)
+def pytest_configure() -> None:
+    """Only where it is asked for: whoever collects tests imports this module, too."""
+    register()
+    assembly.devices_of_ranks = _devices_of_ranks
+    for name in ("step", "evaluate", "state_dict"):
+        setattr(pk.Pipeline, name, _bringing(getattr(pk.Pipeline, name)))
+    pk.Pipeline.steps = _bringing_each(pk.Pipeline.steps)
+    pk.Pipeline.close = _closing(pk.Pipeline.close)
+    torch.testing.assert_close = _on_host(torch.testing.assert_close)
+    torch.equal = _on_host(torch.equal)
+    torch.allclose = _on_host(torch.allclose)

@@ -32,5 +32,5 @@ def test_stamps_tell_seconds_of_the_hosts_clock():
 
 
 def test_only_devices_of_their_own_are_stamped():
-    assert DeviceQueue(torch.device("cpu")).stamps() is None
-    assert isinstance(DeviceQueue(torch.device("emu:0")).stamps(), Stamps)
+    assert DeviceQueue.on(torch.device("cpu")).stamps() is None
+    assert isinstance(DeviceQueue.on(torch.device("emu:0")).stamps(), Stamps)

@@ -11,7 +11,7 @@ from torch import nn
 import penstock as pk
 from penstock.model.spine import spine_of
 from penstock.profiler.alone.chain import runs_of
-from penstock.profiler.alone.clock import CudaClock, WallClock, clock_of
+from penstock.profiler.alone.clock import AcceleratorClock, WallClock, clock_of
 from penstock.profiler.alone.flags import flags_of
 from penstock.profiler.alone.passes import Passes, SplitPass, WholePass
 from penstock.profiler.alone.rounds import (
@@ -112,7 +112,7 @@ def test_a_clock_that_knows_only_later_serves_as_well():
 
 def test_a_device_has_its_clock():
     assert isinstance(clock_of(CPU), WallClock)
-    assert isinstance(clock_of(torch.device("cuda")), CudaClock)
+    assert isinstance(clock_of(torch.device("cuda")), AcceleratorClock)
     clock = WallClock()
     start = clock.now()
     assert clock.seconds(start, clock.now()) > 0

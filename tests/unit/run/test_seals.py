@@ -53,9 +53,9 @@ def test_what_comes_to_the_same_is_no_difference(other):
              "autocast of cpu is bfloat16 on rank 1, but off on rank 0"),
         ),
         (
-            {"cuda_autocast": 5},
-            ("autocast of cuda is off on rank 0, but another dtype on rank 1",
-             "autocast of cuda is another dtype on rank 1, but off on rank 0"),
+            {"device_autocast": 5},
+            ("autocast of the accelerator is off on rank 0, but another dtype on rank 1",
+             "autocast of the accelerator is another dtype on rank 1, but off on rank 0"),
         ),
         (
             {"modes": Modes.EVALUATION},

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from penstock.device.accelerators import is_on_host
+
 
 class Clock(Protocol):
     """Takes stamps, and tells afterwards how far they are apart.
@@ -46,8 +48,8 @@ class WallClock:
         return stop - start
 
 
-class CudaClock:
-    """The clock of a GPU: events in its queue, read when the queue has run empty.
+class AcceleratorClock:
+    """The clock of an accelerator: events in its queue, read when the queue has run empty.
 
     Waiting after each layer instead would add the time of a launch to each of them.
 
@@ -60,18 +62,18 @@ class CudaClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def now(self) -> torch.cuda.Event:
-        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
+    def now(self) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
         return event
 
     def settle(self) -> None:
-        torch.cuda.synchronize(self._device)
+        torch.accelerator.synchronize(self._device)
 
-    def seconds(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
+    def seconds(self, start: torch.Event, stop: torch.Event) -> float:
         return float(start.elapsed_time(stop)) / 1e3
 
 
 def clock_of(device: torch.device) -> Clock:
     """The clock by which a device's work is timed."""
-    return CudaClock(device) if device.type == "cuda" else WallClock()
+    return WallClock() if is_on_host(device) else AcceleratorClock(device)

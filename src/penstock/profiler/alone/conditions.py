@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.device.accelerators import generators_kept
+from penstock.device.accelerators import accelerator_name, generators_kept, is_on_host
 from penstock.errors import InputError
 from penstock.model import tree
 from penstock.model.replay import put_back, saved_buffers
@@ -36,16 +36,14 @@ def device_of(model: nn.Module, inputs: Any) -> torch.device:
 
 def name_of(device: torch.device) -> str:
     """The name of a device, for people."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU" if device.type == "cpu" else str(device)
+    return f"{platform.machine()} CPU" if device.type == "cpu" else accelerator_name(device)
 
 
 def software(device: torch.device) -> dict[str, str]:
     """Versions of the software that measures on a device."""
     versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    if device.type == "cuda":
-        versions["cuda"] = str(torch.version.cuda)
+    if not is_on_host(device):
+        versions[device.type] = str(getattr(torch.version, device.type, "unknown"))
     return {**versions, "penstock": version("penstock")}
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from penstock.device.accelerators import is_on_host
 from penstock.model import tree
 from penstock.profiler.alone.chain import RunLayer
 from penstock.stage.microbatch_graph import MicrobatchGraph, cut, edges
@@ -29,25 +30,25 @@ class Gauge(Protocol):
         ...
 
 
-class CudaGauge:
-    """Asks torch's allocator of a GPU."""
+class AcceleratorGauge:
+    """Asks torch's allocator of an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def taken(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
+        return torch.accelerator.memory_allocated(self._device)
 
     def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
+        return torch.accelerator.max_memory_allocated(self._device)
 
     def forget_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
+        torch.accelerator.reset_peak_memory_stats(self._device)
 
 
 def gauge_of(device: torch.device) -> Gauge | None:
     """The gauge of a device; ``None`` where nobody counts, as on a CPU."""
-    return CudaGauge(device) if device.type == "cuda" else None
+    return None if is_on_host(device) else AcceleratorGauge(device)
 
 
 def measure_workspaces(runs: Sequence[RunLayer], inputs: Any, gauge: Gauge) -> list[int]:
