@@ -175,6 +175,32 @@ def test_branching_graphs_are_optimal_over_all_cuts(graph, num_devices, link, mo
     equal(graph, cluster, model, expected, fits=fits, order="any")
 
 
+def test_layers_that_only_take_memory_may_be_cut_off():
+    """Four layers beside each other: the last has to come first, since less fits there."""
+    layers = tuple(
+        Layer(
+            name=f"layer{index}",
+            forward_seconds=0.0,
+            backward_input_seconds=0.0,
+            backward_weight_seconds=0.0,
+            activation_bytes=kept,
+            parameter_bytes=weights,
+            inputs=(),
+        )
+        for index, (kept, weights) in enumerate([(5, 0), (5, 0), (0, 0), (4, 3)])
+    )
+    graph, cluster, fits = (
+        LayerGraph(layers=layers),
+        flat(2, Link()),
+        limit_on(LayerGraph(layers=layers), 15),
+    )
+    for name in COST_MODELS:
+        model = cost_model(name)
+        expected = brute_force(graph, cluster, model, branching=True, fits=fits)
+        assert expected == 0.0
+        equal(graph, cluster, model, expected, fits=fits, order="any")
+
+
 @settings(deadline=None, max_examples=40)
 @given(graphs(False, 5), links(), links(), MODELS, UPDATES, st.booleans())
 def test_servers_are_used_as_well_as_their_order_allows(graph, inner, outer, model, updates, big):

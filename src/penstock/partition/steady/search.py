@@ -72,7 +72,7 @@ def best_partition(
     topology = Topology(cluster)
     link = topology.slowest_link(range(count))
     speeds = [device.speed for device in cluster.devices[:count]]
-    states = all_states(graph) if order == "any" else None
+    states = all_states(graph, limited=fits is not None) if order == "any" else None
     method = "all cuts of the graph" if states else "cuts of the execution order"
     if order == "any" and not states:
         method += f", since the graph has more than {MOST_STATES} places to cut"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.graph import LayerGraph
+from penstock.graph import Layer, LayerGraph
 from penstock.partition.arrays import Array, Floats, np
 from penstock.partition.readers import handed_on
 
@@ -90,13 +90,20 @@ def prefixes(graph: LayerGraph) -> States:
     return States(graph, sets, is_all=False)
 
 
-def all_states(graph: LayerGraph, most: int = MOST_STATES) -> States | None:
+def all_states(
+    graph: LayerGraph, most: int = MOST_STATES, *, limited: bool = False
+) -> States | None:
     """Every state that can matter, or ``None`` if there are more than ``most``.
 
     Layers that cost nothing, as views, are kept beside a neighbour where no plan gets better by
     putting them elsewhere.
+
+    Args:
+        graph: whose states they are.
+        most: how many there may be.
+        limited: whether stages have limits of memory, so that what layers keep is a cost as well.
     """
-    pieces, everywhere = _Pieces(graph).result()
+    pieces, everywhere = _Pieces(graph, limited).result()
     known = {0}
     edge = [0]
     while edge:
@@ -114,10 +121,17 @@ def all_states(graph: LayerGraph, most: int = MOST_STATES) -> States | None:
     )
 
 
+def _takes_memory(layer: Layer) -> bool:
+    return any((
+        layer.activation_bytes, layer.held_input_bytes, layer.weight_kept_bytes,
+        layer.workspace_bytes, layer.buffer_bytes, layer.optimizer_bytes,
+    ))  # fmt: skip
+
+
 class _Pieces:
     """Layers that may as well stay together, so that there are fewer states."""
 
-    def __init__(self, graph: LayerGraph) -> None:
+    def __init__(self, graph: LayerGraph, limited: bool) -> None:
         count = len(graph.layers)
         self.sizes = [layer.output_bytes for layer in graph.layers]
         self.sources: list[set[int]] = [set() for _ in range(count)]
@@ -131,6 +145,7 @@ class _Pieces:
         }
         self.is_free = [
             not (layer.compute_seconds or layer.parameter_bytes or layer.name in skips)
+            and not (limited and _takes_memory(layer))
             for layer in graph.layers
         ]
         for source, readers, _ in handed_on(graph):
