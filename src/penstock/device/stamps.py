@@ -12,6 +12,13 @@ from array import array
 import torch
 
 
+def timed_event(stream: torch.Stream) -> torch.Event:
+    """An event, recorded now on a stream, whose time can be told."""
+    event = torch.Event(stream.device, enable_timing=True)
+    event.record(stream)
+    return event
+
+
 class DeviceClock:
     """Translates events of one device into seconds of this host's monotonic clock.
 
@@ -27,9 +34,7 @@ class DeviceClock:
 
     def stamp(self) -> torch.Event:
         """An event, recorded now, whose time can be told."""
-        event = torch.Event(self._stream.device, enable_timing=True)
-        event.record(self._stream)
-        return event
+        return timed_event(self._stream)
 
     def seconds(self, event: torch.Event) -> float:
         """When an event happened; waits until it has."""
@@ -59,6 +64,8 @@ class Stamps:
 
     def seconds(self) -> tuple[array[float], array[float]]:
         """The begin and the end of each op; waits until all of them have ended."""
+        if not self._events and self._seconds is None:
+            self._seconds = array("d"), array("d")
         if self._seconds is None:
             origin, *others = self._events
             start = self._clock.seconds(origin)
@@ -68,3 +75,10 @@ class Stamps:
             self._seconds = array("d", told[::2]), array("d", told[1::2])
             self._events.clear()
         return self._seconds
+
+
+def happened(
+    starts: array[float], ends: array[float], stamps: Stamps | None
+) -> tuple[array[float], array[float]]:
+    """When ops happened: as stamps tell, or else when the host asked for them."""
+    return (starts, ends) if stamps is None else stamps.seconds()

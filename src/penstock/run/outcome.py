@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.device.stamps import Stamps
+from penstock.device.stamps import Stamps, happened
 from penstock.model import tree
 from penstock.run.counting import Peak
 from penstock.schedule import Op
@@ -72,9 +72,7 @@ class RankRecord(NamedTuple):
         ops, offset = self.ops, self.clock_offset
         if self.base:
             ops = [op._replace(microbatch=op.microbatch + self.base) for op in ops]
-        starts, ends = self.starts, self.ends
-        if self.stamps is not None and len(starts):
-            starts, ends = self.stamps.seconds()
+        starts, ends = happened(self.starts, self.ends, self.stamps)
         return Row(
             tuple(ops),
             array("d", [start - offset for start in starts]),
@@ -147,6 +145,8 @@ class MinibatchOutcome(NamedTuple):
 
 def _on_one_device(values: list[Any]) -> list[Any]:
     """The values, on the device of the first tensor: copies of the last stage are on several."""
+    if len(values) < 2:
+        return values
     devices = {tensor.device: None for tensor in tree.tensors(values)}
     if len(devices) < 2:
         return values

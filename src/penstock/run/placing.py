@@ -28,8 +28,10 @@ def place_buffers(module: nn.Module, device: torch.device, moved: dict[int, Tens
     for part in module.modules():
         for name, buffer in part._buffers.items():
             if buffer is not None:
-                there = moved.setdefault(id(buffer), buffer.to(device))
-                part._buffers[name] = moved[id(there)] = there
+                if id(buffer) not in moved:
+                    moved[id(buffer)] = there = buffer.to(device)
+                    moved[id(there)] = there
+                part._buffers[name] = moved[id(buffer)]
 
 
 def move_parameter(parameter: nn.Parameter, device: torch.device) -> None:

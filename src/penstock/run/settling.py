@@ -12,7 +12,7 @@ from itertools import accumulate
 
 import torch
 
-from penstock.device.accelerators import is_on_host
+from penstock.device.accelerators import accelerator_kind, is_on_host
 from penstock.device.queue import DeviceQueue, moments_of_caller, taken_up
 from penstock.errors import InputError
 from penstock.model.spine import NamedLayer
@@ -71,7 +71,7 @@ def place_all(
     Raises:
         InputError: all ranks compute on the CPU, and the model is elsewhere.
     """
-    if not queues:
+    if not queues and accelerator_kind() is not None:
         _check_on_host(stage for own in stages.values() for stage in own.values())
     for rank, queue in queues.items():
         with building(queue):

@@ -139,6 +139,10 @@ class Transport(ABC):
         every rank after a step was given up, and use higher numbers from then on.
         """
 
+    def reset(self) -> None:  # noqa: B027 - most have nothing to forget
+        """Forget what has come, where all ranks have given up a step and none sends any more: so it
+        is between threads. Other transports need nothing but ``discard``."""
+
     @abstractmethod
     def close(self, reason: str) -> None:
         """Leave for good: who waits for this rank gets a ``PeerError`` with the reason at once.
@@ -180,6 +184,9 @@ class OnTop(Transport):
 
     def discard(self, before: int) -> None:
         self.inner.discard(before)
+
+    def reset(self) -> None:
+        self.inner.reset()
 
     def close(self, reason: str) -> None:
         self.inner.close(reason)

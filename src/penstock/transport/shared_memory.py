@@ -71,7 +71,6 @@ class _Peer:
         self.pool = SlotPool()
         self.remote_slots: dict[int, RemoteSlot] = {}
         self.outgoing: RingWriter | None = None
-        self.incoming: RingReader | None = None
         self.layouts: dict[int, tuple[int, BlockLayout]] = {}
         """By tag, the last layout that came, and its number."""
         self.farewell = ""
@@ -149,7 +148,10 @@ class SharedMemoryTransport(Transport):
         """
         waiting = f"rank {self._rank}, waiting for memory to hear from others"
         for peer in self._peers.values() if HAS_RINGS else ():
-            self._wait(partial(_is_heard, peer), peer, waiting)
+            self._wait(partial(self._hears, peer), peer, waiting)
+
+    def _hears(self, peer: _Peer) -> bool:
+        return any(heard is peer for heard, _ in self._rings)
 
     @property
     def ranks(self) -> frozenset[int]:
@@ -325,9 +327,9 @@ class SharedMemoryTransport(Transport):
             pass  # whoever reads links looks at the rings next
         elif kind is NoticeKind.RING:
             purpose = f"to hear of messages from rank {peer.rank}"
-            peer.incoming = RingReader(segment.attach(descriptor, number, self._rank, purpose))
-            self._rings.append((peer, peer.incoming))
-            self._lookout.rings.append(peer.incoming)
+            ring = RingReader(segment.attach(descriptor, number, self._rank, purpose))
+            self._rings.append((peer, ring))
+            self._lookout.rings.append(ring)
         elif kind is NoticeKind.NEW_SLOT:  # [2]
             purpose = f"for a message from rank {peer.rank}"
             memory = segment.attach(descriptor, number, self._rank, purpose)
@@ -418,10 +420,6 @@ class SharedMemoryTransport(Transport):
         if self._closed is not None:
             raise RunError(f"rank {self._rank} has closed its pipeline ({self._closed})")
         return self._peers[rank]
-
-
-def _is_heard(peer: _Peer) -> bool:
-    return peer.incoming is not None
 
 
 def _leave(links: list[PeerLink], process: int, reason: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from penstock.device.accelerators import is_on_host
+from penstock.device.stamps import timed_event
 
 
 class Clock(Protocol):
@@ -63,9 +64,7 @@ class AcceleratorClock:
         self._device = device
 
     def now(self) -> torch.Event:
-        event = torch.Event(self._device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self._device))
-        return event
+        return timed_event(torch.accelerator.current_stream(self._device))
 
     def settle(self) -> None:
         torch.accelerator.synchronize(self._device)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.device.stamps import happened
 from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.run.counting import Peak
 from penstock.run.drive.board import Board
@@ -191,10 +192,9 @@ class ProcessDriver(Driver[ProcessTicket]):
     def _report(self, harvest: Harvest) -> RankReport:
         times = versions = None
         if self._records:
-            happened = harvest.starts, harvest.ends
-            if harvest.stamps is not None and len(harvest.starts):
-                happened = harvest.stamps.seconds()  # waits for the rank's device
-            times = torch.from_numpy(np.array(happened, np.float64))
+            # Of an accelerator it is known when all has happened: this waits for the device.
+            columns = happened(harvest.starts, harvest.ends, harvest.stamps)
+            times = torch.from_numpy(np.array(columns, np.float64))
             versions = torch.tensor(harvest.versions, dtype=torch.int64)
         if self._share_results:
             results = harvest.losses, harvest.outputs, harvest.metrics

@@ -25,8 +25,8 @@ from penstock.run.minibatch import Harvest, Minibatch, StreamPosition
 from penstock.run.outcome import MinibatchOutcome, RankRecord
 from penstock.run.rank.worker import Worker, moments_of
 from penstock.schedule.segment import Segment
-from penstock.transport import Edge, ThreadTransport
-from penstock.transport.base import LARGEST_NUMBER, OnTop
+from penstock.transport import Edge
+from penstock.transport.base import LARGEST_NUMBER
 from penstock.transport.tags import END_TAG, FIRST_EXCHANGE
 
 _GRACE_SECONDS = 5.0
@@ -247,11 +247,7 @@ class ThreadDriver(Driver[ThreadTicket]):
             worker.forget()
             if trained:  # also where all went well
                 worker.updater.drop_gradients()
-            transport = worker.transport
-            if isinstance(transport, OnTop):
-                transport = transport.inner
-            if isinstance(transport, ThreadTransport):
-                transport.reset()
+            worker.transport.reset()
 
     def gather(self, states: StageStates, expected: Segment) -> StageStates:
         return states

@@ -8,16 +8,6 @@ import torch
 DEVICE = "emu:1"
 
 
-@pytest.fixture
-def side(accelerator):
-    return torch.Stream(DEVICE)
-
-
-@pytest.fixture
-def main(accelerator):
-    return torch.accelerator.current_stream(DEVICE)
-
-
 def test_bytes_are_counted_by_device(accelerator):
     before = [torch.accelerator.memory_allocated(index) for index in range(4)]
     first, second = torch.empty(1000, device="emu:1"), torch.empty(10, device="emu:3")

@@ -13,16 +13,6 @@ DEVICE = "emu:1"
 
 
 @pytest.fixture
-def side(accelerator):
-    return torch.Stream(DEVICE)
-
-
-@pytest.fixture
-def main(accelerator):
-    return torch.accelerator.current_stream(DEVICE)
-
-
-@pytest.fixture
 def ready(main):
     """Six numbers that all streams may use."""
     numbers = torch.arange(6.0, device=DEVICE)
@@ -116,21 +106,24 @@ def test_what_foreach_and_fused_optimizers_write_is_seen(side, ready):
             written + 1
 
 
-def test_running_statistics_of_a_batch_norm_are_written(side, ready):
+def statistics_of_batch_norm(side, ready, training):
+    """Mean and variance, which a batch norm on another stream has used."""
     mean, variance = torch.zeros(3, device=DEVICE), torch.ones(3, device=DEVICE)
     side.wait_stream(torch.accelerator.current_stream(DEVICE))
     with side:
-        torch.nn.functional.batch_norm(ready.view(2, 3), mean, variance, training=True)
+        torch.nn.functional.batch_norm(ready.view(2, 3), mean, variance, training=training)
+    return mean, variance
+
+
+def test_running_statistics_of_a_batch_norm_are_written(side, ready):
+    mean, variance = statistics_of_batch_norm(side, ready, training=True)
     for written in (mean, variance):
         with pytest.raises(RuntimeError, match="race"):
             written + 1
 
 
 def test_in_evaluation_running_statistics_are_read(side, ready):
-    mean, variance = torch.zeros(3, device=DEVICE), torch.ones(3, device=DEVICE)
-    side.wait_stream(torch.accelerator.current_stream(DEVICE))
-    with side:
-        torch.nn.functional.batch_norm(ready.view(2, 3), mean, variance)
+    mean, variance = statistics_of_batch_norm(side, ready, training=False)
     torch.nn.functional.batch_norm(ready.view(2, 3), mean, variance)
     with pytest.raises(RuntimeError, match="writes what was used by aten::native_batch_norm"):
         mean.zero_()
