@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock.checkpoint.keeper import Keeper
 from penstock.device.allocator import keep_freed_pages
 from penstock.device.placement import Devices
-from penstock.errors import InputError, RunError
+from penstock.errors import FileError, InputError, RunError
 from penstock.model import microbatches
 from penstock.model.microbatches import Microbatches, Weight, Weighting
 from penstock.model.optimizer_factory import OptimizerFactory, SchedulerFactory
@@ -183,10 +185,12 @@ class Pipeline:
         self._grad_scaler = grad_scaler
         self._results = results
         self._step = 0
+        self._accumulates = False
         self._history = History(self.plan.schedule)
         self._closed = False
         self._joins_outputs: bool | None = None  # not known yet
         self._running = threading.Lock()
+        self._keeper = Keeper(self._parts, grad_scaler)
         self._elsewhere = Elsewhere.watching(model, self.stages, len(self.plan.stages))
 
     def step(
@@ -227,6 +231,7 @@ class Pipeline:
         )
         with self._exclusively(), self._parts.streams.auditing():
             (outcome,) = self._parts.feed.train([(minibatch, StreamPosition())])
+            self._accumulates = not update and self._recipe.optimizer is not None
             return self._loss_of(outcome)
 
     def steps(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Tensor | None]:
@@ -330,6 +335,7 @@ class Pipeline:
             )
         updaters = [worker.updater for worker in self._parts.workers]
         try:
+            self._keeper.check()
             self._outside.check()
             self._parts.layout.follow()
             if self._grad_scaler is not None:  # its state may have been loaded meanwhile
@@ -423,9 +429,80 @@ class Pipeline:
                 states = self._parts.driver.gather(states, self._parts.feed.expected())
         return {key: value for _, state in sorted(states.items()) for key, value in state.items()}
 
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: int | None = None,
+        position: Any = None,
+        background: bool = True,
+    ) -> None:
+        """Write a checkpoint: weights, buffers, optimizer state, schedulers, loss scale, and what
+        resumes random layers. Every process writes its own stages; all must call it after the same
+        step.
+
+        Args:
+            path: the folder of the run, the same on all ranks. The checkpoint of step 100 becomes
+                ``step-00000100`` in it, and is complete once all of its files are there.
+            keep: how many complete checkpoints stay, the latest ones; by default all.
+            position: where the run is in its data: numbers, texts or ``None``, in lists, tuples and
+                dictionaries. By default how many minibatches were trained on.
+            background: copy the state to main memory, return, and write the copy while training
+                goes on; it stays allocated for the next time. Otherwise return when the files are
+                on the disk.
+
+        Raises:
+            InputError: gradients of ``step(update=False)`` wait for their update, or something is
+                neither tensor nor JSON.
+            FileError: the folder is another run's, or a file could not be written; of a checkpoint
+                in the background, the next call of this pipeline raises it, or ``close``.
+        """
+        with self._exclusively():
+            if self._accumulates:
+                raise InputError(
+                    "gradients of step(…, update=False) wait for their update, and a checkpoint "
+                    "holds none; save after the step that updates"
+                )
+            self._keeper.save(path, self._step, keep=keep, position=position, background=background)
+
+    def load(self, path: str | os.PathLike[str], *, weights_only: bool = False) -> Any:
+        """Go on from a checkpoint, whatever plan and transport wrote it: what follows is what would
+        have followed there. All processes must call it.
+
+        Args:
+            path: the folder of a run, of which the latest complete checkpoint is taken (a warning
+                names what was skipped); or a checkpoint's own, such as ``runs/a/step-00000100``.
+            weights_only: take parameters and buffers only, and begin at step 0.
+
+        Returns:
+            The position that ``save`` was given; ``None`` if there is no complete checkpoint.
+
+        Raises:
+            FileError: a file cannot be read, or is of another model; nothing has changed then.
+            InputError: the optimizer or the scheduler is another one; nothing has changed then.
+            PeerError, DeadlineError: another rank failed, or did not call it.
+        """
+        with self._exclusively():
+            loaded = self._keeper.load(path, weights_only=weights_only)
+        if loaded is None:
+            return None
+        self._elsewhere.stale = True
+        if not weights_only:
+            self._step = loaded.step
+            self._accumulates = False
+            for worker in self._parts.workers:
+                worker.updater.drop_gradients()
+        return loaded.position
+
     def close(self) -> None:
-        """End the workers. Leaving the ``with`` block does it."""
+        """End the workers, and wait until the last checkpoint is written. Leaving the ``with``
+        block does it.
+
+        Raises:
+            FileError: that checkpoint could not be written.
+        """
         self._close()
+        self._keeper.close()
 
     def _close(self, why: str = "") -> None:
         if not self._closed:
@@ -440,4 +517,11 @@ class Pipeline:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._close("" if error is None else f"{type(error).__name__}: {told(error)}")
+        if error is None:
+            self.close()
+            return
+        self._close(f"{type(error).__name__}: {told(error)}")
+        try:
+            self._keeper.close()
+        except FileError as failure:
+            error.add_note(f"The last checkpoint was not written: {told(failure)}")

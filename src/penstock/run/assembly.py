@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType
@@ -79,6 +80,9 @@ class Assembly:
         streams: where layers draw random numbers.
         workers: this process's, in the order of their ranks.
         stages: this process's, by number; where several ranks here have copies, the first one's.
+        attempt: the name of this pipeline, which no other has, the same on all ranks.
+        deadlines: how long ranks wait for each other.
+        in_processes: whether other processes have ranks of it.
     """
 
     plan: Plan
@@ -89,6 +93,23 @@ class Assembly:
     streams: LayerStreams
     workers: Sequence[Worker]
     stages: Mapping[int, Stage]
+    attempt: str
+    deadlines: Deadlines
+    in_processes: bool
+
+    def meet(self, purpose: str) -> Rendezvous | None:
+        """A meeting of all processes, which must all come; ``None`` if there is only this one.
+
+        Args:
+            purpose: what they do together, for example ``"loading a checkpoint"``.
+        """
+        if not self.in_processes:
+            return None
+        return Rendezvous.of_group(purpose, self.deadlines.step.seconds, "raise deadline_seconds")
+
+
+def _new_name() -> str:
+    return uuid.uuid4().hex
 
 
 def assemble(
@@ -140,6 +161,9 @@ def _in_threads(
         streams,
         workers,
         dict(sorted(first_copies.items())),
+        _new_name(),
+        running.deadlines,
+        in_processes=False,
     )
 
 
@@ -152,7 +176,9 @@ def _in_processes(
     meeting: Rendezvous,
 ) -> Assembly:
     settings = {**recipe.settings, **running.settings}
-    plan, seed = agree(meeting, plan, spine_fingerprint(layers), running.seed, settings)
+    plan, seed, attempt = agree(
+        meeting, plan, spine_fingerprint(layers), running.seed, _new_name(), settings
+    )
     if plan.num_ranks != meeting.num_ranks:
         raise InputError(
             f"the plan has {plan.num_ranks} ranks, but the job has {meeting.num_ranks} processes; "
@@ -210,6 +236,9 @@ def _in_processes(
         streams,
         [worker],
         stages,
+        attempt,
+        running.deadlines,
+        in_processes=has_peers,
     )
 
 

@@ -56,7 +56,13 @@ class Feed:
                 plan.replicas,
                 by_minibatch=policy.updates == "minibatch",
             )
-            self._num_synchronous = policy.t3 if isinstance(policy, PipeMare) else 0
+            self.resume(0)
+
+    def resume(self, step: int) -> None:
+        """What comes next is the minibatch with this number: of PipeMare, the first ``t3`` train
+        with a flush."""
+        policy = self._plan.versions
+        self._num_synchronous = max(0, policy.t3 - step) if isinstance(policy, PipeMare) else 0
 
     def _restart(self) -> None:
         """Nothing is in flight."""

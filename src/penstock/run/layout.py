@@ -165,6 +165,17 @@ class Layout:
             stage for weight in self._weights if len(weight.ranks) > 1 for _, stage in weight.users
         )
 
+    @cached_property
+    def first_stages(self) -> dict[str, int]:
+        """By the name of each parameter, the first of the stages that use it."""
+        return {weight.name: min(stage for _, stage in weight.users) for weight in self._weights}
+
+    @property
+    def keys(self) -> set[str]:
+        """Of all stages' parameters and buffers, as the unsplit model names them."""
+        layers = itertools.chain.from_iterable(self._layers_of)
+        return {layer.key(key) for layer in layers for key in layer.module.state_dict()}
+
     @property
     def num_ranks(self) -> int:
         """How many ranks the model is spread over."""

@@ -23,6 +23,9 @@ class LoweredRates:
         place: the stage's.
         optimizer: the stage's.
         is_synchronous: whether the step at hand is one with a flush, whose rate stays.
+
+    Attributes:
+        num_updates: how many had a lowered rate.
     """
 
     def __init__(
@@ -35,7 +38,7 @@ class LoweredRates:
         self._policy = policy
         self._place = place
         self._is_synchronous = is_synchronous
-        self._num_updates = 0
+        self.num_updates = 0
         self._rates: list[Any] = []
         optimizer.register_step_pre_hook(self._lower)
         optimizer.register_step_post_hook(self._restore)
@@ -44,8 +47,8 @@ class LoweredRates:
         self._rates = [group["lr"] for group in optimizer.param_groups]
         if self._is_synchronous():
             return
-        factor = self._policy.rate_factor(self._place, self._num_updates)
-        self._num_updates += 1
+        factor = self._policy.rate_factor(self._place, self.num_updates)
+        self.num_updates += 1
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * factor
 
@@ -60,12 +63,15 @@ class Drift:
     Args:
         tau: by how many updates a backward is behind its forward; above 0.
         decay: the share of the drift that is left after ``tau`` updates.
+
+    Attributes:
+        of_parameter: the drift of each parameter.
     """
 
     def __init__(self, tau: float, decay: float) -> None:
         self._tau = tau
         self._decay = decay ** (1 / tau)
-        self._of_parameter: dict[nn.Parameter, Tensor] = {}
+        self.of_parameter: dict[nn.Parameter, Tensor] = {}
         self._live: Leaves = []
 
     @classmethod
@@ -78,17 +84,17 @@ class Drift:
     def begin(self, live: Leaves) -> None:
         """A new stream, which trains these parameters; what is known of their drift stays."""
         for parameter in live:
-            self._of_parameter.setdefault(parameter, torch.zeros_like(parameter))
+            self.of_parameter.setdefault(parameter, torch.zeros_like(parameter))
         self._live = live
 
     def before(self, parameter: nn.Parameter) -> Tensor:
         """A parameter as it was ``tau`` updates ago, by its drift."""
-        return parameter.detach().sub(self._of_parameter[parameter], alpha=self._tau)
+        return parameter.detach().sub(self.of_parameter[parameter], alpha=self._tau)
 
     @contextmanager
     def following(self) -> Iterator[None]:
         """Around an update: δ ← γδ + (1−γ)(w_{t+1} − w_t)."""
-        pairs = [(self._of_parameter[live], live) for live in self._live]
+        pairs = [(self.of_parameter[live], live) for live in self._live]
         with torch.no_grad():
             for drift, live in pairs:
                 drift.mul_(self._decay).sub_(live, alpha=1 - self._decay)
@@ -99,5 +105,5 @@ class Drift:
     @property
     def num_bytes(self) -> int:
         """Memory that it takes."""
-        drifts = (self._of_parameter[live] for live in self._live)
+        drifts = (self.of_parameter[live] for live in self._live)
         return sum(drift.untyped_storage().nbytes() for drift in drifts)

@@ -123,8 +123,9 @@ class WeightStore:
         self._drift = Drift.of(policy, place)
         if isinstance(policy, Predict) and optimizer is not None:
             check_predictable(optimizer)
+        self._lowered: LoweredRates | None = None
         if isinstance(policy, PipeMare) and policy.t1 is not None and optimizer is not None:
-            LoweredRates(policy, place, optimizer, lambda: self.synchronous)
+            self._lowered = LoweredRates(policy, place, optimizer, lambda: self.synchronous)
         if policy.stashes and optimizer is not None:
             # [6] Right before the step, when it is clear which parameters will change.
             optimizer.register_step_pre_hook(self._make_room)
@@ -153,6 +154,21 @@ class WeightStore:
     @property
     def _live(self) -> Leaves:
         return self._sockets.live
+
+    @property
+    def num_lowered(self) -> int:
+        """How many updates had a lowered rate (PipeMare's T1); 0 under other policies."""
+        return 0 if self._lowered is None else self._lowered.num_updates
+
+    @num_lowered.setter
+    def num_lowered(self, count: int) -> None:
+        if self._lowered is not None:
+            self._lowered.num_updates = count
+
+    def drift_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """How a parameter moves per update (PipeMare's T2), the store's own tensor; ``None`` where
+        nothing follows it."""
+        return None if self._drift is None else self._drift.of_parameter.get(parameter)
 
     @property
     def stashes(self) -> bool:

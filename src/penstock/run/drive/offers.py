@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 from penstock.errors import InputError, ModelError
@@ -16,18 +18,28 @@ class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         model: fingerprint of its model.
         seed: the seed of its random layers.
         plan: as JSON; only rank 0's counts, so that only rank 0 tells it.
+        attempt: the name that rank 0 has given to this pipeline.
         settings: arguments of ``Pipeline`` that must be alike, as text.
     """
 
     model: str
     seed: int
     plan: str | None
+    attempt: str
     settings: dict[str, str]
 
 
+class Agreed(NamedTuple):
+    """What all ranks take from rank 0."""
+
+    plan: Plan
+    seed: int
+    attempt: str
+
+
 def agree(
-    meeting: Rendezvous, plan: Plan, model: str, seed: int, settings: dict[str, str]
-) -> tuple[Plan, int]:
+    meeting: Rendezvous, plan: Plan, model: str, seed: int, attempt: str, settings: dict[str, str]
+) -> Agreed:
     """Rank 0's plan and seed, on every process: each profiles and plans a little differently.
 
     Args:
@@ -35,6 +47,7 @@ def agree(
         plan: this process's.
         model: fingerprint of this process's model.
         seed: this process's.
+        attempt: what this process would call the pipeline.
         settings: its arguments that must be alike everywhere, as text by their names.
 
     Raises:
@@ -42,7 +55,7 @@ def agree(
         InputError: their settings differ.
         PeerError, DeadlineError: another rank did not come.
     """
-    own = _Offer(model, seed, None if meeting.rank else plan.to_json(), settings)
+    own = _Offer(model, seed, None if meeting.rank else plan.to_json(), attempt, settings)
     offers = meeting.exchange(own, _Offer, "to its Pipeline")
     others = [rank for rank, offer in enumerate(offers) if offer.model != offers[0].model]
     if others:
@@ -56,4 +69,5 @@ def agree(
                     f"{name} is {value} on rank 0, but {offer.settings.get(name)} on rank {rank}; "
                     "give Pipeline the same on every rank"
                 )
-    return Plan.from_json(offers[0].plan or "", "rank 0's plan"), offers[0].seed
+    first = offers[0]
+    return Agreed(Plan.from_json(first.plan or "", "rank 0's plan"), first.seed, first.attempt)

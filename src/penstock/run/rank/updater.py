@@ -88,7 +88,10 @@ class Updater:
 
     Attributes:
         sums: the sums of the gradients of ``shared``.
+        holdings: as given.
         optimizers: by stage; a stage without parameters has none.
+        schedulers: of the optimizers, by stage, if there are any.
+        rates: what the learning rates of each stage were multiplied by when it was built.
         num_updates: steps begun so far, over all stages.
         loss_scale: as of the last verdict.
         norm: that of all gradients at the last verdict, before clipping; ``None`` before any.
@@ -107,22 +110,25 @@ class Updater:
         self.loss_scale = recipe.loss_scale
         self.norm: Tensor | None = None
         # Where gradients of replicas are averaged, there are so many times fewer updates.
-        rates = {stage: held.rate if recipe.averages else 1.0 for stage, held in holdings.items()}
+        self.rates = {
+            stage: held.rate if recipe.averages else 1.0 for stage, held in holdings.items()
+        }
         self.optimizers = {
             stage: optimizer
             for stage, holding in holdings.items()
             if recipe.optimizer is not None and holding.named
-            if (optimizer := _optimizer(recipe.optimizer, stage, holding, rates[stage])) is not None
+            if (optimizer := _optimizer(recipe.optimizer, stage, holding, self.rates[stage]))
+            is not None
         }
         make = recipe.lr_scheduler
-        self._schedulers = [
-            make_scheduler(make, optimizer, f"stage {stage}")
+        self.schedulers = {
+            stage: make_scheduler(make, optimizer, f"stage {stage}")
             for stage, optimizer in self.optimizers.items()
             if make is not None
-        ]
+        }
         self._rank = rank
         self._num_ranks = num_ranks
-        self._holdings = holdings
+        self.holdings = holdings
         self._transport = transport
         self._recipe = recipe
         # One holder keeps gradients that are only gathered, or the next sum would count them twice.
@@ -154,7 +160,7 @@ class Updater:
     def _begin_round(self, number: int) -> None:
         self._number = number
         self.sums.begin(number, averages=self._averages)
-        self._to_update = set(self._holdings)
+        self._to_update = set(self.holdings)
         self._verdict = None
         self._share = _NOTHING
         self._undo = {}
@@ -162,7 +168,7 @@ class Updater:
     def agree(self) -> None:
         """Wait for all ranks' norms, and make the gradients what the verdict says."""
         self.sums.complete()
-        self._unscale(self._holdings)
+        self._unscale(self.holdings)
         share = Share.of(self._counted())
         tell(self._transport, self._rank, self._num_ranks, self._number, share)
         self._judge(self._number, share)
@@ -179,7 +185,7 @@ class Updater:
     def _counted(self) -> dict[int, nn.Parameter]:
         return {
             place: parameter
-            for held in self._holdings.values()
+            for held in self.holdings.values()
             for place, parameter in held.counted.items()
         }
 
@@ -193,7 +199,7 @@ class Updater:
         return [
             parameter.grad
             for stage in stages
-            for parameter in self._holdings[stage].named.values()
+            for parameter in self.holdings[stage].named.values()
             if parameter.grad is not None
         ]
 
@@ -225,15 +231,15 @@ class Updater:
 
     def _clip_stage(self, stage: int) -> None:
         if self._recipe.clip_stage_norm is not None:
-            own = self._holdings[stage].named.values()
+            own = self.holdings[stage].named.values()
             torch.nn.utils.clip_grad_norm_(own, self._recipe.clip_stage_norm)
 
     def _step_schedulers(self) -> None:
-        for scheduler in self._schedulers:
+        for scheduler in self.schedulers.values():
             scheduler.step()
 
     def _step_on_trust(self, stage: int) -> None:
-        holding = self._holdings[stage]
+        holding = self.holdings[stage]
         self.sums.complete(stage)
         self._unscale([stage])
         # [1]

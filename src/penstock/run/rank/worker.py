@@ -39,7 +39,7 @@ class Worker:
         shared: what others hold as well, so that no forward of this rank may write it.
 
     Attributes:
-        rank, stages, transport, updater: as given.
+        rank, stages, transport, updater, stores: as given.
         queue: its work on its device; ``None`` where all is done in main memory.
         num_runs: minibatches completed.
         num_attempts: streams begun, whether completed or not; a synchronous minibatch is one of its
@@ -64,7 +64,7 @@ class Worker:
         self.queue = transport.queue
         self.num_runs = self.num_attempts = 0
         self._recipe = recipe
-        self._stores = stores
+        self.stores = stores
         self._shared = shared or SharedState({})
         self._observers = Observers(stages, recipe)
         self._compiler = Compiler(
@@ -143,7 +143,7 @@ class Worker:
         if segment.begins:
             self._begin(minibatch, position)
         work = Work(minibatch, position, self._recipe, self._mail, self.queue)
-        for store in self._stores.values():
+        for store in self.stores.values():
             store.synchronous = position.synchronous
             if minibatch.inputs:
                 store.extend(position.first + minibatch.num_microbatches)
@@ -161,7 +161,7 @@ class Worker:
         self.updater.begin(number, asynchronous=not position.synchronous)
         self._mail = Mail(self.transport, number)
         if minibatch.trains:
-            for store in self._stores.values():
+            for store in self.stores.values():
                 store.begin()
         self._observers.begin()
 
@@ -169,9 +169,9 @@ class Worker:
         harvest = work.harvest
         harvest.starts, harvest.ends = self._journal.starts, self._journal.ends
         harvest.stamps = self._journal.stamps
-        if self._stores and work.minibatch.trains:
+        if self.stores and work.minibatch.trains:
             harvest.versions = [work.versions.get(op, -1) for op in segment.ranks[self.rank]]
-            harvest.held = max(store.most for store in self._stores.values())
+            harvest.held = max(store.most for store in self.stores.values())
         self._observers.commit()
         if not work.position.more_follow:
             self.updater.settle()

@@ -1,0 +1,88 @@
+"""What a checkpoint holds, by the names of the model, whatever plan wrote it."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from penstock.checkpoint.folder import Checkpoint
+from penstock.checkpoint.header import Extent, Header, Optimizing
+from penstock.checkpoint.piece import assembled
+from penstock.checkpoint.plain import of_json
+from penstock.checkpoint.taking import DRIFT, OPTIMIZER
+from penstock.errors import FileError
+
+
+class Contents:
+    """Reads tensors and options of a checkpoint.
+
+    Args:
+        checkpoint: a complete one.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self._pieces_with = checkpoint.pieces_with
+        for name, pieces in self._pieces_with.items():
+            kinds = {
+                (piece.header.tensors[name].dtype, piece.header.tensors[name].shape)
+                for piece in pieces
+            }
+            if len(kinds) > 1:
+                raise FileError(f"{checkpoint.folder}: pieces disagree on the shape of {name!r}")
+
+    @cached_property
+    def weights(self) -> tuple[str, ...]:
+        """Keys of the model's parameters and buffers."""
+        names = [name for name in self._pieces_with if not name.startswith((OPTIMIZER, DRIFT))]
+        return tuple(names)
+
+    @cached_property
+    def extra(self) -> dict[str, Any]:
+        """Entries of the model's ``state_dict`` that are no tensors."""
+        return {
+            key: of_json(value)
+            for piece in self.checkpoint.pieces
+            for key, value in piece.header.extra.items()
+        }
+
+    def extent(self, name: str) -> Extent | None:
+        """Type and shape of a tensor; ``None`` if the checkpoint has none of this name."""
+        pieces = self._pieces_with.get(name)
+        return None if pieces is None else pieces[0].header.tensors[name]
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor, in memory of its own."""
+        pieces = self._pieces_with[name]
+        shape = pieces[0].header.tensors[name].shape
+        return assembled(name, pieces, (0,) * len(shape), shape)
+
+    @cached_property
+    def state_keys(self) -> dict[str, list[str]]:
+        """By parameter, the keys of the optimizer's tensors."""
+        keys: dict[str, list[str]] = {}
+        for name in self._pieces_with:
+            if name.startswith(OPTIMIZER):
+                parameter, _, key = name.removeprefix(OPTIMIZER).rpartition("/")
+                keys.setdefault(parameter, []).append(key)
+        return keys
+
+    @cached_property
+    def optimizing(self) -> tuple[tuple[Header, Optimizing], ...]:
+        """The optimizers, with the heads that tell of them."""
+        heads = (piece.header for piece in self.checkpoint.pieces)
+        return tuple((head, head.optimizing) for head in heads if head.optimizing is not None)
+
+    @cached_property
+    def trainer_of(self) -> dict[str, Optimizing]:
+        """By parameter, the optimizer that trained it."""
+        return {name: told for _, told in self.optimizing for name in told.options}
+
+    def plain_state(self, parameter: str) -> dict[str, Any]:
+        """What an optimizer had for a parameter that is no tensor."""
+        for _, told in self.optimizing:
+            if parameter in told.state:
+                return {key: of_json(value) for key, value in told.state[parameter].items()}
+        return {}

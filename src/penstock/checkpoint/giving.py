@@ -1,0 +1,287 @@
+"""Into the engine: a checkpoint's state, into one stage of whatever layout.
+
+Everything is held against the checkpoint first (``check_fits``), so that a refusal leaves the model
+as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.checkpoint.contents import Contents
+from penstock.checkpoint.header import Optimizing
+from penstock.checkpoint.plain import of_json
+from penstock.checkpoint.taking import DRIFT, OPTIMIZER, TrainedStage
+from penstock.errors import FileError, InputError
+from penstock.values import shown
+
+_RATES = ("lr", "initial_lr")
+_BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
+"""What schedulers keep for each group of parameters."""
+
+
+def check_model(contents: Contents, keys: Iterable[str]) -> None:
+    """Raise ``FileError`` unless a checkpoint has these parameters and buffers and no others."""
+    wanted, there = set(keys), {*contents.weights, *contents.extra}
+    folder = contents.checkpoint.folder
+    for what, names in (("lacks", wanted - there), ("has, beside the model's,", there - wanted)):
+        if names:
+            some = ", ".join(map(repr, sorted(names)[:3]))
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise FileError(
+                f"{folder} is of another model: it {what} {some}{more}; build the model that was "
+                "trained, or use another folder"
+            )
+
+
+def check_fits(contents: Contents, trained: TrainedStage, *, weights_only: bool) -> None:
+    """Raise unless a checkpoint's state can be given to a stage.
+
+    Raises:
+        FileError: a shape or a type differs.
+        InputError: the optimizer or the scheduler is another one, or parameters of one group have
+            different options in the checkpoint.
+    """
+    folder = contents.checkpoint.folder
+    for key, value in trained.stage.state_dict().items():
+        if isinstance(value, Tensor):
+            _check_alike(contents, key, value)
+        elif key not in contents.extra:
+            raise FileError(f"{folder}: {key!r} is a tensor there and none in the model")
+    if weights_only or trained.optimizer is None:
+        return
+    kind = type(trained.optimizer).__name__
+    for name in _optimized(trained):
+        told = contents.trainer_of.get(name)
+        if told is None:
+            raise InputError(
+                f"{folder} has no optimizer state of {name!r}, which {kind} trains here; load it "
+                "with weights_only=True, or give the optimizer what it trained"
+            )
+        if told.kind != kind:
+            raise InputError(
+                f"{folder} was trained with {told.kind}, and this pipeline trains with {kind}; "
+                "give the same optimizer, or load with weights_only=True"
+            )
+    for number, names in enumerate(_groups(trained)):
+        _group_options(contents, names, f"group {number} of {trained.whose}'s {kind}")
+    _scheduler_state(contents, trained)
+
+
+def _check_alike(contents: Contents, key: str, value: Tensor) -> None:
+    extent = contents.extent(key)
+    folder = contents.checkpoint.folder
+    if extent is None:
+        raise FileError(f"{folder} lacks {key!r}")
+    dtype = str(value.dtype).removeprefix("torch.")
+    if extent.shape != tuple(value.shape) or extent.dtype != dtype:
+        raise FileError(
+            f"{folder} has {key!r} as {extent.dtype} of shape {extent.shape}, and the model as "
+            f"{dtype} of shape {tuple(value.shape)}; build the model as it was trained"
+        )
+
+
+def _optimized(trained: TrainedStage) -> list[str]:
+    """Names of the parameters that a stage's optimizer trains."""
+    return [name for names in _groups(trained) for name in names]
+
+
+def _groups(trained: TrainedStage) -> list[list[str]]:
+    """Names of the parameters of each group of a stage's optimizer."""
+    assert trained.optimizer is not None
+    names = {parameter: name for name, parameter in trained.named.items()}
+    return [
+        [names[parameter] for parameter in group["params"]]
+        for group in trained.optimizer.param_groups
+    ]
+
+
+def give(contents: Contents, trained: TrainedStage, *, weights_only: bool) -> None:
+    """Give a stage what ``check_fits`` has accepted.
+
+    Args:
+        contents: of the checkpoint.
+        trained: the stage.
+        weights_only: leave the optimizer and the scheduler as they are.
+    """
+    state = trained.stage.state_dict()
+    with torch.no_grad():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                value.copy_(contents.tensor(key))
+    if extra := {key: contents.extra[key] for key in state if key in contents.extra}:
+        for layer in trained.stage.layers:
+            own = {key: layer.key(key) for key in layer.module.state_dict()}
+            mine = {key: extra[name] for key, name in own.items() if name in extra}
+            if mine:
+                layer.module.load_state_dict(mine, strict=False)
+    if weights_only or trained.optimizer is None:
+        return
+    _give_optimizer(contents, trained)
+    if trained.scheduler is not None:
+        trained.scheduler.load_state_dict(_scheduler_state(contents, trained))
+    if trained.store is not None:
+        told = next((contents.trainer_of[name] for name in _optimized(trained)), None)
+        trained.store.num_lowered = 0 if told is None else told.num_lowered
+        for name, parameter in trained.named.items():
+            drift = trained.store.drift_of(parameter)
+            if drift is not None and contents.extent(f"{DRIFT}{name}") is not None:
+                drift.copy_(contents.tensor(f"{DRIFT}{name}"))
+
+
+def _give_optimizer(contents: Contents, trained: TrainedStage) -> None:
+    optimizer = trained.optimizer
+    assert optimizer is not None
+    tensors: dict[int, dict[str, Tensor]] = {}
+    state: dict[int, dict[str, Any]] = {}
+    saved_groups = []
+    own_groups = optimizer.state_dict()["param_groups"]
+    for number, (names, own) in enumerate(zip(_groups(trained), own_groups, strict=True)):
+        options = _group_options(contents, names, f"group {number}")
+        _change_rates(options, _rate_change(contents, trained, names))
+        saved_groups.append({**own, **_on_devices(options, own)})
+        for name, index in zip(names, own["params"], strict=True):
+            parameter = trained.named[name]
+            tensors[index] = {
+                key: _laid_out_like(parameter, contents.tensor(f"{OPTIMIZER}{name}/{key}"))
+                for key in contents.state_keys.get(name, ())
+            }
+            state[index] = {**contents.plain_state(name), **tensors[index]}
+    given = {index: values for index, values in state.items() if values}
+    optimizer.load_state_dict({"state": given, "param_groups": saved_groups})
+    _undo_rounding(optimizer, own_groups, tensors)
+
+
+def _on_devices(options: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that are tensors, as rates of captured optimizers, where this optimizer has them."""
+    return {
+        key: value.to(own[key].device)
+        if isinstance(value, Tensor) and isinstance(own.get(key), Tensor)
+        else value
+        for key, value in options.items()
+    }
+
+
+def _laid_out_like(parameter: Tensor, value: Tensor) -> Tensor:
+    """Sums of squares lie in memory as their parameter does, which fused optimizers count on."""
+    if value.shape != parameter.shape or parameter.is_contiguous():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device="cpu").copy_(value)
+
+
+def _undo_rounding(
+    optimizer: torch.optim.Optimizer,
+    own_groups: Sequence[Mapping[str, Any]],
+    tensors: Mapping[int, Mapping[str, Tensor]],
+) -> None:
+    """torch gives loaded state the type of its parameter, which may round it: not here."""
+    for group, own in zip(optimizer.param_groups, own_groups, strict=True):
+        for parameter, index in zip(group["params"], own["params"], strict=True):
+            for key, value in tensors.get(index, {}).items():
+                now = optimizer.state[parameter][key]
+                if now.dtype != value.dtype:
+                    optimizer.state[parameter][key] = value.to(now.device)
+
+
+def _group_options(contents: Contents, names: Sequence[str], whose: str) -> dict[str, Any]:
+    """The options that all parameters of a group had.
+
+    Raises:
+        InputError: they had different ones.
+    """
+    if not names:
+        return {}
+    first = contents.trainer_of[names[0]].options[names[0]]
+    for name in names[1:]:
+        options = contents.trainer_of[name].options[name]
+        for key in {*first, *options}:
+            if first.get(key) != options.get(key):
+                raise InputError(
+                    f"{whose} has {names[0]!r} and {name!r} together, but {key!r} was "
+                    f"{shown(of_json(first.get(key)))} for the one and "
+                    f"{shown(of_json(options.get(key)))} for the other in "
+                    f"{contents.checkpoint.folder}; make groups of parameters by their names, "
+                    "alike in every layout"
+                )
+    return {key: of_json(value) for key, value in first.items()}
+
+
+def _rate_change(contents: Contents, trained: TrainedStage, names: Sequence[str]) -> float:
+    """By how much a layout's rates are higher than those of the checkpoint's layout."""
+    if not names:
+        return 1.0
+    before = contents.trainer_of[names[0]].rate
+    return 1.0 if before == trained.rate else trained.rate / before
+
+
+def _change_rates(options: dict[str, Any], factor: float) -> None:
+    if factor != 1.0:
+        options.update({key: options[key] * factor for key in _RATES if key in options})
+
+
+def _scheduler_state(contents: Contents, trained: TrainedStage) -> dict[str, Any]:
+    """The state that a stage's scheduler goes on from.
+
+    What is kept for each group follows from the groups' options; the rest must be the same for all
+    optimizers whose parameters this one has.
+
+    Raises:
+        InputError: it is not, or the checkpoint has no scheduler, or one of another kind.
+    """
+    if trained.scheduler is None:
+        return {}
+    assert trained.optimizer is not None
+    names = _optimized(trained)
+    told = [one for _, one in contents.optimizing if not one.options.keys().isdisjoint(names)]
+    folder, kind = contents.checkpoint.folder, type(trained.scheduler).__name__
+    if any(one.scheduler is None for one in told):
+        raise InputError(
+            f"{folder} has no learning-rate scheduler, and this pipeline has {kind}; build it "
+            "without, or load with weights_only=True"
+        )
+    states = [of_json(one.scheduler) for one in told]
+    own = trained.scheduler.state_dict()
+    if not states:
+        return own
+    groups = []
+    for number, group_names in enumerate(_groups(trained)):
+        options = _group_options(contents, group_names, f"group {number}")
+        _change_rates(options, _rate_change(contents, trained, group_names))
+        # A group without parameters trains nothing, and its rate is nobody's.
+        groups.append(options or trained.optimizer.param_groups[number])
+    return _merged(states, own, groups, told, f"{folder}: the state of {kind}")
+
+
+def _merged(
+    states: Sequence[Any],
+    own: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    told: Sequence[Optimizing],
+    what: str,
+) -> dict[str, Any]:
+    first = states[0]
+    if not isinstance(first, dict) or first.keys() != own.keys():
+        raise InputError(f"{what} is that of another kind of scheduler; give the one it was")
+    merged: dict[str, Any] = {}
+    for key, value in first.items():
+        if key == "base_lrs":
+            merged[key] = [group["initial_lr"] for group in groups]
+        elif key == "_last_lr":
+            merged[key] = [group["lr"] for group in groups]
+        elif key in _BY_GROUP:
+            merged[key] = own[key]  # functions, which the script has made anew
+        elif key == "_schedulers":
+            parts = zip(*(state[key] for state in states), own[key], strict=True)
+            merged[key] = [_merged(part[:-1], part[-1], groups, told, what) for part in parts]
+        else:
+            if any(state.get(key) != value for state in states[1:]):
+                raise InputError(
+                    f"{what} differs between stages in {key!r}, so that stages cut elsewhere have "
+                    "none; load it with the plan it was trained with"
+                )
+            merged[key] = value
+    return merged

@@ -1,0 +1,132 @@
+"""What stands at the head of a piece: everything that is no tensor, as strict JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from penstock.errors import FileError
+from penstock.values import Value
+
+FORMAT = 1
+
+
+class Extent(Value, frozen=True, kw_only=True, array_like=True):
+    """Where a tensor of a piece lies in the whole one.
+
+    Attributes:
+        dtype: the type of its numbers, such as ``"float32"``.
+        shape: of the whole tensor.
+        start: for each dimension, where this piece begins; empty if this is all of it.
+        size: for each dimension, how much of it there is here; empty if this is all of it.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...] = ()
+    size: tuple[int, ...] = ()
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor in the piece."""
+        return self.size or self.shape
+
+    def __post_init__(self) -> None:
+        if not self.start and not self.size:
+            return
+        dimensions = zip(self.shape, self.start, self.size, strict=True)
+        try:
+            fits = all(first >= 0 and first + count <= most for most, first, count in dimensions)
+        except ValueError:
+            fits = False
+        if not fits:
+            raise ValueError(
+                f"a part that begins at {self.start} and has the shape {self.size} does not lie in "
+                f"a tensor of shape {self.shape}"
+            )
+
+
+class Identity(Value, frozen=True, kw_only=True):
+    """Which checkpoint a piece belongs to. All of its pieces have an equal one.
+
+    Attributes:
+        format: the version of the format.
+        run: what goes on from a checkpoint has the name of the run that wrote it.
+        attempt: the pipeline that wrote it, which is another one after each restart.
+        step: how many minibatches were trained on.
+        num_stages: how many stages its plan has.
+        plan: digest of the plan.
+        seed: of all random layers.
+        position: where the run was in its data, as the caller gave it.
+        scaler: the state of the loss scaler; empty without one.
+    """
+
+    format: int
+    run: str
+    attempt: str
+    step: int
+    num_stages: int
+    plan: str
+    seed: int
+    position: Any = None
+    scaler: dict[str, float] = {}
+
+
+class Optimizing(Value, frozen=True, kw_only=True):
+    """The optimizer of a stage, but for its tensors.
+
+    Attributes:
+        kind: the name of its class.
+        rate: what its learning rates were multiplied by when it was made.
+        options: those of each parameter, by the parameter's name.
+        state: what each parameter has that is no tensor, by the parameter's name.
+        scheduler: the state of the learning-rate scheduler.
+        num_lowered: how many updates had a lowered rate (PipeMare's T1).
+    """
+
+    kind: str
+    rate: float
+    options: dict[str, dict[str, Any]]
+    state: dict[str, dict[str, Any]]
+    scheduler: dict[str, Any] | None = None
+    num_lowered: int = 0
+
+
+class Header(Value, frozen=True, kw_only=True):
+    """The head of one piece.
+
+    Attributes:
+        identity: of its checkpoint.
+        stage: the number of the stage.
+        part: which part of the stage's state it is.
+        num_parts: how many parts there are.
+        tensors: where each tensor of the file lies in the whole one.
+        extra: entries of the stage's ``state_dict`` that are no tensors.
+        optimizing: the stage's optimizer; ``None`` if it has none.
+    """
+
+    identity: Identity
+    stage: int
+    part: int = 0
+    num_parts: int = 1
+    tensors: dict[str, Extent]
+    extra: dict[str, Any] = {}
+    optimizing: Optimizing | None = None
+
+    def text(self) -> str:
+        """As one line of JSON."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def of_text(cls, text: str, where: str) -> Header:
+        """Read back what ``text`` wrote.
+
+        Raises:
+            FileError: it is no header, or of a version that this one does not know.
+        """
+        header = cls.from_json(text, where)
+        version = header.identity.format
+        if version != FORMAT:
+            raise FileError(f"{where} has format {version}; this Penstock reads format {FORMAT}")
+        return header

@@ -1,0 +1,291 @@
+"""Saves and loads what one pipeline trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from penstock.checkpoint.contents import Contents
+from penstock.checkpoint.folder import (
+    PLAN,
+    Checkpoint,
+    as_path,
+    checkpoint_in,
+    digest,
+    folder_name,
+    prune,
+    run_in,
+)
+from penstock.checkpoint.giving import check_fits, check_model, give
+from penstock.checkpoint.header import FORMAT, Header, Identity
+from penstock.checkpoint.piece import extent_of, is_piece_name, piece_name, write_piece
+from penstock.checkpoint.plain import of_json, to_json
+from penstock.checkpoint.saver import Saver
+from penstock.checkpoint.taking import StageState, TrainedStage, state_of
+from penstock.errors import FileError, InputError
+from penstock.run.assembly import Assembly
+from penstock.run.drive.driver import told
+from penstock.values import flag, whole, write_atomically
+
+_PURPOSE = "loading a checkpoint"
+
+
+class _Seen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The checkpoint that a rank would load; all empty if it sees none."""
+
+    folder: str = ""
+    attempt: str = ""
+
+
+class Loaded(NamedTuple):
+    """What a pipeline goes on from.
+
+    Attributes:
+        step: how many minibatches were trained on.
+        position: as it was given to ``save``; by default the step.
+    """
+
+    step: int
+    position: Any
+
+
+class Keeper:
+    """Saves and loads the state of a pipeline's stages in this process.
+
+    Args:
+        parts: the pipeline.
+        grad_scaler: the user's, whose state belongs to the rest.
+    """
+
+    def __init__(self, parts: Assembly, grad_scaler: torch.amp.GradScaler | None) -> None:
+        self._parts = parts
+        self._grad_scaler = grad_scaler
+        self._saver = Saver()
+        self._run = parts.attempt
+        self._known: set[Path] = set()
+
+    def save(
+        self, path: object, step: int, *, keep: int | None, position: Any, background: bool
+    ) -> None:
+        """Write a checkpoint of this process's stages.
+
+        Args:
+            path: the run's folder.
+            step: how many minibatches were trained on.
+            keep: how many complete checkpoints stay; ``None``: all.
+            position: where the run is in its data.
+            background: copy the state and write it while training goes on.
+
+        Raises:
+            InputError: something cannot be saved.
+            FileError: this or an earlier checkpoint could not be written, or the folder is that of
+                another run.
+        """
+        run = as_path(path)
+        if keep is not None:
+            whole("keep", keep, 1)
+        flag("background", background)
+        self._saver.wait()
+        self._check_own(run)
+        identity = self._identity(step, position)
+        states = [(trained, self._state(trained)) for trained in self._written_here()]
+        if background:
+            states = [
+                (trained, state._replace(tensors=self._copied(trained, state)))
+                for trained, state in states
+            ]
+        write = partial(self._write, run, identity, states, keep)
+        if background:
+            self._saver.begin(write)
+        else:
+            write()
+
+    def _copied(self, trained: TrainedStage, state: StageState) -> dict[str, Tensor]:
+        return self._saver.copied(trained.whose, state.tensors)
+
+    def _check_own(self, run: Path) -> None:
+        """Raise ``FileError`` if a folder has another run's checkpoints: nobody would know which
+        run goes on from it."""
+        if run in self._known:
+            return
+        theirs = run_in(run)
+        if theirs is not None and theirs != self._run:
+            raise FileError(
+                f"{run} has the checkpoints of another run; load it first (pipeline.load({str(run)!r})) "
+                "to go on from there, or save to a new folder"
+            )
+        self._known.add(run)
+
+    def _identity(self, step: int, position: Any) -> Identity:
+        scaler = self._grad_scaler.state_dict() if self._grad_scaler is not None else {}
+        return Identity(
+            format=FORMAT,
+            run=self._run,
+            attempt=self._parts.attempt,
+            step=step,
+            num_stages=len(self._parts.plan.stages),
+            plan=digest(self._parts.plan),
+            seed=self._parts.streams.seed,
+            position=to_json(step if position is None else position, "position"),
+            scaler=scaler,
+        )
+
+    def _trained(self) -> Iterator[tuple[int, TrainedStage]]:
+        """The stages of each rank of this process."""
+        for worker in self._parts.workers:
+            updater = worker.updater
+            for index, stage in worker.stages.items():
+                yield (
+                    worker.rank,
+                    TrainedStage(
+                        stage,
+                        updater.holdings[index].named,
+                        updater.optimizers.get(index),
+                        updater.schedulers.get(index),
+                        updater.rates[index],
+                        worker.stores.get(index),
+                    ),
+                )
+
+    def _written_here(self) -> Iterator[TrainedStage]:
+        """Of copies of a stage, which are equal, the first rank's is written."""
+        for rank, trained in self._trained():
+            if min(self._parts.plan.placement.ranks_of(trained.stage.index)) == rank:
+                yield trained
+
+    def _state(self, trained: TrainedStage) -> StageState:
+        first = self._parts.layout.first_stages
+        index = trained.stage.index
+        return state_of(trained, {name for name in trained.named if first[name] < index})
+
+    def _write(
+        self,
+        run: Path,
+        identity: Identity,
+        states: list[tuple[TrainedStage, StageState]],
+        keep: int | None,
+    ) -> None:
+        folder = run / folder_name(identity.step)
+        is_first = any(worker.rank == 0 for worker in self._parts.workers)
+        if is_first:
+            write_atomically(folder / PLAN, self._parts.plan.to_json() + "\n")
+            self._remove_foreign(folder)
+        for trained, (tensors, extra, optimizing) in states:
+            header = Header(
+                identity=identity,
+                stage=trained.stage.index,
+                tensors={name: extent_of(tensor) for name, tensor in tensors.items()},
+                extra=extra,
+                optimizing=optimizing,
+            )
+            write_piece(folder, header, _apart(tensors))
+        if is_first and keep is not None:
+            prune(run, keep)
+
+    def _remove_foreign(self, folder: Path) -> None:
+        """Pieces of an earlier attempt's plan with more stages."""
+        own = {piece_name(stage) for stage in range(len(self._parts.plan.stages))}
+        for path in folder.iterdir():
+            if is_piece_name(path.name) and path.name not in own:
+                path.unlink(missing_ok=True)
+
+    def load(self, path: object, *, weights_only: bool) -> Loaded | None:
+        """Give this process's stages the state of a checkpoint.
+
+        Args:
+            path: the run's folder, of which the latest complete checkpoint is taken; or that of one
+                checkpoint.
+            weights_only: leave optimizers, schedulers, seed and loss scale as they are.
+
+        Returns:
+            ``None`` if there is no checkpoint.
+
+        Raises:
+            FileError, InputError: it does not fit; nothing has changed then.
+            PeerError, DeadlineError: another rank failed or did not come.
+        """
+        folder = as_path(path)
+        flag("weights_only", weights_only)
+        self._saver.wait()
+        checkpoint = self._agreed(folder, weights_only=weights_only)
+        if checkpoint is None:
+            return None
+        identity = checkpoint.identity
+        for _, trained in self._trained():
+            give(Contents(checkpoint), trained, weights_only=weights_only)
+        if not weights_only:
+            self._run = identity.run
+            self._known.clear()
+            self._parts.streams.seed = identity.seed
+            self._parts.feed.resume(identity.step)
+            if self._grad_scaler is not None and identity.scaler:
+                self._grad_scaler.load_state_dict(identity.scaler)
+        return Loaded(identity.step, of_json(identity.position))
+
+    def _fitting(self, path: Path, *, weights_only: bool) -> Checkpoint | None:
+        """The checkpoint that a path names, if it fits this process's stages."""
+        checkpoint = checkpoint_in(path)
+        if checkpoint is not None:
+            contents = Contents(checkpoint)
+            check_model(contents, self._parts.layout.keys)
+            for _, trained in self._trained():
+                check_fits(contents, trained, weights_only=weights_only)
+        return checkpoint
+
+    def _agreed(self, path: Path, *, weights_only: bool) -> Checkpoint | None:
+        """The checkpoint that all ranks load: they must see the same."""
+        meeting = self._parts.meet(_PURPOSE)
+        if meeting is None:
+            return self._fitting(path, weights_only=weights_only)
+        try:
+            checkpoint = self._fitting(path, weights_only=weights_only)
+        except (FileError, InputError) as error:
+            meeting.fail(f"rank {meeting.rank} failed {_PURPOSE}: {told(error)}")
+            raise
+        own = _Seen()
+        if checkpoint is not None:
+            own = _Seen(checkpoint.folder.name, checkpoint.identity.attempt)
+        seen = meeting.exchange(own, _Seen, "to load a checkpoint")
+        for rank, other in enumerate(seen):
+            if other != seen[0]:
+                raise FileError(
+                    f"rank 0 sees {seen[0].folder or 'no checkpoint'} in {path} as the latest, and "
+                    f"rank {rank} {other.folder or 'none'}; put the folder where all hosts see the "
+                    "same files"
+                )
+        return checkpoint
+
+    def check(self) -> None:
+        """Raise what has gone wrong in the background, if anything has.
+
+        Raises:
+            FileError: a checkpoint could not be written.
+        """
+        self._saver.check()
+
+    def close(self) -> None:
+        """Wait until the last checkpoint is on the disk.
+
+        Raises:
+            FileError: it could not be written.
+        """
+        self._saver.close()
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as safetensors takes them: dense, in main memory, none in the memory of another."""
+    apart: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        dense = tensor.detach().cpu().contiguous()
+        address = dense.untyped_storage().data_ptr()
+        shares = address in seen or dense.untyped_storage().nbytes() != dense.nbytes
+        apart[name] = dense.clone() if shares else dense
+        seen.add(address)
+    return apart

@@ -1,0 +1,138 @@
+"""Out of the engine: the state of one stage, as tensors and the head of a piece."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from penstock.checkpoint.header import Optimizing
+from penstock.checkpoint.plain import to_json
+from penstock.errors import InputError
+from penstock.stage.stage import Stage
+from penstock.weights.store import WeightStore
+
+OPTIMIZER, DRIFT = "optimizer/", "drift/"
+
+
+class TrainedStage(NamedTuple):
+    """One stage of a rank, with what trains it.
+
+    Attributes:
+        stage: the stage.
+        named: the parameters that this stage trains, by their names in the model.
+        optimizer: theirs.
+        scheduler: of the optimizer's learning rates.
+        rate: what the optimizer's learning rates were multiplied by when it was made.
+        store: the versions of the stage's weights, where there are several.
+    """
+
+    stage: Stage
+    named: Mapping[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer | None
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None
+    rate: float
+    store: WeightStore | None
+
+    @property
+    def whose(self) -> str:
+        """How errors name the stage."""
+        return f"stage {self.stage.index}"
+
+
+class StageState(NamedTuple):
+    """What a piece will hold.
+
+    Attributes:
+        tensors: by their names in the file; still the engine's own.
+        extra: entries of the stage's ``state_dict`` that are no tensors.
+        optimizing: the optimizer, but for its tensors.
+    """
+
+    tensors: dict[str, Tensor]
+    extra: dict[str, Any]
+    optimizing: Optimizing | None
+
+
+def state_of(trained: TrainedStage, elsewhere: Collection[str]) -> StageState:
+    """The state of a stage.
+
+    Args:
+        trained: the stage.
+        elsewhere: names of parameters that an earlier stage trains as well, and so saves.
+
+    Raises:
+        InputError: something is neither a tensor nor JSON, or a name is one that Penstock needs.
+    """
+    tensors: dict[str, Tensor] = {}
+    extra: dict[str, Any] = {}
+    for key, value in trained.stage.state_dict().items():
+        if key.startswith((OPTIMIZER, DRIFT)):
+            raise InputError(
+                f"the model's {key!r} has a name that checkpoints need for something else; rename "
+                f"the module {key.partition('.')[0]!r}"
+            )
+        if isinstance(value, Tensor):
+            tensors[key] = value
+        else:
+            extra[key] = to_json(value, f"{key!r} in the model's state_dict")
+    own = {name: one for name, one in trained.named.items() if name not in elsewhere}
+    if trained.store is not None:
+        for name, parameter in own.items():
+            drift = trained.store.drift_of(parameter)
+            if drift is not None:
+                tensors[f"{DRIFT}{name}"] = drift
+    optimizing = None
+    if trained.optimizer is not None:
+        state = _state_by_name(trained.optimizer, own, tensors)
+        scheduler = trained.scheduler
+        optimizing = Optimizing(
+            kind=type(trained.optimizer).__name__,
+            rate=trained.rate,
+            options=_options_by_name(trained),
+            state=state,
+            scheduler=None
+            if scheduler is None
+            else to_json(
+                scheduler.state_dict(),
+                f"the state of {trained.whose}'s {type(scheduler).__name__}",
+            ),
+            num_lowered=0 if trained.store is None else trained.store.num_lowered,
+        )
+    return StageState(tensors, extra, optimizing)
+
+
+def _state_by_name(
+    optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], tensors: dict[str, Tensor]
+) -> dict[str, dict[str, Any]]:
+    """What is no tensor, by parameter; tensors go to the others."""
+    others: dict[str, dict[str, Any]] = {}
+    for name, parameter in named.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(key, str):
+                raise InputError(
+                    f"{type(optimizer).__name__} keeps something under {key!r}, which is no text, "
+                    f"for {name!r}; a checkpoint cannot name it"
+                )
+            if isinstance(value, Tensor):
+                tensors[f"{OPTIMIZER}{name}/{key}"] = value
+            else:
+                what = f"{type(optimizer).__name__}'s {key!r} of {name!r}"
+                others.setdefault(name, {})[key] = to_json(value, what)
+    return others
+
+
+def _options_by_name(trained: TrainedStage) -> dict[str, dict[str, Any]]:
+    assert trained.optimizer is not None
+    names = {parameter: name for name, parameter in trained.named.items()}
+    options: dict[str, dict[str, Any]] = {}
+    for group in trained.optimizer.param_groups:
+        own = {
+            key: to_json(value, f"the option {key!r} of {type(trained.optimizer).__name__}")
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        options.update({names[parameter]: own for parameter in group["params"]})
+    return options
