@@ -64,6 +64,7 @@ class Feed:
     def resume(self, step: int) -> None:
         """What comes next is the minibatch with this number: of PipeMare, the first ``t3`` train
         with a flush."""
+        self._logbook.reach(step)
         policy = self._plan.versions
         self._num_synchronous = max(0, policy.t3 - step) if isinstance(policy, PipeMare) else 0
 
@@ -93,7 +94,10 @@ class Feed:
                 self._submit(segment, minibatch, position)
                 most = self._most_under_way(minibatch, position) if position.more_follow else 0
                 while len(self.under_way) > most:
-                    yield self._collect()
+                    outcome = self._collect()
+                    if not self.under_way:
+                        self._logbook.reach(minibatch.step + 1)
+                    yield outcome
             except RunError as error:
                 if position.failure is None:
                     raise

@@ -22,7 +22,7 @@ VARIABLE = "PENSTOCK_LOGBOOK"
 
 PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
 _NUMBERS = struct.Struct("=dqqI")
-_BUILT, _FIRST, _STEP, _LENGTH = (struct.Struct(f"={code}") for code in "dqqI")
+_BUILT, _STEP, _LENGTH = (struct.Struct(f"={code}") for code in "dqI")
 _BUILT_AT, _FIRST_AT, _STEP_AT, _LENGTH_AT = 0, 8, 16, 24
 _MOST_LETTERS = 600
 """Of a reason: JSON takes up to six bytes for each, and all must fit on the page."""
@@ -46,7 +46,7 @@ class Notes(NamedTuple):
     Attributes:
         built: when its last pipeline was there, and all ranks had met; as by ``time.monotonic``.
         first_step: the number of the minibatch on which it trained first.
-        step: that of the minibatch on which it trained last.
+        step: that of the minibatch which it has come to, and may have begun.
         failure: what ended its script.
     """
 
@@ -65,6 +65,7 @@ class Logbook:
 
     def __init__(self, page: mmap.mmap) -> None:
         self._page = page
+        self._has_begun = False
 
     @classmethod
     def of_this_process(cls, environment: Mapping[str, str] = os.environ) -> Logbook:
@@ -85,11 +86,16 @@ class Logbook:
         Args:
             step: the minibatch's number.
         """
-        # Numbers are noted from 1, since 0 is what stands there at first.
-        number = _STEP.pack(step + 1)
-        self._put(_STEP_AT, number)
-        if self._page[_FIRST_AT : _FIRST_AT + _FIRST.size] == bytes(_FIRST.size):
-            self._put(_FIRST_AT, number)
+        if not self._has_begun:
+            self._has_begun = True
+            if self.read().first_step is None:  # of an earlier pipeline of the script
+                self._put(_FIRST_AT, _STEP.pack(step + 1))
+        self.reach(step)
+
+    def reach(self, step: int) -> None:
+        """Note where this rank is: every minibatch before this one is behind it."""
+        # Noted from 1, since 0 is what stands there at first.
+        self._put(_STEP_AT, _STEP.pack(step + 1))
 
     def fail(self, failure: Failure) -> None:
         """Note why this rank ends; the last note counts."""

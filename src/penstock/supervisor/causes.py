@@ -42,7 +42,7 @@ class Cause:
 
     Attributes:
         reason: who, and by what.
-        step: the number of the minibatch that the rank trained on last; ``None`` if there was none.
+        step: the number of the minibatch that the rank had come to; ``None`` if to none.
         code: the exit code of a job that ends with it.
         own_fault: whether it may be expected to happen again.
         followed: whether it is only what another rank's failure has led to.
