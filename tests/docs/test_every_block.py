@@ -32,7 +32,7 @@ def small_model():
 
 def what_a_reader_has(page):
     """The names that a page takes for granted: a reader's own model, data and plan."""
-    if page != "docs/training.md":
+    if page not in ("docs/training.md", "docs/restarting.md"):
         return {}
     inputs, targets = torch.randn(8, 6), torch.randint(0, 3, (8,))
     model = small_model()
