@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.model.microbatches import Microbatches
     from penstock.model.spine import run_spine
     from penstock.pipeline import Pipeline
-    from penstock.planner import plan
+    from penstock.planner import plan, replan
     from penstock.plans import Plan
     from penstock.profiler import profile
     from penstock.rehearsal import rehearse
@@ -58,6 +58,7 @@ __all__ = [
     "plan",
     "profile",
     "rehearse",
+    "replan",
     "run_spine",
     "schedules",
     "simulate",
@@ -79,7 +80,7 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
             "penstock.model.microbatches": ("Microbatches",),
             "penstock.model.spine": ("run_spine",),
             "penstock.pipeline": ("Pipeline",),
-            "penstock.planner": ("plan",),
+            "penstock.planner": ("plan", "replan"),
             "penstock.plans": ("Plan",),
             "penstock.profiler": ("profile",),
             "penstock.rehearsal": ("rehearse",),

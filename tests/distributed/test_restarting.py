@@ -133,7 +133,7 @@ def test_a_signal_ends_the_supervisor_and_all_ranks(tmp_path, number, code):
         own = children(job.process)
         assert own > set(ranks)
         wait_for_losses(tmp_path, 3)
-        job.send(number)
+        os.killpg(job.process, number)  # as a terminal does
         assert job.wait() == code
     wait_until_gone(own, limit_seconds=0)
     # Each rank gets it exactly once.

@@ -45,14 +45,16 @@ from penstock.lazily import loaded_when_used
 
 if TYPE_CHECKING:
     from penstock.planner.changes import WhatIf, what_if
+    from penstock.planner.replanning import replan
     from penstock.planner.search import plan
 else:
     __getattr__ = loaded_when_used(
         __name__,
         {
             "penstock.planner.changes": ("WhatIf", "what_if"),
+            "penstock.planner.replanning": ("replan",),
             "penstock.planner.search": ("plan",),
         },
     )
 
-__all__ = ["WhatIf", "plan", "what_if"]
+__all__ = ["WhatIf", "plan", "replan", "what_if"]
