@@ -1,7 +1,7 @@
 """A folder of checkpoints: which there are, which are complete, and which may go.
 
-``plan.json`` and pieces come into a checkpoint's folder in any order, from several processes that do
-not wait for each other. So nothing here says "complete"; it follows from what is there.
+``plan.json`` and pieces come into a checkpoint's folder in any order, from several processes that
+do not wait for each other. So nothing here says "complete"; it follows from what is there.
 """
 
 from __future__ import annotations
@@ -94,11 +94,11 @@ class Checkpoint:
     @cached_property
     def pieces_with(self) -> dict[str, list[Piece]]:
         """The pieces that have some of a tensor, by its name."""
-        found: dict[str, list[Piece]] = {}
+        pieces: dict[str, list[Piece]] = {}
         for piece in self.pieces:
             for name in piece.header.tensors:
-                found.setdefault(name, []).append(piece)
-        return found
+                pieces.setdefault(name, []).append(piece)
+        return pieces
 
     @property
     def num_bytes(self) -> int:

@@ -31,6 +31,7 @@ from penstock.checkpoint.taking import StageState, TrainedStage, state_of
 from penstock.errors import FileError, InputError
 from penstock.run.assembly import Assembly
 from penstock.run.drive.driver import told
+from penstock.stage.stage import Stage
 from penstock.values import flag, whole, write_atomically
 
 _PURPOSE = "loading a checkpoint"
@@ -117,8 +118,8 @@ class Keeper:
         theirs = run_in(run)
         if theirs is not None and theirs != self._run:
             raise FileError(
-                f"{run} has the checkpoints of another run; load it first (pipeline.load({str(run)!r})) "
-                "to go on from there, or save to a new folder"
+                f"{run} has the checkpoints of another run; call pipeline.load({str(run)!r}) to go "
+                "on from there, or save to a new folder"
             )
         self._known.add(run)
 
@@ -141,6 +142,7 @@ class Keeper:
         for worker in self._parts.workers:
             updater = worker.updater
             for index, stage in worker.stages.items():
+                assert isinstance(stage, Stage)
                 yield (
                     worker.rank,
                     TrainedStage(

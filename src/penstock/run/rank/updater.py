@@ -114,7 +114,7 @@ class Updater:
             stage: held.rate if recipe.averages else 1.0 for stage, held in holdings.items()
         }
         self.optimizers = {
-            stage: optimizer
+            stage: made
             for stage, holding in holdings.items()
             if recipe.optimizer is not None and holding.named
             if (optimizer := _optimizer(recipe.optimizer, stage, holding, self.rates[stage]))
