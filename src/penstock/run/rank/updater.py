@@ -117,8 +117,7 @@ class Updater:
             stage: made
             for stage, holding in holdings.items()
             if recipe.optimizer is not None and holding.named
-            if (optimizer := _optimizer(recipe.optimizer, stage, holding, self.rates[stage]))
-            is not None
+            if (made := _optimizer(recipe.optimizer, stage, holding, self.rates[stage])) is not None
         }
         make = recipe.lr_scheduler
         self.schedulers = {
