@@ -31,6 +31,7 @@ from penstock.checkpoint.taking import StageState, TrainedStage, state_of
 from penstock.errors import FileError, InputError
 from penstock.run.assembly import Assembly
 from penstock.run.drive.driver import told
+from penstock.run.recipe import LossScale
 from penstock.stage.stage import Stage
 from penstock.values import flag, whole, write_atomically
 
@@ -228,6 +229,8 @@ class Keeper:
             self._parts.feed.resume(identity.step)
             if self._grad_scaler is not None and identity.scaler:
                 self._grad_scaler.load_state_dict(identity.scaler)
+                for worker in self._parts.workers:
+                    worker.updater.loss_scale = LossScale.of(self._grad_scaler)
         return Loaded(identity.step, of_json(identity.position))
 
     def _fitting(self, path: Path, *, weights_only: bool) -> Checkpoint | None:
