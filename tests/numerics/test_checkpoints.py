@@ -72,12 +72,12 @@ def batch(step):
 
 
 LAYOUTS = {
-    "one rank": dict(num_ranks=1, num_microbatches=4),
-    "1f1b on 2": dict(num_ranks=2, num_microbatches=4),
-    "1f1b on 2, cut late": dict(num_ranks=2, num_microbatches=4, cuts=[5]),
-    "gpipe on 3": dict(num_ranks=3, num_microbatches=4, schedule="gpipe"),
-    "interleaved on 2": dict(num_ranks=2, num_microbatches=4, schedule="interleaved-1f1b"),
-    "zb-v on 2": dict(num_ranks=2, num_microbatches=4, schedule="zb-v"),
+    "one rank": {"num_ranks": 1, "num_microbatches": 4},
+    "1f1b on 2": {"num_ranks": 2, "num_microbatches": 4},
+    "1f1b on 2, cut late": {"num_ranks": 2, "num_microbatches": 4, "cuts": [5]},
+    "gpipe on 3": {"num_ranks": 3, "num_microbatches": 4, "schedule": "gpipe"},
+    "interleaved on 2": {"num_ranks": 2, "num_microbatches": 4, "schedule": "interleaved-1f1b"},
+    "zb-v on 2": {"num_ranks": 2, "num_microbatches": 4, "schedule": "zb-v"},
 }
 
 
@@ -100,9 +100,7 @@ def trained(layout, first, stop, *, load=None, save=None, build=Tied, **options)
 
 def assert_same_training(folder, other, step=STEPS, tolerance=0.0):
     """Two checkpoints hold the same weights, buffers, optimizer state and options."""
-    ours, theirs = (
-        Contents(Checkpoint.opened(run / folder_name(step))) for run in (folder, other)
-    )
+    ours, theirs = (Contents(Checkpoint.opened(run / folder_name(step))) for run in (folder, other))
     assert set(ours.checkpoint.pieces_with) == set(theirs.checkpoint.pieces_with)
     for name in ours.checkpoint.pieces_with:
         torch.testing.assert_close(
@@ -287,9 +285,7 @@ def test_a_script_without_penstock_loads_the_weights(tmp_path):
         pipeline.load(tmp_path)
     state = {}
     for path in sorted((tmp_path / folder_name(2)).glob("*.safetensors")):
-        state |= {
-            key: value for key, value in load_file(path).items() if "/" not in key
-        }
+        state |= {key: value for key, value in load_file(path).items() if "/" not in key}
     other = Tied()
     other.load_state_dict(state)
     for key, value in model.state_dict().items():
@@ -299,7 +295,7 @@ def test_a_script_without_penstock_loads_the_weights(tmp_path):
 def test_weights_alone_begin_anew(tmp_path):
     trained("1f1b on 2", 0, 2, save=tmp_path)
     with pipeline_in("one rank", Tied(), optimizer=momentum) as pipeline:
-        with pytest.raises(InputError, match="was trained with AdamW.*SGD.*weights_only"):
+        with pytest.raises(InputError, match=r"was trained with AdamW.*SGD.*weights_only"):
             pipeline.load(tmp_path)
         assert pipeline.load(tmp_path, weights_only=True) == 2
         again = pipeline.step(*batch(0))
@@ -337,11 +333,11 @@ def test_another_model_is_refused_by_name(tmp_path):
 
     with (
         pipeline_in("1f1b on 2", Other()) as pipeline,
-        pytest.raises(FileError, match="another model: it has, beside the model's, 'last.bias'"),
+        pytest.raises(FileError, match=r"another model: it has, beside the model's, 'last\.bias'"),
     ):
         pipeline.load(tmp_path)
     with (
         pipeline_in("1f1b on 2", Tied().double()) as pipeline,
-        pytest.raises(FileError, match="as float32 of shape .* and the model as float64"),
+        pytest.raises(FileError, match=r"as float32 of shape .* and the model as float64"),
     ):
         pipeline.load(tmp_path)

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.checkpoint.header import Extent, Header
+from penstock.checkpoint.plain import dtype_named
 from penstock.errors import FileError
 
 _KEY = "penstock"
@@ -177,6 +178,8 @@ def assembled(
     Raises:
         FileError: no piece has some of it.
     """
+    if 0 in size:
+        return torch.empty(tuple(size), dtype=dtype_named(pieces[0].header.tensors[name].dtype))
     result, num_there = None, 0
     seen: set[tuple[tuple[int, int], ...]] = set()
     for piece in pieces:
@@ -186,8 +189,7 @@ def assembled(
             (max(a, b), min(a + n, b + m))
             for a, n, b, m in zip(first, extent.own_shape, start, size, strict=True)
         )
-        is_empty = any(low >= high for low, high in overlap) and 0 not in size
-        if is_empty or overlap in seen:
+        if overlap in seen or any(low >= high for low, high in overlap):
             continue
         seen.add(overlap)
         counts = [high - low for low, high in overlap]

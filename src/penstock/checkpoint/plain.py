@@ -70,12 +70,19 @@ def of_json(value: Any) -> Any:
     Raises:
         FileError: it is nothing that ``to_json`` writes.
     """
+    try:
+        return _restored(value)
+    except RecursionError:
+        raise FileError("a value of a checkpoint is nested too deeply") from None
+
+
+def _restored(value: Any) -> Any:
     if isinstance(value, list):
-        return [of_json(item) for item in value]
+        return [_restored(item) for item in value]
     if not isinstance(value, dict):
         return value
     if not any(key.startswith("$") for key in value):
-        return {key: of_json(item) for key, item in value.items()}
+        return {key: _restored(item) for key, item in value.items()}
     with suppress(TypeError, ValueError, KeyError):
         ((mark, content),) = value.items()
         return _MARKED[mark](content)
@@ -83,16 +90,16 @@ def of_json(value: Any) -> Any:
 
 
 def _map_of(pairs: Any) -> dict[Any, Any]:
-    return {of_json(key): of_json(item) for key, item in pairs}
+    return {_restored(key): _restored(item) for key, item in pairs}
 
 
 def _scalar_of(content: Any) -> Tensor:
     dtype, number = content
-    return torch.tensor(of_json(number), dtype=dtype_named(dtype))
+    return torch.tensor(_restored(number), dtype=dtype_named(dtype))
 
 
 _MARKED: dict[str, Callable[[Any], Any]] = {
-    _TUPLE: lambda items: tuple(of_json(list(items))),
+    _TUPLE: lambda items: tuple(_restored(list(items))),
     _MAP: _map_of,
     _COUNTER: lambda pairs: Counter(_map_of(pairs)),
     _FLOAT: {repr(number): number for number in (math.inf, -math.inf, math.nan)}.__getitem__,
