@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.checkpoint.keeper import Keeper
+from penstock.checkpoint.wanted import Checkpoints
 from penstock.device.allocator import keep_freed_pages
 from penstock.device.placement import Devices
 from penstock.errors import FileError, InputError, RunError
@@ -234,7 +235,9 @@ class Pipeline:
             self._accumulates = not update and self._recipe.optimizer is not None
             return self._loss_of(outcome)
 
-    def steps(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Tensor | None]:
+    def steps(
+        self, batches: Iterable[tuple[Any, Any]], *, checkpoints: Checkpoints | None = None
+    ) -> Iterator[Tensor | None]:
         """Train on one minibatch after another; each begins before the results of the one before
         are gathered.
 
@@ -244,19 +247,29 @@ class Pipeline:
 
         Args:
             batches: pairs (inputs, targets), each as for ``step``.
+            checkpoints: where to save in the course of the loop, and how often.
 
         Yields:
             The loss of each minibatch, in order, as ``step`` returns it. The next minibatch is
             under way then, so weights may be used only after the loop.
+
+        Raises:
+            FileError: a checkpoint could not be written; else as ``step``.
         """
         expect(batches, Iterable, "the loader", "give an iterable of (inputs, targets) pairs")
+        if checkpoints is not None:
+            expect(
+                checkpoints, Checkpoints, "checkpoints", 'give pk.Checkpoints("runs/a", every=9)'
+            )
         with self._exclusively(), self._parts.streams.auditing() as audit:
             try:
-                minibatches = self._parts.cutter.minibatches(self._open(batches, audit), self._step)
-                for outcome in self._parts.feed.train(minibatches):
-                    loss = self._loss_of(outcome)
-                    with audit.elsewhere():
-                        yield loss
+                taken = self._open(batches, audit)
+                for stretch in self._stretches(taken, checkpoints):
+                    minibatches = self._parts.cutter.minibatches(stretch, self._step)
+                    for outcome in self._parts.feed.train(minibatches):
+                        loss = self._loss_of(outcome)
+                        with audit.elsewhere():
+                            yield loss
             except RunError:
                 self._check_open()  # the caller may have closed it in the loop
                 raise
@@ -269,6 +282,24 @@ class Pipeline:
                         raise
                     error.add_note(f"What was under way could not be ended: {told(failure)}")
                 raise
+
+    def _stretches(
+        self, batches: Iterator[tuple[Any, Any]], checkpoints: Checkpoints | None
+    ) -> Iterator[Iterator[tuple[Any, Any]]]:
+        """Minibatches up to the next checkpoint, which is written when the next are asked for."""
+        if checkpoints is None:
+            yield batches
+            return
+        for stretch in checkpoints.stretches(batches, self._step):
+            yield stretch
+            if self._step % checkpoints.every == 0:
+                self._keeper.save(
+                    checkpoints.folder,
+                    self._step,
+                    keep=checkpoints.keep,
+                    position=None,
+                    background=checkpoints.background,
+                )
 
     def _open(self, batches: Iterable[tuple[Any, Any]], audit: Audit) -> Iterator[tuple[Any, Any]]:
         for batch in audit.taken(batches):

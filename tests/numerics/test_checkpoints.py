@@ -250,6 +250,42 @@ def test_asynchronous_runs_go_on_as_if_they_had_only_drained(policy, tmp_path):
     assert_same_training(tmp_path / "rest", tmp_path / "whole", step=4)
 
 
+@pytest.mark.parametrize("policy", ["flush", "stash", "2bw", "pipemare"])
+def test_a_loop_that_saves_is_a_loop_that_drains_there(policy, tmp_path):
+    """And one that is resumed between two checkpoints saves at the same steps."""
+    data = stream_batches([8] * 7)
+
+    def pipeline():
+        return pk.Pipeline(
+            layered_model(),
+            plan_for(POLICIES[policy], 3, microbatches=4),
+            loss=F.mse_loss,
+            optimizer=momentum,
+            seed=3,
+            deadline_seconds=60,
+        )
+
+    with pipeline() as drained:
+        expected = [
+            loss for part in (data[:3], data[3:6], data[6:]) for loss in drained.steps(part)
+        ]
+        drained.save(tmp_path / "drained")
+    wanted = pk.Checkpoints(tmp_path / "run", every=3)
+    with pipeline() as saving:
+        losses = [*saving.steps(iter(data[:4]), checkpoints=wanted)]
+    with pipeline() as resumed:
+        position = resumed.load(tmp_path / "run")
+        assert position == 3
+        again = [*resumed.steps(data[position:], checkpoints=wanted)]
+        resumed.save(tmp_path / "run")
+    assert torch.equal(torch.stack(losses), torch.stack(expected[:4]))
+    assert torch.equal(torch.stack(again), torch.stack(expected[3:]))
+    assert_same_training(tmp_path / "run", tmp_path / "drained", step=7)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        folder_name(step) for step in (3, 6, 7)
+    ]
+
+
 @pytest.mark.parametrize("replicas", ["2-1", "1-2"])
 def test_copies_of_a_stage_go_on_together(replicas, tmp_path):
     """From a stage on one rank to the same on two, and back."""
