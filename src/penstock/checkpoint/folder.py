@@ -35,6 +35,11 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def is_folder_name(name: str) -> bool:
+    """Whether a folder is that of one checkpoint, by its name."""
+    return _NAME.fullmatch(name) is not None
+
+
 def digest(plan: Plan) -> str:
     """What tells a plan from others."""
     return hashlib.blake2b(plan.to_json().encode(), digest_size=16).hexdigest()
@@ -167,7 +172,7 @@ def checkpoint_in(path: Path) -> Checkpoint | None:
     Raises:
         FileError: the path is a checkpoint's own and that is not complete, or it is no folder.
     """
-    if _NAME.fullmatch(path.name):
+    if is_folder_name(path.name):
         return Checkpoint.opened(path)
     if path.exists() and not path.is_dir():
         raise FileError(f"{path} is a file; give the folder in which a run's checkpoints are")

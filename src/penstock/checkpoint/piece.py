@@ -58,12 +58,22 @@ def write_piece(folder: Path, header: Header, tensors: Mapping[str, Tensor]) -> 
         FileError: it cannot be written.
     """
     path = folder / piece_name(header.stage, header.part, header.num_parts)
+    write_tensors(path, tensors, {_KEY: header.text()})
+    return path
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file and its folder, so that whoever sees it sees all of it.
+
+    Raises:
+        FileError: it cannot be written; what was there before is there still.
+    """
     beside = path.with_name(f".{path.name}.partial")
     with _refused(path, "write"):
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
             # [1]
-            save_file(dict(tensors), beside, metadata={_KEY: header.text()})
+            save_file(dict(tensors), beside, metadata=metadata)
             beside.chmod(0o666 & ~_umask())  # as readable as any other file
             flush(beside)  # [2]
             os.replace(beside, path)  # [3]
@@ -71,9 +81,8 @@ def write_piece(folder: Path, header: Header, tensors: Mapping[str, Tensor]) -> 
             with suppress(OSError):
                 beside.unlink(missing_ok=True)
             raise
-        flush(folder)
-        flush(folder.parent)
-    return path
+        flush(path.parent)
+        flush(path.parent.parent)
 
 
 def _umask() -> int:
