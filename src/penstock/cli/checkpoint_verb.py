@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,12 @@ import click
 from penstock.cli import options, show
 from penstock.errors import FileError, InputError
 from penstock.units import count_of, format_bytes
+from penstock.values import write_atomically
 
 if TYPE_CHECKING:
     from penstock.checkpoint.folder import Checkpoint
+    from penstock.drawing.readings import Reader
+    from penstock.plans import Plan
 
 
 @click.group()
@@ -103,6 +107,54 @@ def _as_json(path: Path, what: Checkpoint | FileError) -> dict[str, object]:
     }
 
 
+@checkpoint.command("draw")
+@click.argument("folder", type=click.Path())
+@click.argument("plans", type=click.Path(), nargs=-1, required=True)
+@click.option("-o", "--output", required=True, type=click.Path(), help="What to write (.svg).")
+def draw(folder: str, plans: tuple[str, ...], output: str) -> None:
+    """Draw which files of the latest complete checkpoint in FOLDER the stages of PLANS read."""
+    from penstock.checkpoint.piece import piece_name
+    from penstock.drawing.readings import Block, readings
+    from penstock.plans import Plan
+
+    latest = _latest(folder)
+    written = _reader(latest.plan, "written by")
+    files = [
+        Block(piece_name(number), block.first, block.stop)
+        for number, block in enumerate(written.stages)
+    ]
+    others = [_fitting(latest.plan, path, Plan.load(path)) for path in plans]
+    picture = readings(written, files, [_reader(plan, "read by") for plan in others])
+    write_atomically(output, picture + "\n")
+    show.say(f"wrote {output}")
+
+
+def _reader(plan: Plan, what: str) -> Reader:
+    from penstock.drawing.readings import Block, Reader
+
+    borders = accumulate((len(stage.layers) for stage in plan.stages), initial=0)
+    stages = [
+        Block(f"stage {number}", first, stop)
+        for number, (first, stop) in enumerate(pairwise(borders))
+    ]
+    return Reader(f"{what} {plan.schedule}, {count_of(plan.num_ranks, 'rank')}", stages)
+
+
+def _fitting(plan: Plan, path: str, other: Plan) -> Plan:
+    if plan.layers != other.layers:
+        raise InputError(f"{path} is for another model: its layers are not the checkpoint's")
+    return other
+
+
+def _latest(folder: str) -> Checkpoint:
+    from penstock.checkpoint.folder import checkpoint_in
+
+    latest = checkpoint_in(Path(folder))
+    if latest is None:
+        raise InputError(f"{folder} has no complete checkpoint; see penstock checkpoint show")
+    return latest
+
+
 @checkpoint.command("export")
 @click.argument("folder", type=click.Path())
 @click.option(
@@ -119,10 +171,7 @@ def export(folder: str, form: str, output: str) -> None:
     others read it.
     """
     from penstock.checkpoint.export import export_dcp, export_weights
-    from penstock.checkpoint.folder import checkpoint_in
 
-    latest = checkpoint_in(Path(folder))
-    if latest is None:
-        raise InputError(f"{folder} has no complete checkpoint; see penstock checkpoint show")
+    latest = _latest(folder)
     (export_dcp if form == "dcp" else export_weights)(latest, Path(output))
     show.say(f"wrote {output}: step {latest.step}")

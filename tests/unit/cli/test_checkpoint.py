@@ -1,6 +1,7 @@
 """``penstock checkpoint``: tables of what was saved, and files for other programs."""
 
 import json
+from xml.etree.ElementTree import fromstring
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from tests.kit.command_line import refused, run, succeed
-from tests.kit.helpers import make_batch, make_mlp
+from tests.kit.helpers import make_batch, make_mlp, make_plan
+from tests.kit.tiny_models import make_gpt
 from tests.kit.training import adamw, pipeline_of
 
 
@@ -72,6 +74,25 @@ def test_torch_reads_the_folder(saved, tmp_path):
     assert all(into[key] == 1e-2 for key in options)
     assert "is there already" in refused(*arguments)
     assert [path.name for path in tmp_path.iterdir()] == ["dcp"]
+
+
+def test_who_reads_what_is_drawn(saved, tmp_path):
+    folder, _ = saved
+    for name, ranks in (("three", 3), ("one", 1)):
+        make_plan(make_mlp(), ranks, 4, "gpipe").save(tmp_path / f"{name}.json")
+    make_plan(make_gpt(), 2, 4).save(tmp_path / "other.json")
+    target, plans = tmp_path / "it.svg", [tmp_path / "three.json", tmp_path / "one.json"]
+    arguments = ("checkpoint", "draw", folder / "step-00000001")
+    succeed(*arguments, *plans, "-o", target)
+    picture = fromstring(target.read_text())
+    texts = [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts[:3] == ["written by 1f1b, 2 ranks", "stage 0", "stage 1"]
+    assert "stage-1.safetensors" in texts
+    assert "read by gpipe, 1 rank" in texts
+    # Each stage to its file, each file to two of three stages, and both to the only one.
+    assert len(list(picture.iter("{http://www.w3.org/2000/svg}path"))) == 2 + 4 + 2
+    told = refused(*arguments, tmp_path / "other.json", "-o", target)
+    assert "is for another model: its layers are not the checkpoint's" in told
 
 
 def test_what_is_no_run_is_refused(tmp_path):
