@@ -9,11 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import penstock as pk
+from penstock.checkpoint.contents import Contents
+from penstock.checkpoint.folder import checkpoint_in
 from penstock.checkpoint.header import FORMAT, Extent, Header, Identity
 from penstock.checkpoint.piece import Piece, assembled, write_piece
 from penstock.checkpoint.plain import of_json, to_json
 from penstock.errors import FileError
 from tests.kit.examples import examples
+from tests.kit.helpers import make_plan
+from tests.kit.training import adamw
+from tests.numerics.test_checkpoints import Tied, assert_same_training, batch, loss_of
 
 
 def identity(**fields):
@@ -95,6 +101,51 @@ def test_nothing_is_read_that_is_not_asked_for(grid, data, tmp_path_factory):
     piece = Counting.opened(write_piece(folder, header, {"w": torch.zeros(shape)}))
     assembled("w", [piece], start, size)
     assert read == [math.prod(size)] * bool(math.prod(size))
+
+
+@st.composite
+def layouts(draw, num_layers=7):
+    """A schedule on some ranks, cut anywhere."""
+    schedule = draw(st.sampled_from(["1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "zb-v"]))
+    ranks = draw(st.integers(2 if "v" in schedule or "inter" in schedule else 1, 3))
+    stages = ranks * (2 if schedule in ("interleaved-1f1b", "zb-v") else 1)
+    borders = st.permutations(range(1, num_layers)).map(lambda all: sorted(all[: stages - 1]))
+    return {"num_ranks": ranks, "num_microbatches": 6, "schedule": schedule, "cuts": draw(borders)}
+
+
+@examples(15)
+@given(
+    first=layouts(), second=layouts(), frozen=st.sets(st.sampled_from(["layer", "norm", "last"]))
+)
+def test_pieces_hold_everything_once_and_give_it_to_any_layout(
+    first, second, frozen, tmp_path_factory
+):
+    runs = tmp_path_factory.mktemp("runs")
+
+    def pipeline(layout):
+        model = Tied()
+        for name in frozen:
+            getattr(model, name).requires_grad_(False)
+        plan = make_plan(model, **layout)
+        return pk.Pipeline(model, plan, loss=loss_of, optimizer=adamw, deadline_seconds=60), model
+
+    trained, model = pipeline(first)
+    with trained:
+        trained.step(*batch(0))
+        trained.save(runs / "first")
+    checkpoint = checkpoint_in(runs / "first")
+    held = {name: len(pieces) for name, pieces in checkpoint.pieces_with.items()}
+    assert set(held.values()) == {1}
+    assert set(model.state_dict()) == set(Contents(checkpoint).weights)
+    stepped = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    assert {f"optimizer/{name}/exp_avg" for name in stepped} == {
+        name for name in held if name.endswith("/exp_avg")
+    }
+    resumed, _ = pipeline(second)
+    with resumed:
+        resumed.load(runs / "first")
+        resumed.save(runs / "second")
+    assert_same_training(runs / "second", runs / "first", step=1)
 
 
 PLAIN = st.recursive(
