@@ -151,14 +151,14 @@ def hoist(walk: Walk, messages: Messages, needs: Needs) -> tuple[Longs, Longs]:
         waiting = walk.waiting
         full = needs.single[waiting[is_send[waiting]]]
         # What is on its way already can be taken out of it.
-        wanted = full[walk.done[needs.single[full]]]
+        wanted = full[walk.can_run(full)]
         if not wanted.size:
             break
         ranks = np.searchsorted(messages.first, wanted, "right") - 1
         # Each comes right to where its rank is, before those that have come there.
         moved.append(wanted[::-1])
-        places.append(walk.position[ranks][::-1])
-        walk.done[wanted] = True
+        places.append(walk.waits_at(ranks)[::-1])
+        walk.run(wanted)
     return np.concatenate(moved).astype(np.int64), np.concatenate(places)
 
 
