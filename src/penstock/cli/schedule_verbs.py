@@ -152,13 +152,13 @@ def check(source: str, ranks: int, microbatches: int, capacity: int, as_json: bo
         "ranks": schedule.num_ranks,
         "stages": schedule.num_stages,
         "microbatches": schedule.num_microbatches,
-        "ops": len(schedule.where),
+        "ops": schedule.num_ops,
         "capacity": capacity,
     }
     if as_json:
         show.print_json({"ok": True, **counts})
     else:
         click.echo(
-            f"ok: {len(schedule.where)} ops on {schedule.num_ranks} ranks, each once, in an order "
+            f"ok: {schedule.num_ops} ops on {schedule.num_ranks} ranks, each once, in an order "
             f"that cannot deadlock even when a channel holds {capacity} message(s)"
         )

@@ -37,8 +37,9 @@ def check(schedule: Schedule, capacity: int | None = None) -> None:
     expect(schedule, Schedule, "the schedule", "build one with penstock.schedules.build")
     schedule.check_types()
     check_capacity(capacity)
-    if not _proven_at_once(schedule):
-        check_each_op(schedule)
+    if _proven_at_once(schedule, capacity):
+        return
+    check_each_op(schedule)
     if capacity is not None:
         explicit = COMMUNICATION & schedule.kinds
         sent = schedule if explicit else add_communication(schedule, capacity)
@@ -56,14 +57,14 @@ def check_each_op(schedule: Schedule) -> None:
     _check_progress(schedule, None)
 
 
-def _proven_at_once(schedule: Schedule) -> bool:
+def _proven_at_once(schedule: Schedule, capacity: int | None) -> bool:
     """Whether a large schedule is known to be right; op by op, that takes twenty times as long."""
     if schedule.num_ops < MANY_OPS or schedule.columns is None:
         return False
     # Only here, so that small schedules are checked before numpy is there.
-    from penstock.schedule.proof import is_proven
+    from penstock.schedule.columns.proof import is_proven
 
-    return is_proven(schedule.columns)
+    return is_proven(schedule.columns, capacity)
 
 
 def _check_once(schedule: Schedule) -> None:

@@ -1,0 +1,110 @@
+"""``Walk``: ranks that go through their ops, each as far as what these need is done."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from penstock.schedule.columns.columns import Bools, Ints, Longs
+from penstock.schedule.columns.needs import Needs
+
+
+class Walk:
+    """Where each rank has come to, and what is done.
+
+    Ranks go only through the ops that wait for others or that others wait for: a third of most
+    schedules with messages, and all that follows a microbatch's last gradient, is neither.
+
+    Args:
+        first: the number of each rank's first op, and behind them the count of all ops.
+        needs: of these ops.
+    """
+
+    def __init__(self, first: Longs, needs: Needs) -> None:
+        awaited = np.zeros(needs.absent + 1, np.bool_)
+        awaited[needs.single] = True
+        awaited[[need for own in needs.several.values() for need in own]] = True
+        awaited[: needs.nothing] |= needs.single != needs.nothing
+        awaited[needs.nothing :] = True
+        # 1. Numbers without the other ops, whose own stand for the next that is there.
+        self._number = np.flatnonzero(awaited)
+        self._place = (awaited.cumsum(dtype=np.int32) - awaited).astype(np.int32, copy=False)
+        count = len(self._number) - 2
+        borders = self._place[first]
+        self._position, self._limit = borders[:-1].astype(np.int64), borders[1:].astype(np.int64)
+        self._needs = Needs(
+            self._place[needs.single[self._number[:count]]],
+            {int(self._place[op]): self._place[own].tolist() for op, own in needs.several.items()},
+            count,
+            count + 1,
+        )
+        # 2. One memory under two names: single bytes of a bytearray come at half the time.
+        self._bytes = bytearray(count + 2)
+        self._bytes[count] = 1
+        self._done = np.frombuffer(self._bytes, np.bool_)
+
+    @property
+    def waiting(self) -> Longs:
+        """The ops that wait at the ranks that are not at their end, in the order of the ranks."""
+        return self._number[self._position[self._position < self._limit]]
+
+    def waits_at(self, ranks: Longs) -> Longs:
+        """The ops that wait at some ranks, none of them at its end."""
+        return self._number[self._position[ranks]]
+
+    def can_run(self, ops: Ints) -> Bools:
+        """Which of some ops have nothing to wait for; none needs several others."""
+        return self._done[self._needs.single[self._place[ops]]]
+
+    def run(self, ops: Ints) -> None:
+        """Let ops be done before their ranks come to them."""
+        self._done[self._place[ops]] = True
+
+    def to_the_end(self) -> bool:
+        """Let all ranks go on until none can; whether all have come to their end."""
+        waves = self._needs.suit_waves(len(self._position))
+        (self._all_at_once if waves else self._rank_by_rank)()
+        return not self.waiting.size
+
+    def _rank_by_rank(self) -> None:
+        """Let each rank go on until it waits, and go on again when what it waits for is done."""
+        single, several = self._needs.quick_single, self._needs.several
+        done, position, limit = self._bytes, self._position.tolist(), self._limit.tolist()
+        runnable = [rank for rank, end in enumerate(limit) if position[rank] < end]
+        waiting: dict[int, list[int]] = {}
+        while runnable:
+            rank = runnable.pop()
+            for op in range(position[rank], limit[rank]):
+                need = single[op]
+                if not done[need]:
+                    need = next((one for one in several.get(op, (need,)) if not done[one]), -1)
+                    if need >= 0:
+                        waiting.setdefault(need, []).append(rank)
+                        position[rank] = op
+                        break
+                done[op] = 1
+                if op in waiting:
+                    runnable += waiting.pop(op)
+            else:
+                position[rank] = limit[rank]
+        self._position[:] = position
+
+    def _all_at_once(self) -> None:
+        """In each wave, let every rank whose next op can run run it."""
+        single, done = self._needs.single, self._done
+        ranks = np.flatnonzero(self._position < self._limit)
+        position, limit = self._position[ranks], self._limit[ranks]
+        waves = 1
+        while position.size:
+            before = int(position.sum())
+            # No rank comes to its end before so many waves. Twice as many each time: to ask whether
+            # any rank still goes on takes as long as a wave.
+            for _ in range(min(waves, int((limit - position).min()))):
+                can = done.take(single.take(position))
+                done[position] = can
+                position += can
+            self._position[ranks] = position
+            if int(position.sum()) == before:
+                return
+            goes_on = position < limit
+            ranks, position, limit = ranks[goes_on], position[goes_on], limit[goes_on]
+            waves *= 2
