@@ -31,6 +31,20 @@ def test_processes_train_on_their_own_devices_as_threads_on_the_cpu(num_ranks, c
     assert done.reports == {rank: [] for rank in range(num_ranks)}
 
 
+def test_ranks_whose_devices_cannot_be_linked_say_why_and_train_all_the_same():
+    done = forked(JOB, 2, "apart", "auto")
+    assert done.returncode == 0, done.output
+    assert done.reports == {0: [], 1: []}
+
+
+def test_a_rank_that_fails_with_tensors_under_way_leaves_nothing_behind():
+    done = forked(JOB, 2, "failing", "auto")
+    assert done.returncode == 0, done.output
+    for (told,) in done.reports.values():
+        assert "rank 1 failed" in told or "stage 1" in told
+        assert "boom" in told
+
+
 def test_no_host_waits_where_tensors_go_straight_to_the_other_device():
     done = forked(JOB, 2, "waits", "auto")
     assert done.returncode == 0, done.output

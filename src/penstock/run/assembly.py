@@ -34,7 +34,7 @@ from penstock.run.shared_state import SharedState
 from penstock.stage.stage import Stage
 from penstock.transport import Codec, ThreadExchange, ThreadTransport, Transport, connect
 from penstock.transport.device_link import DeviceLink
-from penstock.transport.linking import Links, link
+from penstock.transport.linking import Links, link_devices
 from penstock.transport.on_devices import ProcessDeviceTransport, ThreadDeviceTransport
 from penstock.transport.rendezvous import Rendezvous
 from penstock.values import expect, flag, one_of, whole
@@ -186,7 +186,7 @@ def _in_processes(
         if running.transport == "auto":
             own_host = transport.hosts[meeting.rank]
             device = devices[meeting.rank]
-            links = link(meeting, own_host, device, queue, layout.neighbours, start.seconds)
+            links = link_devices(meeting, own_host, device, queue, layout.neighbours, start.seconds)
         worker = _worker(layout, stages, meeting.rank, sealed, recipe, shared, queue, links.of_rank)
         # The user's code has run: whoever fails in it says so here, before others wait for more.
         meeting.exchange(None, NoneType, "to start training")

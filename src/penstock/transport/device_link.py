@@ -221,6 +221,9 @@ class DeviceLink:
                 if tensor.numel():
                     work = dist.irecv(_bytes(tensor), group=self._incoming, group_src=self._other)
                     works.append(_posted(work))
+        for index, (leaf, form) in enumerate(zip(leaves, forms, strict=True)):
+            if form is None and isinstance(leaf, Tensor):  # it was in main memory over there
+                leaves[index] = self._queue.from_host(leaf)
         if place.turn != _NONE:
             self._num_posted = place.turn + 1
         return _Arriving(tree.unflatten(leaves, structure), place, works, tensors)

@@ -62,7 +62,7 @@ class Links:
     told: str = ""
 
 
-def link(
+def link_devices(
     meeting: Rendezvous,
     host: str,
     device: torch.device,
@@ -94,8 +94,9 @@ def link(
     made: dict[int, DeviceLink] = {}
     problem = ""
     try:
+        # The others wait meanwhile for this rank to tell how it went, as long again.
         made = within(
-            2 * seconds, lambda: _connect(meeting.rank, linked, places, device, queue, seconds)
+            seconds / 2, lambda: _connect(meeting.rank, linked, places, device, queue, seconds)
         )
     except (RuntimeError, ValueError, TimeoutError) as error:
         problem = f"rank {meeting.rank}: {str(error).partition(chr(10))[0] or 'no answer'}"

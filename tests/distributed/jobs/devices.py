@@ -168,6 +168,47 @@ def differences(cases: str, transport: str) -> list[str]:
     return found
 
 
+def apart(transport: str) -> list[str]:
+    """Ranks whose devices no library links: what is not equal to the bit, or not told."""
+    kind = torch.accelerator.current_accelerator().type
+    theirs, _, _ = trained("1f1b", "cpu", "threads")
+    found = []
+    for devices, why in (
+        ([f"{kind}:0", f"{kind}:0"], f"between ranks 0 and 1 (both compute on {kind}:0)"),
+        (["cpu", f"{kind}:1"], "between ranks 0 and 1 (rank 0 computes on the CPU)"),
+        ([f"{kind}:1", "cpu"], "between ranks 0 and 1 (rank 1 computes on the CPU)"),
+    ):
+        ours, _, told = trained("1f1b", "gpu", transport, devices=devices)
+        if not all(map(torch.equal, ours, theirs)):
+            found.append(f"{devices}: losses or outputs")
+        if why not in told:
+            found.append(f"{devices}: {told}")
+    return found
+
+
+class Failing(nn.Module):
+    """Raises in its third forward."""
+
+    num_forwards = 0
+
+    def forward(self, value):
+        self.num_forwards += 1
+        if self.num_forwards == 3:
+            raise ValueError("boom")
+        return value
+
+
+def failing(transport: str) -> list[str]:
+    """What this rank is told when the last layer raises, with messages under way; another pipeline
+    trains afterwards."""
+    told = []
+    try:
+        trained("gpipe", "gpu", transport, build=lambda: nn.Sequential(*make_mlp(), Failing()))
+    except pk.errors.RunError as error:
+        told.append(str(error))
+    return told + differences("two", transport)
+
+
 def waits(transport: str) -> dict[str, int]:
     """How often the host waited for its device in some steps, and how many bytes went to another
     device meanwhile."""
@@ -198,7 +239,8 @@ def main() -> None:
     collectives.register()
     dist.init_process_group("gloo")
     cases, transport, folder = sys.argv[1:]
-    told = waits(transport) if cases == "waits" else differences(cases, transport)
+    jobs = {"waits": waits, "apart": apart, "failing": failing}
+    told = jobs.get(cases, partial(differences, cases))(transport)
     module = torch.get_device_module()
     module.check()
     Path(folder, f"report-{dist.get_rank()}.json").write_text(json.dumps(told))
