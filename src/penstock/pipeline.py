@@ -81,7 +81,8 @@ class Pipeline:
             others the CPU. Each stage of the model is moved to its rank's device.
         transport: ``"threads"``; ``"shared-memory"`` or ``"process-group"`` between processes;
             ``"auto"``: threads if the job has one process, else shared memory between ranks of one
-            host and the process group between hosts.
+            host and the process group between hosts; tensors go straight from one accelerator to
+            another where torch has a library for that (NCCL, for one).
         count_memory: count what every rank keeps for backwards, see ``peaks``. Costs a few per cent
             of a step.
         batch_norm: the running statistics of batch norm, with which the model is evaluated, are
@@ -109,6 +110,7 @@ class Pipeline:
     Attributes:
         plan: the one that is run.
         stages: this process's, by number.
+        transport: how messages travel between ranks, and why so, as a sentence.
 
     Raises:
         ModelError: the model cannot be cut, or the plan is for another one.
@@ -182,6 +184,7 @@ class Pipeline:
             self._parts = assemble(model, layers, plan, self._recipe, running, meeting)
         self.plan = self._parts.plan
         self.stages = self._parts.stages
+        self.transport = self._parts.transport
         self._model = model
         self._grad_scaler = grad_scaler
         self._results = results

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, Literal, get_args
 
 from torch import nn
 
 from penstock.device.placement import Devices, devices_of_ranks
-from penstock.device.queue import DeviceQueue
+from penstock.device.queue import AcceleratorQueue, DeviceQueue
 from penstock.errors import InputError
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import NamedLayer, spine_fingerprint
@@ -34,7 +34,9 @@ from penstock.run.settling import building, local_rank, materialise_all, place_a
 from penstock.run.shared_state import SharedState
 from penstock.stage.stage import Stage
 from penstock.transport import Codec, ThreadExchange, ThreadTransport, Transport, connect
-from penstock.transport.on_devices import DeviceTransport
+from penstock.transport.device_link import DeviceLink
+from penstock.transport.linking import Links, link_devices
+from penstock.transport.on_devices import ProcessDeviceTransport, ThreadDeviceTransport
 from penstock.transport.rendezvous import Rendezvous
 from penstock.values import expect, flag, one_of, whole
 
@@ -80,6 +82,7 @@ class Assembly:
         streams: where layers draw random numbers.
         workers: this process's, in the order of their ranks.
         stages: this process's, by number; where several ranks here have copies, the first one's.
+        transport: how messages travel between ranks, and why so, as a sentence.
         attempt: the name of this pipeline, which no other has, the same on all ranks.
         deadlines: how long ranks wait for each other.
         in_processes: whether other processes have ranks of it.
@@ -93,6 +96,7 @@ class Assembly:
     streams: LayerStreams
     workers: Sequence[Worker]
     stages: Mapping[int, Stage]
+    transport: str
     attempt: str
     deadlines: Deadlines
     in_processes: bool
@@ -161,6 +165,7 @@ def _in_threads(
         streams,
         workers,
         dict(sorted(first_copies.items())),
+        _sentence(["ranks are threads of this process, and hand values over as they are"]),
         _new_name(),
         running.deadlines,
         in_processes=False,
@@ -203,11 +208,17 @@ def _in_processes(
         shared = layout.shared_state(stages)
         place_all(layout, {meeting.rank: stages}, queues)
         queue = queues.get(meeting.rank)
-        worker = _worker(layout, stages, meeting.rank, sealed, recipe, shared, queue)
+        links = Links()
+        if running.transport == "auto":
+            own_host = transport.hosts[meeting.rank]
+            device = devices[meeting.rank]
+            links = link_devices(meeting, own_host, device, queue, layout.neighbours, start.seconds)
+        worker = _worker(layout, stages, meeting.rank, sealed, recipe, shared, queue, links.of_rank)
         # The user's code has run: whoever fails in it says so here, before others wait for more.
         meeting.exchange(None, NoneType, "to start training")
         with building(queue):
             worker.updater.sums.begin_equal()
+            worker.transport.hand_over()
         driver = ProcessDriver(
             worker,
             sealed,
@@ -236,10 +247,16 @@ def _in_processes(
         streams,
         [worker],
         stages,
+        _sentence([transport.told, links.told]),
         attempt,
         running.deadlines,
         in_processes=has_peers,
     )
+
+
+def _sentence(parts: Iterable[str]) -> str:
+    text = "; ".join(filter(None, parts))
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _cutter(layout: Layout, recipe: Recipe) -> Cutter:
@@ -270,10 +287,12 @@ def _worker(
     recipe: Recipe,
     shared: SharedState,
     queue: DeviceQueue | None,
+    links: Mapping[int, DeviceLink] = MappingProxyType({}),
 ) -> Worker:
-    if queue is not None:
-        in_threads = isinstance(transport, ThreadTransport)
-        transport = DeviceTransport(transport, queue, in_threads=in_threads)
+    if queue is not None and isinstance(transport, ThreadTransport):
+        transport = ThreadDeviceTransport(transport, queue)
+    elif isinstance(queue, AcceleratorQueue):
+        transport = ProcessDeviceTransport(transport, queue, links)
     with building(queue):
         updater = Updater(
             rank,

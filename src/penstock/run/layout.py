@@ -215,6 +215,22 @@ class Layout:
                 source.update(dict.fromkeys(layer.stashes, stage))
         return tuple(routes)
 
+    @cached_property
+    def neighbours(self) -> frozenset[tuple[int, int]]:
+        """The pairs of ranks, the lower one first, that exchange tensors with every minibatch:
+        outputs and gradients, skips, sums of shared weights."""
+        ranks_of = self._schedule.ranks_of
+        chain = [(stage, stage + 1) for stage in range(self._schedule.num_stages - 1)]
+        skips = [(route.source, route.target) for route in self.skips]
+        pairs = [
+            pair
+            for source, target in [*chain, *skips]
+            for pair in itertools.product(ranks_of(source), ranks_of(target))
+        ]
+        for weight in self._weights:
+            pairs += itertools.combinations(weight.ranks, 2)
+        return frozenset((min(pair), max(pair)) for pair in pairs if pair[0] != pair[1])
+
     def stages(self, rank: int) -> dict[int, Stage]:
         """The stages of a rank, with twins where others hold the model's own parameters."""
         twins = self._twins_of(rank)

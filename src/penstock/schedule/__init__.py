@@ -21,8 +21,10 @@ that a microbatch visits there, which is all of them on a V and one of two in Ch
 Receives stay where their op is, unless a bounded channel would then deadlock. Some orders
 (breadth-first, interleaved zero bubble) send more than one message before the first is used; with
 channels of one message, ``add_communication(capacity=1)`` moves exactly the receives that the
-deadlock names. Updates of stages with copies come last on their rank: between the reduction of one
-stage and the update of another, two ranks could wait for each other.
+deadlock names. A capacity of 0 asks for more: where messages pass in the order of their sends, each
+once its receive is posted, receives must keep that order. Updates of stages with copies come last
+on their rank: between the reduction of one stage and the update of another, two ranks could wait
+for each other.
 """
 
 from penstock.schedule.op import Kind, Op

@@ -2,7 +2,9 @@
 
 Three proofs: every piece of work is there exactly once; all work of one (stage, microbatch) is on
 one rank; and some order of events satisfies every rank's order and every data dependency, also when
-a channel between two stages holds only ``capacity`` messages.
+a channel between two stages holds only ``capacity`` messages, or when messages pass in the order of
+their sends and nothing holds them until their receives are posted (a capacity of 0), as where
+accelerators exchange them directly.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ def check(schedule: Schedule, capacity: int | None = None) -> None:
         schedule: compute only, or lowered.
         capacity: how many messages a channel holds before its sender waits; ``None`` is unlimited.
             Bounds the ``SEND`` ops of a lowered schedule; to a schedule without any, communication
-            is added as ``schedule.lower.add_communication`` does for this capacity.
+            is added as ``schedule.lower.add_communication`` does for this capacity. 0: no sender
+            waits, but between two ranks messages pass in the order in which they are sent, each
+            once its receive is posted.
 
     Raises:
         ScheduleError: naming the ops concerned.
-        InputError: ``capacity`` is no whole number ≥ 1.
+        InputError: ``capacity`` is no whole number ≥ 0.
     """
     expect(schedule, Schedule, "the schedule", "build one with penstock.schedules.build")
     schedule.check_types()
@@ -196,9 +200,13 @@ def _check_progress(schedule: Schedule, capacity: int | None) -> None:
     except ScheduleError as error:
         if capacity is None:
             raise
+        where, otherwise = f"with channels that hold {capacity} message(s)", "allow more"
+        if capacity == 0:
+            where = "where messages between two ranks pass in the order of their sends"
+            otherwise = "receive them in that order"
         raise ScheduleError(
-            f"with channels that hold {capacity} message(s), {error}; allow more, or move receives "
-            f"forward with schedule.lower.add_communication(…, capacity={capacity})"
+            f"{where}, {error}; {otherwise}, or move receives forward with "
+            f"schedule.lower.add_communication(…, capacity={capacity})"
         ) from None
 
 

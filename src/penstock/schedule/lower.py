@@ -199,7 +199,9 @@ def add_communication(schedule: Schedule, capacity: int | None = None) -> Schedu
     Args:
         capacity: how many messages a channel holds before its sender has to wait; then those
             receives come earlier without which the ranks would wait for each other for ever.
-            ``None`` is unlimited.
+            ``None`` is unlimited. 0: the messages from one rank to another pass in the order in
+            which they are sent, each once its receive is posted, and no sender waits; receives come
+            in that order then.
     """
     check_capacity(capacity)
     _refuse_twice(schedule, COMMUNICATION)
