@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any, Literal, get_args
 
+import torch
 from torch import nn
 
 from penstock.device.placement import Devices, devices_of_ranks
@@ -23,6 +24,7 @@ from penstock.run.drive.offers import agree
 from penstock.run.drive.processes import ProcessDriver
 from penstock.run.drive.threads import ThreadDriver
 from penstock.run.feed import Feed
+from penstock.run.giving import DeviceGiver, Giver
 from penstock.run.layout import Layout
 from penstock.run.rank.forward import Void
 from penstock.run.rank.updater import Updater
@@ -63,7 +65,8 @@ class Running:
     @property
     def settings(self) -> dict[str, str]:
         """Arguments that must be alike on all ranks, as text by their names."""
-        return {name: repr(getattr(self, name)) for name in ("transport", "record", "results")}
+        names = ("transport", "record", "results")
+        return {name: repr(getattr(self, name)) for name in names}
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ def _in_threads(
     return Assembly(
         plan,
         driver,
-        _cutter(layout, recipe),
+        _cutter(plan, layout, recipe, devices, queues),
         Feed(plan, layout, recipe, driver),
         layout,
         streams,
@@ -199,11 +202,9 @@ def _in_processes(
         plan,
         driver,
         replace(
-            _cutter(layout, recipe),
+            _cutter(plan, layout, recipe, devices, queues),
             compares=running.compare_data and has_peers,
             modules=[*_modules_of(layers)] if has_peers else (),
-            takes_inputs=0 in stages,
-            takes_targets=len(plan.stages) - 1 in stages,
         ),
         Feed(plan, layout, recipe, driver),
         layout,
@@ -213,13 +214,38 @@ def _in_processes(
     )
 
 
-def _cutter(layout: Layout, recipe: Recipe) -> Cutter:
+def _cutter(
+    plan: Plan,
+    layout: Layout,
+    recipe: Recipe,
+    devices: Mapping[int, torch.device],
+    queues: Mapping[int, DeviceQueue],
+) -> Cutter:
+    last = len(plan.stages) - 1
+    here = [
+        {devices[rank] for rank in plan.placement.ranks_of(stage) if rank in devices}
+        for stage in (0, last)
+    ]
     return Cutter(
         layout.num_microbatches,
         layout.num_slices,
         recipe.weighting,
         layout.has_copies and recipe.updates == "minibatch",
+        gives_inputs=_giver(here[0], queues, "stage 0, given its inputs"),
+        gives_targets=_giver(here[1], queues, f"stage {last}, given its targets"),
     )
+
+
+def _giver(
+    devices: set[torch.device], queues: Mapping[int, DeviceQueue], told: str
+) -> Giver | None:
+    if not devices:
+        return None  # other processes compute with them
+    # Which copy of a stage gets a microbatch is known when it is there; then its rank fetches it.
+    if not queues or len(devices) > 1:
+        return Giver()
+    (device,) = devices
+    return DeviceGiver(device, told)
 
 
 def _modules_of(layers: tuple[NamedLayer, ...]) -> Iterator[nn.Module]:

@@ -57,7 +57,7 @@ def materialise_all(
                     materialise(layer, index, seed)
                     with building(queues.get(rank)):
                         place_parameters(layer.module, device)
-                        place_buffers(layer.module, device, {})
+                        place_buffers(layer.module.modules(), device)
 
 
 def place_all(
