@@ -26,12 +26,13 @@ from penstock.run.drive.threads import ThreadDriver
 from penstock.run.feed import Feed
 from penstock.run.giving import DeviceGiver, Giver
 from penstock.run.layout import Layout
+from penstock.run.materialising import Init
 from penstock.run.rank.forward import Void
 from penstock.run.rank.updater import Updater
 from penstock.run.rank.worker import Worker
 from penstock.run.recipe import Recipe
 from penstock.run.seals import SealedTransport
-from penstock.run.settling import building, local_rank, materialise_all, place_all, queues_of
+from penstock.run.settling import building, draw_all, local_rank, place_all, queues_of
 from penstock.run.shared_state import SharedState
 from penstock.stage.stage import Stage
 from penstock.transport import Codec, ThreadExchange, ThreadTransport, Transport, connect
@@ -52,11 +53,13 @@ class Running:
     record: bool
     results: Results
     devices: Devices | None = None
+    init: Init = "given"
     message_types: Sequence[type] = ()
     compare_data: bool = True
 
     def __post_init__(self) -> None:
         one_of("results", self.results, get_args(Results))
+        one_of("init", self.init, get_args(Init))
         expect(self.message_types, Sequence, "message_types", "give a list of classes")
         whole("seed", self.seed, -(2**63), 2**64 - 1)
         flag("record", self.record)
@@ -65,7 +68,7 @@ class Running:
     @property
     def settings(self) -> dict[str, str]:
         """Arguments that must be alike on all ranks, as text by their names."""
-        names = ("transport", "record", "results")
+        names = ("transport", "record", "results", "init")
         return {name: repr(getattr(self, name)) for name in names}
 
 
@@ -120,7 +123,7 @@ def _in_threads(
     streams = LayerStreams(running.seed)
     devices = devices_of_ranks(running.devices, plan.on_accelerator, range(plan.num_ranks))
     queues = queues_of(devices)
-    materialise_all(layers, plan, devices, queues, running.seed)
+    draw_all(layers, plan, devices, queues, running.seed, running.init)
     layout = Layout(model, plan, layers, streams, one_process=True, devices=devices)
     exchange = ThreadExchange(plan.num_ranks, running.deadlines.start.seconds)
     stages = {rank: layout.stages(rank) for rank in range(plan.num_ranks)}
@@ -173,7 +176,7 @@ def _in_processes(
             running.devices, plan.on_accelerator, [meeting.rank], first=local_rank()
         )
         queues = queues_of(devices)
-        materialise_all(layers, plan, devices, queues, seed)
+        draw_all(layers, plan, devices, queues, seed, running.init)
         layout = Layout(model, plan, layers, streams, one_process=False, devices=devices)
         sealed = SealedTransport(transport, meeting.rank)
         stages = layout.stages(meeting.rank)
