@@ -1,13 +1,20 @@
-"""Jobs of two processes, each with an accelerator of its own, which are emulated ones."""
+"""Several processes with accelerators, which are emulated ones."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from penstock import Cluster
+from penstock.errors import InputError
 from tests.kit.accelerator import building
 from tests.kit.launch import forked
+from tests.kit.paths import ROOT
 
 JOB = Path(__file__).parent / "jobs" / "devices.py"
 
@@ -19,3 +26,41 @@ def test_processes_train_on_their_own_devices_as_threads_on_the_cpu(transport):
     done = forked(JOB, 2, transport)
     assert done.returncode == 0, done.output
     assert done.reports == {0: [], 1: []}
+
+
+@pytest.fixture
+def plugged_in(tmp_path, monkeypatch):
+    """Other processes find the devices as torch finds what is not its own: by an entry point."""
+    plugin = tmp_path / "emulated-0.dist-info"
+    plugin.mkdir()
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: emulated\nVersion: 0\n")
+    (plugin / "entry_points.txt").write_text(
+        "[torch.backends]\nemu = tests.kit.accelerator.devices:register\n"
+    )
+    folders = (tmp_path, ROOT, ROOT / "src")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # none that are real
+
+
+def test_a_cluster_has_the_accelerators_that_torch_knows(plugged_in):
+    cluster = Cluster.local(kind="gpu")
+    assert [device.name for device in cluster.devices] == ["gpu0", "gpu1", "gpu2", "gpu3"]
+    assert {device.kind for device in cluster.devices} == {"gpu"}
+    (memory_bytes,) = {device.memory_bytes for device in cluster.devices}
+    assert memory_bytes > 2**30
+    assert len(Cluster.local(3, kind="gpu").devices) == 3
+    with pytest.raises(InputError, match=r"5 accelerators are asked for, but .* know of 4"):
+        Cluster.local(5, kind="gpu")
+
+
+def test_links_of_accelerators_without_a_library_of_their_own_are_those_of_main_memory(plugged_in):
+    """As long as messages between processes go through it."""
+    command = ("-m", "penstock.cli", "measure-cluster", "-p", "2", "--seconds", "0.1", "--json")
+    outside = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT, env=outside, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    devices = json.loads(done.stdout)["cluster"]["devices"]
+    assert [device["kind"] for device in devices] == ["cpu", "cpu"]
