@@ -29,6 +29,7 @@ from penstock.run.drive.driver import Deadlines, told
 from penstock.run.drive.joining import TransportName, joined
 from penstock.run.elsewhere import Elsewhere
 from penstock.run.history import History
+from penstock.run.materialising import Init
 from penstock.run.minibatch import StreamPosition
 from penstock.run.outcome import MinibatchOutcome
 from penstock.run.outside import Outside
@@ -75,10 +76,14 @@ class Pipeline:
             finite; by default unless there is a ``grad_scaler``. On an accelerator it never does,
             since every microbatch would have to be waited for.
         devices: where ranks compute: ``"cpu"`` or another device for all, or a list with one for
-            each rank of the plan (``"cuda:1"``, a ``torch.device``, or the number of an
+            each rank of the plan (as torch names it, a ``torch.device``, or the number of an
             accelerator); ranks may share one. By default, ranks that were planned for accelerators
             take this process's in their order, under ``torchrun`` that of ``LOCAL_RANK``, and all
             others the CPU. Each stage of the model is moved to its rank's device.
+        init: ``"given"``: the model has the values with which it was built, and only what is on
+            ``meta`` gets new ones. ``"per-layer"``: every layer draws its parameters anew by the
+            ``reset_parameters`` of its modules, from the ``seed`` and its number in the model, so
+            that the same model on ``meta`` would get the same values.
         transport: ``"threads"``; ``"shared-memory"`` or ``"process-group"`` between processes;
             ``"auto"``: threads if the job has one process, else shared memory between ranks of one
             host and the process group between hosts; tensors go straight from one accelerator to
@@ -136,6 +141,7 @@ class Pipeline:
         count_memory: bool = False,
         batch_norm: BatchNormStatistics = "microbatch",
         devices: Devices | None = None,
+        init: Init = "given",
         transport: TransportName = "auto",
         seed: int | None = None,
         reduction: Literal["mean", "sum"] = "mean",
@@ -178,6 +184,7 @@ class Pipeline:
                 record=record,
                 results=results,
                 devices=devices,
+                init=init,
                 message_types=message_types,
                 compare_data=compare_data,
             )

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from penstock import Cluster
+from penstock.errors import InputError
 from tests.kit.accelerator import building
 from tests.kit.launch import forked
+from tests.kit.paths import ROOT
 
 JOB = Path(__file__).parent / "jobs" / "devices.py"
 

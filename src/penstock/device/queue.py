@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from penstock.device.accelerators import is_on_host
+from penstock.device.crossing import moved
 from penstock.device.stamps import DeviceClock, Stamps
 
 Moments = Mapping[torch.device, torch.Event]
@@ -102,7 +103,7 @@ class HostQueue(DeviceQueue):
             return tensor
         if moment is not None:
             moment.synchronize()
-        return tensor.cpu()
+        return moved(tensor, self.device)
 
 
 class AcceleratorQueue(DeviceQueue):
@@ -141,7 +142,7 @@ class AcceleratorQueue(DeviceQueue):
             return tensor
         if is_on_host(tensor.device):
             with self._arriving:
-                arrived = tensor.to(self.device, non_blocking=True)
+                arrived = moved(tensor, self.device, non_blocking=True)
         else:
             arrived = self._copied(tensor, moment)
         self._compute.wait_event(self._arriving.record_event())
@@ -157,7 +158,7 @@ class AcceleratorQueue(DeviceQueue):
         if moment is not None:
             leaving.wait_event(moment)
         with leaving, self._arriving:
-            arrived = tensor.to(self.device, non_blocking=True)
+            arrived = moved(tensor, self.device, non_blocking=True)
         tensor.record_stream(leaving)
         return arrived
 
@@ -221,6 +222,37 @@ class AcceleratorQueue(DeviceQueue):
         except (RuntimeError, NotImplementedError):
             return False
         return True
+
+
+class Landing:
+    """A stream on which what a caller gives reaches a device, so that nothing that ranks compute
+    or send each other holds it up.
+
+    Args:
+        device: an accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.Stream(device)
+        self._reads_pinned = False
+
+    def landed(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor of another device. From pageable memory it has been read when this
+        returns; another accelerator reads it on the caller's current stream there."""
+        if is_on_host(tensor.device) and tensor.is_pinned():
+            self._reads_pinned = True
+        with self._stream:
+            return moved(tensor, self._stream.device, non_blocking=True)
+
+    def moment(self) -> torch.Event:
+        """When all that has landed up to now is there."""
+        return self._stream.record_event()
+
+    def settle(self) -> None:
+        """Wait until pinned memory has been read."""
+        if self._reads_pinned:
+            self._reads_pinned = False
+            self._stream.record_event().synchronize()
 
 
 def moments_of_caller(devices: Iterable[torch.device]) -> dict[torch.device, torch.Event]:

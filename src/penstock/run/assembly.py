@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType, NoneType
 from typing import Any, Literal, get_args
 
+import torch
 from torch import nn
 
 from penstock.device.placement import Devices, devices_of_ranks
@@ -24,13 +25,15 @@ from penstock.run.drive.offers import agree
 from penstock.run.drive.processes import ProcessDriver
 from penstock.run.drive.threads import ThreadDriver
 from penstock.run.feed import Feed
+from penstock.run.giving import DeviceGiver, Giver
 from penstock.run.layout import Layout
+from penstock.run.materialising import Init
 from penstock.run.rank.forward import Void
 from penstock.run.rank.updater import Updater
 from penstock.run.rank.worker import Worker
 from penstock.run.recipe import Recipe
 from penstock.run.seals import SealedTransport
-from penstock.run.settling import building, local_rank, materialise_all, place_all, queues_of
+from penstock.run.settling import building, draw_all, local_rank, place_all, queues_of
 from penstock.run.shared_state import SharedState
 from penstock.stage.stage import Stage
 from penstock.transport import Codec, ThreadExchange, ThreadTransport, Transport, connect
@@ -53,11 +56,13 @@ class Running:
     record: bool
     results: Results
     devices: Devices | None = None
+    init: Init = "given"
     message_types: Sequence[type] = ()
     compare_data: bool = True
 
     def __post_init__(self) -> None:
         one_of("results", self.results, get_args(Results))
+        one_of("init", self.init, get_args(Init))
         expect(self.message_types, Sequence, "message_types", "give a list of classes")
         whole("seed", self.seed, -(2**63), 2**64 - 1)
         flag("record", self.record)
@@ -66,7 +71,8 @@ class Running:
     @property
     def settings(self) -> dict[str, str]:
         """Arguments that must be alike on all ranks, as text by their names."""
-        return {name: repr(getattr(self, name)) for name in ("transport", "record", "results")}
+        names = ("transport", "record", "results", "init")
+        return {name: repr(getattr(self, name)) for name in names}
 
 
 @dataclass(frozen=True)
@@ -142,7 +148,7 @@ def _in_threads(
     streams = LayerStreams(running.seed)
     devices = devices_of_ranks(running.devices, plan.on_accelerator, range(plan.num_ranks))
     queues = queues_of(devices)
-    materialise_all(layers, plan, devices, queues, running.seed)
+    draw_all(layers, plan, devices, queues, running.seed, running.init)
     layout = Layout(model, plan, layers, streams, one_process=True, devices=devices)
     exchange = ThreadExchange(plan.num_ranks, running.deadlines.start.seconds)
     stages = {rank: layout.stages(rank) for rank in range(plan.num_ranks)}
@@ -159,7 +165,7 @@ def _in_threads(
     return Assembly(
         plan,
         driver,
-        _cutter(layout, recipe),
+        _cutter(plan, layout, recipe, devices, queues),
         Feed(plan, layout, recipe, driver),
         layout,
         streams,
@@ -201,7 +207,7 @@ def _in_processes(
             running.devices, plan.on_accelerator, [meeting.rank], first=local_rank()
         )
         queues = queues_of(devices)
-        materialise_all(layers, plan, devices, queues, seed)
+        draw_all(layers, plan, devices, queues, seed, running.init)
         layout = Layout(model, plan, layers, streams, one_process=False, devices=devices)
         sealed = SealedTransport(transport, meeting.rank)
         stages = layout.stages(meeting.rank)
@@ -236,11 +242,9 @@ def _in_processes(
         plan,
         driver,
         replace(
-            _cutter(layout, recipe),
+            _cutter(plan, layout, recipe, devices, queues),
             compares=running.compare_data and has_peers,
             modules=[*_modules_of(layers)] if has_peers else (),
-            takes_inputs=0 in stages,
-            takes_targets=len(plan.stages) - 1 in stages,
         ),
         Feed(plan, layout, recipe, driver),
         layout,
@@ -259,13 +263,38 @@ def _sentence(parts: Iterable[str]) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def _cutter(layout: Layout, recipe: Recipe) -> Cutter:
+def _cutter(
+    plan: Plan,
+    layout: Layout,
+    recipe: Recipe,
+    devices: Mapping[int, torch.device],
+    queues: Mapping[int, DeviceQueue],
+) -> Cutter:
+    last = len(plan.stages) - 1
+    here = [
+        {devices[rank] for rank in plan.placement.ranks_of(stage) if rank in devices}
+        for stage in (0, last)
+    ]
     return Cutter(
         layout.num_microbatches,
         layout.num_slices,
         recipe.weighting,
         layout.has_copies and recipe.updates == "minibatch",
+        gives_inputs=_giver(here[0], queues, "stage 0, given its inputs"),
+        gives_targets=_giver(here[1], queues, f"stage {last}, given its targets"),
     )
+
+
+def _giver(
+    devices: set[torch.device], queues: Mapping[int, DeviceQueue], told: str
+) -> Giver | None:
+    if not devices:
+        return None  # other processes compute with them
+    # Which copy of a stage gets a microbatch is known when it is there; then its rank fetches it.
+    if not queues or len(devices) > 1:
+        return Giver()
+    (device,) = devices
+    return DeviceGiver(device, told)
 
 
 def _modules_of(layers: tuple[NamedLayer, ...]) -> Iterator[nn.Module]:

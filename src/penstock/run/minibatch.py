@@ -38,6 +38,9 @@ class Minibatch:
         digests: of the inputs and of the targets, to compare with other ranks'; 0: not compared.
         modes: the modes of the layers' modules, to compare with other ranks'; see ``seals.Modes``.
         autocast: device types and dtypes for which forwards and the loss run under autocast.
+        inputs_moments: when each input is on the device of the rank that computes with it; empty
+            where the rank fetches it itself.
+        targets_moments: likewise.
     """
 
     step: int
@@ -51,6 +54,8 @@ class Minibatch:
     digests: tuple[int, int] = (0, 0)
     modes: int = 0
     autocast: Mapping[str, torch.dtype] = field(default_factory=dict)
+    inputs_moments: Sequence[torch.Event] = ()
+    targets_moments: Sequence[torch.Event] = ()
 
     @property
     def num_microbatches(self) -> int:

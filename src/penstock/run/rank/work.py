@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,12 +70,18 @@ class Work:
     def input(self, unit: int, *, copied: bool) -> Any:
         """What the first stage works on; a copy if the minibatch may have to begin anew, since the
         first layer may overwrite it."""
-        value = self._here(self.minibatch.inputs[unit - self._first_unit])
+        number = unit - self._first_unit
+        value = self._here(self.minibatch.inputs, self.minibatch.inputs_moments, number)
         return tree.replace(Tensor, copy_of, value) if copied else value
 
-    def _here(self, value: Any) -> Any:
+    def _here(self, values: Sequence[Any], moments: Sequence[torch.Event], number: int) -> Any:
         """What the caller has given, on the rank's device."""
-        return value if self._queue is None else tree.replace(Tensor, self._queue.given, value)
+        if self._queue is None:
+            return values[number]
+        here = self._queue.given
+        if moments:
+            here = partial(self._queue.fetched, moment=moments[number])
+        return tree.replace(Tensor, here, values[number])
 
     def criterion(self, unit: int) -> Criterion | None:
         """From the output of the last stage to the loss; ``None`` where outputs are wanted."""
@@ -81,7 +89,7 @@ class Work:
         if not self.minibatch.trains or loss is None:
             return None
         number = unit - self._first_unit
-        targets = self._here(self.minibatch.targets[number])
+        targets = self._here(self.minibatch.targets, self.minibatch.targets_moments, number)
 
         def criterion(outputs: Any) -> Tensor:
             if metrics:
