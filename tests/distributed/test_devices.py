@@ -66,3 +66,41 @@ def test_a_host_waits_for_what_it_hands_over_in_main_memory_and_for_nothing_else
     for counts in done.reports.values():
         assert counts["bytes"] == counts["reads"] == 0
         assert 0 < counts["waits"] <= 8 * 4  # steps, and messages in each
+
+
+@pytest.fixture
+def plugged_in(tmp_path, monkeypatch):
+    """Other processes find the devices as torch finds what is not its own: by an entry point."""
+    plugin = tmp_path / "emulated-0.dist-info"
+    plugin.mkdir()
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: emulated\nVersion: 0\n")
+    (plugin / "entry_points.txt").write_text(
+        "[torch.backends]\nemu = tests.kit.accelerator.devices:register\n"
+    )
+    folders = (tmp_path, ROOT, ROOT / "src")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # none that are real
+
+
+def test_a_cluster_has_the_accelerators_that_torch_knows(plugged_in):
+    cluster = Cluster.local(kind="gpu")
+    assert [device.name for device in cluster.devices] == ["gpu0", "gpu1", "gpu2", "gpu3"]
+    assert {device.kind for device in cluster.devices} == {"gpu"}
+    (memory_bytes,) = {device.memory_bytes for device in cluster.devices}
+    assert memory_bytes > 2**30
+    assert len(Cluster.local(3, kind="gpu").devices) == 3
+    with pytest.raises(InputError, match=r"5 accelerators are asked for, but .* know of 4"):
+        Cluster.local(5, kind="gpu")
+
+
+def test_links_of_accelerators_without_a_library_of_their_own_are_those_of_main_memory(plugged_in):
+    """As long as messages between processes go through it."""
+    command = ("-m", "penstock.cli", "measure-cluster", "-p", "2", "--seconds", "0.1", "--json")
+    outside = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT, env=outside, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    devices = json.loads(done.stdout)["cluster"]["devices"]
+    assert [device["kind"] for device in devices] == ["cpu", "cpu"]
