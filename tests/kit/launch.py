@@ -35,23 +35,25 @@ def torchrun(
     *arguments: str,
     reports=True,
     limit_seconds=380,
+    options=(),
+    environment=(),
 ) -> Finished:
     """Start ``script`` on ``num_ranks`` processes and wait for it.
 
     With ``reports``, each rank may write ``report-<rank>.json`` into the folder that is
-    the last argument of the job.
+    the last argument of the job. ``options`` and ``environment`` are torchrun's.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(num_ranks)),
+            *("--nproc-per-node", str(num_ranks), *options),
             *(str(script), *arguments, *([folder] if reports else [])),
         ]
         start = time.monotonic()
         done = subprocess.run(
             command,
             cwd=ROOT,
-            env=ENVIRONMENT,
+            env={**ENVIRONMENT, **dict(environment)},
             capture_output=True,
             text=True,
             timeout=limit_seconds,

@@ -25,6 +25,7 @@ _PLACES = {
     "profile": ("profile_verb", "profile"),
     "rehearse": ("rehearse_verb", "rehearse"),
     "report": ("model_verbs", "report"),
+    "run": ("run_verb", "run"),
     "schedules": ("schedule_verbs", "schedules"),
     "simulate": ("schedule_verbs", "simulate"),
     "train": ("model_verbs", "train"),

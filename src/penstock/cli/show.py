@@ -39,8 +39,15 @@ def print_json(value: object) -> None:
     click.echo(encode(value))
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int = 1) -> None:
-    """A table; the first ``num_texts`` columns are text, to the left, the others numbers."""
+def print_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    num_texts: int = 1,
+    *,
+    beside: bool = False,
+) -> None:
+    """A table; the first ``num_texts`` columns are text, to the left, the others numbers. One that
+    stands ``beside`` the results goes to standard error."""
     from rich.console import Console
     from rich.table import Table
 
@@ -53,11 +60,11 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], num_texts
         table.add_column(column, justify=justify, overflow="fold", min_width=least)
     for row in rows:
         table.add_row(*row)
-    width = max(_WIDTH, Console().width)
-    if num_texts == 1 and not Console().is_terminal:
+    width = max(_WIDTH, Console(stderr=beside).width)
+    if num_texts == 1 and not Console(stderr=beside).is_terminal:
         # Nobody's window is too narrow for a long name, and programs look for it in one piece.
         width = max(width, Console(width=10**4).measure(table).maximum)
-    Console(width=width).print(table)
+    Console(width=width, stderr=beside).print(table)
 
 
 def print_facts(facts: Sequence[Fact]) -> None:

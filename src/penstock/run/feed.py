@@ -17,6 +17,7 @@ from penstock.errors import InputError, RunError
 from penstock.plans import Plan
 from penstock.run.drive.driver import Driver
 from penstock.run.layout import Layout
+from penstock.run.logbook import Logbook
 from penstock.run.lowering import asynchronous, forwards, synchronous
 from penstock.run.minibatch import Minibatch, StreamPosition
 from penstock.run.outcome import MinibatchOutcome
@@ -48,6 +49,8 @@ class Feed:
         self._windows: Windows | None = None
         self._num_synchronous = 0
         self._restart()
+        self._logbook = Logbook.of_this_process()
+        self._logbook.build()
         policy = plan.versions
         self._least_minibatch = least_minibatch(policy, plan.replicas)
         if policy.asynchronous:
@@ -61,6 +64,7 @@ class Feed:
     def resume(self, step: int) -> None:
         """What comes next is the minibatch with this number: of PipeMare, the first ``t3`` train
         with a flush."""
+        self._logbook.reach(step)
         policy = self._plan.versions
         self._num_synchronous = max(0, policy.t3 - step) if isinstance(policy, PipeMare) else 0
 
@@ -85,11 +89,15 @@ class Feed:
         self.under_way.clear()
         for minibatch, given in minibatches:
             segment, position = self._segment(minibatch, given)
+            self._logbook.begin(minibatch.step)
             try:
                 self._submit(segment, minibatch, position)
                 most = self._most_under_way(minibatch, position) if position.more_follow else 0
                 while len(self.under_way) > most:
-                    yield self._collect()
+                    outcome = self._collect()
+                    if not self.under_way:
+                        self._logbook.reach(minibatch.step + 1)
+                    yield outcome
             except RunError as error:
                 if position.failure is None:
                     raise

@@ -17,6 +17,13 @@ An exchange, as every rank performs it; the numbers stand at the lines below:
    come, and whether the deadline has passed.
 4. Delete this rank's key of the exchange before: who has come to this one has read all of that.
 5. Read all keys, strictly; remember the processes of this host, for 3.
+
+torchrun keeps one store over all attempts of a job, with what ranks wrote that are gone. So ranks
+that begin an attempt first agree on a name for it, and then use only keys that begin with that:
+
+6. Every rank but rank 0 writes a greeting, a new word each time, and waits for an answer to it.
+7. Rank 0 makes up the name. While it waits for the others, in 3, it answers whatever greetings it
+   sees with the name. One of an earlier attempt is answered, too, and nobody reads that.
 """
 
 from __future__ import annotations
@@ -24,6 +31,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -106,10 +114,11 @@ class Rendezvous:
         purpose: what they do together, for example ``"building a Pipeline"``.
         seconds: how long ranks wait for each other in each exchange.
         remedy: what to do if ranks need longer, for example ``"raise startup_seconds"``.
+        anew: the store may hold what ranks of an earlier attempt have left there.
 
     Attributes:
         rank, num_ranks: as given.
-
+        store: the part of the store that belongs to this attempt; without ``anew``, all of it.
 
     Raises:
         PeerError: the store is gone.
@@ -117,7 +126,15 @@ class Rendezvous:
     """
 
     def __init__(
-        self, store: Store, rank: int, num_ranks: int, purpose: str, seconds: float, remedy: str
+        self,
+        store: Store,
+        rank: int,
+        num_ranks: int,
+        purpose: str,
+        seconds: float,
+        remedy: str,
+        *,
+        anew: bool = False,
     ) -> None:
         self.rank, self.num_ranks = rank, num_ranks
         self._purpose, self._remedy = purpose, remedy
@@ -127,10 +144,13 @@ class Rendezvous:
         self._processes: dict[int, Process] = {}
         self._silent = False
         self._store: Store = store
+        self._host: _Host | None = None
+        self.store: Store = self._store_of_attempt() if anew else store
+        self._store = self.store
         # Counted in the store, so that nobody has to remember it here.
         number = self.ask(lambda store: store.add(f"penstock/{purpose}/{rank}", 1))
         prefix = f"penstock/{purpose}/{number}"
-        self._store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore(prefix, self.store)  # type: ignore[attr-defined]
 
     @classmethod
     def of_group(cls, purpose: str, seconds: float, remedy: str) -> Self:
@@ -138,6 +158,28 @@ class Rendezvous:
         assert dist.group.WORLD is not None
         store = dist.group.WORLD.get_group_store()
         return cls(store, dist.get_rank(), dist.get_world_size(), purpose, seconds, remedy)
+
+    def _store_of_attempt(self) -> Store:
+        """The part of the store into which no earlier attempt has written."""
+        word = uuid.uuid4().hex
+        if self.rank == 0:
+            self._host = _Host(self._store, word, self.num_ranks)
+            name = word
+        else:
+            end = time.monotonic() + self._seconds
+            name = self.ask(lambda store: self._answer_to(word, store, end), self._seconds)
+        return dist.PrefixStore(f"attempt {name}", self._store)  # type: ignore[attr-defined]
+
+    def _answer_to(self, word: str, store: Store, end: float) -> str:
+        """The name of the attempt, which rank 0 tells to those that greet it."""
+        store.set(_greeting(self.rank), word)  # [6]
+        pause = _FIRST_PAUSE_SECONDS
+        while not store.check([_answer(word)]):
+            if time.monotonic() > end:
+                raise DeadlineError(self._late([0], "to begin"))
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        return store.get(_answer(word)).decode()
 
     def exchange(self, value: T, kind: type[T], asked: str) -> list[T]:
         """Give a value to all ranks and take theirs.
@@ -170,6 +212,8 @@ class Rendezvous:
         num_arrived, pause = store.add(_count(turn), 1), _FIRST_PAUSE_SECONDS  # [2]
         while num_arrived < self.num_ranks:  # [3]
             self._check_hope(store, keys, asked)
+            if self._host is not None:
+                self._host.answer()
             if time.monotonic() > end:
                 missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
                 raise DeadlineError(self._late(missing, asked))
@@ -254,6 +298,38 @@ class Rendezvous:
     @property
     def _where(self) -> str:
         return f"rank {self.rank}, {self._purpose}"
+
+
+class _Host:
+    """Rank 0, who tells the name of the attempt to whoever greets it.
+
+    Args:
+        store: all of it.
+        name: of the attempt.
+        num_ranks: how many may greet, this one included.
+    """
+
+    def __init__(self, store: Store, name: str, num_ranks: int) -> None:
+        self._store = store
+        self._name = name
+        self._answered: dict[int, bytes] = dict.fromkeys(range(1, num_ranks), b"")
+
+    def answer(self) -> None:
+        """Answer those that have greeted since the last call."""
+        for rank, before in self._answered.items():
+            if self._store.check([_greeting(rank)]):
+                word = self._store.get(_greeting(rank))
+                if word != before:  # [7]
+                    self._store.set(_answer(word.decode()), self._name)
+                    self._answered[rank] = word
+
+
+def _greeting(rank: int) -> str:
+    return f"penstock/greeting of rank {rank}"
+
+
+def _answer(word: str) -> str:
+    return f"penstock/answer to {word}"
 
 
 def _key(turn: int, rank: int) -> str:

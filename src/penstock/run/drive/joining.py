@@ -15,6 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from penstock.errors import DeadlineError, InputError, PeerError, PenstockError, RunError
 from penstock.run.drive.driver import told
+from penstock.run.logbook import VARIABLE
 from penstock.transport.rendezvous import Rendezvous, translated, within
 from penstock.values import one_of
 
@@ -82,14 +83,14 @@ def _make_default_group(seconds: float) -> None:
     """torch's default group, which the script has not made; whoever does not come is named."""
     store, rank, num_ranks = _store_of_job(seconds)
     doing = "making the process group"
-    meeting = Rendezvous(store, rank, num_ranks, doing, seconds, REMEDY)
+    meeting = Rendezvous(store, rank, num_ranks, doing, seconds, REMEDY, anew=_outlives_attempts())
     with _telling_failures(meeting, doing):
         meeting.exchange(None, NoneType, "to its Pipeline")
         with translated(f"rank {rank}, {doing}", seconds, REMEDY):
             within(
                 seconds,
                 lambda: dist.init_process_group(
-                    "gloo", store=store, rank=rank, world_size=num_ranks
+                    "gloo", store=meeting.store, rank=rank, world_size=num_ranks
                 ),
             )
     # It stays for the next pipeline: made anew, it would find the addresses of the old one in
@@ -117,6 +118,14 @@ def _store_of_job(seconds: float) -> tuple[Store, int, int]:
         first_line = str(error).partition("\n")[0]  # says how many came, if this is rank 0
         raise DeadlineError(f"{late} ({first_line})") from error
     return place
+
+
+def _outlives_attempts() -> bool:
+    """Whether the job's store may hold what ranks have left there that are gone: torchrun keeps it
+    when it starts them again, and gloo would find their addresses."""
+    return (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) and VARIABLE not in os.environ
+    )
 
 
 def _leave_group() -> None:

@@ -1,0 +1,123 @@
+"""``penstock run``: a script on several ranks of this host, which start again when one dies."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from penstock.cli import show
+from penstock.errors import InputError
+
+if TYPE_CHECKING:
+    from penstock.supervisor import Account
+
+_WORDS_HELP = (
+    "Options stand before SCRIPT or directly behind it; from the first word that is none of these, "
+    "everything is the script's, and everything behind -- is in any case."
+)
+
+
+class _Command(click.Command):
+    """One whose options may also stand directly behind the script."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Put the options before everything that is the script's."""
+        before, rest = self._own(args)
+        if "-m" in before or not rest or rest[0] == "--":
+            words = rest[1:] if rest[:1] == ["--"] else rest
+            return super().parse_args(ctx, [*before, "--", *words])
+        behind, theirs = self._own(rest[1:])
+        theirs = theirs[1:] if theirs[:1] == ["--"] else theirs
+        return super().parse_args(ctx, [*before, *behind, "--", rest[0], *theirs])
+
+    def _own(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
+        """(the options with their values that come first, what comes behind them)."""
+        takes_value = {
+            name: isinstance(option, click.Option) and not option.is_flag
+            for option in self.params
+            for name in option.opts
+        }
+        place = 0
+        while place < len(words):
+            name, has_value, _ = words[place].partition("=")
+            if words[place] in ("-h", "--help"):
+                place += 1
+            elif name in takes_value:
+                place += 2 if takes_value[name] and not has_value else 1
+            else:
+                break
+        return list(words[:place]), list(words[place:])
+
+
+@click.command(cls=_Command, epilog=_WORDS_HELP, options_metavar="[OPTIONS]")
+@click.option(
+    "-n", "--ranks", type=click.IntRange(min=1), required=True,
+    help="Number of ranks, each a process.",
+)  # fmt: skip
+@click.option(
+    "--restarts", type=click.IntRange(min=0), default=0, show_default=True,
+    help="How often all ranks may be started again when one has failed.",
+)  # fmt: skip
+@click.option(
+    "--grace", type=click.FloatRange(min=0), default=5.0, show_default=True, metavar="SECONDS",
+    help="How long ranks that are asked to end may take before they are killed.",
+)  # fmt: skip
+@click.option("-m", "module", metavar="MODULE", help="Run a module by its name, as python -m does.")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
+def run(
+    ranks: int, restarts: int, grace: float, module: str | None, words: tuple[str, ...]
+) -> None:
+    """Run a training script on several ranks of this host, and start them again when one dies.
+
+    The script is one for torchrun: it builds a Pipeline, loads the newest checkpoint, trains and
+    saves. Torch is loaded once, and ranks are forked from the process that has it, so that they are
+    back milliseconds after a death. Between hosts, use torchrun.
+    """
+    if ranks > 1:  # before torch reads it
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from penstock.supervisor import Job, Rank, Script, supervise
+
+    if module is not None:
+        script = Script(module, words, is_module=True)
+    elif words:
+        script = Script(words[0], words[1:])
+    else:
+        raise InputError("there is no script; try penstock run train.py -n 4")
+    job = Job(script, ranks, restarts, grace)
+    outcome = supervise(job, lambda text: show.say(f"penstock: {text}"))
+    if isinstance(outcome, Rank):
+        script.run(outcome.number)
+        return
+    if len(outcome.accounts) > 1:
+        show.print_table(*_table(outcome.accounts), beside=True)
+    if outcome.verdict:
+        show.say(f"penstock: {outcome.verdict}")
+    sys.exit(outcome.code)
+
+
+def _table(accounts: Sequence[Account]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Attempts, a row each: how it began, and how it ended."""
+    columns = ("how it ended", "attempt", "went on at step", "ranks back after", "and ready after")
+    rows: list[tuple[str, ...]] = []
+    failed = None
+    for number, account in enumerate(accounts):
+        moments = account.moments
+        rows.append(
+            (
+                str(account.cause or account.interrupted or "all ranks ended well"),
+                str(number),
+                "–" if account.first_step is None else str(account.first_step),
+                _seconds(failed, moments.forked),
+                _seconds(failed, moments.built),
+            )
+        )
+        failed = moments.noticed
+    return columns, rows
+
+
+def _seconds(start: float | None, end: float | None) -> str:
+    return "–" if start is None or end is None else f"{end - start:.3f} s"

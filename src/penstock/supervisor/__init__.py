@@ -1,0 +1,43 @@
+"""``penstock run``: the ranks of one host, and again when one of them dies.
+
+A process that has loaded torch forks the ranks, so that all of them are there again milliseconds
+after a death; a fresh interpreter would load torch for seconds. Scripts load their newest
+checkpoint themselves, as under torchrun, whose place this takes on one host only: several hosts
+always go through torchrun.
+
+``script`` is what ranks run, ``job`` what is asked for. ``attempt`` is all ranks once, ``forking``
+a process of it, ``signals`` what comes from outside. ``causes`` says why an attempt ended, and
+``supervising`` whether there is another one.
+
+Decisions:
+
+- The supervisor never has a thread, for only then can it be forked safely. So the store in which
+  ranks meet has a process of its own, the keeper: a new one for each attempt, since nothing may be
+  left in it of ranks that are gone.
+- Its socket listens before anybody is forked. Ranks and keeper can come in any order, no port is
+  looked for twice, and nobody off this host can connect.
+- Deaths are read from descriptors of processes (pidfd), exit codes by waiting for each. Nothing is
+  ever ended by a number that could belong to another process meanwhile: a rank keeps its number
+  until it is waited for.
+- Ranks have sessions of their own. Ctrl-C reaches the supervisor only, which passes it on, so that
+  every rank gets it once. If the supervisor is killed, the kernel kills the ranks.
+- At which step a rank was, and why its script ended, stands in memory that outlives it
+  (``run.logbook``). The same error at the same step, twice, ends the job; a kill is no error.
+"""
+
+from penstock.supervisor.attempt import Account, Moments, Rank
+from penstock.supervisor.causes import Cause
+from penstock.supervisor.job import Job
+from penstock.supervisor.script import Script
+from penstock.supervisor.supervising import Result, supervise
+
+__all__ = [
+    "Account",
+    "Cause",
+    "Job",
+    "Moments",
+    "Rank",
+    "Result",
+    "Script",
+    "supervise",
+]

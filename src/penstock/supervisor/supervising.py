@@ -1,0 +1,98 @@
+"""The supervisor: it loads everything once, and forks the ranks from itself as often as needed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+from penstock.errors import RunError
+from penstock.supervisor.attempt import Account, Attempt, Rank
+from penstock.supervisor.job import Job
+from penstock.supervisor.signals import Signals
+
+
+class Result(NamedTuple):
+    """What became of a job.
+
+    Attributes:
+        accounts: of each attempt, in order.
+        code: the exit code for the whole.
+        verdict: why it ended before all ranks ended well; empty if they did.
+    """
+
+    accounts: tuple[Account, ...]
+    code: int
+    verdict: str = ""
+
+
+def supervise(job: Job, say: Callable[[str], None]) -> Result | Rank:
+    """Run a job, and start all ranks again when one has failed.
+
+    This returns in every rank, too, where the caller must run the job's script and then end: an
+    interpreter ends as usual only if its stack is unwound.
+
+    Args:
+        say: takes what happens, one line at a time.
+
+    Raises:
+        RunError: this system has no descriptors of processes.
+    """
+    if not hasattr(os, "pidfd_open") or not hasattr(os, "memfd_create"):
+        raise RunError(f"penstock run needs Linux, and this is {sys.platform}; use torchrun")
+    _load()
+    signals = Signals()
+    try:
+        return _attempts(job, say, signals)
+    finally:
+        signals.give_back()
+
+
+def _attempts(job: Job, say: Callable[[str], None], signals: Signals) -> Result | Rank:
+    accounts: list[Account] = []
+    causes: set[tuple[str, int | None]] = set()
+    for number in range(job.restarts + 1):
+        attempt, supervisor = Attempt(job, number, signals), os.getpid()
+        try:
+            rank = attempt.start()
+            if rank is not None:
+                return rank
+            account = attempt.wait()
+        except BaseException:
+            if os.getpid() == supervisor:
+                attempt.kill()
+            raise
+        accounts.append(account)
+        if account.interrupted is not None:
+            code = 128 + account.interrupted
+            return Result((*accounts,), code, f"ended by {account.interrupted.name}")
+        if account.cause is None:
+            return Result((*accounts,), 0)
+        cause = account.cause
+        if cause.own_fault and cause.known_as in causes:
+            again = "the same error as before, so it would come again"
+            return Result((*accounts,), cause.code, f"{cause}: {again}")
+        causes.add(cause.known_as)
+        if number < job.restarts:
+            say(f"{cause}; all ranks start again ({number + 1} of {job.restarts})")
+    spent = f"; {job.restarts} restarts are spent" if job.restarts else ""
+    return Result((*accounts,), cause.code, f"{cause}{spent}")
+
+
+def _load() -> None:
+    """Load what scripts need, once here instead of once in every rank.
+
+    Whether an accelerator is there is asked of its driver's library: torch's usual way would
+    initialise it, and then it could not be used after a fork.
+    """
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    import torch
+
+    import penstock.pipeline
+    import penstock.planner
+    import penstock.profiler
+    import penstock.tracing  # noqa: F401
+
+    # The first optimizer loads what takes a second.
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])

@@ -1,0 +1,214 @@
+"""``penstock run``: ranks are killed, raise, exit, hang; what remains is the run that never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.jobs.restarting import pipeline_of, train
+from tests.kit.examples import more
+from tests.kit.launch import torchrun
+from tests.kit.supervised import (
+    children,
+    num_descriptors,
+    number_in,
+    supervised,
+    wait_until_gone,
+)
+
+JOB = Path(__file__).parent / "jobs" / "restarting.py"
+NUM_RANKS = 3
+
+
+@cache
+def losses_of(num_steps):
+    """Those of a run that never stops, in threads."""
+    with pipeline_of(NUM_RANKS, transport="threads") as pipeline:
+        return [train(pipeline, step, None) for step in range(num_steps)]
+
+
+def check_losses(folder, num_steps):
+    """Whoever trained on a minibatch, however often, saw the loss of the run that never stops."""
+    seen = [json.loads(line) for line in (folder / "losses").read_text().splitlines()]
+    expected = losses_of(num_steps)
+    assert {step for step, _ in seen} == set(range(num_steps))
+    assert [loss for _, loss in seen] == [expected[step] for step, _ in seen]
+
+
+def pids(folder, attempt):
+    return [number_in(folder / f"{attempt}-{rank}") for rank in range(NUM_RANKS)]
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("seed", "num_kills"), [(0, 20), more(1, 100)])
+def test_a_run_that_is_killed_again_and_again_trains_as_if_it_never_stopped(
+    tmp_path, seed, num_kills
+):
+    draw = random.Random(seed)
+    num_steps = 3 * num_kills + 3
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    with supervised(
+        tmp_path / "output", JOB, "-n", NUM_RANKS, "--restarts", num_kills, tmp_path, num_steps,
+        ATTEMPTS=str(num_kills + 1), TMPDIR=str(temporary),
+    ) as job:  # fmt: skip
+        everybody, descriptors = set(), []
+        for attempt in range(num_kills):
+            ranks = pids(tmp_path, attempt)
+            everybody |= {*children(job.supervisor.pid), *ranks}
+            descriptors.append(num_descriptors(job.supervisor.pid))
+            time.sleep(draw.uniform(0, 0.6))
+            os.kill(draw.choice(ranks), signal.SIGKILL)
+        assert job.wait() == 0, job.said()
+    check_losses(tmp_path, num_steps)
+    assert max(descriptors) == descriptors[0]  # nothing is left open from attempt to attempt
+    assert len(everybody) >= num_kills * NUM_RANKS
+    wait_until_gone(everybody, limit_seconds=0)
+    # What torch makes when it is loaded, and nothing of ours.
+    assert all(path.name.startswith("torchinductor_") for path in temporary.iterdir())
+    assert job.said().count("was ended by SIGKILL") >= num_kills
+
+
+def test_the_same_error_at_the_same_step_ends_the_job_at_its_second_time(tmp_path):
+    with supervised(
+        tmp_path / "output", JOB, "-n", NUM_RANKS, "--restarts", 9, tmp_path, 8,
+        "SIGKILL:0:2:1", "raise:1:4:9",
+    ) as job:  # fmt: skip
+        assert job.wait() == 1
+    said = job.said()
+    assert "penstock: rank 1 failed: ValueError: no luck with <object object at 0x" in said
+    assert "at step 4: the same error as before, so it would come again" in said
+    assert (tmp_path / "2-0").exists()
+    assert not (tmp_path / "3-0").exists()
+    # As Python does: a traceback begins with the script.
+    assert 'restarting.py", line' in said
+    assert "supervisor/script.py" not in said
+
+
+def test_a_script_that_exits_is_started_again_and_its_code_is_that_of_the_job(tmp_path):
+    with supervised(
+        tmp_path / "output", "-n", NUM_RANKS, "--restarts", 5, JOB, tmp_path, 4, "exit:2:3:9"
+    ) as job:
+        assert job.wait() == 3
+    assert "rank 2 ended with exit code 3, at step 3: the same error as before" in job.said()
+    assert not (tmp_path / "2-0").exists()
+
+
+def test_kills_are_no_error_and_count_against_the_restarts(tmp_path):
+    with supervised(
+        tmp_path / "output", "-n", NUM_RANKS, "--restarts", 2, JOB, tmp_path, 4, "SIGKILL:1:3:9"
+    ) as job:
+        assert job.wait() == 128 + signal.SIGKILL
+    said = job.said()
+    assert "rank 1 was ended by SIGKILL, at step 3; the machine may be out of memory" in said
+    assert "2 restarts are spent" in said
+    rows = [line for line in said.splitlines() if line.startswith("rank 1 was ended")]
+    assert len(rows) == 3
+
+
+def test_a_stopped_rank_is_killed_when_others_are_to_start_again(tmp_path):
+    with supervised(
+        tmp_path / "output", "-n", NUM_RANKS, "--restarts", 1, "--grace", 0.3, JOB, tmp_path, 6,
+        "SIGSTOP:0:3:1", "SIGKILL:1:3:1",
+    ) as job:  # fmt: skip
+        assert job.wait() == 0, job.said()
+    check_losses(tmp_path, 6)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_ends_the_supervisor_and_all_ranks(tmp_path, number, code):
+    with supervised(
+        tmp_path / "output", "-n", NUM_RANKS, "--restarts", 5, JOB, tmp_path, 4, ATTEMPTS="2"
+    ) as job:
+        ranks = pids(tmp_path, 0)
+        own = children(job.supervisor.pid)
+        assert set(own) > set(ranks)
+        wait_for_losses(tmp_path, 3)
+        job.supervisor.send_signal(number)
+        assert job.wait() == code
+    wait_until_gone(own, limit_seconds=0)
+    # Each rank gets it exactly once.
+    told = NUM_RANKS if number == signal.SIGINT else 0
+    assert job.said().count("\nKeyboardInterrupt") + job.said().count("]: KeyboardInterrupt") == (
+        told
+    )
+    assert f"penstock: ended by {number.name}" in job.said()
+    assert not (tmp_path / "1-0").exists()
+
+
+def wait_for_losses(folder, count):
+    """Wait until so many losses are there."""
+    end = time.monotonic() + 200
+    losses = folder / "losses"
+    while not losses.exists() or losses.read_text().count("\n") < count:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_ranks_end_with_their_supervisor_however_that_ends(tmp_path):
+    with supervised(tmp_path / "output", "-n", NUM_RANKS, JOB, tmp_path, 4, ATTEMPTS="2") as job:
+        pids(tmp_path, 0)
+        own = children(job.supervisor.pid)
+        job.supervisor.kill()
+        job.wait()
+        assert len(own) == NUM_RANKS + 1
+        wait_until_gone(own)
+
+
+def test_the_death_of_who_keeps_the_store_is_one_like_others(tmp_path):
+    with supervised(
+        tmp_path / "output", "-n", NUM_RANKS, "--restarts", 1, JOB, tmp_path, 6, ATTEMPTS="2"
+    ) as job:
+        ranks = pids(tmp_path, 0)
+        (keeper,) = set(children(job.supervisor.pid)) - set(ranks)
+        os.kill(keeper, signal.SIGKILL)
+        assert job.wait() == 0, job.said()
+    check_losses(tmp_path, 6)
+    assert "the keeper of the job's store was ended by SIGKILL" in job.said()
+
+
+def test_two_jobs_at_once_do_not_meet(tmp_path):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    trouble = "SIGKILL:1:2:1"
+    with (
+        supervised(
+            folders[0] / "output", "-n", NUM_RANKS, "--restarts", 1, JOB, folders[0], 5, trouble
+        ) as first,
+        supervised(
+            folders[1] / "output", "-n", NUM_RANKS, "--restarts", 1, JOB, folders[1], 5, trouble
+        ) as second,
+    ):
+        assert first.wait() == 0, first.said()
+        assert second.wait() == 0, second.said()
+    for folder in folders:
+        check_losses(folder, 5)
+
+
+@pytest.mark.parametrize(
+    "variable", [{}, more({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})], ids=["as it is", "apart"]
+)
+def test_torchrun_restarts_the_same_script(tmp_path, variable):
+    job = torchrun(
+        JOB,
+        NUM_RANKS,
+        str(tmp_path),
+        "6",
+        "SIGKILL:1:3:1",
+        reports=False,
+        options=("--max-restarts", "1"),
+        environment=variable,
+    )
+    assert job.returncode == 0, job.output
+    check_losses(tmp_path, 6)
+    assert (tmp_path / "1-1").exists()
