@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.schedule.columns.columns import Bools, Ints, Longs
+from penstock.schedule.columns.columns import Ints, Longs
 from penstock.schedule.columns.needs import Needs
 
 
@@ -50,10 +50,6 @@ class Walk:
     def waits_at(self, ranks: Longs) -> Longs:
         """The ops that wait at some ranks, none of them at its end."""
         return self._number[self._position[ranks]]
-
-    def can_run(self, ops: Ints) -> Bools:
-        """Which of some ops have nothing to wait for; none needs several others."""
-        return self._done[self._needs.single[self._place[ops]]]
 
     def run(self, ops: Ints) -> None:
         """Let ops be done before their ranks come to them."""
