@@ -194,6 +194,16 @@ def test_receives_of_columns_come_as_early_as_those_of_ops(
     check(laid, capacity)
 
 
+@pytest.mark.parametrize("many_ranks", [1, 100])
+def test_receives_that_stand_in_a_schedule_are_not_moved_to_prove_it(monkeypatch, many_ranks):
+    schedule = add_communication(schedules.build("breadth-first", num_ranks=4, num_microbatches=16))
+    monkeypatch.setattr(columns_needs, "_MANY_RANKS", many_ranks)
+    assert [is_proven(schedule.columns, capacity) for capacity in (1, 3, 4, None)] == [
+        outcome(check, schedule, capacity) is None for capacity in (1, 3, 4, None)
+    ]
+    assert not is_proven(schedule.columns, 1)
+
+
 def test_no_op_of_a_large_schedule_is_made_to_check_its_channels():
     schedule = schedules.build("1f1b", num_ranks=8, num_microbatches=1024)
     check(schedule, 1)

@@ -65,8 +65,8 @@ def test_the_middle_of_waves_is_found(monkeypatch, p, waves):
 
 
 @pytest.mark.parametrize("name", ["v-half", "v-min", "hanayo"])
-def test_millions_of_ops_are_not_reordered_one_by_one(name):
-    schedule = schedules.build(name, num_ranks=8, num_microbatches=20_000)
+def test_the_ops_of_a_large_schedule_are_not_made(name):
+    schedule = schedules.build(name, num_ranks=8, num_microbatches=4_000)
     check(schedule, 1)
     assert "ranks" not in vars(schedule)
-    assert schedule.num_ops == (4 if name == "hanayo" else 6) * 8 * 20_000
+    assert schedule.num_ops == (4 if name == "hanayo" else 6) * 8 * 4_000
