@@ -10,9 +10,11 @@ from penstock import Kind, Op, Schedule, check, schedules
 from penstock.errors import InputError, ScheduleError
 from penstock.schedule import check as checking
 from penstock.schedule import lower as lowering
+from penstock.schedule.channels import room_needed
 from penstock.schedule.check import check_each_op
 from penstock.schedule.columns import needs as columns_needs
 from penstock.schedule.columns.columns import Columns
+from penstock.schedule.columns.messages import bounded, messages_of
 from penstock.schedule.columns.needs import Numbers
 from penstock.schedule.columns.proof import is_proven
 from penstock.schedule.lower import (
@@ -26,6 +28,7 @@ from penstock.schedule.lower import (
     lower,
     split_backward,
 )
+from penstock.schedule.op import COMMUNICATION
 from penstock.schedule.rounds import Rounds
 
 FIXED = [name for name in schedules.names() if name not in schedules.SEARCHED]
@@ -156,6 +159,22 @@ def test_messages_stand_in_columns_where_they_stand_among_ops(many_ranks, schedu
         assert outcome(sent) == expected
 
 
+@settings(max_examples=60)
+@given(schedule=valid(), capacity=st.integers(1, 4))
+def test_sends_wait_for_room_in_columns_as_among_ops(schedule, capacity):
+    explicit = COMMUNICATION & schedule.kinds
+    sent = schedule if explicit else add_communication(schedule)
+    ops = [op for own in sent.ranks for op in own]
+    messages = messages_of(schedule.columns)
+    needs = bounded(schedule.columns, messages, capacity)
+    said = {
+        (ops[send], ops[needs.single[send]])
+        for send in messages.sends.tolist()
+        if needs.single[send] != needs.nothing
+    }
+    assert said == set(room_needed(sent, capacity))
+
+
 @pytest.mark.parametrize("many_ranks", [1, 100])
 @pytest.mark.parametrize("capacity", [1, 2, 5])
 @pytest.mark.parametrize("ranks", [2, 3, 5])
@@ -173,6 +192,16 @@ def test_receives_of_columns_come_as_early_as_those_of_ops(
     if name == "breadth-first" and capacity == 1:
         assert laid != add_communication(schedule)
     check(laid, capacity)
+
+
+@pytest.mark.parametrize("many_ranks", [1, 100])
+def test_receives_that_stand_in_a_schedule_are_not_moved_to_prove_it(monkeypatch, many_ranks):
+    schedule = add_communication(schedules.build("breadth-first", num_ranks=4, num_microbatches=16))
+    monkeypatch.setattr(columns_needs, "_MANY_RANKS", many_ranks)
+    assert [is_proven(schedule.columns, capacity) for capacity in (1, 3, 4, None)] == [
+        outcome(check, schedule, capacity) is None for capacity in (1, 3, 4, None)
+    ]
+    assert not is_proven(schedule.columns, 1)
 
 
 def test_no_op_of_a_large_schedule_is_made_to_check_its_channels():

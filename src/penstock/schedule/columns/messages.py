@@ -148,10 +148,9 @@ def hoist(walk: Walk, messages: Messages, needs: Needs) -> tuple[Longs, Longs]:
     moved: list[Ints] = [np.empty(0, np.int32)]
     places: list[Longs] = [np.empty(0, np.int64)]
     while not walk.to_the_end():
-        waiting = walk.waiting
-        full = needs.single[waiting[is_send[waiting]]]
-        # What is on its way already can be taken out of it.
-        wanted = full[walk.can_run(full)]
+        waiting = walk.waiting()
+        # What it takes to make room was sent before, on the same rank: it can be taken out.
+        wanted = needs.single[waiting[is_send[waiting]]]
         if not wanted.size:
             break
         ranks = np.searchsorted(messages.first, wanted, "right") - 1

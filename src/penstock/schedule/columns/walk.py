@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.schedule.columns.columns import Bools, Ints, Longs
+from penstock.schedule.columns.columns import Ints, Longs
 from penstock.schedule.columns.needs import Needs
+
+_MOST_WAVES = 1024
+"""Before somebody looks whether any rank still goes on, which takes as long as a few waves."""
 
 
 class Walk:
@@ -41,36 +44,90 @@ class Walk:
         self._bytes = bytearray(count + 2)
         self._bytes[count] = 1
         self._done = np.frombuffer(self._bytes, np.bool_)
+        self._by_rank: _RankByRank | None = None
 
-    @property
     def waiting(self) -> Longs:
         """The ops that wait at the ranks that are not at their end, in the order of the ranks."""
-        return self._number[self._position[self._position < self._limit]]
+        position = self._positions()
+        return self._number[position[position < self._limit]]
 
     def waits_at(self, ranks: Longs) -> Longs:
         """The ops that wait at some ranks, none of them at its end."""
-        return self._number[self._position[ranks]]
-
-    def can_run(self, ops: Ints) -> Bools:
-        """Which of some ops have nothing to wait for; none needs several others."""
-        return self._done[self._needs.single[self._place[ops]]]
+        return self._number[self._positions()[ranks]]
 
     def run(self, ops: Ints) -> None:
-        """Let ops be done before their ranks come to them."""
-        self._done[self._place[ops]] = True
+        """Let ops be done before their ranks come to them, where the walk has come to a halt."""
+        if self._by_rank is None:
+            # A wave costs as much for a few ranks as for all, and few go on now.
+            self._by_rank = _RankByRank(self._needs, self._bytes, self._position, self._limit)
+            self._by_rank.go_on()
+        self._by_rank.run(self._place[ops].tolist())
 
     def to_the_end(self) -> bool:
         """Let all ranks go on until none can; whether all have come to their end."""
-        waves = self._needs.suit_waves(len(self._position))
-        (self._all_at_once if waves else self._rank_by_rank)()
-        return not self.waiting.size
+        if self._by_rank is None and self._needs.suit_waves(len(self._limit)):
+            self._all_at_once()
+        else:
+            self._by_rank = self._by_rank or _RankByRank(
+                self._needs, self._bytes, self._position, self._limit
+            )
+            self._by_rank.go_on()
+        return bool((self._positions() == self._limit).all())
 
-    def _rank_by_rank(self) -> None:
-        """Let each rank go on until it waits, and go on again when what it waits for is done."""
+    def _positions(self) -> Longs:
+        return self._position if self._by_rank is None else np.array(self._by_rank.position)
+
+    def _all_at_once(self) -> None:
+        """In each wave, let every rank whose next op can run run it."""
+        single, done = self._needs.single, self._done
+        ranks = np.flatnonzero(self._position < self._limit)
+        position, limit = self._position[ranks], self._limit[ranks]
+        while position.size:
+            before = int(position.sum())
+            # No rank comes to its end before so many waves.
+            for _ in range(min(_MOST_WAVES, int((limit - position).min()))):
+                can = done.take(single.take(position))
+                done[position] = can
+                position += can
+            self._position[ranks] = position
+            if int(position.sum()) == before:
+                return
+            goes_on = position < limit
+            ranks, position, limit = ranks[goes_on], position[goes_on], limit[goes_on]
+
+
+class _RankByRank:
+    """Lets each rank go on until it waits, and go on again when what it waits for is done.
+
+    Args:
+        needs: of the ops.
+        done: whether each op is done, and what stands for none.
+        position: the next op of each rank.
+        limit: where each rank ends.
+
+    Attributes:
+        position: as given, kept up to date.
+    """
+
+    def __init__(self, needs: Needs, done: bytearray, position: Longs, limit: Longs) -> None:
+        self._needs = needs
+        self._done = done
+        self.position: list[int] = position.tolist()
+        self._limit: list[int] = limit.tolist()
+        self._runnable = [rank for rank, end in enumerate(self._limit) if self.position[rank] < end]
+        self._waiting: dict[int, list[int]] = {}
+
+    def run(self, ops: list[int]) -> None:
+        """Let ops be done now."""
+        for op in ops:
+            self._done[op] = 1
+            self._runnable += self._waiting.pop(op, ())
+
+    def go_on(self) -> None:
+        """Until all ranks wait or are at their end."""
         single, several = self._needs.quick_single, self._needs.several
-        done, position, limit = self._bytes, self._position.tolist(), self._limit.tolist()
-        runnable = [rank for rank, end in enumerate(limit) if position[rank] < end]
-        waiting: dict[int, list[int]] = {}
+        done, position, limit = self._done, self.position, self._limit
+        runnable, waiting = self._runnable, self._waiting
         while runnable:
             rank = runnable.pop()
             for op in range(position[rank], limit[rank]):
@@ -86,25 +143,3 @@ class Walk:
                     runnable += waiting.pop(op)
             else:
                 position[rank] = limit[rank]
-        self._position[:] = position
-
-    def _all_at_once(self) -> None:
-        """In each wave, let every rank whose next op can run run it."""
-        single, done = self._needs.single, self._done
-        ranks = np.flatnonzero(self._position < self._limit)
-        position, limit = self._position[ranks], self._limit[ranks]
-        waves = 1
-        while position.size:
-            before = int(position.sum())
-            # No rank comes to its end before so many waves. Twice as many each time: to ask whether
-            # any rank still goes on takes as long as a wave.
-            for _ in range(min(waves, int((limit - position).min()))):
-                can = done.take(single.take(position))
-                done[position] = can
-                position += can
-            self._position[ranks] = position
-            if int(position.sum()) == before:
-                return
-            goes_on = position < limit
-            ranks, position, limit = ranks[goes_on], position[goes_on], limit[goes_on]
-            waves *= 2

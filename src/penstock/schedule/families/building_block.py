@@ -16,15 +16,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
-from penstock.schedule.families.layout import laid_out
-from penstock.schedule.families.stretched import MiddleFinder, Stretched
+from penstock.schedule.families.stretched import Middle, MiddleFinder, stretched
 from penstock.schedule.op import Kind, Op
 from penstock.schedule.schedule import MANY_OPS, Schedule
 
 _F, _I, _W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 _OPS_PER_MICROBATCH = 6
-_FEWEST = 64
-"""Microbatches for which a long order is worked out first, in search of what repeats."""
 _HELD = {_F: 1, _I: 0, _W: -1}
 
 Starts = tuple[int, int, int, int]
@@ -34,32 +31,21 @@ Starts = tuple[int, int, int, int]
 def from_block(starts: Iterable[Starts], num_microbatches: int, name: str) -> Schedule:
     """The schedule that repeats a block of ops for each microbatch."""
     rows = tuple(starts)
+
+    def middle_of(few: int) -> Middle | None:
+        planned = _planned(rows, few, name)
+        finder = MiddleFinder(planned, _planned(rows, few + 1, name))
+        _reorder(planned, finder.look)
+        return finder.middle
+
+    def whole(count: int) -> Schedule:
+        return _reorder(_planned(rows, count, name))
+
     if _OPS_PER_MICROBATCH * len(rows) * num_microbatches >= MANY_OPS:
-        few = _FEWEST
-        while 2 * few <= num_microbatches:
-            orders = _stretched(rows, few, num_microbatches, name)
-            if orders is not None:
-                return laid_out(orders, name)
-            few *= 2
-    return _reorder(_planned(rows, num_microbatches, name))
-
-
-def _stretched(
-    rows: Sequence[Starts], few: int, num_microbatches: int, name: str
-) -> list[Stretched] | None:
-    """The orders of ranks, if those for a few microbatches have a middle that repeats."""
-    planned = _planned(rows, few, name)
-    finder = MiddleFinder(planned, _planned(rows, few + 1, name))
-    _reorder(planned, finder.look)
-    if finder.middle is None:
-        return None
-    begins, ends, microbatches = finder.middle
-    times, rest = divmod(num_microbatches - few, microbatches)
-    short = _reorder(_planned(rows, few + rest, name))
-    return [
-        Stretched(ops, begin, end, microbatches, times + 1)
-        for ops, begin, end in zip(short.ranks, begins, ends, strict=True)
-    ]
+        long = stretched(name, num_microbatches, middle_of, lambda count: whole(count).ranks)
+        if long is not None:
+            return long
+    return whole(num_microbatches)
 
 
 def _planned(rows: Sequence[Starts], num_microbatches: int, name: str) -> Schedule:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from penstock.schedule.families.layout import laid_out
 from penstock.schedule.op import Kind, Op
 from penstock.schedule.schedule import Schedule
 
 if TYPE_CHECKING:
     from penstock.schedule.columns.columns import Fields
+
+
+_FEWEST, _MOST = 64, 512
+"""Microbatches for which a long order is worked out first, in search of what repeats."""
 
 
 class Moment(NamedTuple):
@@ -76,6 +81,38 @@ class Stretched:
         from penstock.schedule.families.in_columns import fields_of_stretched
 
         return fields_of_stretched(self)
+
+
+def stretched(
+    name: str,
+    num_microbatches: int,
+    middle_of: Callable[[int], Middle | None],
+    orders_of: Callable[[int], Sequence[Sequence[Op]]],
+) -> Schedule | None:
+    """A long schedule from a short one; ``None`` if it is too short for that, or nothing repeats.
+
+    Args:
+        name: of the family.
+        num_microbatches: how many it is for.
+        middle_of: what ranks do again and again in the schedule of so many microbatches, before any
+            of them sees the end.
+        orders_of: the ops of each rank in the schedule of so many microbatches.
+    """
+    few = _FEWEST
+    while few <= min(_MOST, num_microbatches // 2):
+        middle = middle_of(few)
+        if middle is not None:
+            times, rest = divmod(num_microbatches - few, middle.microbatches)
+            ranks = zip(orders_of(few + rest), middle.begin, middle.end, strict=True)
+            return laid_out(
+                [
+                    Stretched(ops, begin, end, middle.microbatches, times + 1)
+                    for ops, begin, end in ranks
+                ],
+                name,
+            )
+        few *= 2
+    return None
 
 
 class MiddleFinder:
