@@ -141,6 +141,8 @@ def trained(
         deadline_seconds=DEADLINE_SECONDS,
         **{"optimizer": adamw, **options},
     ) as pipeline:
+        if transport != "threads":
+            dist.barrier()  # ranks may do other things together once they have a pipeline
         if policy is None:
             losses = [pipeline.step(*batch(seed=step)) for step in range(2)]
             losses += pipeline.steps(batch(seed=step) for step in range(2))
