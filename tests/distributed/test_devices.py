@@ -13,6 +13,7 @@ import pytest
 from penstock import Cluster
 from penstock.errors import InputError
 from tests.kit.accelerator import building
+from tests.kit.examples import more
 from tests.kit.launch import forked
 from tests.kit.paths import ROOT
 
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.skipif(bool(building.why_not()), reason=building.why_no
         (2, "two", "process-group"),
         (2, "two", "auto"),
         (2, "two linked", "auto"),
-        (2, "two linked", "shared-memory"),
+        more(2, "two linked", "shared-memory"),
         (4, "four", "auto"),
     ],
 )
@@ -42,6 +43,16 @@ def test_ranks_whose_devices_cannot_be_linked_say_why_and_train_all_the_same():
     done = forked(JOB, 2, "apart", "auto")
     assert done.returncode == 0, done.output
     assert done.reports == {0: [], 1: []}
+
+
+def test_where_the_library_cannot_connect_devices_all_go_through_main_memory():
+    done = forked(JOB, 2, "refused", "auto")
+    assert done.returncode == 0, done.output
+    why = "emulated could not connect them (rank 0: no route to the other device)"
+    for told, *_ in done.reports.values():
+        assert told.endswith(f"through main memory between ranks 0 and 1 ({why}).")
+    assert [len(reports) for reports in (done.reports[0], done.reports[1])] == [2, 1]
+    assert done.reports[0][1].startswith(f"tensors go through main memory, which is slower: {why}")
 
 
 def test_a_rank_that_fails_with_tensors_under_way_leaves_nothing_behind():

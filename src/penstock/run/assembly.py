@@ -38,7 +38,7 @@ from penstock.run.shared_state import SharedState
 from penstock.stage.stage import Stage
 from penstock.transport import Codec, ThreadExchange, ThreadTransport, Transport, connect
 from penstock.transport.device_link import DeviceLink
-from penstock.transport.linking import Links, link_devices
+from penstock.transport.linking import LinkedDevices, link_devices
 from penstock.transport.on_devices import ProcessDeviceTransport, ThreadDeviceTransport
 from penstock.transport.rendezvous import Rendezvous
 from penstock.values import expect, flag, one_of, whole
@@ -214,7 +214,7 @@ def _in_processes(
         shared = layout.shared_state(stages)
         place_all(layout, {meeting.rank: stages}, queues)
         queue = queues.get(meeting.rank)
-        links = Links()
+        links = LinkedDevices()
         if running.transport == "auto":
             own_host = transport.hosts[meeting.rank]
             device = devices[meeting.rank]

@@ -45,7 +45,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.device.accelerators import is_on_host
 from penstock.device.queue import AcceleratorQueue
 from penstock.model import tree
 from penstock.transport import groups, packing
@@ -151,7 +150,7 @@ class DeviceLink:
         forms: list[Form] = [None] * len(leaves)
         tensors = []
         for index, leaf in enumerate(leaves):
-            if is_on_device(leaf):
+            if is_dense_on(self._queue.device, leaf):
                 tensor, forms[index] = _without_gaps(leaf)
                 leaves[index] = _sketch(tensor)
                 if tensor.numel():
@@ -172,7 +171,7 @@ class DeviceLink:
             return
         with self._queue.sending():
             works = [
-                _posted(dist.isend(_bytes(tensor), group=self._outgoing, group_dst=self._other))
+                _under_way(dist.isend(_bytes(tensor), group=self._outgoing, group_dst=self._other))
                 for tensor in message.tensors
             ]
         self._leaving.append(_Leaving(message.place.turn, works, message.tensors))
@@ -220,7 +219,7 @@ class DeviceLink:
                 tensors.append(tensor)
                 if tensor.numel():
                     work = dist.irecv(_bytes(tensor), group=self._incoming, group_src=self._other)
-                    works.append(_posted(work))
+                    works.append(_under_way(work))
         for index, (leaf, form) in enumerate(zip(leaves, forms, strict=True)):
             if form is None and isinstance(leaf, Tensor):  # it was in main memory over there
                 leaves[index] = self._queue.from_host(leaf)
@@ -277,16 +276,16 @@ class DeviceLink:
         self._unwanted.clear()
 
 
-def _posted(work: dist.Work | None) -> dist.Work:
+def _under_way(work: dist.Work | None) -> dist.Work:
     assert work is not None  # only a process outside of the group gets none
     return work
 
 
-def is_on_device(leaf: Any) -> bool:
-    """Whether a part of a value is a tensor whose bytes can be told, and not in main memory."""
+def is_dense_on(device: torch.device, leaf: Any) -> bool:
+    """Whether a part of a value is a tensor on a device, whose numbers are all there as bytes."""
     return (
         isinstance(leaf, Tensor)
-        and not is_on_host(leaf.device)
+        and leaf.device == device
         and leaf.layout is torch.strided
         and not leaf.is_nested
     )

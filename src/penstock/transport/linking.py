@@ -24,11 +24,11 @@ from penstock.transport import groups
 from penstock.transport.device_link import DeviceLink
 from penstock.transport.rendezvous import Rendezvous, within
 
-Pair = tuple[int, int]
-"""Two ranks, the lower one first."""
+RankPair = tuple[int, int]
+"""The lower one first."""
 
 
-class _Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Whereabouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a rank computes.
 
     Attributes:
@@ -49,7 +49,7 @@ class _Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class Links:
+class LinkedDevices:
     """How the tensors of one rank travel.
 
     Attributes:
@@ -67,9 +67,9 @@ def link_devices(
     host: str,
     device: torch.device,
     queue: DeviceQueue | None,
-    pairs: Iterable[Pair],
+    pairs: Iterable[RankPair],
     seconds: float,
-) -> Links:
+) -> LinkedDevices:
     """Link the devices of all ranks that can be linked; every rank must call it.
 
     Args:
@@ -83,14 +83,14 @@ def link_devices(
     Raises:
         PeerError, DeadlineError: another rank did not come.
     """
-    places = meeting.exchange(_place_of(host, device), _Place, "to say on which device it is")
+    places = meeting.exchange(_place_of(host, device), _Whereabouts, "to say on which device it is")
     if all(place.kind == "cpu" for place in places):
-        return Links()
+        return LinkedDevices()
     pairs = sorted(pairs)
     apart = {pair: _why_apart(pair, places[pair[0]], places[pair[1]]) for pair in pairs}
     linked = [pair for pair in pairs if not apart[pair]]
     if not linked:
-        return Links(told=_told(places, apart))
+        return LinkedDevices(told=_told(places, apart))
     made: dict[int, DeviceLink] = {}
     problem = ""
     try:
@@ -114,12 +114,12 @@ def link_devices(
                 stacklevel=2,
             )
         made = {}
-    return Links(made, _told(places, apart))
+    return LinkedDevices(made, _told(places, apart))
 
 
-def _place_of(host: str, device: torch.device) -> _Place:
+def _place_of(host: str, device: torch.device) -> _Whereabouts:
     library, problem = ("", "") if is_on_host(device) else _library_for(device)
-    return _Place(host, device.type, _identity(device), str(device), library, problem)
+    return _Whereabouts(host, device.type, _identity(device), str(device), library, problem)
 
 
 def _library_for(device: torch.device) -> tuple[str, str]:
@@ -145,7 +145,7 @@ def _identity(device: torch.device) -> str:
     return str(device.index or 0) if known is None else str(known)
 
 
-def _why_apart(pair: Pair, first: _Place, second: _Place) -> str:
+def _why_apart(pair: RankPair, first: _Whereabouts, second: _Whereabouts) -> str:
     """Why two ranks are not linked; empty if they can be."""
     for rank, place in zip(pair, (first, second), strict=True):
         if place.kind == "cpu":
@@ -159,7 +159,7 @@ def _why_apart(pair: Pair, first: _Place, second: _Place) -> str:
     return ""
 
 
-def _told(places: list[_Place], apart: Mapping[Pair, str]) -> str:
+def _told(places: list[_Whereabouts], apart: Mapping[RankPair, str]) -> str:
     linked = [pair for pair, why in apart.items() if not why]
     others = {pair: why for pair, why in apart.items() if why}
     pair, why = next(iter(others.items()), ((0, 0), ""))
@@ -175,8 +175,8 @@ def _told(places: list[_Place], apart: Mapping[Pair, str]) -> str:
 
 def _connect(
     rank: int,
-    linked: list[Pair],
-    places: list[_Place],
+    linked: list[RankPair],
+    places: list[_Whereabouts],
     device: torch.device,
     queue: DeviceQueue | None,
     seconds: float,

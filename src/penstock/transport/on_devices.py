@@ -28,7 +28,7 @@ from torch import Tensor
 from penstock.device.queue import AcceleratorQueue, DeviceQueue
 from penstock.model import tree
 from penstock.transport.base import Edge, OnTop, Transport
-from penstock.transport.device_link import DeviceLink, is_on_device
+from penstock.transport.device_link import DeviceLink, is_dense_on
 
 
 class _Handed(NamedTuple):
@@ -108,7 +108,9 @@ class ProcessDeviceTransport(OnTop):
             link.post(message)
             return
         leaves, structure = tree.flatten(value)
-        places = [place for place, leaf in enumerate(leaves) if is_on_device(leaf)]
+        places = [
+            place for place, leaf in enumerate(leaves) if is_dense_on(self._queue.device, leaf)
+        ]
         if not places:
             self.inner.send(edge, number, value)
             return

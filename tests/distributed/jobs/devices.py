@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -76,6 +78,7 @@ TIED = {"build": TiedGPT, "batch": partial(token_batch, 8), "loss": flat_loss}
 SKIPS = {"build": UNet, "batch": partial(picture_batch, 8), "loss": F.mse_loss}
 DEEP = {"build": make_deep_net}
 CASES = {
+    "one": {"1f1b": {}},
     "two": {
         "1f1b": {},
         "zb-v": {"clip_norm": 0.1},
@@ -138,6 +141,8 @@ def trained(
         deadline_seconds=DEADLINE_SECONDS,
         **{"optimizer": adamw, **options},
     ) as pipeline:
+        if transport != "threads":
+            dist.barrier()  # ranks may do other things together once they have a pipeline
         if policy is None:
             losses = [pipeline.step(*batch(seed=step)) for step in range(2)]
             losses += pipeline.steps(batch(seed=step) for step in range(2))
@@ -176,7 +181,6 @@ def apart(transport: str) -> list[str]:
     for devices, why in (
         ([f"{kind}:0", f"{kind}:0"], f"between ranks 0 and 1 (both compute on {kind}:0)"),
         (["cpu", f"{kind}:1"], "between ranks 0 and 1 (rank 0 computes on the CPU)"),
-        ([f"{kind}:1", "cpu"], "between ranks 0 and 1 (rank 1 computes on the CPU)"),
     ):
         ours, _, told = trained("1f1b", "gpu", transport, devices=devices)
         if not all(map(torch.equal, ours, theirs)):
@@ -206,7 +210,23 @@ def failing(transport: str) -> list[str]:
         trained("gpipe", "gpu", transport, build=lambda: nn.Sequential(*make_mlp(), Failing()))
     except pk.errors.RunError as error:
         told.append(str(error))
-    return told + differences("two", transport)
+    return told + differences("one", transport)
+
+
+def refused(transport: str) -> list[str]:
+    """What users are told where the library cannot connect two devices; they train all the same."""
+
+    def no_route(*_):
+        raise RuntimeError("no route to the other device")
+
+    collectives.PATIENCE = timedelta(seconds=1)
+    collectives.Library.send = no_route
+    theirs, _, _ = trained("1f1b", "cpu", "threads")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", RuntimeWarning)
+        ours, _, told = trained("1f1b", "gpu", transport)
+    assert all(map(torch.equal, ours, theirs))
+    return [told, *(str(warning.message) for warning in warned)]
 
 
 def waits(transport: str) -> dict[str, int]:
@@ -239,7 +259,7 @@ def main() -> None:
     collectives.register()
     dist.init_process_group("gloo")
     cases, transport, folder = sys.argv[1:]
-    jobs = {"waits": waits, "apart": apart, "failing": failing}
+    jobs = {"waits": waits, "apart": apart, "failing": failing, "refused": refused}
     told = jobs.get(cases, partial(differences, cases))(transport)
     module = torch.get_device_module()
     module.check()

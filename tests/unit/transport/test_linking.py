@@ -1,15 +1,15 @@
-"""Which ranks are linked, and what users are told of it."""
+"""Which ranks are linked, and what users are told of the way that messages take."""
 
 from __future__ import annotations
 
 import pytest
 
-from penstock.transport import linking
+from penstock.transport import linking, processes
 
 
 def place(number=0, *, kind="emu", host="here", identity=None, library="quick", problem=""):
     identity = str(number) if identity is None else identity
-    return linking._Place(host, kind, identity, f"{kind}:{number}", library, problem)
+    return linking._Whereabouts(host, kind, identity, f"{kind}:{number}", library, problem)
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,18 @@ def test_what_is_told():
     assert told(place(0), place(0), place(1), place(1), place(1)).endswith(
         "between ranks 0 and 1 (both compute on emu:0, 2 more pairs likewise)"
     )
+
+
+@pytest.mark.parametrize(
+    ("way", "hosts", "problems", "told"),
+    [
+        ("auto", "aa", [], "messages go through shared memory, since all ranks are on one host"),
+        ("auto", "ab", [], "through the process group, since every rank is on a host of its own"),
+        ("auto", "aab", [], "and through the process group between the 2 hosts"),
+        ("auto", "aa", ["it is full"], "through the process group, since it is full"),
+        ("shared-memory", "aa", [], "shared memory, as transport='shared-memory' says"),
+        ("process-group", "ab", [], "the process group, as transport='process-group' says"),
+    ],
+)
+def test_what_is_told_of_messages(way, hosts, problems, told):
+    assert told in processes._told(way, hosts, problems)
