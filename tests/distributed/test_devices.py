@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(bool(building.why_not()), reason=building.why_no
 
 @pytest.mark.parametrize("transport", ["shared-memory", "process-group"])
 def test_processes_train_on_their_own_devices_as_threads_on_the_cpu(transport):
-    done = forked(JOB, 2, transport)
+    done = forked(JOB, 2, transport, "emu")
     assert done.returncode == 0, done.output
     assert done.reports == {0: [], 1: []}
 
