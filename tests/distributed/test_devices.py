@@ -12,6 +12,7 @@ import pytest
 
 from penstock import Cluster
 from penstock.errors import InputError
+from tests.docs.pages import blocks_of
 from tests.kit.accelerator import building
 from tests.kit.launch import forked
 from tests.kit.paths import ROOT
@@ -64,3 +65,17 @@ def test_links_of_accelerators_without_a_library_of_their_own_are_those_of_main_
     assert done.returncode == 0, done.stderr
     devices = json.loads(done.stdout)["cluster"]["devices"]
     assert [device["kind"] for device in devices] == ["cpu", "cpu"]
+
+
+def test_the_first_script_of_the_readme_runs_on_accelerators_as_it_stands(plugged_in, tmp_path):
+    block = next(block for block in blocks_of("README.md") if block.language == "python")
+    told = "\nprint('trained on', loss.device, [d.kind for d in plan.devices])\n"
+    script = tmp_path / "script.py"
+    script.write_text(block.text + told)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("trained on emu:3 ['gpu', 'gpu', 'gpu', 'gpu']\n")
+    assert (tmp_path / "measured.svg").exists()
