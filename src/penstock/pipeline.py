@@ -87,7 +87,7 @@ class Pipeline:
         transport: ``"threads"``; ``"shared-memory"`` or ``"process-group"`` between processes;
             ``"auto"``: threads if the job has one process, else shared memory between ranks of one
             host and the process group between hosts; tensors go straight from one accelerator to
-            another where torch has a library for that (NCCL, for one).
+            another where torch has a library for that.
         count_memory: count what every rank keeps for backwards, see ``peaks``. Costs a few per cent
             of a step.
         batch_norm: the running statistics of batch norm, with which the model is evaluated, are

@@ -12,6 +12,7 @@ import pytest
 
 from penstock import Cluster
 from penstock.errors import InputError
+from tests.docs.pages import blocks_of
 from tests.kit.accelerator import building
 from tests.kit.examples import more
 from tests.kit.launch import forked
@@ -34,19 +35,19 @@ pytestmark = pytest.mark.skipif(bool(building.why_not()), reason=building.why_no
     ],
 )
 def test_processes_train_on_their_own_devices_as_threads_on_the_cpu(num_ranks, cases, transport):
-    done = forked(JOB, num_ranks, cases, transport)
+    done = forked(JOB, num_ranks, cases, transport, "emu")
     assert done.returncode == 0, done.output
     assert done.reports == {rank: [] for rank in range(num_ranks)}
 
 
 def test_ranks_whose_devices_cannot_be_linked_say_why_and_train_all_the_same():
-    done = forked(JOB, 2, "apart", "auto")
+    done = forked(JOB, 2, "apart", "auto", "emu")
     assert done.returncode == 0, done.output
     assert done.reports == {0: [], 1: []}
 
 
 def test_where_the_library_cannot_connect_devices_all_go_through_main_memory():
-    done = forked(JOB, 2, "refused", "auto")
+    done = forked(JOB, 2, "refused", "auto", "emu")
     assert done.returncode == 0, done.output
     why = "emulated could not connect them (rank 0: no route to the other device)"
     for told, *_ in done.reports.values():
@@ -56,7 +57,7 @@ def test_where_the_library_cannot_connect_devices_all_go_through_main_memory():
 
 
 def test_a_rank_that_fails_with_tensors_under_way_leaves_nothing_behind():
-    done = forked(JOB, 2, "failing", "auto")
+    done = forked(JOB, 2, "failing", "auto", "emu")
     assert done.returncode == 0, done.output
     for (told,) in done.reports.values():
         assert "rank 1 failed" in told or "stage 1" in told
@@ -64,7 +65,7 @@ def test_a_rank_that_fails_with_tensors_under_way_leaves_nothing_behind():
 
 
 def test_no_host_waits_where_tensors_go_straight_to_the_other_device():
-    done = forked(JOB, 2, "waits", "auto")
+    done = forked(JOB, 2, "waits", "auto", "emu")
     assert done.returncode == 0, done.output
     for counts in done.reports.values():
         assert counts["bytes"] > 0
@@ -72,7 +73,7 @@ def test_no_host_waits_where_tensors_go_straight_to_the_other_device():
 
 
 def test_a_host_waits_for_what_it_hands_over_in_main_memory_and_for_nothing_else():
-    done = forked(JOB, 2, "waits", "shared-memory")
+    done = forked(JOB, 2, "waits", "shared-memory", "emu")
     assert done.returncode == 0, done.output
     for counts in done.reports.values():
         assert counts["bytes"] == counts["reads"] == 0
@@ -115,3 +116,17 @@ def test_links_of_accelerators_without_a_library_of_their_own_are_those_of_main_
     assert done.returncode == 0, done.stderr
     devices = json.loads(done.stdout)["cluster"]["devices"]
     assert [device["kind"] for device in devices] == ["cpu", "cpu"]
+
+
+def test_the_first_script_of_the_readme_runs_on_accelerators_as_it_stands(plugged_in, tmp_path):
+    block = next(block for block in blocks_of("README.md") if block.language == "python")
+    told = "\nprint('trained on', loss.device, [d.kind for d in plan.devices])\n"
+    script = tmp_path / "script.py"
+    script.write_text(block.text + told)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("trained on emu:3 ['gpu', 'gpu', 'gpu', 'gpu']\n")
+    assert (tmp_path / "measured.svg").exists()

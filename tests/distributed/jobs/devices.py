@@ -1,7 +1,7 @@
 """Every rank on the accelerator of its number on this host, and beside it all ranks as threads on
-the CPU; then compares what it holds.
+the CPU, or a single rank on that accelerator; then compares what it holds.
 
-``python devices.py CASES TRANSPORT FOLDER`` in a job; ``differences`` knows no kind of device.
+``python devices.py CASES TRANSPORT KIND FOLDER`` in a job; ``KIND`` is that of the accelerators.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from tests.kit import streams
 from tests.kit.accelerator import collectives
 from tests.kit.accelerator.devices import register
 from tests.kit.helpers import make_batch, make_mlp, make_plan
-from tests.kit.training import adamw, sgd
+from tests.kit.on_devices import EMULATED, Places, hardware
+from tests.kit.training import sgd
 from tests.numerics.test_one_logical_model_shared import TiedGPT, UNet, picture_batch, token_batch
 
 DEADLINE_SECONDS = 60
@@ -116,7 +117,9 @@ def trained(
     schedule: str,
     kind: str,
     transport: str,
+    places: Places,
     *,
+    num_ranks=None,
     build=make_mlp,
     batch=make_batch,
     loss=F.cross_entropy,
@@ -130,16 +133,16 @@ def trained(
         build, loss = streams.layered_model, F.mse_loss
         options["optimizer"] = partial(torch.optim.SGD, lr=0.01)
     model = build()
-    plan = planned(schedule, model, policy, replicas, dist.get_world_size())
-    places = tuple(pk.Device(name=f"{kind}{rank}", kind=kind) for rank in range(plan.num_ranks))
+    plan = planned(schedule, model, policy, replicas, num_ranks or dist.get_world_size())
+    devices = tuple(pk.Device(name=f"{kind}{rank}", kind=kind) for rank in range(plan.num_ranks))
     with pk.Pipeline(
         model,
-        replace(plan, devices=places),
+        replace(plan, devices=devices),
         loss=loss,
         seed=3,
         transport=transport,
         deadline_seconds=DEADLINE_SECONDS,
-        **{"optimizer": adamw, **options},
+        **{"optimizer": places.optimizer, **options},
     ) as pipeline:
         if transport != "threads":
             dist.barrier()  # ranks may do other things together once they have a pipeline
@@ -153,36 +156,40 @@ def trained(
     return [value.cpu() for value in tree.tensors(losses)], state, pipeline.transport
 
 
-def differences(cases: str, transport: str) -> list[str]:
-    """What is not equal to the bit, or not where it should be."""
-    kind = torch.accelerator.current_accelerator().type
+def differences(cases: str, transport: str, places: Places) -> list[str]:
+    """What is not as equal as it must be, or not where it should be."""
     found = []
+    (own,) = places.of(dist.get_rank())
     for schedule, options in CASES[cases].items():
-        ours, state, told = trained(schedule, "gpu", transport, **options)
-        theirs, whole, _ = trained(schedule, "cpu", "threads", **options)
-        if not all(map(torch.equal, ours, theirs)):
+        ours, state, told = trained(schedule, "gpu", transport, places, **options)
+        if places.on_cpu:
+            theirs, whole, _ = trained(schedule, "cpu", "threads", places, **options)
+        else:
+            alone = {**options, "num_ranks": 1, "devices": own}
+            theirs, whole, _ = trained("1f1b", "gpu", "threads", places, **alone)
+        if not all(map(places.are_equal, ours, theirs)):
             found.append(f"{schedule}: losses or outputs")
-        places = {str(value.device) for value in state.values()}
-        if places != {f"{kind}:{dist.get_rank()}"}:
-            found.append(f"{schedule}: on {places}")
+        on = {str(value.device) for value in state.values()}
+        if on != {own}:
+            found.append(f"{schedule}: on {on}")
         if ("straight from device to device" in told) != (transport == "auto"):
             found.append(f"{schedule}: {told}")
         for key, value in state.items():
-            if not torch.equal(value.cpu(), whole[key]):
+            if not places.are_equal(value.cpu(), whole[key].cpu()):
                 found.append(f"{schedule}: {key}")
     return found
 
 
-def apart(transport: str) -> list[str]:
+def apart(transport: str, places: Places) -> list[str]:
     """Ranks whose devices no library links: what is not equal to the bit, or not told."""
-    kind = torch.accelerator.current_accelerator().type
-    theirs, _, _ = trained("1f1b", "cpu", "threads")
+    kind = places.kind
+    theirs, _, _ = trained("1f1b", "cpu", "threads", places)
     found = []
     for devices, why in (
         ([f"{kind}:0", f"{kind}:0"], f"between ranks 0 and 1 (both compute on {kind}:0)"),
         (["cpu", f"{kind}:1"], "between ranks 0 and 1 (rank 0 computes on the CPU)"),
     ):
-        ours, _, told = trained("1f1b", "gpu", transport, devices=devices)
+        ours, _, told = trained("1f1b", "gpu", transport, places, devices=devices)
         if not all(map(torch.equal, ours, theirs)):
             found.append(f"{devices}: losses or outputs")
         if why not in told:
@@ -202,18 +209,20 @@ class Failing(nn.Module):
         return value
 
 
-def failing(transport: str) -> list[str]:
+def failing(transport: str, places: Places) -> list[str]:
     """What this rank is told when the last layer raises, with messages under way; another pipeline
     trains afterwards."""
     told = []
     try:
-        trained("gpipe", "gpu", transport, build=lambda: nn.Sequential(*make_mlp(), Failing()))
+        trained(
+            "gpipe", "gpu", transport, places, build=lambda: nn.Sequential(*make_mlp(), Failing())
+        )
     except pk.errors.RunError as error:
         told.append(str(error))
-    return told + differences("one", transport)
+    return told + differences("one", transport, places)
 
 
-def refused(transport: str) -> list[str]:
+def refused(transport: str, places: Places) -> list[str]:
     """What users are told where the library cannot connect two devices; they train all the same."""
 
     def no_route(*_):
@@ -221,26 +230,25 @@ def refused(transport: str) -> list[str]:
 
     collectives.PATIENCE = timedelta(seconds=1)
     collectives.Library.send = no_route
-    theirs, _, _ = trained("1f1b", "cpu", "threads")
+    theirs, _, _ = trained("1f1b", "cpu", "threads", places)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", RuntimeWarning)
-        ours, _, told = trained("1f1b", "gpu", transport)
+        ours, _, told = trained("1f1b", "gpu", transport, places)
     assert all(map(torch.equal, ours, theirs))
     return [told, *(str(warning.message) for warning in warned)]
 
 
-def waits(transport: str) -> dict[str, int]:
+def waits(transport: str, places: Places) -> dict[str, int]:
     """How often the host waited for its device in some steps, and how many bytes went to another
     device meanwhile."""
     module, device = torch.get_device_module(), dist.get_rank()
-    model, batches = make_mlp(dropout=0.0), []
-    for seed in range(4):
-        batches.append([tensor.pin_memory() for tensor in make_batch(seed=seed)])
+    # Not pinned: the host would wait until those have been read, as ``test_devices`` counts.
+    model, batches = make_mlp(dropout=0.0), [make_batch(seed=seed) for seed in range(4)]
     plan = make_plan(model, 2, 4, "1f1b")
-    places = tuple(pk.Device(name=f"gpu{rank}", kind="gpu") for rank in range(2))
+    planned_on = tuple(pk.Device(name=f"gpu{rank}", kind="gpu") for rank in range(2))
     options = {"loss": F.cross_entropy, "optimizer": sgd, "record": False, "results": "none"}
     options |= {"transport": transport, "deadline_seconds": DEADLINE_SECONDS}
-    with pk.Pipeline(model, replace(plan, devices=places), **options) as pipeline:
+    with pk.Pipeline(model, replace(plan, devices=planned_on), **options) as pipeline:
         pipeline.step(*batches[0])
         before = collectives.SENT.num_bytes
         module.reset_host_counts(device)
@@ -255,14 +263,16 @@ def waits(transport: str) -> dict[str, int]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    register()
-    collectives.register()
+    cases, transport, kind, folder = sys.argv[1:]
+    if kind == EMULATED.kind:
+        register()
+        collectives.register()
     dist.init_process_group("gloo")
-    cases, transport, folder = sys.argv[1:]
+    places = EMULATED if kind == EMULATED.kind else hardware(kind, 2)
     jobs = {"waits": waits, "apart": apart, "failing": failing, "refused": refused}
-    told = jobs.get(cases, partial(differences, cases))(transport)
-    module = torch.get_device_module()
-    module.check()
+    told = jobs.get(cases, partial(differences, cases))(transport, places)
+    if kind == EMULATED.kind:
+        torch.get_device_module().check()
     Path(folder, f"report-{dist.get_rank()}.json").write_text(json.dumps(told))
 
 
