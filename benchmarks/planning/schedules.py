@@ -42,6 +42,7 @@ SIZES = (
     Size("zb-v", 32, 8_000),
     Size("chimera", 32, 25_000),
     Size("breadth-first", 32, 12_500, options={"stages_per_rank": 2}),
+    Size("hanayo", 16, 25_000),
     Size("v-half", 32, 5_200),
     Size("v-min", 32, 5_200),
     Size("1f1b", 1_024, 4_096),
