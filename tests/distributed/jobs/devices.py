@@ -53,6 +53,7 @@ class OddValues(nn.Module):
             "complex": torch.complex(value.detach(), -value.detach()).conj(),
             "count": torch.arange(3, device=value.device),
             "nothing": value[:0],
+            "in main memory": torch.linspace(1, 2, 16),
             "number": 3,
         }
 
@@ -62,6 +63,7 @@ class Together(nn.Module):
         value = torch.stack([values["even"], values["odd"]], 2).flatten(1)
         value = value + values["transposed"].t() * values["mask"] + values["nothing"].sum()
         value = value * values["complex"].imag.sign() + values["expanded"].sum(1, keepdim=True)
+        value = value * values["in main memory"]
         return value * values["number"] + values["count"].sum()
 
 
