@@ -232,8 +232,8 @@ def refused(transport: str) -> list[str]:
 
 
 def waits(transport: str) -> dict[str, int]:
-    """How often the host waited for its device in some steps, and how many bytes went to another
-    device meanwhile."""
+    """How often the host waited for its device in some steps, how many bytes went to another
+    device meanwhile, and how often it had to connect first."""
     module, device = torch.get_device_module(), dist.get_rank()
     model, batches = make_mlp(dropout=0.0), []
     for seed in range(4):
@@ -243,14 +243,16 @@ def waits(transport: str) -> dict[str, int]:
     options = {"loss": F.cross_entropy, "optimizer": sgd, "record": False, "results": "none"}
     options |= {"transport": transport, "deadline_seconds": DEADLINE_SECONDS}
     with pk.Pipeline(model, replace(plan, devices=places), **options) as pipeline:
+        num_connected = collectives.DONE.num_connected
         pipeline.step(*batches[0])
-        before = collectives.SENT.num_bytes
+        before = collectives.DONE.num_bytes_sent
         module.reset_host_counts(device)
         for batch in batches:
             pipeline.step(*batch)
         list(pipeline.steps(batches))
         counts = {"reads": module.host_reads(device), "waits": module.host_waits(device)}
-        counts["bytes"] = collectives.SENT.num_bytes - before
+        counts["bytes"] = collectives.DONE.num_bytes_sent - before
+        counts["connected"] = collectives.DONE.num_connected - num_connected
         module.check()
     return counts
 

@@ -34,13 +34,13 @@ PATIENCE = timedelta(seconds=30)
 _SENDS, _RECEIVES = b"s", b"r"
 
 
-class Sent:
-    """What this process has sent, over all groups."""
+class Done:
+    """What this process has done so far, over all groups."""
 
-    num_bytes = 0
+    num_bytes_sent = num_connected = 0
 
 
-SENT = Sent()
+DONE = Done()
 
 
 class Library(dist.ProcessGroup):
@@ -111,7 +111,7 @@ class _Channel:
             if kind is _SENDS:
                 seen = tensor.clone()
                 contents = ctypes.string_at(seen.data_ptr(), tensor.nbytes)
-                SENT.num_bytes += tensor.nbytes
+                DONE.num_bytes_sent += tensor.nbytes
             else:
                 tensor.view(torch.uint8).fill_(0x7F)
         turn = len(self._posted)
@@ -121,6 +121,7 @@ class _Channel:
         return _Work(self, turn, stream.record_event(), None if kind is _SENDS else tensor)
 
     def _connect(self):
+        DONE.num_connected += 1
         self._store.set(f"connect/{self._rank}", "")
         try:
             self._store.wait([f"connect/{self._other}"], PATIENCE)
