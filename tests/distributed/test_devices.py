@@ -69,7 +69,7 @@ def test_no_host_waits_where_tensors_go_straight_to_the_other_device():
     assert done.returncode == 0, done.output
     for counts in done.reports.values():
         assert counts["bytes"] > 0
-        assert counts["reads"] == counts["waits"] == 0
+        assert counts["reads"] == counts["waits"] == counts["connected"] == 0
 
 
 def test_a_host_waits_for_what_it_hands_over_in_main_memory_and_for_nothing_else():

@@ -66,6 +66,36 @@ def test_asynchronous_training_is_that_on_the_cpu(policy, replicas):
     check_policy(EMULATED, SPREAD, policy, replicas)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"), [("cpu", SPREAD), (SPREAD, "cpu"), (SPREAD, ["emu:2", "emu:0"])], ids=str
+)
+def test_a_checkpoint_goes_from_any_devices_to_any_others(before, after, tmp_path):
+    def train(devices, first, stop, load=None):
+        num_ranks = 2 if len(devices) == 2 else 4
+        options = {"optimizer": adamw, "clip_norm": 0.1, "devices": devices}
+        with pipeline_of(make_mlp(dropout=0.0), "1f1b", num_ranks, **options) as pipeline:
+            if load is not None:
+                pipeline.load(load)
+            losses = [pipeline.step(*make_batch(seed=step)) for step in range(first, stop)]
+            pipeline.step(*make_batch(), update=False)  # not in what is saved
+            pipeline.step(*make_batch())
+            losses += [pipeline.evaluate(make_batch()[0])]
+        return on_cpu(losses)
+
+    def saved(devices, stop, folder):
+        options = {"optimizer": adamw, "clip_norm": 0.1, "devices": devices}
+        with pipeline_of(make_mlp(dropout=0.0), "1f1b", 4, **options) as pipeline:
+            for step in range(stop):
+                pipeline.step(*make_batch(seed=step))
+            pipeline.save(folder)
+            pipeline.step(*make_batch(seed=9))  # while that is written
+
+    saved(before, 2, tmp_path)
+    rest = train(after, 2, 4, load=tmp_path)
+    whole = train("cpu", 0, 4)
+    assert all(map(torch.equal, rest, whole[2:]))
+
+
 @pytest.mark.parametrize("inputs_on", ["cpu", "pinned", "emu:1", "emu:3", "emu:2"])
 @pytest.mark.parametrize("targets_on", ["cpu", "emu:3", "emu:0"])
 def test_data_may_come_from_anywhere(inputs_on, targets_on):

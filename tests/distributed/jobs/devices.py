@@ -54,6 +54,7 @@ class OddValues(nn.Module):
             "complex": torch.complex(value.detach(), -value.detach()).conj(),
             "count": torch.arange(3, device=value.device),
             "nothing": value[:0],
+            "in main memory": torch.linspace(1, 2, 16),
             "number": 3,
         }
 
@@ -63,6 +64,7 @@ class Together(nn.Module):
         value = torch.stack([values["even"], values["odd"]], 2).flatten(1)
         value = value + values["transposed"].t() * values["mask"] + values["nothing"].sum()
         value = value * values["complex"].imag.sign() + values["expanded"].sum(1, keepdim=True)
+        value = value * values["in main memory"]
         return value * values["number"] + values["count"].sum()
 
 
@@ -239,8 +241,8 @@ def refused(transport: str, places: Places) -> list[str]:
 
 
 def waits(transport: str, places: Places) -> dict[str, int]:
-    """How often the host waited for its device in some steps, and how many bytes went to another
-    device meanwhile."""
+    """How often the host waited for its device in some steps, how many bytes went to another
+    device meanwhile, and how often it had to connect first."""
     module, device = torch.get_device_module(), dist.get_rank()
     # Not pinned: the host would wait until those have been read, as ``test_devices`` counts.
     model, batches = make_mlp(dropout=0.0), [make_batch(seed=seed) for seed in range(4)]
@@ -249,14 +251,16 @@ def waits(transport: str, places: Places) -> dict[str, int]:
     options = {"loss": F.cross_entropy, "optimizer": sgd, "record": False, "results": "none"}
     options |= {"transport": transport, "deadline_seconds": DEADLINE_SECONDS}
     with pk.Pipeline(model, replace(plan, devices=planned_on), **options) as pipeline:
+        num_connected = collectives.DONE.num_connected
         pipeline.step(*batches[0])
-        before = collectives.SENT.num_bytes
+        before = collectives.DONE.num_bytes_sent
         module.reset_host_counts(device)
         for batch in batches:
             pipeline.step(*batch)
         list(pipeline.steps(batches))
         counts = {"reads": module.host_reads(device), "waits": module.host_waits(device)}
-        counts["bytes"] = collectives.SENT.num_bytes - before
+        counts["bytes"] = collectives.DONE.num_bytes_sent - before
+        counts["connected"] = collectives.DONE.num_connected - num_connected
         module.check()
     return counts
 

@@ -8,6 +8,7 @@ such libraries, and is strict about each of them:
   waits for the stream that is current then. ``work.wait()`` makes the stream that is current
   then wait for it. The host goes on at once. So the devices' ledger sees every read and write
   where it happens, and raises where somebody else's is not ordered with it.
+- Two ranks connect when both post for the first time; until then the host does wait.
 - A send is over when the other rank has posted its receive, and not before.
 - What two ranks post to a group passes in order: the n-th that one posts is the counterpart of the
   n-th that the other posts. Two sends, two receives or two sizes raise; and so does a wait for
@@ -33,13 +34,13 @@ PATIENCE = timedelta(seconds=30)
 _SENDS, _RECEIVES = b"s", b"r"
 
 
-class Sent:
-    """What this process has sent, over all groups."""
+class Done:
+    """What this process has done so far, over all groups."""
 
-    num_bytes = 0
+    num_bytes_sent = num_connected = 0
 
 
-SENT = Sent()
+DONE = Done()
 
 
 class Library(dist.ProcessGroup):
@@ -101,6 +102,7 @@ class _Channel:
         if tensor.device.type != NAME or not tensor.is_contiguous():
             raise ValueError("the library takes tensors of its devices that have no gaps")
         if self._stream is None:
+            self._connect()
             self._stream = torch.Stream(tensor.device)
         stream = self._stream
         stream.wait_event(torch.accelerator.current_stream(tensor.device).record_event())
@@ -109,7 +111,7 @@ class _Channel:
             if kind is _SENDS:
                 seen = tensor.clone()
                 contents = ctypes.string_at(seen.data_ptr(), tensor.nbytes)
-                SENT.num_bytes += tensor.nbytes
+                DONE.num_bytes_sent += tensor.nbytes
             else:
                 tensor.view(torch.uint8).fill_(0x7F)
         turn = len(self._posted)
@@ -117,6 +119,16 @@ class _Channel:
         told = kind + tensor.nbytes.to_bytes(8, "big") + contents
         self._store.set(f"{turn}/{self._rank}", told.hex())
         return _Work(self, turn, stream.record_event(), None if kind is _SENDS else tensor)
+
+    def _connect(self):
+        DONE.num_connected += 1
+        self._store.set(f"connect/{self._rank}", "")
+        try:
+            self._store.wait([f"connect/{self._other}"], PATIENCE)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"deadlock: rank {self._rank} of a group waits for rank {self._other} to connect"
+            ) from error
 
     def has_met(self, turn):
         """Whether the other rank has posted its part, and of all before."""

@@ -30,8 +30,9 @@ def test_what_is_sent_arrives():
 @pytest.mark.parametrize(
     ("case", "rank", "message"),
     [
-        ("sends_that_meet", 0, "deadlock: both ranks post sends as number 0"),
-        ("sends_that_meet", 1, "deadlock: both ranks post sends as number 0"),
+        ("ranks_that_do_not_connect", 0, "deadlock: rank 0 .* waits for rank 1 to connect"),
+        ("sends_that_meet", 0, "deadlock: both ranks post sends as number 1"),
+        ("sends_that_meet", 1, "deadlock: both ranks post sends as number 1"),
         ("sizes_that_differ", 1, "receives 4 bytes, but its counterpart sends 8"),
         ("a_send_without_a_receive", 0, "deadlock: .* waits for rank 1, which posts nothing"),
         ("a_send_that_is_overwritten", 0, "race on emu:0: .* writes what was used by copy"),

@@ -23,6 +23,11 @@ class Pair:
         self.side = torch.Stream(self.device)
         self.group = dist.new_group(backend=collectives.LIBRARY)
 
+    def connect(self):
+        """As whoever uses such a library should, before anything waits for something else."""
+        (self.receive if self.rank else self.send)(self.room(1)).wait()
+        torch.accelerator.synchronize(self.device)
+
     def room(self, size=8):
         return torch.ones(size, dtype=torch.uint8, device=self.device)
 
@@ -40,6 +45,11 @@ def what_is_sent_arrives(pair):
         room = pair.room()
         pair.receive(room).wait()
         assert room.tolist() == [*range(8)]
+
+
+def ranks_that_do_not_connect(pair):
+    if pair.rank == 0:
+        pair.send(pair.room())
 
 
 def sends_that_meet(pair):
@@ -93,6 +103,7 @@ def a_receive_waited_for_on_another_stream(pair):
 
 
 CASES = (
+    ranks_that_do_not_connect,
     what_is_sent_arrives,
     sends_that_meet,
     sizes_that_differ,
@@ -114,6 +125,8 @@ def main() -> None:
     for case in CASES:
         pair = Pair()
         try:
+            if case is not ranks_that_do_not_connect:
+                pair.connect()
             case(pair)
         except RuntimeError as error:
             told[case.__name__] = str(error)
