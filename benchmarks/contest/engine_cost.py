@@ -50,29 +50,34 @@ def pipeline_of(schedule: str, num_ranks: int = 2, options: Mapping[str, Any] | 
     from torch import nn
 
     import penstock as pk
+
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    return pk.Pipeline(
+        model,
+        plan_of(model, schedule, num_ranks, NUM_MICROBATCHES),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+        **(options or {}),
+    )
+
+
+def plan_of(model: Any, schedule: str, num_ranks: int, num_microbatches: int) -> Any:
+    """A plan of one stage per rank, of as many layers each."""
     from penstock.model.spine import spine_fingerprint, spine_of
     from penstock.plans import Plan, StagePlan
 
-    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
     layers = spine_of(model)
     names = [layer.name for layer in layers]
     each = len(names) // num_ranks
-    plan = Plan(
+    return Plan(
         model=spine_fingerprint(layers),
         schedule=schedule,
-        num_microbatches=NUM_MICROBATCHES,
+        num_microbatches=num_microbatches,
         num_threads=1,
         stages=tuple(
             StagePlan(layers=tuple(names[rank * each : (rank + 1) * each]), rank=rank)
             for rank in range(num_ranks)
         ),
-    )
-    return pk.Pipeline(
-        model,
-        plan,
-        loss=nn.functional.mse_loss,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
-        **(options or {}),
     )
 
 

@@ -1,4 +1,4 @@
-"""``penstock run``: ranks are killed, raise, exit, hang; what remains is the run that never stopped."""
+"""``penstock run``: ranks are killed, raise, exit and hang, and train as if they had not."""
 
 from __future__ import annotations
 
@@ -212,3 +212,41 @@ def test_torchrun_restarts_the_same_script(tmp_path, variable):
     assert job.returncode == 0, job.output
     check_losses(tmp_path, 6)
     assert (tmp_path / "1-1").exists()
+
+
+# What differs by its nature: where the store is, and what only one of the two has.
+OF_ONE = {"MASTER_ADDR", "MASTER_PORT"} | {
+    f"TORCHELASTIC_{name}" for name in ("RUN_ID", "ERROR_FILE", "SIGNALS_TO_HANDLE")
+}
+
+
+@pytest.mark.parametrize("is_module", [False, more(True)])
+def test_a_rank_finds_what_it_would_find_under_torchrun(tmp_path, is_module):
+    job = (
+        "tests.distributed.jobs.surroundings" if is_module else str(JOB.parent / "surroundings.py")
+    )
+    words = ["-m", job] if is_module else [job]
+    (tmp_path / "forked").mkdir()
+    (tmp_path / "fresh").mkdir()
+    with supervised(
+        tmp_path / "output", "-n", 2, *words, "--lr", 0.1, tmp_path / "forked", PYTHONSAFEPATH=""
+    ) as ours:
+        assert ours.wait() == 0, ours.said()
+    theirs = torchrun(
+        words[-1], 2, "--lr", "0.1", str(tmp_path / "fresh"), reports=False,
+        options=["-m"] if is_module else [],
+    )  # fmt: skip
+    assert theirs.returncode == 0, theirs.output
+    draws = []
+    for rank in range(2):
+        found, expected = (
+            json.loads((tmp_path / folder / str(rank)).read_text())
+            for folder in ("forked", "fresh")
+        )
+        draws += [found.pop("draws"), expected.pop("draws")]
+        for name in OF_ONE:
+            found["environment"].pop(name, None)
+            expected["environment"].pop(name, None)
+        assert found == expected
+    # Nobody has seeded anything, so no two processes draw the same.
+    assert all(len(set(drawn)) == len(draws) for drawn in zip(*draws, strict=True))

@@ -26,30 +26,32 @@ class _Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Put the options before everything that is the script's."""
-        before, rest = self._own(args)
+        before, rest = self._own(ctx, args)
         if "-m" in before or not rest or rest[0] == "--":
             words = rest[1:] if rest[:1] == ["--"] else rest
             return super().parse_args(ctx, [*before, "--", *words])
-        behind, theirs = self._own(rest[1:])
+        if rest[0].startswith("-"):
+            return super().parse_args(ctx, args)  # which says that there is no such option
+        behind, theirs = self._own(ctx, rest[1:])
         theirs = theirs[1:] if theirs[:1] == ["--"] else theirs
         return super().parse_args(ctx, [*before, *behind, "--", rest[0], *theirs])
 
-    def _own(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    def _own(self, ctx: click.Context, words: Sequence[str]) -> tuple[list[str], list[str]]:
         """(the options with their values that come first, what comes behind them)."""
         takes_value = {
             name: isinstance(option, click.Option) and not option.is_flag
-            for option in self.params
+            for option in self.get_params(ctx)
             for name in option.opts
+            if name.startswith("-")
         }
         place = 0
         while place < len(words):
             name, has_value, _ = words[place].partition("=")
-            if words[place] in ("-h", "--help"):
-                place += 1
-            elif name in takes_value:
-                place += 2 if takes_value[name] and not has_value else 1
-            else:
+            if not name.startswith("--"):  # -n4
+                name, has_value = words[place][:2], words[place][2:]
+            if name not in takes_value:
                 break
+            place += 2 if takes_value[name] and not has_value else 1
         return list(words[:place]), list(words[place:])
 
 

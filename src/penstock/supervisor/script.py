@@ -17,6 +17,8 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
 
+import torch
+
 from penstock.errors import FileError, PeerError
 from penstock.run.drive.driver import failure_notice
 from penstock.run.logbook import Failure, Logbook
@@ -72,6 +74,7 @@ class Script:
         Raises:
             SystemExit: with the exit code of the script, always.
         """
+        _draw_anew()
         code = 0
         try:
             self._run()
@@ -102,6 +105,14 @@ class Script:
         sys.modules["__main__"] = main  # it stays: what the script leaves behind may look it up
         code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
         exec(code, main.__dict__)
+
+
+def _draw_anew() -> None:
+    """Seed what a fresh interpreter would seed by chance: forks would all draw the same numbers, in
+    each attempt anew. (Python's own generator is seeded by the fork.)"""
+    torch.default_generator.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
 
 
 def _note(rank: int, error: BaseException) -> None:

@@ -178,3 +178,36 @@ def test_work_that_fails_within_its_time_raises_its_own_error():
     assert within(LONG_SECONDS, lambda: 7) == 7
     with pytest.raises(KeyError, match="lost"):
         within(LONG_SECONDS, lambda: {}["lost"])
+
+
+def begin(store, rank, num_ranks=2, seconds=LONG_SECONDS):
+    return Rendezvous(store, rank, num_ranks, "building", seconds, "wait longer", anew=True)
+
+
+def test_an_attempt_finds_nothing_of_those_before_it(store):
+    """torchrun keeps the store: a rank may have been killed anywhere, and another one not."""
+    begin_alone = [lambda: begin(store, 1, seconds=0.2), lambda: begin(store, 0).fail("old news")]
+    for left_alone in begin_alone:
+        together(left_alone)
+
+    def part(rank):
+        meeting = begin(store, rank)
+        come = meeting.exchange(rank, int, "to begin")
+        meeting.store.set(f"address of {rank}", "new")
+        return come, meeting.exchange(rank + 10, int, "to go on")
+
+    for _ in range(3):
+        assert together(lambda: part(0), lambda: part(1)) == [([0, 1], [10, 11])] * 2
+    assert not store.check(["address of 0"])
+
+
+def test_who_waits_for_an_attempt_to_begin_names_who_is_missing(store):
+    (error,) = together(lambda: begin(store, 1, seconds=0.3))
+    assert isinstance(error, DeadlineError)
+    assert "rank 0 did not come to begin within 0.3 s" in str(error)
+
+    def part(rank):
+        return begin(store, rank, 3, seconds=0.5).exchange(rank, int, "to begin")
+
+    for error in together(lambda: part(0), lambda: part(2)):
+        assert "rank 1 did not come to begin within 0.5 s" in str(error)
