@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 import torch
@@ -30,7 +31,7 @@ from penstock.run.drive.joining import TransportName, joined
 from penstock.run.elsewhere import Elsewhere
 from penstock.run.history import History
 from penstock.run.materialising import Init
-from penstock.run.minibatch import StreamPosition
+from penstock.run.minibatch import Minibatch, StreamPosition
 from penstock.run.outcome import MinibatchOutcome
 from penstock.run.outside import Outside
 from penstock.run.recipe import BatchNormStatistics, Loss, LossScale, Metric, Recipe
@@ -276,7 +277,7 @@ class Pipeline:
                 taken = self._open(batches, audit)
                 for stretch in self._stretches(taken, checkpoints):
                     minibatches = self._parts.cutter.minibatches(stretch, self._step)
-                    for outcome in self._parts.feed.train(minibatches):
+                    for outcome in self._parts.feed.train(self._marked(minibatches, checkpoints)):
                         loss = self._loss_of(outcome)
                         with audit.elsewhere():
                             yield loss
@@ -297,7 +298,7 @@ class Pipeline:
         self, batches: Iterator[tuple[Any, Any]], checkpoints: Checkpoints | None
     ) -> Iterator[Iterator[tuple[Any, Any]]]:
         """Minibatches up to the next checkpoint, which is written when the next are asked for."""
-        if checkpoints is None:
+        if checkpoints is None or self._goes_on(checkpoints):
             yield batches
             return
         for stretch in checkpoints.stretches(batches, self._step):
@@ -310,6 +311,30 @@ class Pipeline:
                     position=None,
                     background=checkpoints.background,
                 )
+
+    def _goes_on(self, checkpoints: Checkpoints) -> bool:
+        """Whether the stream goes on where it saves."""
+        return self.plan.versions.asynchronous and not checkpoints.drain
+
+    def _marked(
+        self,
+        minibatches: Iterator[tuple[Minibatch, StreamPosition]],
+        checkpoints: Checkpoints | None,
+    ) -> Iterator[tuple[Minibatch, StreamPosition]]:
+        """Minibatches, with a mark behind which the stream saves and goes on."""
+        if checkpoints is None or not self._goes_on(checkpoints):
+            return minibatches
+        if self.plan.versions.updates == "microbatch" and max(self.plan.replicas) > 1:
+            raise InputError(
+                "a stage with replicas whose updates are microbatches' ends a minibatch in the "
+                "middle of an update; leave drain=False out"
+            )
+        return (
+            (replace(one, mark=self._keeper.mark(checkpoints, one.step + 1)), position)
+            if (one.step + 1) % checkpoints.every == 0
+            else (one, position)
+            for one, position in minibatches
+        )
 
     def _open(self, batches: Iterable[tuple[Any, Any]], audit: Audit) -> Iterator[tuple[Any, Any]]:
         for batch in audit.taken(batches):

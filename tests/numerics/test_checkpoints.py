@@ -291,6 +291,36 @@ def test_a_loop_that_saves_is_a_loop_that_drains_there(policy, tmp_path):
     ]
 
 
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "flush"])
+def test_a_stream_that_saves_and_goes_on_saves_what_it_would_hold_if_it_had_drained(
+    policy, tmp_path
+):
+    data = stream_batches([8] * 7)
+
+    def pipeline():
+        model = layered_model()
+        for layer in model:
+            layer[1] = nn.BatchNorm1d(6).double()  # buffers that every forward changes
+        plan = plan_for(POLICIES[policy], 3, microbatches=4, model=model)
+        schedule = lr_scheduler.ExponentialLR
+        return pk.Pipeline(
+            model, plan, loss=F.mse_loss, optimizer=momentum, seed=3, deadline_seconds=60,
+            lr_scheduler=lambda optimizer: schedule(optimizer, 0.9),
+        )  # fmt: skip
+
+    with pipeline() as undisturbed:
+        expected = [*undisturbed.steps(data)]
+    wanted = pk.Checkpoints(tmp_path / "going on", every=2, drain=False)
+    with pipeline() as going_on:
+        losses = [*going_on.steps(data, checkpoints=wanted)]
+    assert torch.equal(torch.stack(losses), torch.stack(expected))
+    for step in (2, 4, 6):
+        with pipeline() as drained:
+            list(drained.steps(data[:step]))
+            drained.save(tmp_path / str(step))
+        assert_same_training(tmp_path / "going on", tmp_path / str(step), step)
+
+
 @pytest.mark.parametrize("replicas", ["2-1", "1-2"])
 def test_copies_of_a_stage_go_on_together(replicas, tmp_path):
     """From a stage on one rank to the same on two, and back."""

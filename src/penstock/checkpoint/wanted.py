@@ -19,14 +19,18 @@ class Checkpoints:
     """Checkpoints in the course of ``Pipeline.steps``.
 
     Behind every so many minibatches the pipeline drains, so that all stages are at the same step,
-    and saves as ``Pipeline.save`` does. Its ``position`` is the number of minibatches trained on.
+    and saves as ``Pipeline.save`` does. Without ``drain`` an asynchronous pipeline goes on, and
+    each stage is copied when it comes to that step itself; what is loaded is the same as if the
+    pipeline had drained there. The ``position`` is the number of minibatches trained on.
 
     Attributes:
         folder: of the run.
         every: how many minibatches are between two checkpoints; counted from the run's beginning,
             so that a resumed run saves where the first would have.
         keep: how many complete checkpoints stay; ``None``: all.
-        background: write while training goes on.
+        background: write while training goes on; it always does without ``drain``.
+        drain: whether an asynchronous pipeline lets its stages come to the same step first. A
+            synchronous one always has.
 
     Raises:
         InputError: a number below 1, or no folder.
@@ -36,6 +40,7 @@ class Checkpoints:
     every: int
     keep: int | None = None
     background: bool = True
+    drain: bool = True
 
     def __post_init__(self) -> None:
         as_path(self.folder)
@@ -43,6 +48,7 @@ class Checkpoints:
         if self.keep is not None:
             whole("keep", self.keep, 1)
         flag("background", self.background)
+        flag("drain", self.drain)
 
     def stretches(self, values: Iterator[T], step: int) -> Iterator[Iterator[T]]:
         """Cut what comes into pieces that end where a checkpoint is due.

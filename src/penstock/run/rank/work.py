@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +15,19 @@ from penstock.device.queue import DeviceQueue
 from penstock.errors import InputError, StageError
 from penstock.model import tree
 from penstock.model.copying import copy_of
-from penstock.run.minibatch import Harvest, Minibatch, StreamPosition
+from penstock.run.minibatch import Harvest, Mark, Minibatch, StreamPosition
 from penstock.run.rank.mail import Mail
 from penstock.run.recipe import Recipe
 from penstock.schedule import Op
 from penstock.stage.protocol import Criterion
 from penstock.values import shown
+
+
+class AwaitedMark(NamedTuple):
+    """A mark, and by stage how many updates of the stream are the last of its minibatch."""
+
+    mark: Mark
+    num_updates: Mapping[int, int]
 
 
 class Work:
@@ -29,6 +36,7 @@ class Work:
     Args:
         position: where it stands in its stream.
         mail: what passes between stages, for as long as the stream lasts.
+        marks: of minibatches up to this one, behind whose last update the state is wanted.
         queue: the rank's work on its device; ``None`` where all is done in main memory.
 
     Attributes:
@@ -46,6 +54,7 @@ class Work:
         recipe: Recipe,
         mail: Mail,
         queue: DeviceQueue | None = None,
+        marks: Sequence[AwaitedMark] = (),
     ) -> None:
         self.minibatch = minibatch
         self.position = position
@@ -55,6 +64,7 @@ class Work:
         self.failed_on_trust: StageError | None = None
         self._recipe = recipe
         self._queue = queue
+        self._marks = marks
         self._seeds: dict[tuple[Any, ...], Tensor] = {}
         self._first_unit = position.first * minibatch.num_slices
         self._base_unit = position.base * minibatch.num_slices
@@ -66,6 +76,12 @@ class Work:
     def numbered(self, op: Op) -> Op:
         """An op with the number of its microbatch in the stream."""
         return Op(op.stage, op.kind, op.microbatch + self.position.base, op.slice)
+
+    def updated(self, stage: int, num_updates: int) -> None:
+        """A stage has made so many updates since its stream began."""
+        for mark, counts in self._marks:
+            if counts[stage] == num_updates:
+                mark.updated(stage)
 
     def input(self, unit: int, *, copied: bool) -> Any:
         """What the first stage works on; a copy if the minibatch may have to begin anew, since the
