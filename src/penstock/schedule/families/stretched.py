@@ -172,6 +172,9 @@ class MiddleFinder:
             begin_again = min(places.get(op, calm) for op in now.next_ops[rank])
             if max(places.get(op, calm) for op in now.next_ops[rank]) >= calm:
                 return False
+            # What repeats is seen once more as a whole before the end.
+            if calm - begin_again < begin_again - begin:
+                return False
             further = now.next_ops[rank][0].microbatch - before.next_ops[rank][0].microbatch
             again = row[begin_again:calm]
             if any(map(_differ, again, (_later(op, further) for op in row[begin:calm]))):
