@@ -205,7 +205,7 @@ def add_communication(schedule: Schedule, capacity: int | None = None) -> Schedu
     """
     check_capacity(capacity)
     _refuse_twice(schedule, COMMUNICATION)
-    columns = _large(schedule)
+    columns = None if capacity == 0 else _large(schedule)
     if columns is not None:
         from penstock.schedule.columns.passes import with_messages
 

@@ -66,6 +66,7 @@ def test_gradients_are_unscaled_as_torch_does_it(dtype):
     scaler.unscale_(optimizer)
     overflow = unscale(ours, LossScale.of(scaler).inverse)
     assert not overflow
+    assert Verdict.of([Share.of(dict(enumerate(found)), overflow)], 1.0).finite
     assert all(torch.equal(mine, one.grad) for mine, one in zip(ours, found, strict=True))
 
 
