@@ -62,8 +62,8 @@ def test_a_run_that_is_killed_again_and_again_trains_as_if_it_never_stopped(
         everybody, descriptors = set(), []
         for attempt in range(num_kills):
             ranks = pids(tmp_path, attempt)
-            everybody |= {*children(job.supervisor.pid), *ranks}
-            descriptors.append(num_descriptors(job.supervisor.pid))
+            everybody |= {*children(job.process), *ranks}
+            descriptors.append(num_descriptors(job.process))
             time.sleep(draw.uniform(0, 0.6))
             os.kill(draw.choice(ranks), signal.SIGKILL)
         assert job.wait() == 0, job.said()
@@ -79,7 +79,7 @@ def test_a_run_that_is_killed_again_and_again_trains_as_if_it_never_stopped(
 def test_the_same_error_at_the_same_step_ends_the_job_at_its_second_time(tmp_path):
     with supervised(
         tmp_path / "output", JOB, "-n", NUM_RANKS, "--restarts", 9, tmp_path, 8,
-        "SIGKILL:0:2:1", "raise:1:4:9",
+        "SIGKILL:0:2:1", "raise:1:4:9", fresh=True,
     ) as job:  # fmt: skip
         assert job.wait() == 1
     said = job.said()
@@ -130,10 +130,10 @@ def test_a_signal_ends_the_supervisor_and_all_ranks(tmp_path, number, code):
         tmp_path / "output", "-n", NUM_RANKS, "--restarts", 5, JOB, tmp_path, 4, ATTEMPTS="2"
     ) as job:
         ranks = pids(tmp_path, 0)
-        own = children(job.supervisor.pid)
-        assert set(own) > set(ranks)
+        own = children(job.process)
+        assert own > set(ranks)
         wait_for_losses(tmp_path, 3)
-        job.supervisor.send_signal(number)
+        job.send(number)
         assert job.wait() == code
     wait_until_gone(own, limit_seconds=0)
     # Each rank gets it exactly once.
@@ -157,8 +157,8 @@ def wait_for_losses(folder, count):
 def test_ranks_end_with_their_supervisor_however_that_ends(tmp_path):
     with supervised(tmp_path / "output", "-n", NUM_RANKS, JOB, tmp_path, 4, ATTEMPTS="2") as job:
         pids(tmp_path, 0)
-        own = children(job.supervisor.pid)
-        job.supervisor.kill()
+        own = children(job.process)
+        job.send(signal.SIGKILL)
         job.wait()
         assert len(own) == NUM_RANKS + 1
         wait_until_gone(own)
@@ -169,7 +169,7 @@ def test_the_death_of_who_keeps_the_store_is_one_like_others(tmp_path):
         tmp_path / "output", "-n", NUM_RANKS, "--restarts", 1, JOB, tmp_path, 6, ATTEMPTS="2"
     ) as job:
         ranks = pids(tmp_path, 0)
-        (keeper,) = set(children(job.supervisor.pid)) - set(ranks)
+        (keeper,) = children(job.process) - set(ranks)
         os.kill(keeper, signal.SIGKILL)
         assert job.wait() == 0, job.said()
     check_losses(tmp_path, 6)
@@ -229,7 +229,7 @@ def test_a_rank_finds_what_it_would_find_under_torchrun(tmp_path, is_module):
     (tmp_path / "forked").mkdir()
     (tmp_path / "fresh").mkdir()
     with supervised(
-        tmp_path / "output", "-n", 2, *words, "--lr", 0.1, tmp_path / "forked", PYTHONSAFEPATH=""
+        tmp_path / "output", "-n", 2, *words, "--lr", 0.1, tmp_path / "forked", fresh=True
     ) as ours:
         assert ours.wait() == 0, ours.said()
     theirs = torchrun(

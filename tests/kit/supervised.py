@@ -1,15 +1,25 @@
-"""Jobs under ``penstock run``, and what is left of them."""
+"""Jobs under ``penstock run``, and what is left of them.
+
+    python -m tests.kit.supervised
+
+is a process that has loaded what supervisors load, and forks itself into them: a supervisor of its
+own would load torch for seconds in every test.
+"""
 
 from __future__ import annotations
 
+import atexit
+import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 from tests.kit.launch import ENVIRONMENT
 from tests.kit.paths import ROOT
@@ -25,38 +35,131 @@ main()
 """
 
 
-class Supervised(NamedTuple):
-    """A job under a supervisor, which runs."""
+class Supervised(ABC):
+    """A job under a supervisor.
 
-    supervisor: subprocess.Popen
+    Attributes:
+        process: the supervisor's number.
+        output: where it and all ranks print.
+    """
+
+    process: int
     output: Path
 
+    @abstractmethod
     def wait(self) -> int:
-        """The exit code of the supervisor."""
-        return self.supervisor.wait(LIMIT_SECONDS)
+        """The exit code of the supervisor; minus the number of the signal that ended it."""
+
+    def send(self, number: signal.Signals) -> None:
+        """Send the supervisor a signal."""
+        os.kill(self.process, number)
 
     def said(self) -> str:
         """What the supervisor and all ranks have printed so far."""
         return self.output.read_text()
 
 
+class _Fresh(Supervised):
+    """One with an interpreter of its own, as people start it."""
+
+    def __init__(self, output: Path, arguments: list[str], environment: dict[str, str]) -> None:
+        self.output = output
+        with output.open("w") as written:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _COMMAND, "run", *arguments],
+                cwd=ROOT,
+                env={**ENVIRONMENT, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=written,
+                stderr=subprocess.STDOUT,
+            )
+        self.process = self._process.pid
+
+    def wait(self) -> int:
+        return self._process.wait(LIMIT_SECONDS)
+
+
+class _Forked(Supervised):
+    """One that is forked from a process which has loaded everything."""
+
+    def __init__(self, output: Path, arguments: list[str], environment: dict[str, str]) -> None:
+        self.output = output
+        self._code: int | None = None
+        request = {"output": str(output), "arguments": arguments, "environment": environment}
+        self.process = _ask(request)
+
+    def wait(self) -> int:
+        if self._code is None:
+            self._code = _ask({"wait": self.process})
+        return self._code
+
+
 @contextmanager
-def supervised(output: Path, *arguments: object, **environment: str):
+def supervised(output: Path, *arguments: object, fresh=False, **environment: str):
     """``penstock run ARGUMENTS``, which is ended at the end of the block if it has not."""
-    with output.open("w") as written:
-        supervisor = subprocess.Popen(
-            [sys.executable, "-c", _COMMAND, "run", *map(str, arguments)],
-            cwd=ROOT,
-            env={**ENVIRONMENT, **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=written,
-            stderr=subprocess.STDOUT,
-        )
+    kind = _Fresh if fresh else _Forked
+    job = kind(output, [*map(str, arguments)], environment)
     try:
-        yield Supervised(supervisor, output)
+        yield job
     finally:
-        supervisor.send_signal(signal.SIGKILL)
-        supervisor.wait()
+        with suppress(ProcessLookupError):
+            job.send(signal.SIGKILL)
+        job.wait()
+
+
+def _ask(request) -> int:
+    """What the process that forks supervisors answers."""
+    template = _template()
+    template.stdin.write(json.dumps(request).encode() + b"\n")
+    template.stdin.flush()
+    assert select.select([template.stdout], [], [], LIMIT_SECONDS)[0], "the job has not ended"
+    return int(template.stdout.readline())
+
+
+@cache
+def _template() -> subprocess.Popen:
+    """The process that supervisors are forked from; it ends with this one, whose pipe it reads."""
+    template = subprocess.Popen(
+        [sys.executable, "-m", "tests.kit.supervised"],
+        cwd=ROOT,
+        env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    atexit.register(template.communicate)
+    return template
+
+
+def main() -> None:
+    """Serve requests, a line of JSON each, until there are no more."""
+    import tests.kit.helpers  # noqa: F401 - for the ranks, which then need not load it
+    from penstock.supervisor.supervising import load
+
+    load()
+    while line := sys.stdin.readline():
+        request = json.loads(line)
+        if "wait" in request:
+            _, status = os.waitpid(request["wait"], 0)
+            print(os.waitstatus_to_exitcode(status), flush=True)
+            continue
+        supervisor = os.fork()
+        if supervisor == 0:
+            be_supervisor(request)
+            return
+        print(supervisor, flush=True)
+
+
+def be_supervisor(request) -> None:
+    """Do what the command does."""
+    from penstock.cli import main as command
+    from tests.kit.template import redirect
+
+    os.setsid()
+    redirect(request["output"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ |= request["environment"]
+    sys.argv = ["penstock", "run", *request["arguments"]]
+    command()
 
 
 def number_in(path: Path, limit_seconds: float = LIMIT_SECONDS) -> int:
@@ -68,36 +171,32 @@ def number_in(path: Path, limit_seconds: float = LIMIT_SECONDS) -> int:
     return int(path.read_text())
 
 
-def children(process: int) -> dict[int, str]:
-    """The processes that a process has started and not waited for, and their states."""
-    found = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            number, _, rest = stat.read_text().partition(" ")
-        except OSError:
-            continue
-        state, parent = rest.rpartition(")")[2].split()[:2]
-        if int(parent) == process:
-            found[int(number)] = state
-    return found
+def children(process: int) -> set[int]:
+    """The processes that a process has started and not waited for."""
+    return {
+        int(number)
+        for task in Path(f"/proc/{process}/task").iterdir()
+        for number in (task / "children").read_text().split()
+    }
 
 
 def wait_until_gone(processes, limit_seconds: float = 60) -> None:
     """Fail unless all processes end in time."""
     end = time.monotonic() + limit_seconds
-    while alive := [number for number in processes if is_alive(number)]:
+    while alive := [number for number in processes if is_there(number)]:
         assert time.monotonic() < end, f"{alive} are still there"
         time.sleep(0.01)
 
 
-def is_alive(process: int) -> bool:
-    """Whether a process is there that is no zombie."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+def is_there(process: int) -> bool:
+    """Whether a process is there, were it only to be waited for."""
+    return Path(f"/proc/{process}").exists()
 
 
 def num_descriptors(process: int) -> int:
     """How many files and sockets a process has open."""
     return len(os.listdir(f"/proc/{process}/fd"))
+
+
+if __name__ == "__main__":
+    main()

@@ -41,7 +41,7 @@ def supervise(job: Job, say: Callable[[str], None]) -> Result | Rank:
     """
     if not hasattr(os, "pidfd_open") or not hasattr(os, "memfd_create"):
         raise RunError(f"penstock run needs Linux, and this is {sys.platform}; use torchrun")
-    _load()
+    load()
     signals = Signals()
     try:
         return _attempts(job, say, signals)
@@ -80,7 +80,7 @@ def _attempts(job: Job, say: Callable[[str], None], signals: Signals) -> Result 
     return Result((*accounts,), cause.code, f"{cause}{spent}")
 
 
-def _load() -> None:
+def load() -> None:
     """Load what scripts need, once here instead of once in every rank.
 
     Whether an accelerator is there is asked of its driver's library: torch's usual way would
