@@ -13,6 +13,7 @@ from penstock.schedule.lower import (
     lower,
     split_backward,
 )
+from penstock.schedule.schedule import MANY_OPS
 from tests.kit.helpers import compute_only
 
 
@@ -192,3 +193,13 @@ def test_where_messages_pass_in_the_order_of_their_sends_receives_follow_it():
     assert [len(ops) for ops in in_order.ranks] == [len(ops) for ops in plain.ranks]
     one_f_one_b = build("1f1b", 4, 8)
     assert add_communication(one_f_one_b, capacity=0) == add_communication(one_f_one_b)
+
+
+def test_large_schedules_are_ordered_for_channels_that_hold_nothing_like_small_ones():
+    small, large = (build("zb-v", 2, m) for m in (8, 1000))
+    assert large.num_ops >= MANY_OPS > small.num_ops
+    for schedule in (small, large):
+        in_order = add_communication(schedule, capacity=0)
+        check(in_order, capacity=0)
+        with pytest.raises(ScheduleError):
+            check(add_communication(schedule), capacity=0)
