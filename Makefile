@@ -10,7 +10,7 @@ INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check 
 	-c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick soak lint format gallery clean
+.PHONY: help demo test quick soak gpu lint format gallery clean
 
 help:
 	@echo 'make demo     plan, train and draw a small pipeline (installs into $(VENV) on first use)'
@@ -19,6 +19,7 @@ help:
 	@echo '              or measure (cli, partition, planner, profiler, rehearsal, transport, trial)'
 	@echo '              and without training to the bit, laws, oracles, documents and jobs'
 	@echo 'make soak     what takes an hour: random trainings, laws and faults by the hundred, long runs'
+	@echo 'make gpu      what only accelerators can show: the same trainings there, waits, memory, processes'
 	@echo 'make lint     the same without the tests'
 	@echo 'make format   rewrite the sources in the house style'
 	@echo 'make gallery  write docs/schedules and docs/versions anew from the schedule families'
@@ -52,6 +53,10 @@ soak: $(VENV)/.installed-dev
 	$(VENV)/bin/pytest -m soak -n 2 --dist loadgroup $(PYTEST_ARGS)
 	$(VENV)/bin/pytest -p tests.kit.accelerator.everywhere -n 2 $(ON_DEVICES) $(PYTEST_ARGS)
 	PENSTOCK_EXAMPLES=10 $(VENV)/bin/pytest -n 2 --dist loadgroup --timeout 3600 tests/laws $(PYTEST_ARGS)
+
+# One at a time: they count the memory of devices.
+gpu: $(VENV)/.installed-dev
+	$(VENV)/bin/pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .

@@ -2,9 +2,12 @@
 
 python examples/train_lm.py                               two threads in this process
 torchrun --nproc-per-node=2 examples/train_lm.py          two processes
+
+With --save FOLDER it saves every ten steps, and goes on from there when it is started again.
 """
 
 import argparse
+import itertools
 
 import torch
 
@@ -19,6 +22,7 @@ def main():
     parser.add_argument("--width", type=int, default=320)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--save", metavar="FOLDER", help="where checkpoints are")
     parser.add_argument("--draw", metavar="FILE", help="draw the last step, as .svg or .html")
     options = parser.parse_args()
 
@@ -39,8 +43,12 @@ def main():
     ) as pipeline:
         if pipeline.is_first:
             print(plan)
-        for step in range(1, options.steps + 1):
+        done = (pipeline.load(options.save) if options.save else None) or 0
+        batches = itertools.islice(batches, done, None)  # those that were trained on are over
+        for step in range(done + 1, options.steps + 1):
             training_loss = pipeline.step(*next(batches))
+            if options.save and (step % 10 == 0 or step == options.steps):
+                pipeline.save(options.save, keep=3)
             if step % 5 == 0:
                 held_out_loss = loss(pipeline.evaluate(inputs), targets)
                 if pipeline.is_first:

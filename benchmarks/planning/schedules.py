@@ -41,7 +41,10 @@ SIZES = (
     Size("zb-h1", 32, 16_000),
     Size("zb-v", 32, 8_000),
     Size("chimera", 32, 25_000),
-    Size("v-half", 32, 1_000),
+    Size("breadth-first", 32, 12_500, options={"stages_per_rank": 2}),
+    Size("hanayo", 16, 25_000),
+    Size("v-half", 32, 5_200),
+    Size("v-min", 32, 5_200),
     Size("1f1b", 1_024, 4_096),
 )
 
@@ -49,14 +52,14 @@ _ONE_SIZE = """
 import json, resource, sys, time
 from penstock import Costs, check, schedules, simulate
 from penstock.schedule.lower import lower
-family, p, m, lowered, options = json.loads(sys.argv[1])
+family, p, m, lowered, options, capacity = json.loads(sys.argv[1])
 clock = [time.process_time()]
 lap = lambda: clock.append(time.process_time())
 schedule = schedules.build(family, num_ranks=p, num_microbatches=m, **options)
 if lowered:
-    schedule = lower(schedule)
+    schedule = lower(schedule, capacity)
 lap()
-check(schedule)
+check(schedule, capacity)
 lap()
 timeline = simulate(schedule, Costs(hop=0.1))
 lap()
@@ -68,9 +71,11 @@ print(json.dumps([sum(len(row.starts) for row in timeline.rows), *seconds, gigab
 """
 
 
-def measure(size: Size) -> list[float]:
+def measure(size: Size, capacity: int | None = None) -> list[float]:
     """Ops; seconds to build, check, simulate, and for makespan, bubble and peaks; GiB."""
-    given = size.family, size.num_ranks, size.num_microbatches, size.lowered, size.options
+    given = (
+        size.family, size.num_ranks, size.num_microbatches, size.lowered, size.options, capacity
+    )  # fmt: skip
     command = [sys.executable, "-c", _ONE_SIZE, json.dumps(given)]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return json.loads(output)
@@ -83,12 +88,14 @@ def main() -> None:
     arguments = parser.parse_args()
     columns = ("ranks", "microbatches", "ops", "build s", "check s", "simulate s", "metrics s")
     table = Table("family", box=None, pad_edge=False)
-    for name in (*columns, "in all s", "check µs per op", "all µs per op", "peak GiB"):
+    per_op = ("check µs per op", "with capacity 1", "all µs per op")
+    for name in (*columns, "in all s", *per_op, "peak GiB"):
         table.add_column(name, justify="right")
     for size in SIZES:
         if arguments.quick and size.num_ranks * size.num_microbatches > 500_000:
             continue
         ops, *seconds, gigabytes = measure(size)
+        _, _, bounded, *_ = measure(size, capacity=1)
         table.add_row(
             str(size),
             f"{size.num_ranks:,}",
@@ -97,10 +104,11 @@ def main() -> None:
             *(f"{part:.3f}" for part in seconds),
             f"{sum(seconds):.2f}",
             f"{1e6 * seconds[1] / ops:.2f}",
+            f"{1e6 * bounded / ops:.2f}",
             f"{1e6 * sum(seconds) / ops:.2f}",
             f"{gigabytes:.2f}",
         )
-    Console(width=160).print(table)
+    Console(width=180).print(table)
 
 
 if __name__ == "__main__":

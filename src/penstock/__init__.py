@@ -12,6 +12,7 @@ from penstock.lazily import loaded_when_used
 
 if TYPE_CHECKING:
     from penstock import errors, optimizers, versions
+    from penstock.checkpoint.wanted import Checkpoints
     from penstock.cluster import Cluster, Device, Link
     from penstock.drawing import draw
     from penstock.graph import Layer, LayerGraph
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Captured",
+    "Checkpoints",
     "Cluster",
     "Costs",
     "Device",
@@ -74,6 +76,7 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
     __getattr__ = loaded_when_used(
         __name__,
         {
+            "penstock.checkpoint.wanted": ("Checkpoints",),
             "penstock.cluster": ("Cluster", "Device", "Link"),
             "penstock.drawing": ("draw",),
             "penstock.graph": ("Layer", "LayerGraph"),

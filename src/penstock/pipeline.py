@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.checkpoint.keeper import Keeper
+from penstock.checkpoint.wanted import Checkpoints
 from penstock.device.allocator import keep_freed_pages
 from penstock.device.placement import Devices
 from penstock.errors import FileError, InputError, RunError
@@ -28,7 +30,8 @@ from penstock.run.drive.driver import Deadlines, told
 from penstock.run.drive.joining import TransportName, joined
 from penstock.run.elsewhere import Elsewhere
 from penstock.run.history import History
-from penstock.run.minibatch import StreamPosition
+from penstock.run.materialising import Init
+from penstock.run.minibatch import Minibatch, StreamPosition
 from penstock.run.outcome import MinibatchOutcome
 from penstock.run.outside import Outside
 from penstock.run.recipe import BatchNormStatistics, Loss, LossScale, Metric, Recipe
@@ -74,13 +77,18 @@ class Pipeline:
             finite; by default unless there is a ``grad_scaler``. On an accelerator it never does,
             since every microbatch would have to be waited for.
         devices: where ranks compute: ``"cpu"`` or another device for all, or a list with one for
-            each rank of the plan (``"cuda:1"``, a ``torch.device``, or the number of an
+            each rank of the plan (as torch names it, a ``torch.device``, or the number of an
             accelerator); ranks may share one. By default, ranks that were planned for accelerators
             take this process's in their order, under ``torchrun`` that of ``LOCAL_RANK``, and all
             others the CPU. Each stage of the model is moved to its rank's device.
+        init: ``"given"``: the model has the values with which it was built, and only what is on
+            ``meta`` gets new ones. ``"per-layer"``: every layer draws its parameters anew by the
+            ``reset_parameters`` of its modules, from the ``seed`` and its number in the model, so
+            that the same model on ``meta`` would get the same values.
         transport: ``"threads"``; ``"shared-memory"`` or ``"process-group"`` between processes;
             ``"auto"``: threads if the job has one process, else shared memory between ranks of one
-            host and the process group between hosts.
+            host and the process group between hosts; tensors go straight from one accelerator to
+            another where torch has a library for that.
         count_memory: count what every rank keeps for backwards, see ``peaks``. Costs a few per cent
             of a step.
         batch_norm: the running statistics of batch norm, with which the model is evaluated, are
@@ -108,6 +116,7 @@ class Pipeline:
     Attributes:
         plan: the one that is run.
         stages: this process's, by number.
+        transport: how messages travel between ranks, and why so, as a sentence.
 
     Raises:
         ModelError: the model cannot be cut, or the plan is for another one.
@@ -133,6 +142,7 @@ class Pipeline:
         count_memory: bool = False,
         batch_norm: BatchNormStatistics = "microbatch",
         devices: Devices | None = None,
+        init: Init = "given",
         transport: TransportName = "auto",
         seed: int | None = None,
         reduction: Literal["mean", "sum"] = "mean",
@@ -175,12 +185,14 @@ class Pipeline:
                 record=record,
                 results=results,
                 devices=devices,
+                init=init,
                 message_types=message_types,
                 compare_data=compare_data,
             )
             self._parts = assemble(model, layers, plan, self._recipe, running, meeting)
         self.plan = self._parts.plan
         self.stages = self._parts.stages
+        self.transport = self._parts.transport
         self._model = model
         self._grad_scaler = grad_scaler
         self._results = results
@@ -234,7 +246,9 @@ class Pipeline:
             self._accumulates = not update and self._recipe.optimizer is not None
             return self._loss_of(outcome)
 
-    def steps(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Tensor | None]:
+    def steps(
+        self, batches: Iterable[tuple[Any, Any]], *, checkpoints: Checkpoints | None = None
+    ) -> Iterator[Tensor | None]:
         """Train on one minibatch after another; each begins before the results of the one before
         are gathered.
 
@@ -244,19 +258,29 @@ class Pipeline:
 
         Args:
             batches: pairs (inputs, targets), each as for ``step``.
+            checkpoints: where to save in the course of the loop, and how often.
 
         Yields:
             The loss of each minibatch, in order, as ``step`` returns it. The next minibatch is
             under way then, so weights may be used only after the loop.
+
+        Raises:
+            FileError: a checkpoint could not be written; else as ``step``.
         """
         expect(batches, Iterable, "the loader", "give an iterable of (inputs, targets) pairs")
+        if checkpoints is not None:
+            expect(
+                checkpoints, Checkpoints, "checkpoints", 'give pk.Checkpoints("runs/a", every=9)'
+            )
         with self._exclusively(), self._parts.streams.auditing() as audit:
             try:
-                minibatches = self._parts.cutter.minibatches(self._open(batches, audit), self._step)
-                for outcome in self._parts.feed.train(minibatches):
-                    loss = self._loss_of(outcome)
-                    with audit.elsewhere():
-                        yield loss
+                taken = self._open(batches, audit)
+                for stretch in self._stretches(taken, checkpoints):
+                    minibatches = self._parts.cutter.minibatches(stretch, self._step)
+                    for outcome in self._parts.feed.train(self._marked(minibatches, checkpoints)):
+                        loss = self._loss_of(outcome)
+                        with audit.elsewhere():
+                            yield loss
             except RunError:
                 self._check_open()  # the caller may have closed it in the loop
                 raise
@@ -269,6 +293,48 @@ class Pipeline:
                         raise
                     error.add_note(f"What was under way could not be ended: {told(failure)}")
                 raise
+
+    def _stretches(
+        self, batches: Iterator[tuple[Any, Any]], checkpoints: Checkpoints | None
+    ) -> Iterator[Iterator[tuple[Any, Any]]]:
+        """Minibatches up to the next checkpoint, which is written when the next are asked for."""
+        if checkpoints is None or self._goes_on(checkpoints):
+            yield batches
+            return
+        for stretch in checkpoints.stretches(batches, self._step):
+            yield stretch
+            if self._step % checkpoints.every == 0:
+                self._keeper.save(
+                    checkpoints.folder,
+                    self._step,
+                    keep=checkpoints.keep,
+                    position=None,
+                    background=checkpoints.background,
+                )
+
+    def _goes_on(self, checkpoints: Checkpoints) -> bool:
+        """Whether the stream goes on where it saves."""
+        return self.plan.versions.asynchronous and not checkpoints.drain
+
+    def _marked(
+        self,
+        minibatches: Iterator[tuple[Minibatch, StreamPosition]],
+        checkpoints: Checkpoints | None,
+    ) -> Iterator[tuple[Minibatch, StreamPosition]]:
+        """Minibatches, with a mark behind which the stream saves and goes on."""
+        if checkpoints is None or not self._goes_on(checkpoints):
+            return minibatches
+        if self.plan.versions.updates == "microbatch" and max(self.plan.replicas) > 1:
+            raise InputError(
+                "a stage with replicas whose updates are microbatches' ends a minibatch in the "
+                "middle of an update; leave drain=False out"
+            )
+        return (
+            (replace(one, mark=self._keeper.mark(checkpoints, one.step + 1)), position)
+            if (one.step + 1) % checkpoints.every == 0
+            else (one, position)
+            for one, position in minibatches
+        )
 
     def _open(self, batches: Iterable[tuple[Any, Any]], audit: Audit) -> Iterator[tuple[Any, Any]]:
         for batch in audit.taken(batches):

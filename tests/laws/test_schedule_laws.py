@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import pairwise
 
 import pytest
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from penstock import Costs, Kind, Op, Schedule, check, schedules, simulate
 from penstock.errors import InputError, ScheduleError
+from penstock.schedule.channels import other_end
 from penstock.schedule.lower import (
     add_communication,
     add_free,
@@ -18,6 +19,7 @@ from penstock.schedule.lower import (
     add_update,
     lower,
 )
+from penstock.schedule.op import COMMUNICATION
 from tests.kit.examples import examples
 from tests.kit.helpers import amounts, compute_only
 
@@ -58,11 +60,72 @@ def test_each_op_stands_exactly_once(name, p, m):
 
 @every_family
 @fewer
-@given(p=ranks, m=fewer_microbatches, capacity=st.sampled_from([1, 2, 3, None]))
+@given(p=ranks, m=fewer_microbatches, capacity=st.sampled_from([0, 1, 2, 3, None]))
 def test_no_deadlock_at_any_capacity(name, p, m, capacity):
     schedule = build(name, p, m)
     check(schedule)
-    check(lower(schedule, capacity), capacity)
+    lowered = lower(schedule, capacity)
+    check(lowered, capacity)
+    assert compute_only(lowered) == schedule
+
+
+def all_ranks_finish(schedule):
+    """Whether ranks come to their ends where nothing holds a message: it passes when its receive is
+    posted, behind those that were sent before it from the same rank to the same rank."""
+    left = [list(ops) for ops in schedule.ranks]
+    sent, done, moved = defaultdict(list), set(), True
+    while moved:
+        moved = False
+        for rank, ops in enumerate(left):
+            while ops and may_happen(schedule, rank, ops[0], sent, done):
+                op = ops.pop(0)
+                done.add(op)
+                if "SEND" in op.kind:
+                    receive = other_end(op)
+                    sent[rank, schedule.where[receive]].append(receive)
+                moved = True
+    return not any(left)
+
+
+def may_happen(schedule, rank, op, sent, done):
+    if "RECV" not in op.kind:
+        needed = schedule.dependencies(op)
+        return all(need in done for need in needed if schedule.where.get(need, rank) == rank)
+    queue = sent[schedule.where[other_end(op)], rank]
+    if queue[:1] != [op]:
+        return False
+    del queue[0]
+    return True
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-zb", "zb-v", "hanayo", "chimera"])
+@examples(40)
+@given(
+    p=st.integers(1, 4),
+    m=st.integers(1, 6),
+    moves=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 99), st.integers(-6, 6)), max_size=6
+    ),
+    capacity=st.sampled_from([0, None]),
+)
+def test_check_knows_what_a_simulation_of_channels_that_hold_nothing_finds(
+    name, p, m, moves, capacity
+):
+    schedule = add_communication(build(name, p, m), capacity)
+    rows = [list(ops) for ops in schedule.ranks]
+    for rank, place, distance in moves:
+        row = rows[rank % len(rows)]
+        messages = [index for index, op in enumerate(row) if op.kind in COMMUNICATION]
+        if messages:
+            start = messages[place % len(messages)]
+            row.insert(max(0, start + distance), row.pop(start))
+    changed = Schedule.of(rows, schedule.name)
+    try:
+        check(changed, capacity=0)
+    except ScheduleError:
+        assert not all_ranks_finish(changed)
+    else:
+        assert all_ranks_finish(changed)
 
 
 @every_family

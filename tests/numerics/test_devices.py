@@ -5,7 +5,6 @@ a keep-alive is missing. ``pytest -p tests.kit.accelerator.everywhere`` runs oth
 from __future__ import annotations
 
 import copy
-from functools import partial
 
 import pytest
 import torch
@@ -15,147 +14,84 @@ from torch import nn
 
 import penstock as pk
 from penstock import versions
-from penstock.demo import gpt
 from penstock.device.stamps import Stamps
 from penstock.errors import InputError, StageError
 from penstock.trial import prove
 from tests.kit import streams
-from tests.kit.examples import crossed
-from tests.kit.helpers import make_batch, make_mlp, make_plan, runnable_families
+from tests.kit.helpers import make_batch, make_mlp, make_plan
+from tests.kit.on_devices import (
+    EMULATED,
+    FAMILIES,
+    FEATURES,
+    POLICIES,
+    check_family,
+    check_feature,
+    check_policy,
+    check_scaling,
+    check_tied,
+    on_cpu,
+)
 from tests.kit.one_device import assert_same
 from tests.kit.small_workload import workload
-from tests.kit.tiny_models import conv_batch, gpt_batch, make_conv_net, make_gpt
 from tests.kit.training import adamw, pipeline_of, sgd
-from tests.numerics.test_one_logical_model_shared import TiedGPT, UNet, picture_batch, token_batch
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 
-NUM_STEPS = 4
 SPREAD = ["emu:1", "emu:3", "emu:0", "emu:1"]
 """Of four ranks: the first and the last share a device."""
 
 
-def on_cpu(values):
-    return [value.cpu() for value in values]
-
-
-def trained(build, batch, devices, *, loss=F.cross_entropy, rows=8, **options):
-    """The model, the losses and the outputs of an evaluation; half of the steps overlap."""
-    model = build()
-    batches = [batch(rows, seed=seed) for seed in range(NUM_STEPS)]
-    with pipeline_of(model, loss=loss, optimizer=adamw, devices=devices, **options) as pipeline:
-        half = NUM_STEPS // 2
-        losses = [pipeline.step(*batch) for batch in batches[:half]]
-        losses += pipeline.steps(batches[half:])
-        outputs = pipeline.evaluate(batches[0][0])
-    return model, torch.stack(on_cpu(losses)), outputs.cpu()
-
-
-def assert_as_on_cpu(build, batch, devices, **options):
-    theirs, expected, its_outputs = trained(build, batch, "cpu", **options)
-    ours, losses, outputs = trained(build, batch, devices, **options)
-    assert expected.isfinite().all()
-    assert torch.equal(losses, expected)
-    assert torch.equal(outputs, its_outputs)
-    assert_same(ours, theirs)
-    return ours
-
-
-NETS = {
-    "gpt": (make_gpt, gpt_batch, gpt.loss),
-    "convolutional": (make_conv_net, conv_batch, F.cross_entropy),
-}
-
-
-@pytest.mark.parametrize(("schedule", "net"), crossed(runnable_families(), NETS))
+@pytest.mark.parametrize(("schedule", "net"), FAMILIES)
 def test_every_family_trains_as_on_the_cpu(schedule, net):
-    build, batch, loss = NETS[net]
-    if schedule == "chimera" and build is make_conv_net:
-        build = partial(make_conv_net, statistics=False)
-    options = {"schedule": schedule, "num_ranks": 4, "num_microbatches": 8, "rows": 16}
-    assert_as_on_cpu(build, batch, SPREAD, loss=loss, **options)
-
-
-def dropping():
-    return make_mlp(dropout=0.3)
-
-
-def normalised():
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Linear(8, 4)
-    )
+    check_family(EMULATED, SPREAD, schedule, net)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-@pytest.mark.parametrize(
-    ("build", "options"),
-    [
-        (dropping, {}),
-        (dropping, {"clip_norm": 0.05}),
-        (dropping, {"clip_norm": 0.05, "post_validate": True}),
-        (dropping, {"recompute": "layers"}),
-        (dropping, {"recompute": "stage"}),
-        (normalised, {"batch_norm": "minibatch"}),
-        (dropping, {"count_memory": True}),
-    ],
-)
+@pytest.mark.parametrize(("build", "options"), FEATURES)
 def test_features_train_as_on_the_cpu(schedule, build, options):
-    assert_as_on_cpu(build, make_batch, ["emu:0", "emu:2"], schedule=schedule, **options)
+    check_feature(EMULATED, ["emu:0", "emu:2"], schedule, build, options)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "chimera"])
 def test_tied_weights_and_skips_cross_devices(schedule):
-    options = {"schedule": schedule, "num_ranks": 2, "num_microbatches": 4}
-    words = {
-        "loss": lambda output, targets: F.cross_entropy(output.flatten(0, 1), targets.flatten())
-    }
-    assert_as_on_cpu(TiedGPT, token_batch, ["emu:0", "emu:1"], **words, **options)
-    assert_as_on_cpu(UNet, picture_batch, ["emu:0", "emu:1"], loss=F.mse_loss, **options)
-
-
-def scaled(device):
-    model = make_mlp(0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    kind = torch.device(device[0]).type
-    with pipeline_of(model, optimizer=sgd, grad_scaler=scaler, devices=device) as pipeline:
-        losses = []
-        for step in range(3):
-            with torch.autocast(kind, torch.bfloat16):
-                losses.append(pipeline.step(*make_batch(seed=step)))
-    return model, torch.stack(on_cpu(losses))
+    check_tied(EMULATED, ["emu:0", "emu:1"], schedule)
 
 
 def test_autocast_and_loss_scaling_are_those_of_the_device():
-    (ours, losses), (theirs, expected) = scaled(["emu:0", "emu:1"]), scaled(["cpu", "cpu"])
-    assert torch.equal(losses, expected)
-    assert_same(ours, theirs)
+    check_scaling(EMULATED, ["emu:0", "emu:1"])
+
+
+@pytest.mark.parametrize(("policy", "replicas"), POLICIES, ids=str)
+def test_asynchronous_training_is_that_on_the_cpu(policy, replicas):
+    check_policy(EMULATED, SPREAD, policy, replicas)
 
 
 @pytest.mark.parametrize(
-    ("policy", "replicas"),
-    [
-        (versions.Stash(), None),
-        (versions.DoubleBuffer(), None),
-        (versions.PipeMare(t1=5, t2=0.3), None),
-        (versions.Predict(), None),
-        (versions.VerticalSync(), None),
-        (versions.Stash(), "2-1"),
-    ],
-    ids=str,
+    ("before", "after"), [("cpu", SPREAD), (SPREAD, "cpu"), (SPREAD, ["emu:2", "emu:0"])], ids=str
 )
-def test_asynchronous_training_is_that_on_the_cpu(policy, replicas):
-    plan = streams.plan_for(policy, 3, microbatches=4, replicas=replicas)
-    found = []
-    for devices in ("cpu", SPREAD[: plan.num_ranks]):
-        model = streams.layered_model()
-        options = {"loss": F.mse_loss, "optimizer": partial(torch.optim.SGD, lr=0.01), "seed": 3}
-        with pk.Pipeline(model, plan, devices=devices, **options) as pipeline:
-            losses = on_cpu(pipeline.steps(streams.batches([8] * 5)))
-        found.append((model, torch.stack(losses)))
-    (theirs, expected), (ours, losses) = found
-    assert torch.equal(losses, expected)
-    assert_same(ours, theirs)
+def test_a_checkpoint_goes_from_any_devices_to_any_others(before, after, tmp_path):
+    def train(devices, first, stop, load=None):
+        num_ranks = 2 if len(devices) == 2 else 4
+        options = {"optimizer": adamw, "clip_norm": 0.1, "devices": devices}
+        with pipeline_of(make_mlp(dropout=0.0), "1f1b", num_ranks, **options) as pipeline:
+            if load is not None:
+                pipeline.load(load)
+            losses = [pipeline.step(*make_batch(seed=step)) for step in range(first, stop)]
+            losses += [pipeline.evaluate(make_batch()[0])]
+        return on_cpu(losses)
+
+    def saved(devices, stop, folder):
+        options = {"optimizer": adamw, "clip_norm": 0.1, "devices": devices}
+        with pipeline_of(make_mlp(dropout=0.0), "1f1b", 4, **options) as pipeline:
+            for step in range(stop):
+                pipeline.step(*make_batch(seed=step))
+            pipeline.save(folder)
+            pipeline.step(*make_batch(seed=9))  # while that is written
+
+    saved(before, 2, tmp_path)
+    rest = train(after, 2, 4, load=tmp_path)
+    whole = train("cpu", 0, 4)
+    assert all(map(torch.equal, rest, whole[2:]))
 
 
 @pytest.mark.parametrize("inputs_on", ["cpu", "pinned", "emu:1", "emu:3", "emu:2"])
@@ -227,24 +163,75 @@ def test_a_device_without_memory_is_an_error_that_names_the_stage(accelerator):
             pipeline.step(*make_batch())
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"])
-def test_no_step_waits_for_a_device(accelerator, schedule):
-    """Not even for the loss, until somebody reads it."""
-    model = make_mlp(dropout=0.0)
-    batches = [tuple(tensor.pin_memory() for tensor in make_batch(seed=seed)) for seed in range(4)]
-    with pipeline_of(model, schedule, optimizer=sgd, devices=["emu:0", "emu:1"]) as pipeline:
+def waits_of(accelerator, batches, schedule="1f1b", **options):
+    """How often the host waited for each of two devices in as many steps as there are batches, one
+    by one and then in a loop; nothing may block but where a number is read."""
+    with pipeline_of(
+        make_mlp(dropout=0.0), schedule, optimizer=sgd, devices=["emu:0", "emu:1"], **options
+    ) as pipeline:
         pipeline.step(*batches[0])  # layers are looked at in their first run
         for device in range(4):
             accelerator.reset_host_counts(device)
-        accelerator.set_sync_debug_mode("error")
+        accelerator.set_sync_debug_mode("default" if options else "error")
         losses = [pipeline.step(*batch) for batch in batches]
         losses += pipeline.steps(batches)
         accelerator.set_sync_debug_mode("default")
         waits = [
             accelerator.host_reads(device) + accelerator.host_waits(device) for device in range(4)
         ]
-    assert waits == [0, 0, 0, 0]
+    assert waits[2:] == [0, 0]
     assert torch.stack(on_cpu(losses)).isfinite().all()
+    return waits[:2]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"])
+def test_no_step_waits_for_a_device(accelerator, schedule):
+    """Not even for the loss, until somebody reads it."""
+    batches = [make_batch(seed=seed) for seed in range(4)]
+    assert waits_of(accelerator, batches, schedule) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("clip_norm", "scales", "post_validate", "num_waits"),
+    [
+        (0.05, False, False, 0),
+        (1e6, False, False, 0),
+        (None, True, False, 1),
+        (0.05, True, False, 1),
+        (1e6, False, True, 1),
+        (1e6, True, True, 1),
+    ],
+)
+def test_a_rank_reads_at_most_one_number_per_step(
+    accelerator, clip_norm, scales, post_validate, num_waits
+):
+    """To clip, none; to skip a step, or to take it back, one."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scales else None
+    batches = [make_batch(seed=seed) for seed in range(4)]
+    options = {"clip_norm": clip_norm, "grad_scaler": scaler, "post_validate": post_validate}
+    assert waits_of(accelerator, batches, **options) == [num_waits * 8] * 2
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+def test_an_overflow_skips_the_step_on_all_devices(accelerator, clip_norm):
+    """The host reads one number for that, too."""
+    found = []
+    for devices in ("cpu", ["emu:0", "emu:1"]):
+        model, reads = make_mlp(dropout=0.0), []
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, backoff_factor=2.0**-100)
+        options = {"clip_norm": clip_norm, "grad_scaler": scaler, "devices": devices}
+        with pipeline_of(model, optimizer=adamw, **options) as pipeline:
+            for step in range(3):
+                for device in range(2):
+                    accelerator.reset_host_counts(device)
+                inputs, targets = make_batch(seed=step)
+                pipeline.step(inputs * 100, targets)
+                reads.append([accelerator.host_reads(device) for device in range(2)])
+        found.append((model, scaler.get_scale(), reads))
+    (theirs, expected, _), (ours, scale, reads) = found
+    assert scale == expected < 2.0**30  # the first step was skipped
+    assert reads == [[1, 1]] * 3
+    assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("how", ["step", "steps"])

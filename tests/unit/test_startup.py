@@ -57,7 +57,9 @@ MAY_LOAD = {
     "explain plan.json --json": PLAN,
     "report run": PAGE | TABLE,
 }
-NEED_TORCH = {"demo", "measure-cluster", "profile", "rehearse", "run", "train", "verify"}
+NEED_TORCH = {
+    *("checkpoint", "demo", "measure-cluster", "profile", "rehearse", "run", "train", "verify"),
+}
 
 AT_THE_END = """
 import atexit, sys

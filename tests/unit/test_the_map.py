@@ -92,3 +92,18 @@ def test_no_module_has_the_name_of_a_public_function():
     functions = {name for name in penstock.__all__ if callable(getattr(penstock, name))}
     beside = {room.rstrip("/").removesuffix(".py") for room in ROOMS}
     assert not functions & beside
+
+
+def test_no_room_but_device_names_a_kind_of_accelerator():
+    """What holds for one kind only stands in ``device``; one file asks NVIDIA's driver."""
+    inside = ROOT / "src" / "penstock"
+    allowed = {*(inside / "device").rglob("*.py"), inside / "cluster" / "driver.py"}
+    names = re.compile(r"\b(cuda|nccl|nvidia|rocm|xpu|npu|mps)\b", re.I)
+    offenders = [
+        f"{path.relative_to(inside)}: {line.strip()}"
+        for path in SOURCES
+        if path not in allowed
+        for line in path.read_text().splitlines()
+        if names.search(line)
+    ]
+    assert not offenders

@@ -1,7 +1,7 @@
 """A folder of checkpoints: which there are, which are complete, and which may go.
 
-``plan.json`` and pieces come into a checkpoint's folder in any order, from several processes that do
-not wait for each other. So nothing here says "complete"; it follows from what is there.
+``plan.json`` and pieces come into a checkpoint's folder in any order, from several processes that
+do not wait for each other. So nothing here says "complete"; it follows from what is there.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ def folder_name(step: int) -> str:
     'step-00000100'
     """
     return f"step-{step:08d}"
+
+
+def is_folder_name(name: str) -> bool:
+    """Whether a folder is that of one checkpoint, by its name."""
+    return _NAME.fullmatch(name) is not None
 
 
 def digest(plan: Plan) -> str:
@@ -94,11 +99,11 @@ class Checkpoint:
     @cached_property
     def pieces_with(self) -> dict[str, list[Piece]]:
         """The pieces that have some of a tensor, by its name."""
-        found: dict[str, list[Piece]] = {}
+        pieces: dict[str, list[Piece]] = {}
         for piece in self.pieces:
             for name in piece.header.tensors:
-                found.setdefault(name, []).append(piece)
-        return found
+                pieces.setdefault(name, []).append(piece)
+        return pieces
 
     @property
     def num_bytes(self) -> int:
@@ -167,7 +172,7 @@ def checkpoint_in(path: Path) -> Checkpoint | None:
     Raises:
         FileError: the path is a checkpoint's own and that is not complete, or it is no folder.
     """
-    if _NAME.fullmatch(path.name):
+    if is_folder_name(path.name):
         return Checkpoint.opened(path)
     if path.exists() and not path.is_dir():
         raise FileError(f"{path} is a file; give the folder in which a run's checkpoints are")

@@ -17,7 +17,9 @@ from penstock.checkpoint.header import Optimizing
 from penstock.checkpoint.plain import of_json
 from penstock.checkpoint.taking import DRIFT, OPTIMIZER, TrainedStage
 from penstock.errors import FileError, InputError
+from penstock.stage.stage import Stage
 from penstock.values import shown
+from penstock.weights.store import WeightStore
 
 _RATES = ("lr", "initial_lr")
 _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
@@ -48,9 +50,11 @@ def check_fits(contents: Contents, trained: TrainedStage, *, weights_only: bool)
     """
     folder = contents.checkpoint.folder
     for key, value in trained.stage.state_dict().items():
+        if key in contents.extra and not isinstance(value, Tensor):
+            continue
         if isinstance(value, Tensor):
             _check_alike(contents, key, value)
-        elif key not in contents.extra:
+        else:
             raise FileError(f"{folder}: {key!r} is a tensor there and none in the model")
     if weights_only or trained.optimizer is None:
         return
@@ -108,29 +112,40 @@ def give(contents: Contents, trained: TrainedStage, *, weights_only: bool) -> No
         trained: the stage.
         weights_only: leave the optimizer and the scheduler as they are.
     """
-    state = trained.stage.state_dict()
-    with torch.no_grad():
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                value.copy_(contents.tensor(key))
-    if extra := {key: contents.extra[key] for key in state if key in contents.extra}:
-        for layer in trained.stage.layers:
-            own = {key: layer.key(key) for key in layer.module.state_dict()}
-            mine = {key: extra[name] for key, name in own.items() if name in extra}
-            if mine:
-                layer.module.load_state_dict(mine, strict=False)
+    _give_weights(contents, trained.stage)
     if weights_only or trained.optimizer is None:
         return
     _give_optimizer(contents, trained)
     if trained.scheduler is not None:
         trained.scheduler.load_state_dict(_scheduler_state(contents, trained))
     if trained.store is not None:
-        told = next((contents.trainer_of[name] for name in _optimized(trained)), None)
-        trained.store.num_lowered = 0 if told is None else told.num_lowered
-        for name, parameter in trained.named.items():
-            drift = trained.store.drift_of(parameter)
-            if drift is not None and contents.extent(f"{DRIFT}{name}") is not None:
-                drift.copy_(contents.tensor(f"{DRIFT}{name}"))
+        _give_corrections(contents, trained, trained.store)
+
+
+def _give_weights(contents: Contents, stage: Stage) -> None:
+    state = stage.state_dict()
+    with torch.no_grad():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                value.copy_(contents.tensor(key))
+    for layer in stage.layers if contents.extra else ():
+        extra = {
+            key: contents.extra[layer.key(key)]
+            for key in layer.module.state_dict()
+            if layer.key(key) in contents.extra
+        }
+        if extra:
+            layer.module.load_state_dict(extra, strict=False)
+
+
+def _give_corrections(contents: Contents, trained: TrainedStage, store: WeightStore) -> None:
+    """What PipeMare knows of the stage's weights; drift that nobody followed begins at 0."""
+    told = next((contents.trainer_of[name] for name in _optimized(trained)), None)
+    store.num_lowered = 0 if told is None else told.num_lowered
+    for name, parameter in trained.named.items():
+        drift = store.drift_of(parameter)
+        if drift is not None and contents.extent(f"{DRIFT}{name}") is not None:
+            drift.copy_(contents.tensor(f"{DRIFT}{name}"))
 
 
 def _give_optimizer(contents: Contents, trained: TrainedStage) -> None:

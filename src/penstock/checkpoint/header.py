@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec import field
 
 from penstock.errors import FileError
 from penstock.values import Value
@@ -70,7 +71,7 @@ class Identity(Value, frozen=True, kw_only=True):
     plan: str
     seed: int
     position: Any = None
-    scaler: dict[str, float] = {}
+    scaler: dict[str, float] = field(default_factory=dict)
 
 
 class Optimizing(Value, frozen=True, kw_only=True):
@@ -111,7 +112,7 @@ class Header(Value, frozen=True, kw_only=True):
     part: int = 0
     num_parts: int = 1
     tensors: dict[str, Extent]
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = field(default_factory=dict)
     optimizing: Optimizing | None = None
 
     def text(self) -> str:

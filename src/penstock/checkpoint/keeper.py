@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,13 +24,18 @@ from penstock.checkpoint.folder import (
 )
 from penstock.checkpoint.giving import check_fits, check_model, give
 from penstock.checkpoint.header import FORMAT, Header, Identity
+from penstock.checkpoint.marking import StreamMark
 from penstock.checkpoint.piece import extent_of, is_piece_name, piece_name, write_piece
 from penstock.checkpoint.plain import of_json, to_json
 from penstock.checkpoint.saver import Saver
 from penstock.checkpoint.taking import StageState, TrainedStage, state_of
+from penstock.checkpoint.wanted import Checkpoints
 from penstock.errors import FileError, InputError
 from penstock.run.assembly import Assembly
 from penstock.run.drive.driver import told
+from penstock.run.minibatch import Mark
+from penstock.run.recipe import LossScale
+from penstock.stage.stage import Stage
 from penstock.values import flag, whole, write_atomically
 
 _PURPOSE = "loading a checkpoint"
@@ -117,8 +122,8 @@ class Keeper:
         theirs = run_in(run)
         if theirs is not None and theirs != self._run:
             raise FileError(
-                f"{run} has the checkpoints of another run; load it first (pipeline.load({str(run)!r})) "
-                "to go on from there, or save to a new folder"
+                f"{run} has the checkpoints of another run; call pipeline.load({str(run)!r}) to go "
+                "on from there, or save to a new folder"
             )
         self._known.add(run)
 
@@ -141,6 +146,7 @@ class Keeper:
         for worker in self._parts.workers:
             updater = worker.updater
             for index, stage in worker.stages.items():
+                assert isinstance(stage, Stage)
                 yield (
                     worker.rank,
                     TrainedStage(
@@ -172,21 +178,52 @@ class Keeper:
         keep: int | None,
     ) -> None:
         folder = run / folder_name(identity.step)
-        is_first = any(worker.rank == 0 for worker in self._parts.workers)
-        if is_first:
+        if self._is_first:
             write_atomically(folder / PLAN, self._parts.plan.to_json() + "\n")
             self._remove_foreign(folder)
-        for trained, (tensors, extra, optimizing) in states:
-            header = Header(
-                identity=identity,
-                stage=trained.stage.index,
-                tensors={name: extent_of(tensor) for name, tensor in tensors.items()},
-                extra=extra,
-                optimizing=optimizing,
-            )
-            write_piece(folder, header, _apart(tensors))
-        if is_first and keep is not None:
+        for trained, state in states:
+            self._write_piece(folder, identity, trained, state)
+        if self._is_first and keep is not None:
             prune(run, keep)
+
+    @property
+    def _is_first(self) -> bool:
+        return any(worker.rank == 0 for worker in self._parts.workers)
+
+    def _write_piece(
+        self, folder: Path, identity: Identity, trained: TrainedStage, state: StageState
+    ) -> None:
+        tensors, extra, optimizing = state
+        header = Header(
+            identity=identity,
+            stage=trained.stage.index,
+            tensors={name: extent_of(tensor) for name, tensor in tensors.items()},
+            extra=extra,
+            optimizing=optimizing,
+        )
+        write_piece(folder, header, _apart(tensors))
+
+    def mark(self, wanted: Checkpoints, step: int) -> Mark:
+        """What saves every stage behind a minibatch of a stream that goes on.
+
+        Args:
+            wanted: where to save.
+            step: how many minibatches will have been trained on then.
+
+        Raises:
+            FileError: an earlier checkpoint could not be written, or the folder is another run's.
+        """
+        run = as_path(wanted.folder)
+        self._saver.check()
+        self._check_own(run)
+        stages = {trained.stage.index: trained for trained in self._written_here()}
+        identity = self._identity(step, None)
+
+        def write(states: Mapping[int, StageState]) -> None:
+            pairs = [(stages[index], state) for index, state in states.items()]
+            self._saver.begin(partial(self._write, run, identity, pairs, wanted.keep))
+
+        return StreamMark(stages, self._state, write)
 
     def _remove_foreign(self, folder: Path) -> None:
         """Pieces of an earlier attempt's plan with more stages."""
@@ -226,6 +263,8 @@ class Keeper:
             self._parts.feed.resume(identity.step)
             if self._grad_scaler is not None and identity.scaler:
                 self._grad_scaler.load_state_dict(identity.scaler)
+                for worker in self._parts.workers:
+                    worker.updater.loss_scale = LossScale.of(self._grad_scaler)
         return Loaded(identity.step, of_json(identity.position))
 
     def _fitting(self, path: Path, *, weights_only: bool) -> Checkpoint | None:

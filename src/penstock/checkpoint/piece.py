@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.checkpoint.header import Extent, Header
+from penstock.checkpoint.plain import dtype_named
 from penstock.errors import FileError
 
 _KEY = "penstock"
@@ -57,12 +58,22 @@ def write_piece(folder: Path, header: Header, tensors: Mapping[str, Tensor]) -> 
         FileError: it cannot be written.
     """
     path = folder / piece_name(header.stage, header.part, header.num_parts)
+    write_tensors(path, tensors, {_KEY: header.text()})
+    return path
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file and its folder, so that whoever sees it sees all of it.
+
+    Raises:
+        FileError: it cannot be written; what was there before is there still.
+    """
     beside = path.with_name(f".{path.name}.partial")
     with _refused(path, "write"):
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
             # [1]
-            save_file(dict(tensors), beside, metadata={_KEY: header.text()})
+            save_file(dict(tensors), beside, metadata=metadata)
             beside.chmod(0o666 & ~_umask())  # as readable as any other file
             flush(beside)  # [2]
             os.replace(beside, path)  # [3]
@@ -70,9 +81,8 @@ def write_piece(folder: Path, header: Header, tensors: Mapping[str, Tensor]) -> 
             with suppress(OSError):
                 beside.unlink(missing_ok=True)
             raise
-        flush(folder)
-        flush(folder.parent)
-    return path
+        flush(path.parent)
+        flush(path.parent.parent)
 
 
 def _umask() -> int:
@@ -177,6 +187,8 @@ def assembled(
     Raises:
         FileError: no piece has some of it.
     """
+    if 0 in size:
+        return torch.empty(tuple(size), dtype=dtype_named(pieces[0].header.tensors[name].dtype))
     result, num_there = None, 0
     seen: set[tuple[tuple[int, int], ...]] = set()
     for piece in pieces:
@@ -186,8 +198,7 @@ def assembled(
             (max(a, b), min(a + n, b + m))
             for a, n, b, m in zip(first, extent.own_shape, start, size, strict=True)
         )
-        is_empty = any(low >= high for low, high in overlap) and 0 not in size
-        if is_empty or overlap in seen:
+        if overlap in seen or any(low >= high for low, high in overlap):
             continue
         seen.add(overlap)
         counts = [high - low for low, high in overlap]

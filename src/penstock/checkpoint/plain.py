@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -36,32 +38,30 @@ def to_json(value: Any, what: str) -> Any:
     """
     if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, Tensor):
-        if value.dim() or value.is_complex():
-            raise InputError(
-                f"{what} is a tensor of shape {tuple(value.shape)}, which is no number"
-            )
+    if isinstance(value, Tensor) and not value.dim() and not value.is_complex():
         return {_SCALAR: [str(value.dtype).removeprefix("torch."), to_json(value.item(), what)]}
+    if is_number(value):
+        return _number(value)
+    if type(value) in (list, tuple):
+        items = [to_json(item, what) for item in value]
+        return items if type(value) is list else {_TUPLE: items}
+    if type(value) in (dict, Counter):
+        pairs = [[to_json(key, what), to_json(item, what)] for key, item in value.items()]
+        is_plain = all(type(key) is str and not key.startswith("$") for key in value)
+        if type(value) is dict:
+            return dict(pairs) if is_plain else {_MAP: pairs}
+        return {_COUNTER: pairs}
+    raise InputError(
+        f"{what} is {shown(value)}, of type {type(value).__name__}; a checkpoint holds tensors of "
+        "the optimizer, numbers and texts, and these in lists, tuples and dictionaries"
+    )
+
+
+def _number(value: Any) -> Any:
     if is_whole(value):
         return int(value)
-    if is_number(value):
-        number = float(value)
-        return number if math.isfinite(number) else {_FLOAT: repr(number)}
-    if isinstance(value, list):
-        return [to_json(item, what) for item in value]
-    if type(value) is tuple:
-        return {_TUPLE: [to_json(item, what) for item in value]}
-    if type(value) in (dict, Counter):
-        pairs = [(key, to_json(item, what)) for key, item in value.items()]
-        is_plain = all(type(key) is str and not key.startswith("$") for key, _ in pairs)
-        if type(value) is dict and is_plain:
-            return dict(pairs)
-        kind = _COUNTER if type(value) is Counter else _MAP
-        return {kind: [[to_json(key, what), item] for key, item in pairs]}
-    raise InputError(
-        f"{what} is {shown(value)}, of type {type(value).__name__}, which is neither a tensor nor "
-        "a number, a text, or these in lists and dictionaries; a checkpoint cannot hold it"
-    )
+    number = float(value)
+    return number if math.isfinite(number) else {_FLOAT: repr(number)}
 
 
 def of_json(value: Any) -> Any:
@@ -70,28 +70,41 @@ def of_json(value: Any) -> Any:
     Raises:
         FileError: it is nothing that ``to_json`` writes.
     """
+    try:
+        return _restored(value)
+    except RecursionError:
+        raise FileError("a value of a checkpoint is nested too deeply") from None
+
+
+def _restored(value: Any) -> Any:
     if isinstance(value, list):
-        return [of_json(item) for item in value]
+        return [_restored(item) for item in value]
     if not isinstance(value, dict):
         return value
-    marks = [key for key in value if key.startswith("$")]
-    if not marks:
-        return {key: of_json(item) for key, item in value.items()}
-    try:
+    if not any(key.startswith("$") for key in value):
+        return {key: _restored(item) for key, item in value.items()}
+    with suppress(TypeError, ValueError, KeyError):
         ((mark, content),) = value.items()
-        if mark == _TUPLE:
-            return tuple(of_json(content))
-        if mark in (_MAP, _COUNTER):
-            pairs = {of_json(key): of_json(item) for key, item in content}
-            return pairs if mark == _MAP else Counter(pairs)
-        if mark == _FLOAT and content in ("inf", "-inf", "nan"):
-            return float(content)
-        if mark == _SCALAR:
-            dtype, number = content
-            return torch.tensor(of_json(number), dtype=dtype_named(dtype))
-    except (TypeError, ValueError):
-        pass
+        return _MARKED[mark](content)
     raise FileError(f"{shown(value)} is no value that a checkpoint holds")
+
+
+def _map_of(pairs: Any) -> dict[Any, Any]:
+    return {_restored(key): _restored(item) for key, item in pairs}
+
+
+def _scalar_of(content: Any) -> Tensor:
+    dtype, number = content
+    return torch.tensor(_restored(number), dtype=dtype_named(dtype))
+
+
+_MARKED: dict[str, Callable[[Any], Any]] = {
+    _TUPLE: lambda items: tuple(_restored(list(items))),
+    _MAP: _map_of,
+    _COUNTER: lambda pairs: Counter(_map_of(pairs)),
+    _FLOAT: {repr(number): number for number in (math.inf, -math.inf, math.nan)}.__getitem__,
+    _SCALAR: _scalar_of,
+}
 
 
 def dtype_named(name: Any) -> torch.dtype:

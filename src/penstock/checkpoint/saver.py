@@ -6,6 +6,8 @@ copying itself. So a process that saves holds its part of the state twice.
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -14,11 +16,12 @@ from torch import Tensor
 
 
 class Saver:
-    """Runs one writing at a time in a thread of its own."""
+    """Runs one writing after the other in a thread of its own."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
-        self._writing: Future[None] | None = None
+        self._writing: deque[Future[None]] = deque()
         self._copies: dict[str, Tensor] = {}
 
     def wait(self) -> None:
@@ -27,21 +30,20 @@ class Saver:
         Raises:
             FileError: it could not be written; told once.
         """
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
+        while self._writing:
+            self._writing.popleft().result()
 
     def check(self) -> None:
         """Raise what ``wait`` would raise, if that is known already."""
-        if self._writing is not None and self._writing.done():
-            self.wait()
+        while self._writing and self._writing[0].done():
+            self._writing.popleft().result()
 
     def begin(self, write: Callable[[], None]) -> None:
-        """Write in the background, once what was begun before has ended."""
-        self.wait()
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "penstock-saving")
-        self._writing = self._thread.submit(write)
+        """Write in the background, behind what was begun before."""
+        with self._lock:  # ranks in threads begin each their own
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "penstock-saving")
+            self._writing.append(self._thread.submit(write))
 
     def copied(self, whose: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of tensors in main memory, which stay what they are until the next call with this

@@ -14,6 +14,7 @@ from penstock.errors import PenstockError
 
 _PLACES = {
     "check": ("schedule_verbs", "check"),
+    "checkpoint": ("checkpoint_verb", "checkpoint"),
     "cluster": ("cluster_verb", "cluster"),
     "compare": ("schedule_verbs", "compare"),
     "demo": ("model_verbs", "demo"),

@@ -35,7 +35,7 @@ _OTHERS_SECONDS = 5.0
 @options.ranks_option(None)
 @click.option(
     "--kind", type=click.Choice(get_args(DeviceKind)),
-    help="Cores (the default) or GPUs of this machine.",
+    help="Cores (the default) or accelerators of this machine.",
 )  # fmt: skip
 @options.output_option("Where to write the cluster (.json).")
 @options.json_option
@@ -61,8 +61,8 @@ def cluster(
     help="Measure between so many processes of this machine, without torchrun.",
 )  # fmt: skip
 @click.option(
-    "--backend", type=click.Choice(("gloo", "nccl")),
-    help="Of torch.distributed; default: nccl where there are GPUs, else gloo.",
+    "--backend",
+    help="Of torch.distributed; default: that of the accelerators if there are any, else gloo.",
 )  # fmt: skip
 @click.option(
     "--seconds", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True,
@@ -121,15 +121,25 @@ def _process_group(backend: str | None, deadline_seconds: float) -> Iterator[int
     import torch
     import torch.distributed as dist
 
-    chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    if chosen == "nccl":
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        if local_rank >= torch.cuda.device_count():
+    from penstock.device.accelerators import accelerators
+    from penstock.device.collectives import (
+        HOST_BACKEND,
+        backend_of_accelerators,
+        is_of_accelerators,
+    )
+
+    chosen = backend or backend_of_accelerators() or HOST_BACKEND
+    if not dist.is_backend_available(chosen):
+        raise InputError(f"this torch has no backend {chosen!r}; {HOST_BACKEND} is always there")
+    if is_of_accelerators(chosen):
+        local_rank, here = int(os.environ.get("LOCAL_RANK", "0")), accelerators()
+        if local_rank >= len(here):
             raise InputError(
                 f"rank {os.environ['RANK']} is process {local_rank} of its host, which has "
-                f"{torch.cuda.device_count()} GPUs; start one process per GPU, or --backend gloo"
+                f"{len(here)} accelerators; start one process for each, or --backend "
+                f"{HOST_BACKEND}"
             )
-        torch.cuda.set_device(local_rank)
+        torch.accelerator.set_device_index(local_rank)
     torch.set_num_threads(1)
     try:
         dist.init_process_group(chosen, timeout=timedelta(seconds=deadline_seconds))

@@ -137,7 +137,12 @@ def compare(
 @click.argument("source")
 @options.ranks_option(4)
 @options.microbatches_option(8)
-@click.option("--capacity", default=1, show_default=True, help="Messages a channel holds.")
+@click.option(
+    "--capacity",
+    default=1,
+    show_default=True,
+    help="Messages a channel holds; 0: they pass in the order of their sends, one by one.",
+)
 @options.json_option
 def check(source: str, ranks: int, microbatches: int, capacity: int, as_json: bool) -> None:
     """Prove that a schedule is complete and cannot deadlock."""
@@ -152,13 +157,14 @@ def check(source: str, ranks: int, microbatches: int, capacity: int, as_json: bo
         "ranks": schedule.num_ranks,
         "stages": schedule.num_stages,
         "microbatches": schedule.num_microbatches,
-        "ops": len(schedule.where),
+        "ops": schedule.num_ops,
         "capacity": capacity,
     }
     if as_json:
         show.print_json({"ok": True, **counts})
     else:
+        holds = f"a channel holds {capacity} message(s)" if capacity else "a channel holds nothing"
         click.echo(
-            f"ok: {len(schedule.where)} ops on {schedule.num_ranks} ranks, each once, in an order "
-            f"that cannot deadlock even when a channel holds {capacity} message(s)"
+            f"ok: {schedule.num_ops} ops on {schedule.num_ranks} ranks, each once, in an order "
+            f"that cannot deadlock even when {holds}"
         )

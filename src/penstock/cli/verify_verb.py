@@ -28,6 +28,10 @@ _EPILOG = (
     "digits may differ.",
 )  # fmt: skip
 @click.option(
+    "--resume", is_flag=True,
+    help="Train two minibatches first, save, and go on in a new pipeline that loads them.",
+)  # fmt: skip
+@click.option(
     "--transport", type=click.Choice(["threads"]), default="threads", show_default=True,
     help="All ranks run in this process.",
 )  # fmt: skip
@@ -39,6 +43,7 @@ def verify(
     workload: str,
     steps: int | None,
     float64: bool,
+    resume: bool,
     transport: str,
     as_json: bool,
 ) -> None:
@@ -51,7 +56,9 @@ def verify(
 
     chosen = plans.Plan.load(plan)
     with show.counting("verifying") as progress:
-        proof = prove(load_workload(workload), chosen, steps, progress, float64=float64)
+        proof = prove(
+            load_workload(workload), chosen, steps, progress, float64=float64, resume=resume
+        )
     if as_json:
         show.print_json(proof.numbers())
     else:

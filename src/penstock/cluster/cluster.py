@@ -118,18 +118,19 @@ class Cluster(Value, frozen=True, kw_only=True):
 
     @classmethod
     def local(cls, num_devices: int | None = None, kind: DeviceKind = "cpu") -> Cluster:
-        """This machine: the CPU cores that this process may use, or its GPUs.
+        """This machine: the CPU cores that this process may use, or its accelerators.
 
         Links are without cost, since nobody has measured them (``penstock measure-cluster`` does).
 
         Args:
-            num_devices: how many. By default one worker per core, or all GPUs; more workers than
-                cores may be asked for, more GPUs may not.
-            kind: ``"cpu"`` for cores, which share the host's memory, or ``"gpu"`` for NVIDIA's
-                GPUs, each with its own.
+            num_devices: how many. By default one worker per core, or all accelerators; more workers
+                than cores may be asked for, more accelerators may not.
+            kind: ``"cpu"`` for cores, which share the host's memory, or ``"gpu"`` for accelerators
+                of any make, each with its own. Where the driver has no program that tells of them,
+                a second process asks torch, which takes seconds.
 
         Raises:
-            InputError: ``num_devices`` is below 1, no such kind, or not so many GPUs.
+            InputError: ``num_devices`` is below 1, no such kind, or not so many accelerators.
         """
         devices, memory_bytes = local.devices(num_devices, kind)
         return cls(devices=devices, memory_bytes=memory_bytes)

@@ -6,6 +6,9 @@ A rank's work on an accelerator is a ``queue``: one stream for compute, others f
 between them. The host hands work over and waits for nothing. What happens in main memory has no
 queue at all, and costs nothing. No room above this one names a kind of accelerator.
 
+Tensors cross devices with their strides (``crossing``), since kernels are chosen by them. What a
+caller gives arrives on a stream that no rank's work holds up (``Landing``).
+
 Activations are counted where autograd saves them, by unique storage; resident memory is off by a
 factor of two. Finalizers only leave a note, since they may run in any thread.
 

@@ -7,6 +7,9 @@ kinds of stream take part in a rank's work:
 - one on which copies to its device arrive, so that they run beside the ops before;
 - on every device that sends it something, one on which these copies leave.
 
+Between processes two more do: one on which what is sent leaves, behind the ops that made it, and
+one that waits for what comes, so that only those ops wait with it that need it.
+
 Memory belongs to the stream on which it was allocated, and may be used again as soon as it is
 dropped. Who reads it on another stream says so to the allocator (``record_stream``).
 """
@@ -14,14 +17,16 @@ dropped. Who reads it on another stream says so to the allocator (``record_strea
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from penstock.device.accelerators import is_on_host
+from penstock.device.crossing import moved
 from penstock.device.stamps import DeviceClock, Stamps
 
 Moments = Mapping[torch.device, torch.Event]
@@ -98,7 +103,7 @@ class HostQueue(DeviceQueue):
             return tensor
         if moment is not None:
             moment.synchronize()
-        return tensor.cpu()
+        return moved(tensor, self.device)
 
 
 class AcceleratorQueue(DeviceQueue):
@@ -109,6 +114,8 @@ class AcceleratorQueue(DeviceQueue):
         self._compute = torch.Stream(device)
         self._arriving = torch.Stream(device)
         self._leaving: dict[torch.device, torch.Stream] = {}
+        self._sending = torch.Stream(device)
+        self._awaiting = torch.Stream(device)
         self._clock = DeviceClock(self._compute)
 
     def entered(self) -> AbstractContextManager[object]:
@@ -135,7 +142,7 @@ class AcceleratorQueue(DeviceQueue):
             return tensor
         if is_on_host(tensor.device):
             with self._arriving:
-                arrived = tensor.to(self.device, non_blocking=True)
+                arrived = moved(tensor, self.device, non_blocking=True)
         else:
             arrived = self._copied(tensor, moment)
         self._compute.wait_event(self._arriving.record_event())
@@ -151,9 +158,101 @@ class AcceleratorQueue(DeviceQueue):
         if moment is not None:
             leaving.wait_event(moment)
         with leaving, self._arriving:
-            arrived = tensor.to(self.device, non_blocking=True)
+            arrived = moved(tensor, self.device, non_blocking=True)
         tensor.record_stream(leaving)
         return arrived
+
+    def sending(self) -> AbstractContextManager[object]:
+        """A context for what leaves this device: behind all ops asked for up to now, and in the way
+        of none that follow. What is read in it must be kept until that has happened."""
+        self._sending.wait_event(self._compute.record_event())
+        stream: AbstractContextManager[object] = self._sending
+        return stream
+
+    def arriving(self) -> AbstractContextManager[object]:
+        """A context for what is to come to this device: beside the ops before. What is allocated in
+        it belongs to whoever ``joins`` it."""
+        stream: AbstractContextManager[object] = self._arriving
+        return stream
+
+    def join(self, wait: Callable[[], object], tensors: Iterable[Tensor] = ()) -> None:
+        """Let the ops that follow come behind something, and use what it has made.
+
+        Args:
+            wait: makes the current stream wait for it, and not the host.
+            tensors: what it has made.
+        """
+        # Not on the stream of arrivals: what comes next would have to wait for this, too.
+        with self._awaiting:
+            wait()
+        self._compute.wait_event(self._awaiting.record_event())
+        for tensor in tensors:
+            tensor.record_stream(self._compute)
+
+    def to_host(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.Event]:
+        """Copies in main memory, and when they are there; nobody waits for that.
+
+        They are in pinned memory, which torch keeps and gives out again once the last copy from or
+        to it has happened.
+
+        Args:
+            tensors: on this device; no op that follows may overwrite them before that moment.
+        """
+        with self.sending():
+            copies = [
+                self._staging_for(tensor).copy_(tensor, non_blocking=True) for tensor in tensors
+            ]
+        for tensor in tensors:
+            tensor.record_stream(self._sending)
+        return copies, self._sending.record_event()
+
+    def from_host(self, tensor: Tensor) -> Tensor:
+        """What has come in main memory, on this device; the caller's memory is free at once, and
+        the host does not wait for the copy."""
+        return self.fetched(self._staging_for(tensor).copy_(tensor), None)
+
+    def _staging_for(self, tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device="cpu", pin_memory=self._can_pin)
+
+    @cached_property
+    def _can_pin(self) -> bool:
+        """Whether this kind of device has pinned memory; without, its copies are slower."""
+        try:
+            torch.empty(1, pin_memory=True)
+        except (RuntimeError, NotImplementedError):
+            return False
+        return True
+
+
+class Landing:
+    """A stream on which what a caller gives reaches a device, so that nothing that ranks compute
+    or send each other holds it up.
+
+    Args:
+        device: an accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.Stream(device)
+        self._reads_pinned = False
+
+    def landed(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor of another device. From pageable memory it has been read when this
+        returns; another accelerator reads it on the caller's current stream there."""
+        if is_on_host(tensor.device) and tensor.is_pinned():
+            self._reads_pinned = True
+        with self._stream:
+            return moved(tensor, self._stream.device, non_blocking=True)
+
+    def moment(self) -> torch.Event:
+        """When all that has landed up to now is there."""
+        return self._stream.record_event()
+
+    def settle(self) -> None:
+        """Wait until pinned memory has been read."""
+        if self._reads_pinned:
+            self._reads_pinned = False
+            self._stream.record_event().synchronize()
 
 
 def moments_of_caller(devices: Iterable[torch.device]) -> dict[torch.device, torch.Event]:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_MOST_SPREAD = 8
-_ALWAYS_SPREAD_BYTES = 2**24
+from penstock.device.crossing import span, spreads_far
+
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
 
 
@@ -26,7 +26,7 @@ def copy_of(tensor: Tensor) -> Tensor:
     """
     if tensor.layout is not torch.strided or type(tensor) not in _PLAIN_TENSORS:
         return tensor.clone()
-    if tensor.is_contiguous() or _spreads_far(tensor):
+    if tensor.is_contiguous() or spreads_far(tensor):
         return tensor.clone()
     if torch.is_grad_enabled() and tensor.requires_grad:
         copied: Tensor = _Copy.apply(tensor)  # type: ignore[no-untyped-call]
@@ -34,23 +34,9 @@ def copy_of(tensor: Tensor) -> Tensor:
     return _with_gaps(tensor)
 
 
-def _span(tensor: Tensor) -> int:
-    """How many elements lie from the tensor's first to its last one in memory."""
-    return 1 + sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-
-
-def _spreads_far(tensor: Tensor) -> bool:
-    span = _span(tensor)
-    return span > _MOST_SPREAD * tensor.numel() and (
-        span * tensor.element_size() > _ALWAYS_SPREAD_BYTES
-    )
-
-
 def _with_gaps(tensor: Tensor) -> Tensor:
     # What lies in the gaps is copied, too: so that one way serves views that overlap themselves.
-    memory = tensor.as_strided((_span(tensor),), (1,)).clone()
+    memory = tensor.as_strided((span(tensor),), (1,)).clone()
     # A view of it could not be overwritten where a function of autograd gives it.
     return memory.as_strided(tensor.shape, tensor.stride()).detach()
 

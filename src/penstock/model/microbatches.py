@@ -69,8 +69,8 @@ def split(value: Any, num_microbatches: int, *, copied: bool = True) -> list[Any
     """Cut into microbatches whose sizes differ by at most one row, the larger ones first.
 
     Each has memory of its own: a first layer may work in place, which must reach neither the
-    caller's data nor the other microbatches that are in flight. Where nobody computes with them,
-    they need not be ``copied``.
+    caller's data nor the other microbatches that are in flight. Unless they are ``copied``, they
+    are views.
     """
     return _split(value, num_microbatches, 0, copied=copied)
 
@@ -115,10 +115,10 @@ def sequence_length(value: Any, what: str) -> int:
     return length
 
 
-def split_sequence(value: Any, num_slices: int, what: str) -> list[Any]:
+def split_sequence(value: Any, num_slices: int, what: str, *, copied: bool = True) -> list[Any]:
     """Cut a microbatch into slices whose lengths differ by at most one, the longer ones first.
 
-    Each has memory of its own, as in ``split``.
+    Each has memory of its own if they are ``copied``, as in ``split``.
 
     Raises:
         InputError: tensors without the same second dimension, or with fewer positions than slices.
@@ -131,7 +131,7 @@ def split_sequence(value: Any, num_slices: int, what: str) -> list[Any]:
             f"{what} have {length} positions, which do not make {num_slices} slices; give longer "
             "sequences, or plan with fewer slices"
         )
-    return _split(value, num_slices, 1)
+    return _split(value, num_slices, 1, copied=copied)
 
 
 def have_rows_of(outputs: Sequence[Any], inputs: Sequence[Any]) -> bool:

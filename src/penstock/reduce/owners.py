@@ -239,6 +239,8 @@ def begin_equal(rank: int, shared: SharedWeights, transport: Transport) -> None:
         values = transport.recv(shared.edge(first, rank, Purpose.SUM), number, waiting)
         for (place, start, stop), value in zip(pieces, values, strict=True):
             vectors[place][start:stop] = value
+    if rank == first:
+        return  # what it sent it has, and may still be leaving its device
     with torch.no_grad():
         for parameter, vector in zip(shared.parameters, vectors, strict=True):
             parameter.copy_(vector.view_as(parameter))

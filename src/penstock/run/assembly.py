@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, Literal, get_args
 
+import torch
 from torch import nn
 
 from penstock.device.placement import Devices, devices_of_ranks
-from penstock.device.queue import DeviceQueue
+from penstock.device.queue import AcceleratorQueue, DeviceQueue
 from penstock.errors import InputError
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import NamedLayer, spine_fingerprint
@@ -24,17 +25,21 @@ from penstock.run.drive.offers import agree
 from penstock.run.drive.processes import ProcessDriver
 from penstock.run.drive.threads import ThreadDriver
 from penstock.run.feed import Feed
+from penstock.run.giving import DeviceGiver, Giver
 from penstock.run.layout import Layout
+from penstock.run.materialising import Init
 from penstock.run.rank.forward import Void
 from penstock.run.rank.updater import Updater
 from penstock.run.rank.worker import Worker
 from penstock.run.recipe import Recipe
 from penstock.run.seals import SealedTransport
-from penstock.run.settling import building, local_rank, materialise_all, place_all, queues_of
+from penstock.run.settling import building, draw_all, local_rank, place_all, queues_of
 from penstock.run.shared_state import SharedState
 from penstock.stage.stage import Stage
 from penstock.transport import Codec, ThreadExchange, ThreadTransport, Transport, connect
-from penstock.transport.on_devices import DeviceTransport
+from penstock.transport.device_link import DeviceLink
+from penstock.transport.linking import LinkedDevices, link_devices
+from penstock.transport.on_devices import ProcessDeviceTransport, ThreadDeviceTransport
 from penstock.transport.rendezvous import Rendezvous
 from penstock.values import expect, flag, one_of, whole
 
@@ -51,11 +56,13 @@ class Running:
     record: bool
     results: Results
     devices: Devices | None = None
+    init: Init = "given"
     message_types: Sequence[type] = ()
     compare_data: bool = True
 
     def __post_init__(self) -> None:
         one_of("results", self.results, get_args(Results))
+        one_of("init", self.init, get_args(Init))
         expect(self.message_types, Sequence, "message_types", "give a list of classes")
         whole("seed", self.seed, -(2**63), 2**64 - 1)
         flag("record", self.record)
@@ -64,7 +71,8 @@ class Running:
     @property
     def settings(self) -> dict[str, str]:
         """Arguments that must be alike on all ranks, as text by their names."""
-        return {name: repr(getattr(self, name)) for name in ("transport", "record", "results")}
+        names = ("transport", "record", "results", "init")
+        return {name: repr(getattr(self, name)) for name in names}
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,7 @@ class Assembly:
         streams: where layers draw random numbers.
         workers: this process's, in the order of their ranks.
         stages: this process's, by number; where several ranks here have copies, the first one's.
+        transport: how messages travel between ranks, and why so, as a sentence.
         attempt: the name of this pipeline, which no other has, the same on all ranks.
         deadlines: how long ranks wait for each other.
         in_processes: whether other processes have ranks of it.
@@ -93,6 +102,7 @@ class Assembly:
     streams: LayerStreams
     workers: Sequence[Worker]
     stages: Mapping[int, Stage]
+    transport: str
     attempt: str
     deadlines: Deadlines
     in_processes: bool
@@ -138,7 +148,7 @@ def _in_threads(
     streams = LayerStreams(running.seed)
     devices = devices_of_ranks(running.devices, plan.on_accelerator, range(plan.num_ranks))
     queues = queues_of(devices)
-    materialise_all(layers, plan, devices, queues, running.seed)
+    draw_all(layers, plan, devices, queues, running.seed, running.init)
     layout = Layout(model, plan, layers, streams, one_process=True, devices=devices)
     exchange = ThreadExchange(plan.num_ranks, running.deadlines.start.seconds)
     stages = {rank: layout.stages(rank) for rank in range(plan.num_ranks)}
@@ -155,12 +165,13 @@ def _in_threads(
     return Assembly(
         plan,
         driver,
-        _cutter(layout, recipe),
+        _cutter(plan, layout, recipe, devices, queues),
         Feed(plan, layout, recipe, driver),
         layout,
         streams,
         workers,
         dict(sorted(first_copies.items())),
+        _sentence(["ranks are threads of this process, and hand values over as they are"]),
         _new_name(),
         running.deadlines,
         in_processes=False,
@@ -196,18 +207,24 @@ def _in_processes(
             running.devices, plan.on_accelerator, [meeting.rank], first=local_rank()
         )
         queues = queues_of(devices)
-        materialise_all(layers, plan, devices, queues, seed)
+        draw_all(layers, plan, devices, queues, seed, running.init)
         layout = Layout(model, plan, layers, streams, one_process=False, devices=devices)
         sealed = SealedTransport(transport, meeting.rank)
         stages = layout.stages(meeting.rank)
         shared = layout.shared_state(stages)
         place_all(layout, {meeting.rank: stages}, queues)
         queue = queues.get(meeting.rank)
-        worker = _worker(layout, stages, meeting.rank, sealed, recipe, shared, queue)
+        links = LinkedDevices()
+        if running.transport == "auto":
+            own_host = transport.hosts[meeting.rank]
+            device = devices[meeting.rank]
+            links = link_devices(meeting, own_host, device, queue, layout.neighbours, start.seconds)
+        worker = _worker(layout, stages, meeting.rank, sealed, recipe, shared, queue, links.of_rank)
         # The user's code has run: whoever fails in it says so here, before others wait for more.
         meeting.exchange(None, NoneType, "to start training")
         with building(queue):
             worker.updater.sums.begin_equal()
+            worker.transport.hand_over()
         driver = ProcessDriver(
             worker,
             sealed,
@@ -225,30 +242,59 @@ def _in_processes(
         plan,
         driver,
         replace(
-            _cutter(layout, recipe),
+            _cutter(plan, layout, recipe, devices, queues),
             compares=running.compare_data and has_peers,
             modules=[*_modules_of(layers)] if has_peers else (),
-            takes_inputs=0 in stages,
-            takes_targets=len(plan.stages) - 1 in stages,
         ),
         Feed(plan, layout, recipe, driver),
         layout,
         streams,
         [worker],
         stages,
+        _sentence([transport.told, links.told]),
         attempt,
         running.deadlines,
         in_processes=has_peers,
     )
 
 
-def _cutter(layout: Layout, recipe: Recipe) -> Cutter:
+def _sentence(parts: Iterable[str]) -> str:
+    text = "; ".join(filter(None, parts))
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _cutter(
+    plan: Plan,
+    layout: Layout,
+    recipe: Recipe,
+    devices: Mapping[int, torch.device],
+    queues: Mapping[int, DeviceQueue],
+) -> Cutter:
+    last = len(plan.stages) - 1
+    here = [
+        {devices[rank] for rank in plan.placement.ranks_of(stage) if rank in devices}
+        for stage in (0, last)
+    ]
     return Cutter(
         layout.num_microbatches,
         layout.num_slices,
         recipe.weighting,
         layout.has_copies and recipe.updates == "minibatch",
+        gives_inputs=_giver(here[0], queues, "stage 0, given its inputs"),
+        gives_targets=_giver(here[1], queues, f"stage {last}, given its targets"),
     )
+
+
+def _giver(
+    devices: set[torch.device], queues: Mapping[int, DeviceQueue], told: str
+) -> Giver | None:
+    if not devices:
+        return None  # other processes compute with them
+    # Which copy of a stage gets a microbatch is known when it is there; then its rank fetches it.
+    if not queues or len(devices) > 1:
+        return Giver()
+    (device,) = devices
+    return DeviceGiver(device, told)
 
 
 def _modules_of(layers: tuple[NamedLayer, ...]) -> Iterator[nn.Module]:
@@ -270,10 +316,12 @@ def _worker(
     recipe: Recipe,
     shared: SharedState,
     queue: DeviceQueue | None,
+    links: Mapping[int, DeviceLink] = MappingProxyType({}),
 ) -> Worker:
-    if queue is not None:
-        in_threads = isinstance(transport, ThreadTransport)
-        transport = DeviceTransport(transport, queue, in_threads=in_threads)
+    if queue is not None and isinstance(transport, ThreadTransport):
+        transport = ThreadDeviceTransport(transport, queue)
+    elif isinstance(queue, AcceleratorQueue):
+        transport = ProcessDeviceTransport(transport, queue, links)
     with building(queue):
         updater = Updater(
             rank,

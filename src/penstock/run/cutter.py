@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from penstock.errors import InputError
 from penstock.model import microbatches, tree
 from penstock.model.autocast import autocast_here
 from penstock.model.microbatches import Microbatches, Weighting
+from penstock.run.giving import Giver
 from penstock.run.minibatch import Minibatch, StreamPosition
 from penstock.run.seals import digest, modes_of
 
@@ -28,8 +30,9 @@ class Cutter:
             have something to do, or it would not be updated.
         compares: whether other ranks, in other processes, must be given the same data.
         modules: those that must be in the same modes in other processes.
-        takes_inputs: whether this process computes with the inputs; if not, they are not copied.
-        takes_targets: likewise.
+        gives_inputs: copies inputs for the ranks of this process that compute with them; ``None``
+            if there are none.
+        gives_targets: likewise.
     """
 
     num_microbatches: int
@@ -38,8 +41,8 @@ class Cutter:
     fills_up: bool
     compares: bool = False
     modules: Sequence[nn.Module] = ()
-    takes_inputs: bool = True
-    takes_targets: bool = True
+    gives_inputs: Giver | None = field(default_factory=Giver)
+    gives_targets: Giver | None = field(default_factory=Giver)
 
     def to_train(
         self, inputs: Any, targets: Any, *, step: int, share: float = 1.0, updates: bool = True
@@ -59,8 +62,7 @@ class Cutter:
             if rows != others:
                 raise InputError(f"inputs have {rows} rows, but targets have {others}")
         count = self._count(inputs)
-        parts = _cut(inputs, "inputs", count, copied=self.takes_inputs)
-        wanted = _cut(targets, "targets", count, copied=self.takes_targets)
+        parts, wanted = _cut(inputs, "inputs", count), _cut(targets, "targets", count)
         if self.num_slices > 1:
             _check_lengths(parts, wanted)
             parts, wanted = self._slices(parts, "inputs"), self._slices(wanted, "targets")
@@ -68,9 +70,12 @@ class Cutter:
         if self.fills_up:
             first = range(self.num_slices)
             for _ in range(count, self.num_microbatches):
-                parts += [_own(parts[index]) for index in first]
+                parts += [parts[index] for index in first]
                 wanted += [wanted[index] for index in first]
                 weights += [0.0 for _ in first]  # they count for nothing
+        parts, inputs_moments = _given(parts, self.gives_inputs)
+        wanted, targets_moments = _given(wanted, self.gives_targets)
+        self._settle()
         return Minibatch(
             step,
             parts,
@@ -82,6 +87,8 @@ class Cutter:
             digests=(self._digest(inputs), self._digest(targets)),
             modes=modes_of(self.modules),
             autocast=autocast_here(),
+            inputs_moments=inputs_moments,
+            targets_moments=targets_moments,
         )
 
     def minibatches(
@@ -105,8 +112,9 @@ class Cutter:
 
     def to_evaluate(self, inputs: Any, *, step: int) -> Minibatch:
         """A minibatch of which only outputs are wanted."""
-        whole = _cut(inputs, "inputs", self._count(inputs), copied=self.takes_inputs)
-        parts = self._slices(whole, "inputs")
+        whole = _cut(inputs, "inputs", self._count(inputs))
+        parts, moments = _given(self._slices(whole, "inputs"), self.gives_inputs)
+        self._settle()
         return Minibatch(
             step,
             parts,
@@ -114,7 +122,13 @@ class Cutter:
             trains=False,
             digests=(self._digest(inputs), 0),
             autocast=autocast_here(),
+            inputs_moments=moments,
         )
+
+    def _settle(self) -> None:
+        for giver in (self.gives_inputs, self.gives_targets):
+            if giver is not None:
+                giver.settle()
 
     def _digest(self, value: Any) -> int:
         return digest(value) if self.compares else 0
@@ -123,7 +137,7 @@ class Cutter:
         return [
             piece
             for part in parts
-            for piece in microbatches.split_sequence(part, self.num_slices, what)
+            for piece in microbatches.split_sequence(part, self.num_slices, what, copied=False)
         ]
 
     def _count(self, inputs: Any) -> int:
@@ -154,9 +168,10 @@ def _check_lengths(inputs: list[Any], targets: list[Any]) -> None:
             raise InputError(f"inputs have {length} positions, but targets have {other}")
 
 
-def _cut(value: Any, what: str, count: int, *, copied: bool) -> list[Any]:
+def _cut(value: Any, what: str, count: int) -> list[Any]:
+    """Microbatches, which are views of what the caller has given."""
     if not isinstance(value, Microbatches):
-        return microbatches.split(value, count, copied=copied)
+        return microbatches.split(value, count, copied=False)
     if len(value) != count:
         raise InputError(f"there are {count} microbatches of inputs, but {len(value)} of {what}")
     for index, part in enumerate(value):
@@ -164,13 +179,17 @@ def _cut(value: Any, what: str, count: int, *, copied: bool) -> list[Any]:
         if not tensors:
             raise InputError(f"microbatch {index} of the {what} holds no tensor")
         microbatches.check_dense(tensors, what)
-    return [_own(part) for part in value] if copied else list(value)
+    return list(value)
 
 
-def _own(part: Any) -> Any:
-    """A microbatch with memory of its own; a first layer may work in place."""
-    (copied,) = microbatches.split(part, 1)
-    return copied
+def _given(parts: list[Any], giver: Giver | None) -> tuple[list[Any], list[torch.Event]]:
+    """Microbatches or slices as ranks get them, and when each of them is there, if that is later
+    than now."""
+    if giver is None:
+        return parts, []
+    pairs = [giver.given(part) for part in parts]
+    moments = [moment for _, moment in pairs if moment is not None]
+    return [value for value, _ in pairs], moments
 
 
 def with_more(minibatches: Iterable[Minibatch]) -> Iterator[tuple[Minibatch, StreamPosition]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -215,6 +215,22 @@ class Layout:
                 source.update(dict.fromkeys(layer.stashes, stage))
         return tuple(routes)
 
+    @cached_property
+    def neighbours(self) -> frozenset[tuple[int, int]]:
+        """The pairs of ranks, the lower one first, that exchange tensors with every minibatch:
+        outputs and gradients, skips, sums of shared weights."""
+        ranks_of = self._schedule.ranks_of
+        chain = [(stage, stage + 1) for stage in range(self._schedule.num_stages - 1)]
+        skips = [(route.source, route.target) for route in self.skips]
+        pairs = [
+            pair
+            for source, target in [*chain, *skips]
+            for pair in itertools.product(ranks_of(source), ranks_of(target))
+        ]
+        for weight in self._weights:
+            pairs += itertools.combinations(weight.ranks, 2)
+        return frozenset((min(pair), max(pair)) for pair in pairs if pair[0] != pair[1])
+
     def stages(self, rank: int) -> dict[int, Stage]:
         """The stages of a rank, with twins where others hold the model's own parameters."""
         twins = self._twins_of(rank)
@@ -239,12 +255,24 @@ class Layout:
 
     def place(self, rank: int, stages: Mapping[int, Stage]) -> None:
         """Move what a rank has of the model to its device."""
-        device, moved = self._devices[rank], dict[int, torch.Tensor]()
-        for index, stage in stages.items():
-            for original, layer in zip(self._layers_of[index], stage.layers, strict=True):
+        device = self._devices[rank]
+        for stage in stages.values():
+            for layer in stage.layers:
                 place_parameters(layer.module, device)
-                if layer.module is original.module:
-                    place_buffers(layer.module, device, moved)
+        place_buffers(self._modules_with_buffers_of(rank, stages), device)
+
+    def _modules_with_buffers_of(
+        self, rank: int, stages: Mapping[int, Stage]
+    ) -> Iterator[nn.Module]:
+        """The model's own modules whose buffers live where a rank computes: those that no rank
+        before it runs. If the rank runs a twin, since it shares a parameter, what its forwards
+        write must still become the model's."""
+        for index in stages:
+            for layer in self._layers_of[index]:
+                for module in layer.module.modules():
+                    first_rank, _ = min(self._holders.of(module))
+                    if first_rank == rank or not self._one_process:
+                        yield module
 
     def place_twins(self, rank: int) -> None:
         """Give a rank's twins buffers on its device, once those of the model are on theirs."""

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,22 @@ from penstock.model.autocast import autocasting
 from penstock.run.counting import Peak
 from penstock.run.seals import Call, Modes, Next, Seal, autocast_codes
 from penstock.weights.store import Held
+
+
+class Mark(Protocol):
+    """Behind one minibatch of a stream the state of every stage is wanted, each when the stage has
+    come to it, while the others and the stream go on.
+
+    Both methods are called in the rank's thread, for each of its stages.
+    """
+
+    def forwards_done(self, stage: int) -> None:
+        """A stage has run the forwards of the minibatch, and none of the next: buffers are as if
+        the stream ended here."""
+
+    def updated(self, stage: int) -> None:
+        """A stage has made the last update of the minibatch, and none of the next: weights and the
+        optimizer are as if the stream ended here."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +54,10 @@ class Minibatch:
         digests: of the inputs and of the targets, to compare with other ranks'; 0: not compared.
         modes: the modes of the layers' modules, to compare with other ranks'; see ``seals.Modes``.
         autocast: device types and dtypes for which forwards and the loss run under autocast.
+        inputs_moments: when each input is on the device of the rank that computes with it; empty
+            where the rank fetches it itself.
+        targets_moments: likewise.
+        mark: who wants the state behind it; ``None`` if nobody does.
     """
 
     step: int
@@ -51,6 +71,9 @@ class Minibatch:
     digests: tuple[int, int] = (0, 0)
     modes: int = 0
     autocast: Mapping[str, torch.dtype] = field(default_factory=dict)
+    inputs_moments: Sequence[torch.Event] = ()
+    targets_moments: Sequence[torch.Event] = ()
+    mark: Mark | None = None
 
     @property
     def num_microbatches(self) -> int:

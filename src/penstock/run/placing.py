@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
+from penstock.device.crossing import moved
 from penstock.tracing.layers import CapturedLayer
 
 
@@ -18,20 +21,20 @@ def place_parameters(module: nn.Module, device: torch.device) -> None:
             part.compute_on(device)
 
 
-def place_buffers(module: nn.Module, device: torch.device, moved: dict[int, Tensor]) -> None:
-    """Move the buffers of a module, and of those inside it.
+def place_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Move the buffers of modules, not of those inside them.
 
     Args:
-        moved: by ids of buffers, what stands in their place; for all modules of a rank, so that a
-            buffer of several is still one.
+        modules: all of a rank, so that a buffer of several is still one.
     """
-    for part in module.modules():
-        for name, buffer in part._buffers.items():
+    placed: dict[int, Tensor] = {}
+    for module in modules:
+        for name, buffer in module._buffers.items():
             if buffer is not None:
-                if id(buffer) not in moved:
-                    moved[id(buffer)] = there = buffer.to(device)
-                    moved[id(there)] = there
-                part._buffers[name] = moved[id(buffer)]
+                if id(buffer) not in placed:
+                    placed[id(buffer)] = there = moved(buffer, device)
+                    placed[id(there)] = there
+                module._buffers[name] = placed[id(buffer)]
 
 
 def move_parameter(parameter: nn.Parameter, device: torch.device) -> None:
@@ -39,5 +42,5 @@ def move_parameter(parameter: nn.Parameter, device: torch.device) -> None:
     gradient = parameter.grad
     if parameter.device != device:
         parameter.grad = None
-        parameter.data = parameter.data.to(device)
-        parameter.grad = None if gradient is None else gradient.to(device)
+        parameter.data = moved(parameter.data, device)
+        parameter.grad = None if gradient is None else moved(gradient, device)

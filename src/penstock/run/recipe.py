@@ -47,7 +47,7 @@ class LossScale:
         Raises:
             InputError: it is no ``torch.amp.GradScaler``.
         """
-        expect(scaler, torch.amp.GradScaler, "grad_scaler", "give a torch.amp.GradScaler('cuda')")
+        expect(scaler, torch.amp.GradScaler, "grad_scaler", "give a torch.amp.GradScaler")
         state = scaler.state_dict()
         return cls(**{key.lstrip("_"): value for key, value in state.items()}) if state else None
 

@@ -18,7 +18,7 @@ from penstock.errors import InputError
 from penstock.model.spine import NamedLayer
 from penstock.plans import Plan
 from penstock.run.layout import Layout
-from penstock.run.materialising import is_on_meta, materialise
+from penstock.run.materialising import Init, Initialiser
 from penstock.run.placing import place_buffers, place_parameters
 from penstock.stage.stage import Stage
 
@@ -30,14 +30,16 @@ def queues_of(devices: Mapping[int, torch.device]) -> dict[int, DeviceQueue]:
     return {rank: DeviceQueue.on(device) for rank, device in devices.items()}
 
 
-def materialise_all(
+def draw_all(
     layers: tuple[NamedLayer, ...],
     plan: Plan,
     devices: Mapping[int, torch.device],
     queues: Mapping[int, DeviceQueue],
     seed: int,
+    init: Init,
 ) -> None:
-    """Give the layers of this process that are on ``meta`` values, each on the way to its device.
+    """Give the layers of this process that are to be drawn their values, each on the way to its
+    device: those on ``meta`` or, with ``init="per-layer"``, all.
 
     Args:
         layers: of the whole model.
@@ -48,16 +50,21 @@ def materialise_all(
     Raises:
         ModelError: a layer has no way to its values.
     """
+    initialiser = Initialiser(layers, seed, anew=init == "per-layer")
     first = [0, *accumulate(len(stage.layers) for stage in plan.stages)]
-    for rank, device in sorted(devices.items()):
-        for stage in plan.placement.stages_of[rank]:
-            for index in range(first[stage], first[stage + 1]):
-                layer = layers[index]
-                if is_on_meta(layer.module):
-                    materialise(layer, index, seed)
-                    with building(queues.get(rank)):
-                        place_parameters(layer.module, device)
-                        place_buffers(layer.module, device, {})
+    places = [
+        (index, rank)
+        for rank in devices
+        for stage in plan.placement.stages_of[rank]
+        for index in range(first[stage], first[stage + 1])
+    ]
+    # In the model's order, since what is tied has the values of its first layer.
+    for index, rank in sorted(places):
+        if initialiser.draw(index) and queues:
+            module = layers[index].module
+            with building(queues[rank]):
+                place_parameters(module, devices[rank])
+                place_buffers(module.modules(), devices[rank])
 
 
 def place_all(

@@ -3,6 +3,10 @@
 A twin has parameters of its own, since gradients are made in several threads at once, and
 attributes of its own, since a forward may keep something in them for a while. Everything else is
 the model's: buffers, and hooks, whenever they are registered.
+
+Buffers of the model that are on another device than the twin are copied. Those are buffers of
+modules that several ranks run, which no forward may write; where the twin's rank alone runs a
+module, the model's own buffers are on its device.
 """
 
 from __future__ import annotations
@@ -14,11 +18,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import is_not
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from penstock.device.crossing import moved
 from penstock.errors import ModelError
 from penstock.model.spine import NamedLayer
 
@@ -54,13 +59,36 @@ class _Pair:
         self.parts = _parts(self.original)
 
 
+class _Copied(NamedTuple):
+    """A copy of a buffer on another device; with each of them, how often it had been written."""
+
+    original: Tensor
+    original_version: int | None
+    value: Tensor
+    value_version: int | None
+
+    def is_that_of(self, buffer: Tensor) -> bool:
+        """Whether it still is a copy of this buffer, as far as version counters tell."""
+        versions = _version(buffer), _version(self.value)
+        return (
+            buffer is self.original
+            and None not in versions
+            and versions == (self.original_version, self.value_version)
+        )
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often a tensor has been written; ``None`` where nobody counts."""
+    return None if tensor.is_inference() else tensor._version
+
+
 class Twins:
     """The twins of one rank.
 
     Args:
         parameters: the model's, of which the rank needs copies.
-        device: of the rank; buffers of the model that are elsewhere are copied to it before every
-            minibatch.
+        device: of the rank; buffers of the model that are elsewhere are copied to it when they have
+            changed.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
@@ -68,6 +96,7 @@ class Twins:
         self._parameters = [(parameter, _twin(parameter)) for parameter in parameters]
         self._pairs: list[_Pair] = []
         self._roots: list[nn.Module] = []
+        self._copied: dict[int, _Copied] = {}
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -103,6 +132,8 @@ class Twins:
     def share(self) -> None:
         """Let twins have what the model's own modules have now."""
         self._share(self._pairs)
+        held = {id(buffer) for pair in self._pairs for buffer in pair.original._buffers.values()}
+        self._copied = {key: copied for key, copied in self._copied.items() if key in held}
 
     def follow(self) -> None:
         """Let twins follow what the caller has done to the model since ``let_go``: training mode,
@@ -171,7 +202,7 @@ class Twins:
                     ours[name] = theirs[name]
             if any(map(self._is_elsewhere, theirs["_buffers"].values())):
                 ours["_buffers"] = {
-                    name: buffer.to(self._device) if self._is_elsewhere(buffer) else buffer
+                    name: self._here(buffer) if self._is_elsewhere(buffer) else buffer
                     for name, buffer in theirs["_buffers"].items()
                 }
             for name in _HOOKS:
@@ -180,6 +211,16 @@ class Twins:
 
     def _is_elsewhere(self, buffer: Tensor | None) -> bool:
         return buffer is not None and buffer.device != self._device
+
+    def _here(self, buffer: Tensor) -> Tensor:
+        """A copy of a buffer on the rank's device; the last one, unless either has changed."""
+        copied = self._copied.get(id(buffer))
+        if copied is None or not copied.is_that_of(buffer):
+            there = moved(buffer, self._device)
+            copied = self._copied[id(buffer)] = _Copied(
+                buffer, _version(buffer), there, _version(there)
+            )
+        return copied.value
 
 
 def _twin(parameter: nn.Parameter) -> nn.Parameter:

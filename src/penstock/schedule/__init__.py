@@ -6,11 +6,10 @@ The table of needs in ``op`` is the only place that says what an op waits for. M
 two ends (``channels``), whom a search wakes and evaluates (``search.problem``) and the simulator's
 arrays are read from it, and a test refuses any file that spells it again.
 
-A large schedule is stored as columns (``columns``), one array per field; its tuples of ops are
-made when somebody first asks for ``ranks``. Families lay columns out themselves
-(``families.layout``), ``numbers`` reads the tables of needs for whole columns, ``proof`` checks
-them. It says yes or no: what is wrong, and in which words, is found out op by op, as for small
-schedules, which never load numpy. Wherever there are two ways, a test holds them together.
+A large schedule is stored as columns, one array per field; its tuples of ops are made when somebody
+first asks for ``ranks``. Families lay columns out themselves (``families.layout``), the room
+``columns`` checks them and adds to them. Small schedules go op by op and never load numpy. Wherever
+there are two ways, a test holds them together.
 
 An op may name a slice of its microbatch (``2F0.1``). Sequence slices depend on each other within a
 stage, so they cannot be microbatches; as a fourth field of ``Op`` they leave torch's text as it is
@@ -22,8 +21,10 @@ that a microbatch visits there, which is all of them on a V and one of two in Ch
 Receives stay where their op is, unless a bounded channel would then deadlock. Some orders
 (breadth-first, interleaved zero bubble) send more than one message before the first is used; with
 channels of one message, ``add_communication(capacity=1)`` moves exactly the receives that the
-deadlock names. Updates of stages with copies come last on their rank: between the reduction of one
-stage and the update of another, two ranks could wait for each other.
+deadlock names. A capacity of 0 asks for more: where messages pass in the order of their sends, each
+once its receive is posted, receives must keep that order. Updates of stages with copies come last
+on their rank: between the reduction of one stage and the update of another, two ranks could wait
+for each other.
 """
 
 from penstock.schedule.op import Kind, Op

@@ -30,9 +30,12 @@ OTHER_END = _SENDER | {send: (-offset, receive) for receive, (offset, send) in _
 
 
 def check_capacity(capacity: int | None) -> None:
-    """Raise ``InputError`` unless a channel's capacity is ``None`` or a whole number ≥ 1."""
-    if capacity is not None and (not is_whole(capacity) or capacity < 1):
-        raise InputError(f"capacity is {capacity!r}, but a channel must hold at least 1 message")
+    """Raise ``InputError`` unless a channel's capacity is ``None`` or a whole number ≥ 0."""
+    if capacity is not None and (not is_whole(capacity) or capacity < 0):
+        raise InputError(
+            f"capacity is {capacity!r}, but a channel holds a whole number of messages; 0 is for "
+            "channels that hold none and deliver in the order of sending"
+        )
 
 
 def other_end(op: Op) -> Op:
@@ -42,11 +45,19 @@ def other_end(op: Op) -> Op:
 
 
 def room_needed(schedule: Schedule, capacity: int) -> Iterator[tuple[Op, Op]]:
-    """(send, receive) pairs: the n-th send of a channel waits for receive number n − capacity.
+    """(op, receive) pairs, of which the op waits for the receive.
 
-    Channels deliver in sending order, so the messages are counted in that order. A channel leads
-    from one stage to another on one pair of ranks: a stage may have several copies.
+    The n-th send of a channel waits for receive number n − capacity. Channels deliver in sending
+    order, so the messages are counted in that order. A channel leads from one stage to another on
+    one pair of ranks: a stage may have several copies.
+
+    With a capacity of 0, nothing lies in a channel: a message passes once its receive is posted.
+    Posting a send makes nobody wait, but the messages from one rank to another pass in the order of
+    their sends, whatever they hold. So there each receive waits for the one before, in that order.
     """
+    if capacity == 0:
+        yield from _in_sending_order(schedule)
+        return
     channels: dict[tuple[int, Kind, int, int], list[tuple[Op, Op]]] = defaultdict(list)
     for rank, ops in enumerate(schedule.ranks):
         for op in ops:
@@ -59,6 +70,19 @@ def room_needed(schedule: Schedule, capacity: int) -> Iterator[tuple[Op, Op]]:
             yield send, received
 
 
+def _in_sending_order(schedule: Schedule) -> Iterator[tuple[Op, Op]]:
+    """Each receive, and the one whose message the same rank has sent to the same rank before."""
+    for ops in schedule.ranks:
+        last: dict[int, Op] = {}
+        for op in ops:
+            if op.kind in SENDS:
+                receive = other_end(op)
+                target = schedule.where[receive]
+                if target in last:
+                    yield receive, last[target]
+                last[target] = receive
+
+
 def hoist_receives(schedule: Schedule, capacity: int) -> Schedule:
     """Move as few receives to the front as keep a schedule from deadlock where a channel holds
     ``capacity`` messages and a full one makes its sender wait.
@@ -66,6 +90,9 @@ def hoist_receives(schedule: Schedule, capacity: int) -> Schedule:
     Receives stand right before the ops that use them. Some orders, breadth-first for one, send many
     messages long before the first is used; a receive then has to take its message out of the way.
     It is moved only once nothing else can go on, and to where its rank waits at that moment.
+
+    With a capacity of 0, the receives that come forward are those of messages that were sent before
+    the one that a rank waits for.
 
     Args:
         schedule: lowered: with explicit messages.
@@ -88,10 +115,11 @@ def hoist_receives(schedule: Schedule, capacity: int) -> Schedule:
         waits = [
             row[next_op] for next_op, row in zip(position, rows, strict=True) if next_op < len(row)
         ]
+        blamed = [_first_to_make_room(op, room, done) for op in waits]
         wanted = [
-            room[op]
-            for op in waits
-            if op in room and room[op] not in done and _can_run(schedule, room[op], room, done)
+            receive
+            for receive, op in zip(blamed, waits, strict=True)
+            if receive != op and _can_run(schedule, receive, room, done)
         ]
         if not wanted:
             break
@@ -101,6 +129,13 @@ def hoist_receives(schedule: Schedule, capacity: int) -> Schedule:
             rows[rank].remove(receive)
             rows[rank].insert(position[rank], receive)
     return Schedule.of(rows, schedule.name)
+
+
+def _first_to_make_room(op: Op, room: dict[Op, Op], done: set[Op]) -> Op:
+    """The first of the receives that must happen before an op finds room; the op if none must."""
+    while op in room and room[op] not in done:
+        op = room[op]
+    return op
 
 
 def _can_run(schedule: Schedule, op: Op, room: dict[Op, Op], done: set[Op]) -> bool:

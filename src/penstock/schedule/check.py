@@ -2,7 +2,9 @@
 
 Three proofs: every piece of work is there exactly once; all work of one (stage, microbatch) is on
 one rank; and some order of events satisfies every rank's order and every data dependency, also when
-a channel between two stages holds only ``capacity`` messages.
+a channel between two stages holds only ``capacity`` messages, or when messages pass in the order of
+their sends and nothing holds them until their receives are posted (a capacity of 0), as where
+accelerators exchange them directly.
 """
 
 from __future__ import annotations
@@ -28,17 +30,20 @@ def check(schedule: Schedule, capacity: int | None = None) -> None:
         schedule: compute only, or lowered.
         capacity: how many messages a channel holds before its sender waits; ``None`` is unlimited.
             Bounds the ``SEND`` ops of a lowered schedule; to a schedule without any, communication
-            is added as ``schedule.lower.add_communication`` does for this capacity.
+            is added as ``schedule.lower.add_communication`` does for this capacity. 0: no sender
+            waits, but between two ranks messages pass in the order in which they are sent, each
+            once its receive is posted.
 
     Raises:
         ScheduleError: naming the ops concerned.
-        InputError: ``capacity`` is no whole number ≥ 1.
+        InputError: ``capacity`` is no whole number ≥ 0.
     """
     expect(schedule, Schedule, "the schedule", "build one with penstock.schedules.build")
     schedule.check_types()
     check_capacity(capacity)
-    if not _proven_at_once(schedule):
-        check_each_op(schedule)
+    if _proven_at_once(schedule, capacity):
+        return
+    check_each_op(schedule)
     if capacity is not None:
         explicit = COMMUNICATION & schedule.kinds
         sent = schedule if explicit else add_communication(schedule, capacity)
@@ -56,14 +61,15 @@ def check_each_op(schedule: Schedule) -> None:
     _check_progress(schedule, None)
 
 
-def _proven_at_once(schedule: Schedule) -> bool:
+def _proven_at_once(schedule: Schedule, capacity: int | None) -> bool:
     """Whether a large schedule is known to be right; op by op, that takes twenty times as long."""
-    if schedule.num_ops < MANY_OPS or schedule.columns is None:
+    # Columns know channels that hold messages, not those that hand them over.
+    if schedule.num_ops < MANY_OPS or schedule.columns is None or capacity == 0:
         return False
     # Only here, so that small schedules are checked before numpy is there.
-    from penstock.schedule.proof import is_proven
+    from penstock.schedule.columns.proof import is_proven
 
-    return is_proven(schedule.columns)
+    return is_proven(schedule.columns, capacity)
 
 
 def _check_once(schedule: Schedule) -> None:
@@ -195,9 +201,13 @@ def _check_progress(schedule: Schedule, capacity: int | None) -> None:
     except ScheduleError as error:
         if capacity is None:
             raise
+        where, otherwise = f"with channels that hold {capacity} message(s)", "allow more"
+        if capacity == 0:
+            where = "where messages between two ranks pass in the order of their sends"
+            otherwise = "receive them in that order"
         raise ScheduleError(
-            f"with channels that hold {capacity} message(s), {error}; allow more, or move receives "
-            f"forward with schedule.lower.add_communication(…, capacity={capacity})"
+            f"{where}, {error}; {otherwise}, or move receives forward with "
+            f"schedule.lower.add_communication(…, capacity={capacity})"
         ) from None
 
 

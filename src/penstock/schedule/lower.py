@@ -19,7 +19,7 @@ from penstock.schedule.schedule import MANY_OPS, Schedule
 from penstock.values import expect
 
 if TYPE_CHECKING:
-    from penstock.schedule.columns import Columns
+    from penstock.schedule.columns.columns import Columns
 
 
 def split_backward(schedule: Schedule) -> Schedule:
@@ -54,7 +54,7 @@ def add_recompute(schedule: Schedule, stages: Collection[int] | None = None) -> 
     _refuse_twice(schedule, {Kind.RECOMPUTE})
     columns = _large(schedule)
     if columns is not None:
-        from penstock.schedule.lower_columns import with_recompute
+        from penstock.schedule.columns.passes import with_recompute
 
         return Schedule.of_columns(with_recompute(columns, chosen), schedule.name)
 
@@ -69,6 +69,11 @@ def add_free(schedule: Schedule) -> Schedule:
     """Say where memory comes back: behind an input gradient, what only that needed; behind the
     weight gradient or the full backward, all that is left of the microbatch."""
     _refuse_twice(schedule, {Kind.FREE})
+    columns = _large(schedule)
+    if columns is not None:
+        from penstock.schedule.columns.passes import with_frees
+
+        return Schedule.of_columns(with_frees(columns), schedule.name)
 
     def lowered(op: Op) -> list[Op]:
         if op.kind in RELEASING:
@@ -107,7 +112,7 @@ def add_update(schedule: Schedule, *, together: bool = False) -> Schedule:
     late = set(range(schedule.num_stages)) if together else _reduced(schedule)
     columns = _large(schedule)
     if columns is not None:
-        from penstock.schedule.lower_columns import with_updates
+        from penstock.schedule.columns.passes import with_updates
 
         return Schedule.of_columns(with_updates(columns, late), schedule.name)
     updated = _behind_last_gradient(schedule, Kind.UPDATE, lambda stage: stage not in late)
@@ -194,10 +199,19 @@ def add_communication(schedule: Schedule, capacity: int | None = None) -> Schedu
     Args:
         capacity: how many messages a channel holds before its sender has to wait; then those
             receives come earlier without which the ranks would wait for each other for ever.
-            ``None`` is unlimited.
+            ``None`` is unlimited. 0: the messages from one rank to another pass in the order in
+            which they are sent, each once its receive is posted, and no sender waits; receives come
+            in that order then.
     """
     check_capacity(capacity)
     _refuse_twice(schedule, COMMUNICATION)
+    columns = None if capacity == 0 else _large(schedule)
+    if columns is not None:
+        from penstock.schedule.columns.passes import with_messages
+
+        with_ends = with_messages(columns, capacity)
+        if with_ends is not None:
+            return Schedule.of_columns(with_ends, schedule.name)
     # 1. Which results are needed on another rank than their own, and by which ops.
     crossing = [
         (needed, op)
@@ -271,7 +285,7 @@ def _behind_last_gradient(
     """Put one op per wanted stage and rank, named after the last microbatch it stands for."""
     columns = _large(schedule)
     if columns is not None:
-        from penstock.schedule.lower_columns import with_one_behind_last
+        from penstock.schedule.columns.passes import with_one_behind_last
 
         return Schedule.of_columns(with_one_behind_last(columns, kind, wanted), schedule.name)
 

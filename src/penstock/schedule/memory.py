@@ -9,8 +9,8 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from penstock.errors import InputError
+from penstock.schedule.columns.rank_ops import RankOps, kinds_in, stages_with
 from penstock.schedule.op import RELEASING, Kind, Op
-from penstock.schedule.rank_ops import RankOps, kinds_in, stages_with
 from penstock.values import amount, items_of, shown
 
 Curve = tuple[tuple[float, float], ...]

@@ -13,12 +13,12 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from penstock.errors import InputError, ScheduleError
+from penstock.schedule.columns.rank_ops import RankOps, stages_in
 from penstock.schedule.op import BACKWARD, COMPUTE, OF_A_ROUND, Kind, Op, dependencies
-from penstock.schedule.rank_ops import RankOps, stages_in
 from penstock.values import expect, shown
 
 if TYPE_CHECKING:
-    from penstock.schedule.columns import Columns
+    from penstock.schedule.columns.columns import Columns
 
 MANY_OPS = 10_000
 """From so many on, columns are quicker than ops, though numpy may have to be loaded first."""
@@ -147,7 +147,7 @@ class Schedule:
         """The ops as arrays, for schedules of millions of them; ``None`` if their fields do not
         fit into any."""
         # Only here, so that small schedules are handled before numpy is there.
-        from penstock.schedule.columns import Columns
+        from penstock.schedule.columns.columns import Columns
 
         return Columns.of_ranks(self.ranks)
 

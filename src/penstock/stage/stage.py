@@ -266,8 +266,9 @@ class Stage:
         every = (p for layer in self.layers for p in layer.module.parameters())
         yield from {id(parameter): parameter for parameter in every}.values()
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers under the keys that the unsplit model gives them."""
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters and buffers, and what modules keep besides, under the keys that the unsplit
+        model gives them."""
         return {
             layer.key(key): value
             for layer in self.layers

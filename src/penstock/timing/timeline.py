@@ -13,6 +13,7 @@ from itertools import compress
 from operator import sub
 
 from penstock.errors import InputError
+from penstock.schedule.columns.rank_ops import are_of, slices_in, stages_in
 from penstock.schedule.memory import (
     Curve,
     Sizes,
@@ -24,7 +25,6 @@ from penstock.schedule.memory import (
     units,
 )
 from penstock.schedule.op import RELEASING, Kind, Op
-from penstock.schedule.rank_ops import are_of, slices_in, stages_in
 from penstock.schedule.schedule import Schedule
 from penstock.timing.spans import BUSY, NO_VERSION, Row, Source, Span, spans_of, version_of
 from penstock.timing.timeline_file import decode, encode

@@ -94,7 +94,9 @@ class Transport(ABC):
             edge: to whom.
             number: the message's, 0 … ``LARGEST_NUMBER``; both ends agree on it.
             value: its tensors may be overwritten as soon as this returns, except between threads,
-                which hand over tensors as they are. May be ``Noted``.
+                which hand over tensors as they are, and on an accelerator, from which they leave
+                later: there, only behind something that the target has made of them. May be
+                ``Noted``.
 
         Raises:
             PeerError: the target died, or has closed its pipeline.
@@ -126,6 +128,10 @@ class Transport(ABC):
 
         Does not raise, and does not wait long for ranks that do not listen.
         """
+
+    def hand_over(self) -> None:  # noqa: B027 - most hold back nothing
+        """Let go of messages that are held back until their tensors have left an accelerator; this
+        waits for that. Call it before anything else that other ranks may wait for."""
 
     @abstractmethod
     def flush(self) -> None:
@@ -178,6 +184,9 @@ class OnTop(Transport):
 
     def fail(self, reason: str, edges: Iterable[Edge]) -> None:
         self.inner.fail(reason, edges)
+
+    def hand_over(self) -> None:
+        self.inner.hand_over()
 
     def flush(self) -> None:
         self.inner.flush()

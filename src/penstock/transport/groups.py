@@ -1,4 +1,5 @@
-"""torch's process groups between the ranks of pipelines: one each, destroyed when all are done.
+"""torch's process groups between the ranks of pipelines: one each, and two more per pair of linked
+accelerators, destroyed when all are done.
 
 A group keeps threads, sockets and connections until it is destroyed. That cannot be when a pipeline
 is closed: other ranks may still be waiting for what this one sent last, and a connection that ends
@@ -11,6 +12,7 @@ next, and one whose wait has run out is broken.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
@@ -51,14 +53,26 @@ def make_group(seconds: float) -> dist.ProcessGroup:
         DeadlineError: another rank did not come, or did not answer.
         PeerError: another rank ended meanwhile.
     """
-    timeout = timedelta(seconds=seconds)
     where = f"rank {dist.get_rank()}, connecting to all other ranks"
     with translated(where, seconds, "raise startup_seconds"):
         # Half as long again: torch gives up by itself, unless the store that it asks is silent.
-        group: dist.ProcessGroup = within(
-            1.5 * seconds, lambda: dist.new_group(timeout=timeout, backend="gloo")
-        )
-        return group
+        return within(1.5 * seconds, lambda: new_group(seconds, "gloo"))
+
+
+def new_group(
+    seconds: float, backend: str, ranks: Sequence[int] | None = None
+) -> dist.ProcessGroup:
+    """A group; every process of the job must make the same ones in the same order.
+
+    Args:
+        seconds: how long to wait for the others, and, unless told otherwise, for a message.
+        backend: the library that carries its messages.
+        ranks: those that are in it; by default all. What the others get is of no use.
+    """
+    group: dist.ProcessGroup = dist.new_group(
+        ranks and [*ranks], timeout=timedelta(seconds=seconds), backend=backend
+    )
+    return group
 
 
 def lend(group: dist.ProcessGroup, user: User) -> None:

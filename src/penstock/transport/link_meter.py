@@ -23,6 +23,9 @@ from penstock.cluster import Cluster, Link, Topology
 from penstock.cluster.local import host_identity, host_memory_bytes
 from penstock.cluster.measured import Fit, Pair, Seat, chosen_pairs, fit, gathered, ring_seconds
 from penstock.cluster.parts import DeviceKind
+from penstock.device.accelerators import is_on_host
+from penstock.device.collectives import HOST_BACKEND, device_of
+from penstock.device.memory import total_bytes
 from penstock.errors import DeadlineError, InputError, PeerError, RunError
 from penstock.transport.rendezvous import Rendezvous
 
@@ -74,8 +77,8 @@ def measure_cluster(
 ) -> Measurement:
     """Time the links between all processes of the default group.
 
-    Collective: every process calls it with the same arguments. Between ranks with GPUs under nccl,
-    messages lie on the current CUDA device; else they lie in main memory.
+    Collective: every process calls it with the same arguments. Where the group's backend is
+    that of accelerators, messages lie on the current one; else they lie in main memory.
 
     Args:
         most_pairs: if there are more pairs of ranks than this, only neighbours are measured: those
@@ -101,18 +104,17 @@ class _Meter:
         self._seconds = seconds_per_pair
         self._deadline_seconds = deadline_seconds
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        self._on_gpu = dist.get_backend() == "nccl"
-        self._device = torch.device("cuda" if self._on_gpu else "cpu")
+        self._device = device_of(dist.get_backend())
+        self._on_host = is_on_host(self._device)
         self._meeting = Rendezvous.of_group(
             "measuring links", deadline_seconds, "give it longer with --deadline"
         )
         timeout = datetime.timedelta(seconds=deadline_seconds)
         with self._translated("meeting the other ranks"):
             # Numbers to agree upon go through main memory, whatever is measured.
-            self._words = dist.new_group(timeout=timeout, backend="gloo")
-            self._wires = dist.new_group(
-                timeout=timeout, backend="nccl" if self._on_gpu else "gloo"
-            )
+            self._words = dist.new_group(timeout=timeout, backend=HOST_BACKEND)
+            wires = HOST_BACKEND if self._on_host else dist.get_backend()
+            self._wires = dist.new_group(timeout=timeout, backend=wires)
 
     def run(self, most_pairs: int, progress: Callable[[int, int], None] | None) -> Measurement:
         """Everything, in the order that all ranks keep to."""
@@ -136,10 +138,8 @@ class _Meter:
         return Measurement(cluster, fits, sums)
 
     def _seats(self) -> list[Seat]:
-        memory_bytes = 0
-        if self._on_gpu:
-            memory_bytes = torch.cuda.get_device_properties(self._device).total_memory
-        kind: DeviceKind = "gpu" if self._on_gpu else "cpu"
+        memory_bytes = 0 if self._on_host else total_bytes(self._device)
+        kind: DeviceKind = "cpu" if self._on_host else "gpu"
         own = Seat(host_identity(), kind, memory_bytes, host_memory_bytes())
         return self._meeting.exchange(own, Seat, "to say where it runs")
 
@@ -228,8 +228,8 @@ class _Meter:
         return torch.zeros(size, dtype=torch.uint8, device=self._device)
 
     def _finish(self) -> None:
-        if self._on_gpu:
-            torch.cuda.synchronize(self._device)
+        if not self._on_host:
+            torch.accelerator.synchronize(self._device)
 
     @contextmanager
     def _translated(self, doing: str, pair: Pair | None = None) -> Iterator[None]:

@@ -36,8 +36,10 @@ class ProcessTransport(Transport):
         hosts: the host of every rank.
         far: to all ranks; ``None`` if all of them are near.
         near: to the ranks of this host, or ``None``.
+        told: how messages travel, and why so, as a sentence without its end.
 
     Attributes:
+        told: as given.
         hosts: the host of every rank; equal where they share a clock and memory.
         near_ranks: the ranks with which this one shares memory.
     """
@@ -47,7 +49,9 @@ class ProcessTransport(Transport):
         hosts: Sequence[str],
         far: ProcessGroupTransport | None,
         near: SharedMemoryTransport | None,
+        told: str = "",
     ) -> None:
+        self.told = told
         self.hosts = tuple(hosts)
         self.near_ranks = near.ranks if near else frozenset[int]()
         self._far = far
@@ -155,12 +159,30 @@ def connect(
             near.close("shared memory could not be had everywhere")
         near = None
         _do_without(way, problems[0], meeting.rank)
+    told = _told(way, hosts, problems)
     if near is not None and len(near.ranks) == meeting.num_ranks - 1:
-        return ProcessTransport(hosts, None, near)
+        return ProcessTransport(hosts, None, near, told)
     neighbours = frozenset(rank for rank, other in enumerate(hosts) if other == own)
     group = groups.make_group(deadline_seconds)
     far = ProcessGroupTransport(group, neighbours, deadline_seconds, codec)
-    return ProcessTransport(hosts, far, near)
+    return ProcessTransport(hosts, far, near, told)
+
+
+def _told(way: Way, hosts: Sequence[str], problems: Sequence[str]) -> str:
+    """How messages travel, and why so; the same on every rank."""
+    if way != "auto":
+        by = "shared memory" if way == "shared-memory" else "the process group"
+        return f"messages go through {by}, as transport={way!r} says"
+    if problems:
+        return f"messages go through the process group, since {problems[0]}"
+    if len(set(hosts)) == 1:
+        return "messages go through shared memory, since all ranks are on one host"
+    if len(set(hosts)) == len(hosts):
+        return "messages go through the process group, since every rank is on a host of its own"
+    return (
+        "messages go through shared memory between ranks of one host, and through the process "
+        f"group between the {len(set(hosts))} hosts"
+    )
 
 
 def _share_memory(

@@ -6,7 +6,9 @@ replayed one microbatch at a time. Neither reference shares engine code.
 
 from __future__ import annotations
 
+import copy
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,6 +41,8 @@ from penstock.versions import PipeMare, Predict
 
 _SEED = 0
 _USUAL_STEPS = 5
+_BEFORE = 2
+"""Minibatches before a checkpoint: after the second, momentum is more than a gradient."""
 _LAST_PLACES = 16
 """The units in the last place by which a tensor may be off where sums have another order, however
 little training has moved it."""
@@ -51,6 +55,7 @@ def prove(
     progress: Progress | None = None,
     *,
     float64: bool = False,
+    resume: bool = False,
 ) -> Proof:
     """Train through a ``Pipeline`` in threads and through an independent reference, and compare.
 
@@ -69,6 +74,8 @@ def prove(
         num_steps: minibatches; by default 5, or more if the steady state needs more.
         progress: called with (minibatches trained on both sides together, minibatches in all).
         float64: train in float64 on both sides, where another order of sums hides nothing.
+        resume: train two minibatches more, save behind them, and train the others in a new pipeline
+            that loads them; the reference only drains there.
 
     Raises:
         InputError: the process is one of several; too few minibatches for the steady state, or too
@@ -84,13 +91,14 @@ def prove(
             "torchrun"
         )
     sides = Sides.of(workload, plan, float64)
-    batches = _batches(workload, plan, num_steps, float64)
+    batches = _batches(workload, plan, num_steps, float64, _BEFORE if resume else 0)
+    before, batches = batches[: _BEFORE * resume], batches[_BEFORE * resume :]
     window = _steady_window(plan, batches)
     with intra_op_threads(plan.num_threads):
-        ours, timeline, held = _pipelined(sides, workload, batches, progress)
-        theirs, delays = _referred(sides, workload, batches)
+        ours, timeline, held = _pipelined(sides, workload, before, batches, progress)
+        theirs, delays = _referred(sides, workload, before, batches)
     if progress is not None:
-        progress(2 * len(batches), 2 * len(batches))
+        progress(2 * len(ours), 2 * len(ours))
     rows = tuple(_row(sides, stage, timeline, held, window) for stage in range(len(sides.names)))
     asynchronous = plan.versions.asynchronous
     recorded = timeline.delays if asynchronous else {}
@@ -103,6 +111,7 @@ def prove(
     return Proof(
         plan=plan,
         reference="the sequential replay of its delays" if asynchronous else "one device",
+        num_before=len(before),
         expected=sides.expected,
         losses=tuple(zip(map(float, ours), map(float, theirs), strict=True)),
         loss_tolerance=sqrt(torch.finfo(ours[0].dtype).eps) if sides.rounding else 0.0,
@@ -232,7 +241,9 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _batches(workload: Workload, plan: Plan, num_steps: int | None, float64: bool) -> list[Batch]:
+def _batches(
+    workload: Workload, plan: Plan, num_steps: int | None, float64: bool, num_before: int
+) -> list[Batch]:
     least = steps_needed(plan)
     # One minibatch more than needed, so that the steady state is seen to last.
     count = max(_USUAL_STEPS, least + 1) if num_steps is None else num_steps
@@ -241,6 +252,7 @@ def _batches(workload: Workload, plan: Plan, num_steps: int | None, float64: boo
             f"{count} minibatches do not reach the steady state, in which delays are compared; "
             f"take {least} or more"
         )
+    count += num_before
     batches = list(islice(workload.batches(), count))
     if len(batches) < count:
         raise InputError(
@@ -289,30 +301,50 @@ class _Trained(NamedTuple):
     held: tuple[int, ...]
 
 
-def _pipelined(
-    sides: Sides, workload: Workload, batches: Sequence[Batch], progress: Progress | None
-) -> _Trained:
-    with Pipeline(
-        sides.model,
+def _pipeline(sides: Sides, workload: Workload, model: nn.Module) -> Pipeline:
+    return Pipeline(
+        model,
         sides.plan,
         loss=workload.loss,
         optimizer=workload.optimizer,
         transport="threads",
         seed=_SEED,
-    ) as pipeline:
-        losses = []
-        for loss in pipeline.steps(batches):
+    )
+
+
+def _pipelined(
+    sides: Sides,
+    workload: Workload,
+    before: Sequence[Batch],
+    batches: Sequence[Batch],
+    progress: Progress | None,
+) -> _Trained:
+    losses: list[Tensor] = []
+
+    def train(pipeline: Pipeline, own: Sequence[Batch]) -> None:
+        for loss in pipeline.steps(own):
             assert loss is not None  # it tells its results
             losses.append(loss)
             if progress is not None:
-                progress(len(losses), 2 * len(batches))
-        asynchronous = sides.plan.versions.asynchronous
-        held = tuple(held.versions for held in pipeline.held_versions) if asynchronous else ()
-        return _Trained(losses, pipeline.timeline, held)
+                progress(len(losses), 2 * (len(before) + len(batches)))
+
+    with tempfile.TemporaryDirectory() as folder:
+        if before:
+            # Nothing but the files goes from here to the pipeline that resumes.
+            with _pipeline(sides, workload, copy.deepcopy(sides.model)) as pipeline:
+                train(pipeline, before)
+                pipeline.save(folder)
+        with _pipeline(sides, workload, sides.model) as pipeline:
+            if before:
+                pipeline.load(folder)
+            train(pipeline, batches)
+            asynchronous = sides.plan.versions.asynchronous
+            held = tuple(held.versions for held in pipeline.held_versions) if asynchronous else ()
+            return _Trained(losses, pipeline.timeline, held)
 
 
 def _referred(
-    sides: Sides, workload: Workload, batches: Sequence[Batch]
+    sides: Sides, workload: Workload, before: Sequence[Batch], batches: Sequence[Batch]
 ) -> tuple[list[Tensor], dict[tuple[int, int], int]]:
     """The losses of the reference and, by stage and microbatch, the delays that it applied.
 
@@ -321,7 +353,9 @@ def _referred(
     plan = sides.plan
     device = devices_of_ranks(None, plan.on_accelerator, range(plan.num_ranks))[0]
     twin = sides.twin.to(device)
-    batches = tree.replace(Tensor, lambda tensor: tensor.to(device), list(batches))
+    before, batches = tree.replace(
+        Tensor, lambda tensor: tensor.to(device), (list(before), list(batches))
+    )
     if plan.versions.asynchronous:
         replay = DelayedReplay(
             twin,
@@ -333,7 +367,7 @@ def _referred(
             replicas=plan.replicas,
             seed=_SEED,
         )
-        losses = replay.train(batches)
+        losses = (replay.train(before) if before else []) + replay.train(batches)
         return losses, {(read.stage, read.microbatch): read.delay for read in replay.reads}
     # As a pipeline's, the list knows the names.
     parameters = Parameters(list(twin.named_parameters()))
@@ -344,7 +378,7 @@ def _referred(
         lambda _: workload.optimizer(parameters),
         seed=_SEED,
     )
-    return [alone.step(*batch) for batch in batches], {}
+    return [alone.step(*batch) for batch in (*before, *batches)], {}
 
 
 def _row(

@@ -85,6 +85,7 @@ class Proof:
         loss_tolerance: by how much losses may differ, relative to the largest.
         rows: one per stage.
         misread: (stage, microbatch) whose recorded delay is not the one that the replay made.
+        num_before: how many minibatches came before a checkpoint, from which the others went on.
     """
 
     plan: Plan
@@ -94,6 +95,7 @@ class Proof:
     loss_tolerance: float
     rows: tuple[ProofRow, ...]
     misread: tuple[tuple[int, int], ...] = ()
+    num_before: int = 0
 
     @property
     def equal(self) -> bool:
@@ -192,7 +194,10 @@ class Proof:
         lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in columns)
         (first, _), (last, _) = self.losses[0], self.losses[-1]
         furthest = max(abs(ours - theirs) for ours, theirs in self.losses)
-        title = f"{self._who}, {len(self.losses)} minibatches, against {self.reference}"
+        saved = f", saved after {self.num_before} and resumed," if self.num_before else ""
+        title = (
+            f"{self._who}, {len(self.losses)} minibatches{saved or ','} against {self.reference}"
+        )
         return "\n".join(
             [
                 fill(f"{title}; expected: {self.expected}", _WIDTH),

@@ -151,6 +151,17 @@ class WeightStore:
         if self._policy.updates == "minibatch":
             self._ends.append(end)
 
+    def updates_until(self, index: int, end: int) -> int:
+        """How many updates the stream has made behind one of its minibatches.
+
+        Args:
+            index: the minibatch's number in the stream.
+            end: how many microbatches there are up to its end.
+        """
+        if self._policy.updates == "minibatch":
+            return index + 1
+        return -(-end // self._replicas[self._place.stage])
+
     @property
     def _live(self) -> Leaves:
         return self._sockets.live

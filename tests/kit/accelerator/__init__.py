@@ -56,8 +56,8 @@ What cannot be caught, or does not work:
   threads, also for those that nobody told;
 - speed, fragmentation and rounding of allocations, workspaces of kernels, limits on streams;
 - ranks in several processes that share device memory, graphs of a stream
-  (``torch.accelerator.Graph``), collectives, sparse, nested and quantised tensors,
-  ``torch.compile``, packed sequences.
+  (``torch.accelerator.Graph``), collectives but sends and receives (`collectives.py`), sparse,
+  nested and quantised tensors, ``torch.compile``, packed sequences.
 
 Differences to the CPU remain where torch itself asks for the kind of device: without ``foreach``,
 optimizers take it on accelerators alone, and NAdam's and ASGD's then round otherwise. Attention

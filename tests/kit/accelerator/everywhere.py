@@ -72,7 +72,7 @@ def _closing(close):
         close(self, *args, **options)
         cpu = torch.device("cpu")
         place_parameters(self._model, cpu)
-        place_buffers(self._model, cpu, {})
+        place_buffers(self._model.modules(), cpu)
 
     return closing
 

@@ -229,6 +229,8 @@ def test_errors_are_one_line_on_standard_error_and_torch_stays_out():
 @pytest.mark.parametrize("name", ["breadth-first", "interleaved-zb", "chimera", "seq1f1b"])
 def test_check_proves_every_family_with_channels_of_one_message(name):
     assert "even when a channel holds 1 message" in run("check", name, "-m", "16")
+    in_order = run("check", name, "-m", "16", "--capacity", "0")
+    assert "cannot deadlock even when a channel holds nothing" in in_order
 
 
 def test_torchs_files_are_read(tmp_path):

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from penstock import versions
 from penstock.cli import penstock
 from penstock.errors import InputError, ModelError
+from penstock.pipeline import Pipeline
 from penstock.trial import proof
 from penstock.trial.reference.delayed_replay import DelayedReplay
 from tests.kit.helpers import make_mlp, make_plan
@@ -45,6 +46,19 @@ def verify(*arguments):
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout
+
+
+@pytest.mark.parametrize("kind", ["zb-h1", "stash", "2bw"])
+def test_a_run_that_is_saved_and_resumed_is_proven_too(kind, saved, monkeypatch):
+    code, told = verify(saved(kind), SMALL, "--resume")
+    assert code == 0
+    assert "minibatches, saved after 2 and resumed, against" in told.replace("\n", " ")
+    assert "equal to the bit" in told
+    # Without the optimizer's state, momentum would begin anew.
+    real = Pipeline.load
+    monkeypatch.setattr(Pipeline, "load", lambda one, path: real(one, path, weights_only=True))
+    code, told = verify(saved(kind), SMALL, "--resume")
+    assert (code, "NOT equal" in told) == (1, True)
 
 
 @pytest.fixture

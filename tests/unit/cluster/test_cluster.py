@@ -1,11 +1,14 @@
 import os
+import sys
 from itertools import combinations
 
 import pytest
 
 from penstock import Cluster, Device, Link
-from penstock.cluster import Group, SpareMachine, Topology, Wire
-from penstock.cluster.local import gpus
+from penstock.cluster import Group, SpareMachine, Topology, Wire, local
+from penstock.cluster.driver import gpus
+from penstock.device.accelerators import accelerators
+from penstock.device.memory import total_bytes
 from penstock.errors import InputError
 
 SLOW, MIDDLE, FAST = (
@@ -263,7 +266,7 @@ def test_local_takes_gpus_with_their_own_memories(driver):
 def test_workers_are_cores_unless_gpus_are_asked_for(driver):
     driver()
     assert {device.kind for device in Cluster.local(2).devices} == {"cpu"}
-    with pytest.raises(InputError, match="5 GPUs are asked for, but nvidia-smi shows 3"):
+    with pytest.raises(InputError, match=r"5 accelerators are asked for, but .* know of 3"):
         Cluster.local(5, "gpu")
 
 
@@ -279,10 +282,24 @@ def test_hidden_gpus_are_not_seen(driver, monkeypatch, visible, megabytes):
 
 
 @pytest.mark.parametrize(("text", "code"), [(ANSWER, 9), ("No devices were found\n", 0)])
-def test_a_driver_that_does_not_answer_means_no_gpus(driver, text, code):
+def test_where_a_driver_does_not_answer_torch_is_asked(driver, monkeypatch, text, code):
     driver(text, code)
-    with pytest.raises(InputError, match="1 GPUs are asked for, but nvidia-smi shows 0"):
+    known = [2**30, 0]
+    monkeypatch.setattr(local, "memories_known_to_torch", lambda: known)
+    assert Cluster.local(kind="gpu").devices == (
+        Device(name="gpu0", memory_bytes=2**30, kind="gpu"),
+        Device(name="gpu1", kind="gpu"),
+    )
+    known.clear()
+    with pytest.raises(InputError, match=r"1 accelerator is asked for, but .* know of 0"):
         Cluster.local(kind="gpu")
+
+
+def test_torch_is_asked_in_another_process(monkeypatch):
+    """Which says what torch says in this one."""
+    assert local.memories_known_to_torch() == [total_bytes(device) for device in accelerators()]
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    assert local.memories_known_to_torch() == []
 
 
 @pytest.mark.parametrize(

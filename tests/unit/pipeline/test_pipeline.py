@@ -37,6 +37,13 @@ def twins(**options):
     return model, copy.deepcopy(model)
 
 
+def test_it_says_how_messages_travel_between_its_ranks():
+    with pipeline_of(make_mlp()) as pipeline:
+        assert pipeline.transport == (
+            "Ranks are threads of this process, and hand values over as they are."
+        )
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_around_a_step_is_that_of_one_device(dtype):
     # Autocast belongs to a thread: without care the stages would silently compute in float32.

@@ -8,24 +8,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.reduce.agreement import Share, Verdict
+from penstock.reduce.agreement import Share, Verdict, unscale
+from penstock.run.recipe import LossScale
 
 
 def parameters(gradients):
     found = []
     for gradient in gradients:
-        parameter = nn.Parameter(torch.zeros(gradient.shape))
+        parameter = nn.Parameter(torch.zeros_like(gradient))
         parameter.grad = gradient.clone()
         found.append(parameter)
     return found
 
 
-def verdict_of(found, ranks, clip_norm):
+def verdict_of(found, ranks, clip_norm, inverse=1.0):
     """With parameter k on rank ``ranks[k]``."""
-    shares = [
-        Share.of({place: one for place, one in enumerate(found) if ranks[place] == rank})
-        for rank in range(4)
-    ]
+    shares = []
+    for rank in range(4):
+        own = {place: one for place, one in enumerate(found) if ranks[place] == rank}
+        gradients = [one.grad for one in own.values() if one.grad is not None]
+        shares.append(Share.of(own, unscale(gradients, inverse)))
     return Verdict.of(shares, clip_norm)
 
 
@@ -51,6 +53,21 @@ def test_one_number_that_is_not_finite_decides_for_all(bad, rank):
     gradients = [torch.ones(3) for _ in range(4)]
     gradients[rank][1] = bad
     assert not verdict_of(parameters(gradients), range(4), None).finite
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gradients_are_unscaled_as_torch_does_it(dtype):
+    generator = torch.Generator().manual_seed(0)
+    found = parameters(torch.randn(5, 7, generator=generator, dtype=dtype) for _ in range(3))
+    scaler = torch.amp.GradScaler("cpu", init_scale=3.0)
+    scaler.scale(torch.ones(()))
+    optimizer = torch.optim.SGD(found)
+    ours = [one.grad.clone() for one in found]
+    scaler.unscale_(optimizer)
+    overflow = unscale(ours, LossScale.of(scaler).inverse)
+    assert not overflow
+    assert Verdict.of([Share.of(dict(enumerate(found)), overflow)], 1.0).finite
+    assert all(torch.equal(mine, one.grad) for mine, one in zip(ours, found, strict=True))
 
 
 def test_a_norm_that_overflows_is_not_an_infinite_gradient():

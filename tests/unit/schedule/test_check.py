@@ -79,10 +79,26 @@ def test_a_full_channel_can_deadlock():
     assert "rank 0 waits to run 0SEND_F1 for 1RECV_F0" in refused(text, capacity=1)
 
 
-def test_a_channel_holds_at_least_one_message():
+def test_a_receive_that_overtakes_another_deadlocks_where_messages_pass_in_order():
+    text = (
+        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B1,0B1,0RECV_B0,0B0\n"
+        "1RECV_F1,1F1,1B1,1SEND_B1,1RECV_F0,1F0,1B0,1SEND_B0"
+    )
+    assert "rank 1 waits to run 1RECV_F1 for 1RECV_F0" in refused(text, capacity=0)
+    check(
+        Schedule.parse(
+            text.replace("1RECV_F1,1F1", "1RECV_F0,1RECV_F1,1F1").replace(
+                "1SEND_B1,1RECV_F0", "1SEND_B1"
+            )
+        ),
+        capacity=0,
+    )
+
+
+def test_a_channel_does_not_hold_less_than_nothing():
     schedule = schedules.build("gpipe", num_ranks=2, num_microbatches=2)
-    with pytest.raises(InputError, match="capacity is 0"):
-        check(schedule, capacity=0)
+    with pytest.raises(InputError, match="capacity is -1"):
+        check(schedule, capacity=-1)
 
 
 def test_the_order_of_an_incomplete_schedule_names_what_is_absent():

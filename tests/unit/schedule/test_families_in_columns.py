@@ -103,7 +103,9 @@ def test_passes_do_to_columns_what_they_do_to_ops(case, p, m, before, together, 
 
     def passed():
         reduced = add_reduce(schedule, shared=stages) if before == "shared" else schedule
-        return add_recompute(schedule, stages), add_update(reduced, together=together)
+        updated = add_update(reduced, together=together)
+        freed = () if before == "free" else (add_free(schedule),)
+        return add_recompute(schedule, stages), updated, *freed
 
     expected = passed()
     with pytest.MonkeyPatch.context() as patch:

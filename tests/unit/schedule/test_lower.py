@@ -13,6 +13,7 @@ from penstock.schedule.lower import (
     lower,
     split_backward,
 )
+from penstock.schedule.schedule import MANY_OPS
 from tests.kit.helpers import compute_only
 
 
@@ -144,10 +145,10 @@ def test_a_pass_is_applied_once(name):
         add_reduce(add_reduce(COPIES))
 
 
-@pytest.mark.parametrize("capacity", [0, -1, 1.5, "1", True, float("nan")])
+@pytest.mark.parametrize("capacity", [-1, 1.5, "1", True, float("nan")])
 def test_a_channel_holds_a_whole_number_of_messages(capacity):
     for use in (lambda: lower(build(), capacity), lambda: check(build(), capacity)):
-        with pytest.raises(InputError, match=r"capacity is .* at least 1 message"):
+        with pytest.raises(InputError, match=r"capacity is .* a whole number of messages"):
             use()
 
 
@@ -178,3 +179,27 @@ def test_a_receive_comes_early_only_where_a_full_channel_would_stop_everything()
         assert any(new < old for old, new in places)
     one_f_one_b = build("1f1b", 4, 8)
     assert add_communication(one_f_one_b, capacity=1) == add_communication(one_f_one_b)
+
+
+def test_where_messages_pass_in_the_order_of_their_sends_receives_follow_it():
+    schedule = schedules.build("zb-v", num_ranks=2, num_microbatches=4)
+    plain, in_order = add_communication(schedule), add_communication(schedule, capacity=0)
+    check(plain)
+    with pytest.raises(ScheduleError, match="pass in the order of their sends, schedule deadlocks"):
+        check(plain, capacity=0)
+    check(in_order, capacity=0)
+    check(schedule, capacity=0)
+    assert compute_only(in_order) == schedule
+    assert [len(ops) for ops in in_order.ranks] == [len(ops) for ops in plain.ranks]
+    one_f_one_b = build("1f1b", 4, 8)
+    assert add_communication(one_f_one_b, capacity=0) == add_communication(one_f_one_b)
+
+
+def test_large_schedules_are_ordered_for_channels_that_hold_nothing_like_small_ones():
+    small, large = (build("zb-v", 2, m) for m in (8, 1000))
+    assert large.num_ops >= MANY_OPS > small.num_ops
+    for schedule in (small, large):
+        in_order = add_communication(schedule, capacity=0)
+        check(in_order, capacity=0)
+        with pytest.raises(ScheduleError):
+            check(add_communication(schedule), capacity=0)

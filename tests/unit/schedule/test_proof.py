@@ -9,9 +9,14 @@ from hypothesis import strategies as st
 from penstock import Kind, Op, Schedule, check, schedules
 from penstock.errors import InputError, ScheduleError
 from penstock.schedule import check as checking
-from penstock.schedule import numbers as columns_numbers
+from penstock.schedule import lower as lowering
+from penstock.schedule.channels import room_needed
 from penstock.schedule.check import check_each_op
-from penstock.schedule.columns import Columns
+from penstock.schedule.columns import needs as columns_needs
+from penstock.schedule.columns.columns import Columns
+from penstock.schedule.columns.messages import bounded, messages_of
+from penstock.schedule.columns.needs import Numbers
+from penstock.schedule.columns.proof import is_proven
 from penstock.schedule.lower import (
     add_agreement,
     add_communication,
@@ -23,8 +28,7 @@ from penstock.schedule.lower import (
     lower,
     split_backward,
 )
-from penstock.schedule.numbers import Numbers
-from penstock.schedule.proof import is_proven
+from penstock.schedule.op import COMMUNICATION
 from penstock.schedule.rounds import Rounds
 
 FIXED = [name for name in schedules.names() if name not in schedules.SEARCHED]
@@ -108,12 +112,11 @@ def perhaps_broken(draw):
     return Schedule.of(ranks)
 
 
-def verdict(checked, schedule):
+def outcome(function, *arguments):
     try:
-        checked(schedule)
+        return function(*arguments)
     except Exception as error:
         return type(error), str(error)
-    return None
 
 
 @pytest.mark.parametrize("many_ranks", [1, 100])
@@ -121,12 +124,94 @@ def verdict(checked, schedule):
 @given(schedule=perhaps_broken())
 def test_what_is_proven_is_what_no_op_contradicts(many_ranks, schedule):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(columns_numbers, "_MANY_RANKS", many_ranks)
+        patch.setattr(columns_needs, "_MANY_RANKS", many_ranks)
         patch.setattr(checking, "MANY_OPS", 0)
-        expected = verdict(check_each_op, schedule)
+        expected = outcome(check_each_op, schedule)
         # Not only the same words: whoever is right must be proven, or large ones were slow.
         assert is_proven(schedule.columns) == (expected is None)
-        assert verdict(check, schedule) == expected
+        assert outcome(check, schedule) == expected
+
+
+@pytest.mark.parametrize("many_ranks", [1, 100])
+@settings(max_examples=150)
+@given(schedule=perhaps_broken(), capacity=st.sampled_from([1, 2, 3, None]))
+def test_channels_are_full_for_columns_when_they_are_for_ops(many_ranks, schedule, capacity):
+    expected = outcome(check, schedule, capacity)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(columns_needs, "_MANY_RANKS", many_ranks)
+        assert is_proven(schedule.columns, capacity) == (expected is None)
+        for module in (checking, lowering):
+            patch.setattr(module, "MANY_OPS", 0)
+        assert outcome(check, Schedule(schedule.ranks), capacity) == expected
+
+
+@pytest.mark.parametrize("many_ranks", [1, 100])
+@settings(max_examples=150)
+@given(schedule=perhaps_broken(), capacity=st.sampled_from([1, 2, 3, None]))
+def test_messages_stand_in_columns_where_they_stand_among_ops(many_ranks, schedule, capacity):
+    def sent():
+        return add_communication(Schedule(schedule.ranks), capacity).ranks
+
+    expected = outcome(sent)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(columns_needs, "_MANY_RANKS", many_ranks)
+        patch.setattr(lowering, "MANY_OPS", 0)
+        assert outcome(sent) == expected
+
+
+@settings(max_examples=60)
+@given(schedule=valid(), capacity=st.integers(1, 4))
+def test_sends_wait_for_room_in_columns_as_among_ops(schedule, capacity):
+    explicit = COMMUNICATION & schedule.kinds
+    sent = schedule if explicit else add_communication(schedule)
+    ops = [op for own in sent.ranks for op in own]
+    messages = messages_of(schedule.columns)
+    needs = bounded(schedule.columns, messages, capacity)
+    said = {
+        (ops[send], ops[needs.single[send]])
+        for send in messages.sends.tolist()
+        if needs.single[send] != needs.nothing
+    }
+    assert said == set(room_needed(sent, capacity))
+
+
+@pytest.mark.parametrize("many_ranks", [1, 100])
+@pytest.mark.parametrize("capacity", [1, 2, 5])
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("name", ["breadth-first", "interleaved-zb", "hanayo", "gpipe"])
+def test_receives_of_columns_come_as_early_as_those_of_ops(
+    monkeypatch, many_ranks, capacity, ranks, name
+):
+    schedule = schedules.build(name, num_ranks=ranks, num_microbatches=4 * ranks)
+    expected = add_communication(schedule, capacity)
+    monkeypatch.setattr(columns_needs, "_MANY_RANKS", many_ranks)
+    monkeypatch.setattr(lowering, "MANY_OPS", 0)
+    laid = add_communication(schedule, capacity)
+    assert "ranks" not in vars(laid)
+    assert laid == expected
+    if name == "breadth-first" and capacity == 1:
+        assert laid != add_communication(schedule)
+    check(laid, capacity)
+
+
+@pytest.mark.parametrize("many_ranks", [1, 100])
+def test_receives_that_stand_in_a_schedule_are_not_moved_to_prove_it(monkeypatch, many_ranks):
+    schedule = add_communication(schedules.build("breadth-first", num_ranks=4, num_microbatches=16))
+    monkeypatch.setattr(columns_needs, "_MANY_RANKS", many_ranks)
+    assert [is_proven(schedule.columns, capacity) for capacity in (1, 3, 4, None)] == [
+        outcome(check, schedule, capacity) is None for capacity in (1, 3, 4, None)
+    ]
+    assert not is_proven(schedule.columns, 1)
+
+
+def test_no_op_of_a_large_schedule_is_made_to_check_its_channels():
+    schedule = schedules.build("1f1b", num_ranks=8, num_microbatches=1024)
+    check(schedule, 1)
+    lowered = lower(schedule, 1)
+    check(lowered, 1)
+    assert lowered.num_ops == 8 * 1024 * 3 + 7 * 1024 * 4 + 8
+    for own in (schedule, lowered):
+        assert "ranks" not in vars(own)
 
 
 MISTAKES = {
@@ -161,9 +246,9 @@ MISTAKES = {
 @pytest.mark.parametrize("many_ranks", [1, 100])
 @pytest.mark.parametrize("text", MISTAKES.values(), ids=MISTAKES)
 def test_each_mistake_is_seen(monkeypatch, many_ranks, text):
-    monkeypatch.setattr(columns_numbers, "_MANY_RANKS", many_ranks)
+    monkeypatch.setattr(columns_needs, "_MANY_RANKS", many_ranks)
     schedule = Schedule.parse(text)
-    assert verdict(check_each_op, schedule) is not None
+    assert outcome(check_each_op, schedule) is not None
     assert not is_proven(schedule.columns)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock import Costs, Schedule, schedules, simulate
 from penstock.errors import InputError, ScheduleError
-from penstock.schedule import numbers as columns_numbers
+from penstock.schedule.columns import needs as columns_needs
 from penstock.schedule.lower import add_agreement, add_recompute, add_update, lower
 from penstock.timing import simulator
 from penstock.timing.simulator.events import by_events
@@ -44,7 +44,7 @@ def test_the_times_are_the_same_to_the_bit(many_ranks, name, p, m, passes, seed)
     # Or one number for all stages.
     costs = Costs(*(numbers if seed.random() < 0.7 else numbers[0] for numbers in lists))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(columns_numbers, "_MANY_RANKS", many_ranks)
+        patch.setattr(columns_needs, "_MANY_RANKS", many_ranks)
         assert by_waves(schedule, costs) == by_events(schedule, costs)
 
 
@@ -79,7 +79,7 @@ def test_large_schedules_take_this_way(monkeypatch):
 )
 @pytest.mark.parametrize("many_ranks", [1, 100], ids=["waves", "rank by rank"])
 def test_what_cannot_run_is_explained(monkeypatch, text, message, many_ranks):
-    monkeypatch.setattr(columns_numbers, "_MANY_RANKS", many_ranks)
+    monkeypatch.setattr(columns_needs, "_MANY_RANKS", many_ranks)
     schedule = Schedule.parse(text)
     assert by_waves(schedule, Costs()) is None
     monkeypatch.setattr(simulator, "MANY_OPS", 1)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from penstock.device.memory import gauge_of
 from penstock.model.spine import NamedLayer
 from penstock.profiler.alone.chain import HandedOn, RunLayer, handed_on, runs_of
 from penstock.profiler.alone.clock import clock_of
@@ -21,7 +22,7 @@ from penstock.profiler.alone.rounds import (
     times_of,
 )
 from penstock.profiler.alone.sample import Sample
-from penstock.profiler.alone.workspace import gauge_of, measure_workspaces
+from penstock.profiler.alone.workspace import measure_workspaces
 from penstock.stage.deferral import undeferred_parameters
 
 Progress = Callable[[int, int], None]

@@ -58,7 +58,7 @@ class AcceleratorClock:
         device: whose current stream the work is queued in.
     """
 
-    tick_seconds = 0.5e-6  # as CUDA documents it for elapsed times
+    tick_seconds = 0.5e-6  # as the best documented of them says of its events
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -3,52 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.device.accelerators import is_on_host
+from penstock.device.memory import Gauge
 from penstock.model import tree
 from penstock.profiler.alone.chain import RunLayer
 from penstock.stage.microbatch_graph import MicrobatchGraph, cut, edges
-
-
-class Gauge(Protocol):
-    """Tells how much memory of a device is taken, and how much it has been at most."""
-
-    def taken(self) -> int:
-        """The bytes that are taken now."""
-        ...
-
-    def peak(self) -> int:
-        """The most bytes since ``forget_peak``."""
-        ...
-
-    def forget_peak(self) -> None:
-        """Begin anew with what is taken now."""
-        ...
-
-
-class AcceleratorGauge:
-    """Asks torch's allocator of an accelerator."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def taken(self) -> int:
-        return torch.accelerator.memory_allocated(self._device)
-
-    def peak(self) -> int:
-        return torch.accelerator.max_memory_allocated(self._device)
-
-    def forget_peak(self) -> None:
-        torch.accelerator.reset_peak_memory_stats(self._device)
-
-
-def gauge_of(device: torch.device) -> Gauge | None:
-    """The gauge of a device; ``None`` where nobody counts, as on a CPU."""
-    return None if is_on_host(device) else AcceleratorGauge(device)
 
 
 def measure_workspaces(runs: Sequence[RunLayer], inputs: Any, gauge: Gauge) -> list[int]:

@@ -88,7 +88,8 @@ class ProcessDriver(Driver[ProcessTicket]):
 
     Args:
         worker: this process's rank.
-        transport: the one that the worker uses.
+        transport: carries the worker's messages, and this driver's, as main memory holds them; the
+            worker's own may add to it what an accelerator needs.
         meeting: where all ranks have built the pipeline.
         deadlines: how long ranks wait for each other.
         num_threads: torch's intra-op threads, until it is closed.
@@ -134,6 +135,7 @@ class ProcessDriver(Driver[ProcessTicket]):
             self._transport.synchronous = position.synchronous
             callers = moments_of(minibatch, [self._worker])
             harvest = self._worker.run(segment, minibatch, position, callers)
+            self._worker.transport.hand_over()
             harvest.take_up()
             report = self._report(harvest)
             if self._worker.rank in self._telling(segment):
@@ -151,7 +153,7 @@ class ProcessDriver(Driver[ProcessTicket]):
         with self._telling_failures(segment, minibatch.step):
             reports = self._reports(ticket)
             if not ticket.position.more_follow:
-                self._transport.flush()
+                self._worker.transport.flush()
         all_told = len(reports) == self._num_ranks
         self._went_through(minibatch, num_proofs=2 if all_told else 1)
         return MinibatchOutcome.of(
@@ -179,9 +181,9 @@ class ProcessDriver(Driver[ProcessTicket]):
                 *self._edges_to_all(STATE_TAG),
             ]
             # Others may have given up this attempt already: the notice must not seem a part of it.
-            self._transport.discard(LARGEST_NUMBER)
+            self._worker.transport.discard(LARGEST_NUMBER)
             notice = failure_notice(rank, error)
-            self._transport.fail(notice, edges)
+            self._worker.transport.fail(notice, edges)
             self._board.write(notice)
             if isinstance(error, PeerError | DeadlineError):
                 explained = self._board.explained(error)
@@ -319,4 +321,4 @@ class ProcessDriver(Driver[ProcessTicket]):
         reason = f"after {self._worker.num_runs} steps{why and f', {why}'}"
         if not self._failure:
             self._board.write(f"rank {self._worker.rank} closed its pipeline ({reason})")
-        self._transport.close(reason)
+        self._worker.transport.close(reason)

@@ -228,6 +228,7 @@ class NewVersion:
         with self.store.updating(work.numbered(self.op)) as version:
             self.updater.update(self.op.stage)
         work.versions[self.op] = version
+        work.updated(self.op.stage, version + 1)
 
 
 @dataclass(frozen=True, slots=True)

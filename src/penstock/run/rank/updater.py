@@ -42,7 +42,7 @@ from penstock.model.optimizer_factory import (
     make_optimizer,
     make_scheduler,
 )
-from penstock.reduce.agreement import Share, Verdict, hear, tell
+from penstock.reduce.agreement import Share, Verdict, hear, tell, unscale
 from penstock.reduce.reducer import SharedWeights
 from penstock.reduce.sums import Sums
 from penstock.run.rank.undo import Undo
@@ -73,7 +73,7 @@ class Holding:
     rate: float = 1.0
 
 
-_NOTHING = Share({}, finite=True)
+_NOTHING = Share({})
 
 
 class Updater:
@@ -114,11 +114,10 @@ class Updater:
             stage: held.rate if recipe.averages else 1.0 for stage, held in holdings.items()
         }
         self.optimizers = {
-            stage: optimizer
+            stage: made
             for stage, holding in holdings.items()
             if recipe.optimizer is not None and holding.named
-            if (optimizer := _optimizer(recipe.optimizer, stage, holding, self.rates[stage]))
-            is not None
+            if (made := _optimizer(recipe.optimizer, stage, holding, self.rates[stage])) is not None
         }
         make = recipe.lr_scheduler
         self.schedulers = {
@@ -168,14 +167,15 @@ class Updater:
     def agree(self) -> None:
         """Wait for all ranks' norms, and make the gradients what the verdict says."""
         self.sums.complete()
-        self._unscale(self.holdings)
-        share = Share.of(self._counted())
+        share = Share.of(self._counted(), self._unscaled(self.holdings))
         tell(self._transport, self._rank, self._num_ranks, self._number, share)
         self._judge(self._number, share)
 
     def _judge(self, number: int, share: Share) -> Verdict:
         shares = hear(self._transport, self._rank, self._num_ranks, number, share)
-        verdict = Verdict.of(shares, self._recipe.clip_norm)
+        # Whether steps that have been made stand is for the host to decide.
+        reads_factor = self._recipe.post_validate
+        verdict = Verdict.of(shares, self._recipe.clip_norm, reads_factor=reads_factor)
         self._verdict = verdict
         self.norm = verdict.norm
         if self.loss_scale is not None:
@@ -189,11 +189,12 @@ class Updater:
             for place, parameter in held.counted.items()
         }
 
-    def _unscale(self, stages: Iterable[int]) -> None:
-        if self.loss_scale is not None:
-            inverse = self.loss_scale.inverse
-            for gradient in self._gradients(stages):
-                gradient.mul_(inverse)
+    def _unscaled(self, stages: Iterable[int]) -> Tensor | None:
+        """Divide gradients by the loss scale; whether any of them was not finite, on their
+        device."""
+        if self.loss_scale is None:
+            return None
+        return unscale(self._gradients(stages), self.loss_scale.inverse)
 
     def _gradients(self, stages: Iterable[int]) -> list[Tensor]:
         return [
@@ -222,8 +223,8 @@ class Updater:
 
     def _step(self, stage: int, verdict: Verdict | None) -> None:
         optimizer = self.optimizers[stage]
-        if verdict is None or verdict.finite or self.loss_scale is None:
-            if verdict is not None and verdict.factor != 1.0:
+        if verdict is None or verdict.finite:
+            if verdict is not None and verdict.clips:
                 for gradient in self._gradients([stage]):
                     gradient.mul_(verdict.factor)
             optimizer.step()
@@ -241,10 +242,9 @@ class Updater:
     def _step_on_trust(self, stage: int) -> None:
         holding = self.holdings[stage]
         self.sums.complete(stage)
-        self._unscale([stage])
+        overflow = self._unscaled([stage])
         # [1]
-        share = Share.of(holding.counted)
-        self._share = Share(self._share.norms | share.norms, self._share.finite and share.finite)
+        self._share = self._share.with_that_of(Share.of(holding.counted, overflow))
         if not self._to_update:
             # [2] All else that this step does is this rank's own affair: let the others go on.
             tell(self._transport, self._rank, self._num_ranks, self._number, self._share)
@@ -271,7 +271,7 @@ class Updater:
         number, share, steps = self._pending
         # [5]
         verdict = self._judge(number, share)
-        stands = verdict.factor == 1.0 and (verdict.finite or self.loss_scale is None)
+        stands = verdict.finite and not verdict.clips
         if not stands:  # [7]
             for stage, undo in steps.items():
                 undo.take_back()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,12 +15,19 @@ from penstock.device.queue import DeviceQueue
 from penstock.errors import InputError, StageError
 from penstock.model import tree
 from penstock.model.copying import copy_of
-from penstock.run.minibatch import Harvest, Minibatch, StreamPosition
+from penstock.run.minibatch import Harvest, Mark, Minibatch, StreamPosition
 from penstock.run.rank.mail import Mail
 from penstock.run.recipe import Recipe
 from penstock.schedule import Op
 from penstock.stage.protocol import Criterion
 from penstock.values import shown
+
+
+class AwaitedMark(NamedTuple):
+    """A mark, and by stage how many updates of the stream are the last of its minibatch."""
+
+    mark: Mark
+    num_updates: Mapping[int, int]
 
 
 class Work:
@@ -27,6 +36,7 @@ class Work:
     Args:
         position: where it stands in its stream.
         mail: what passes between stages, for as long as the stream lasts.
+        marks: of minibatches up to this one, behind whose last update the state is wanted.
         queue: the rank's work on its device; ``None`` where all is done in main memory.
 
     Attributes:
@@ -44,6 +54,7 @@ class Work:
         recipe: Recipe,
         mail: Mail,
         queue: DeviceQueue | None = None,
+        marks: Sequence[AwaitedMark] = (),
     ) -> None:
         self.minibatch = minibatch
         self.position = position
@@ -53,6 +64,7 @@ class Work:
         self.failed_on_trust: StageError | None = None
         self._recipe = recipe
         self._queue = queue
+        self._marks = marks
         self._seeds: dict[tuple[Any, ...], Tensor] = {}
         self._first_unit = position.first * minibatch.num_slices
         self._base_unit = position.base * minibatch.num_slices
@@ -65,15 +77,27 @@ class Work:
         """An op with the number of its microbatch in the stream."""
         return Op(op.stage, op.kind, op.microbatch + self.position.base, op.slice)
 
+    def updated(self, stage: int, num_updates: int) -> None:
+        """A stage has made so many updates since its stream began."""
+        for mark, counts in self._marks:
+            if counts[stage] == num_updates:
+                mark.updated(stage)
+
     def input(self, unit: int, *, copied: bool) -> Any:
         """What the first stage works on; a copy if the minibatch may have to begin anew, since the
         first layer may overwrite it."""
-        value = self._here(self.minibatch.inputs[unit - self._first_unit])
+        number = unit - self._first_unit
+        value = self._here(self.minibatch.inputs, self.minibatch.inputs_moments, number)
         return tree.replace(Tensor, copy_of, value) if copied else value
 
-    def _here(self, value: Any) -> Any:
+    def _here(self, values: Sequence[Any], moments: Sequence[torch.Event], number: int) -> Any:
         """What the caller has given, on the rank's device."""
-        return value if self._queue is None else tree.replace(Tensor, self._queue.given, value)
+        if self._queue is None:
+            return values[number]
+        here = self._queue.given
+        if moments:
+            here = partial(self._queue.fetched, moment=moments[number])
+        return tree.replace(Tensor, here, values[number])
 
     def criterion(self, unit: int) -> Criterion | None:
         """From the output of the last stage to the loss; ``None`` where outputs are wanted."""
@@ -81,7 +105,7 @@ class Work:
         if not self.minibatch.trains or loss is None:
             return None
         number = unit - self._first_unit
-        targets = self._here(self.minibatch.targets[number])
+        targets = self._here(self.minibatch.targets, self.minibatch.targets_moments, number)
 
         def criterion(outputs: Any) -> Tensor:
             if metrics:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from penstock.device.queue import NOTHING_ASKED, Moments, moments_of_caller
 from penstock.model import tree
 from penstock.model.replay import SavedBuffer, put_back, saved_buffers
-from penstock.run.minibatch import Harvest, Minibatch, StreamPosition, modes
+from penstock.run.minibatch import Harvest, Mark, Minibatch, StreamPosition, modes
 from penstock.run.rank.compiler import Compiler
 from penstock.run.rank.interpreter import Restart, perform_all
 from penstock.run.rank.journal import Journal
@@ -16,7 +16,7 @@ from penstock.run.rank.mail import Mail
 from penstock.run.rank.observers import Observers
 from penstock.run.rank.program import SkipRoute
 from penstock.run.rank.updater import Updater
-from penstock.run.rank.work import Work
+from penstock.run.rank.work import AwaitedMark, Work
 from penstock.run.recipe import Recipe
 from penstock.run.shared_state import SharedState
 from penstock.schedule.segment import Segment
@@ -79,6 +79,7 @@ class Worker:
         )
         self._journal = Journal()
         self._mail = Mail(transport, 0)
+        self._marks: list[AwaitedMark] = []
 
     @property
     def counts_memory(self) -> bool:
@@ -142,7 +143,9 @@ class Worker:
     def _attempt(self, segment: Segment, minibatch: Minibatch, position: StreamPosition) -> Harvest:
         if segment.begins:
             self._begin(minibatch, position)
-        work = Work(minibatch, position, self._recipe, self._mail, self.queue)
+        if minibatch.mark is not None:
+            self._await(minibatch.mark, minibatch, position)
+        work = Work(minibatch, position, self._recipe, self._mail, self.queue, self._marks)
         for store in self.stores.values():
             store.synchronous = position.synchronous
             if minibatch.inputs:
@@ -154,7 +157,18 @@ class Worker:
         steps = self._compiler.steps(segment, minibatch.trains)
         perform_all(steps, work, self._journal, position.base)
         self._shared.check()
+        if minibatch.mark is not None:
+            for stage in self.stages:
+                minibatch.mark.forwards_done(stage)
         return self._harvested(segment, work)
+
+    def _await(self, mark: Mark, minibatch: Minibatch, position: StreamPosition) -> None:
+        end = position.first + minibatch.num_microbatches
+        counts = {
+            stage: 1 if position.synchronous else store.updates_until(position.index, end)
+            for stage, store in self.stores.items()
+        }
+        self._marks.append(AwaitedMark(mark, counts))
 
     def _begin(self, minibatch: Minibatch, position: StreamPosition) -> None:
         number = self.next_number()
@@ -195,6 +209,7 @@ class Worker:
     def forget(self) -> None:
         """Drop everything of the current stream, finished or not."""
         self._observers.forget()
+        self._marks.clear()
         for stage in self.stages.values():
             stage.forget()
         self._mail = Mail(self.transport, 0)

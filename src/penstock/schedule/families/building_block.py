@@ -7,16 +7,18 @@ matter only as an order: each op runs as soon as its inputs are there, and a ran
 runs a later op of its row instead, if that does not raise the peak of activations.
 
 Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362, sections 2 and 3 and
-appendix; the reordering here is a plain greedy one.
+appendix; the reordering here is a plain greedy one. Long orders repeat in their middle, so they are
+reordered for few microbatches and stretched.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
+from penstock.schedule.families.stretched import Middle, MiddleFinder, stretched
 from penstock.schedule.op import Kind, Op
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import MANY_OPS, Schedule
 
 _F, _I, _W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 _OPS_PER_MICROBATCH = 6
@@ -29,11 +31,31 @@ Starts = tuple[int, int, int, int]
 def from_block(starts: Iterable[Starts], num_microbatches: int, name: str) -> Schedule:
     """The schedule that repeats a block of ops for each microbatch."""
     rows = tuple(starts)
-    planned = [
-        _place_weights(_repeat(rank, 2 * len(rows) - 1 - rank, row, num_microbatches))
-        for rank, row in enumerate(rows)
-    ]
-    return _reorder(Schedule.of(planned, name))
+
+    def middle_of(few: int) -> Middle | None:
+        planned = _planned(rows, few, name)
+        finder = MiddleFinder(planned, _planned(rows, few + 1, name))
+        _reorder(planned, finder.look)
+        return finder.middle
+
+    def whole(count: int) -> Schedule:
+        return _reorder(_planned(rows, count, name))
+
+    if _OPS_PER_MICROBATCH * len(rows) * num_microbatches >= MANY_OPS:
+        long = stretched(name, num_microbatches, middle_of, lambda count: whole(count).ranks)
+        if long is not None:
+            return long
+    return whole(num_microbatches)
+
+
+def _planned(rows: Sequence[Starts], num_microbatches: int, name: str) -> Schedule:
+    return Schedule.of(
+        (
+            _place_weights(_repeat(rank, 2 * len(rows) - 1 - rank, row, num_microbatches))
+            for rank, row in enumerate(rows)
+        ),
+        name,
+    )
 
 
 def _repeat(there: int, back: int, row: Starts, num_microbatches: int) -> dict[int, Op]:
@@ -59,14 +81,23 @@ def _place_weights(planned: dict[int, Op]) -> list[Op]:
     return [*ops, *waiting]
 
 
-def _reorder(planned: Schedule) -> Schedule:
-    """Let every rank, tick by tick, run the first op of its row that it can."""
+def _reorder(
+    planned: Schedule, look: Callable[[Sequence[list[Op]]], None] | None = None
+) -> Schedule:
+    """Let every rank, tick by tick, run the first op of its row that it can.
+
+    Args:
+        planned: the rows.
+        look: is shown before each tick what ranks have run so far.
+    """
     limit = max(map(_peak, planned.ranks))
     ahead = [list(ops) for ops in planned.ranks]
     held = [0] * planned.num_ranks
     ranks: list[list[Op]] = [[] for _ in ahead]
     done: set[Op] = set()
     while any(ahead):
+        if look is not None:
+            look(ranks)
         # All choose before any has run: what ends in this tick can be used from the next one on.
         chosen = [
             _choose(planned, row, done, limit - holds)

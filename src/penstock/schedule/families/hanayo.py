@@ -6,13 +6,16 @@ Efficiency", SC 2023, arXiv 2308.15762, section 3.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+
 from penstock.errors import InputError
 from penstock.schedule.durations import WholeBackward
 from penstock.schedule.families.options import at_least
-from penstock.schedule.op import Kind
-from penstock.schedule.placement import snake
-from penstock.schedule.schedule import Schedule
-from penstock.schedule.search import OrderingProblem, Rules, greedy, whole_ranks
+from penstock.schedule.families.stretched import Middle, stretched
+from penstock.schedule.op import Kind, Op
+from penstock.schedule.placement import Placement, snake
+from penstock.schedule.schedule import MANY_OPS, Schedule
+from penstock.schedule.search import OrderingProblem, Phase, Rules, greedy, whole_ranks
 
 
 def hanayo(num_ranks: int, num_microbatches: int, num_waves: int = 1) -> Schedule:
@@ -48,6 +51,23 @@ def hanayo(num_ranks: int, num_microbatches: int, num_waves: int = 1) -> Schedul
             f"{num_ranks}, so that a wave fills the pipeline; cut the minibatch finer, or take 1f1b"
         )
     placement = snake(num_ranks, 2 * num_waves)
+    if 2 * len(placement) * num_microbatches >= MANY_OPS:
+        long = stretched(
+            "hanayo",
+            num_microbatches,
+            lambda few: _middle(placement, few),
+            lambda count: _undivided(_searched(placement, count).ranks),
+        )
+        if long is not None:
+            return long
+    return Schedule.of(_undivided(_searched(placement, num_microbatches).ranks), "hanayo")
+
+
+def _searched(
+    placement: Placement, num_microbatches: int, look: Callable[[Phase], None] | None = None
+) -> Schedule:
+    """The order with divided backwards: the gradient of the input takes all of their time."""
+    num_ranks = 1 + max(placement)
     problem = OrderingProblem(
         placement=placement,
         num_microbatches=num_microbatches,
@@ -55,13 +75,41 @@ def hanayo(num_ranks: int, num_microbatches: int, num_waves: int = 1) -> Schedul
         sizes=whole_ranks(placement, kept_for_weight=0.0),
         limits=(float(num_ranks),) * num_ranks,
     )
-    searched = problem.schedule(greedy(problem, [Rules(deep_backward=False)] * num_ranks), "hanayo")
-    ranks = (
-        (
+    rules = [Rules(deep_backward=False)] * num_ranks
+    return problem.schedule(greedy(problem, rules, look), "hanayo")
+
+
+def _undivided(ranks: Iterable[Sequence[Op]]) -> list[list[Op]]:
+    return [
+        [
             op._replace(kind=Kind.BACKWARD) if op.kind is Kind.BACKWARD_INPUT else op
             for op in ops
             if op.kind is not Kind.BACKWARD_WEIGHT
+        ]
+        for ops in ranks
+    ]
+
+
+def _middle(placement: Placement, few: int) -> Middle | None:
+    """What ranks do from one moment to the first at which all stands as it stood then."""
+    seen: dict[object, Phase] = {}
+    again: list[tuple[Phase, Phase]] = []
+
+    def look(phase: Phase) -> None:
+        before = seen.setdefault(phase.state, phase)
+        # Of the end they see nothing but that no microbatch is left to begin.
+        if not again and before.begun < phase.begun < few:
+            again.append((before, phase))
+
+    ranks = _searched(placement, few, look).ranks
+    if not again:
+        return None
+    begin, end = (
+        tuple(
+            sum(op.kind is not Kind.BACKWARD_WEIGHT for op in ops[:length])
+            for ops, length in zip(ranks, phase.lengths, strict=True)
         )
-        for ops in searched.ranks
+        for phase in again[0]
     )
-    return Schedule.of(ranks, "hanayo")
+    before, after = again[0]
+    return Middle(begin, end, after.begun - before.begun)

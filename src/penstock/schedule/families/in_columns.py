@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.schedule.columns import CODES, Columns, Fields, Ints, codes_of
+from penstock.schedule.columns.columns import CODES, Columns, Fields, Ints, codes_of
 from penstock.schedule.families.alternate import Turns
 from penstock.schedule.families.layout import Order
 from penstock.schedule.families.phases import Phases
 from penstock.schedule.families.slots import Slots
+from penstock.schedule.families.stretched import Stretched
 from penstock.schedule.op import BACKWARD, Kind
 
 
@@ -89,6 +90,21 @@ def fields_of_phases(phases: Phases) -> Fields:
     owed = inputs[: len(weights)]
     stage[weights], microbatch[weights] = stage[owed], microbatch[owed]
     return stage, kind, microbatch, np.zeros(len(steps), np.int32)
+
+
+def fields_of_stretched(order: Stretched) -> Fields:
+    """As ``Stretched.ops``: whose number each op has, and by how much it is later."""
+    count, length = len(order.short), order.end - order.begin
+    tail = count - order.end
+    middle = np.tile(np.arange(order.begin, order.end), order.times)
+    numbers = np.concatenate((np.arange(order.begin), middle, np.arange(order.end, count)))
+    turns = np.repeat(np.arange(order.times, dtype=np.int32), length)
+    turn = np.concatenate((np.zeros(order.begin, np.int32), turns, np.full(tail, order.times - 1)))
+    stages, kinds, microbatches, _ = zip(*order.short, strict=True)
+    kind = np.array([*map(CODES.__getitem__, kinds)], np.int8)[numbers]
+    microbatch = np.array(microbatches, np.int32)[numbers]
+    microbatch += (turn * order.microbatches).astype(np.int32)
+    return np.array(stages, np.int32)[numbers], kind, microbatch, np.zeros(len(kind), np.int32)
 
 
 def _places(turns: Turns) -> list[Ints]:

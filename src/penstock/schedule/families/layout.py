@@ -9,7 +9,7 @@ from penstock.schedule.op import Op
 from penstock.schedule.schedule import MANY_OPS, Schedule
 
 if TYPE_CHECKING:
-    from penstock.schedule.columns import Fields
+    from penstock.schedule.columns.columns import Fields
 
 
 class Order(Protocol):

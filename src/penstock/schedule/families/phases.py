@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from penstock.schedule.op import BACKWARD, Kind, Op
 
 if TYPE_CHECKING:
-    from penstock.schedule.columns import Fields
+    from penstock.schedule.columns.columns import Fields
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from penstock.schedule.families.alternate import Line
 from penstock.schedule.op import Op
 
 if TYPE_CHECKING:
-    from penstock.schedule.columns import Fields
+    from penstock.schedule.columns.columns import Fields
 
 
 class Timed(NamedTuple):

@@ -11,7 +11,7 @@ takes its answer as the bound from above.
 """
 
 from penstock.schedule.search.climb import search
-from penstock.schedule.search.greedy import Rules, greedy
+from penstock.schedule.search.greedy import Phase, Rules, greedy
 from penstock.schedule.search.problem import (
     Objective,
     OrderingProblem,
@@ -24,6 +24,7 @@ __all__ = [
     "Objective",
     "OrderingProblem",
     "Orders",
+    "Phase",
     "Rules",
     "check_objective",
     "greedy",

@@ -8,7 +8,7 @@ still finish on its rank. That makes every order it returns free of deadlock.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from math import inf
 from typing import NamedTuple
@@ -44,11 +44,38 @@ class Rules(NamedTuple):
     deep_backward: bool = True
 
 
-def greedy(problem: OrderingProblem, rules: Sequence[Rules]) -> Orders:
-    """The order that these rules, one set per rank, lead to."""
+class Phase(NamedTuple):
+    """Where the scheduler stands.
+
+    Attributes:
+        state: all that decides what ranks do next, but for how many microbatches are done and how
+            many are left.
+        begun: how many microbatches the first stage has begun.
+        lengths: how many ops each rank has.
+    """
+
+    state: tuple[object, ...]
+    begun: int
+    lengths: tuple[int, ...]
+
+
+def greedy(
+    problem: OrderingProblem, rules: Sequence[Rules], look: Callable[[Phase], None] | None = None
+) -> Orders:
+    """The order that these rules, one set per rank, lead to.
+
+    Args:
+        problem: what to order.
+        rules: what each rank prefers.
+        look: is shown where the scheduler stands whenever time has moved on.
+    """
     run = _Run(problem, rules)
     queue = [(0.0, rank) for rank in range(problem.num_ranks)]
+    before = 0.0
     while queue:
+        if look is not None and queue[0][0] > before:
+            before = queue[0][0]
+            look(run.phase(before, queue))
         time, rank = heapq.heappop(queue)
         if time >= run.free[rank]:
             for entry in run.step(time, rank):
@@ -85,6 +112,22 @@ class _Run:
             )
             for stage, rank in enumerate(problem.placement)
         ]
+
+    def phase(self, time: float, queue: Sequence[tuple[float, int]]) -> Phase:
+        """Where the scheduler stands, with what it is to ask next."""
+        begun = self.done[FORWARD][0]
+        ahead = [count - begun for row in self.done for count in row]
+        # What is over is over, however long ago. All inputs of the first stage were there at once.
+        arriving = [
+            [max(0.0, arrival - time) for arrival in arrivals[self.done[kind][stage] :]]
+            for kind, row in enumerate(self.arrivals)
+            for stage, arrivals in enumerate(row)
+            if self.problem.awaited[kind][stage] is not None
+        ]
+        busy = [max(0.0, end - time) for end in self.free]
+        asked = sorted({(moment - time, rank) for moment, rank in queue})
+        state = *ahead, *busy, *map(tuple, arriving), *asked
+        return Phase(state, begun, tuple(map(len, self.orders)))
 
     def step(self, time: float, rank: int) -> list[tuple[float, int]]:
         """Let ``rank``, free at ``time``, take an op or wait: (when, whom) to ask next."""

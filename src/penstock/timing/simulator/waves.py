@@ -2,7 +2,7 @@
 
 The times are those of ``events``, to the bit. Few ranks go one after another, each as far as it
 can; of many ranks, all whose next op can start take it at once, in a wave, which costs a few numpy
-calls for all of them together. What ops need comes from the one rule, by ``schedule.numbers``.
+calls for all of them together. What ops need comes from the one rule, by ``columns.needs``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from penstock.schedule.columns import CODES, Columns, Ints, Longs
-from penstock.schedule.numbers import Needs, needs_of
+from penstock.schedule.columns.columns import CODES, Columns, Ints, Longs
+from penstock.schedule.columns.needs import Needs, needs_of
 from penstock.schedule.op import COMMUNICATION, Kind, Op
 from penstock.schedule.schedule import Schedule
 from penstock.timing.costs import Costs
@@ -113,7 +113,7 @@ def _rank_by_rank(
     """Let each rank go on until it waits, and go on again when what it waits for is done."""
     first = columns.first.tolist()
     # Single numbers come from an array of the standard library at half the time.
-    single, duration = array("i", needs.single.tobytes()), array("d", durations.tobytes())
+    single, duration = needs.quick_single, array("d", durations.tobytes())
     delay = array("d", delays.of(needs.single, slice(None)).tobytes())
     several = _arrivals(needs.several, delays)
     start, end = array("d", bytes(8 * columns.count)), array("d", [inf]) * (columns.count + 2)

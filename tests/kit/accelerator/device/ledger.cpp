@@ -211,11 +211,17 @@ void Ledger::release(Block* block) noexcept {
     stats.allocated_bytes[kAggregate].decrease(block->bytes);
     stats.reserved_bytes[kAggregate].decrease(block->bytes);
     stats.allocation[kAggregate].decrease(1);
+    // The allocator waits for what the recorded streams have been asked for by now: their own work, and what that is
+    // behind.
+    const auto is_recorded = [&](const Access& access) {
+      return std::any_of(block->recorded.begin(), block->recorded.end(),
+          [&](Lane lane) { return done_before(access, lane); });
+    };
     // Whether this is a fault is known when the memory may be written again.
     auto& graves = graves_[block->home];
     for (auto* accesses : {&block->reads, &block->writes})
       for (auto& access : *accesses)
-        if (!done_before(access, block->home) && !block->recorded.count(access.lane)) {
+        if (!done_before(access, block->home) && !is_recorded(access)) {
           access.extent = {0, 1};
           access.by_former_owner = true;
           const bool is_last = std::none_of(graves.begin(), graves.end(), [&](const Access& grave) {

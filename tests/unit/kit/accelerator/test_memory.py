@@ -85,6 +85,17 @@ def test_record_stream_speaks_for_that_stream_only(side, main):
         torch.zeros(6, device=DEVICE)
 
 
+def test_record_stream_speaks_for_what_that_stream_is_behind(side, main):
+    ready, third = torch.ones(6, device=DEVICE), torch.Stream(DEVICE)
+    side.wait_stream(main)
+    with side:
+        ready * 2
+    third.wait_stream(side)
+    ready.record_stream(third)
+    del ready
+    torch.zeros(6, device=DEVICE)
+
+
 def test_a_wait_before_the_memory_is_written_again_is_early_enough(side, main):
     ready = torch.ones(6, device=DEVICE)
     side.wait_stream(main)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, overload
 from penstock.schedule.op import COMPUTE, Kind, Op
 
 if TYPE_CHECKING:
-    from penstock.schedule.columns import Columns
+    from penstock.schedule.columns.columns import Columns
 
 
 class RankOps(Sequence[Op]):

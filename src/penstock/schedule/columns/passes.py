@@ -1,14 +1,41 @@
-"""The passes that it takes to predict a plan, on whole columns: what ``lower`` does op by op."""
+"""Passes on whole columns, for large plans: what ``lower`` does op by op."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from penstock.schedule.columns import CODES, Columns, Ints, Longs, Span, codes_of
+from penstock.schedule.channels import RECEIVED_BY, SENT_BY
+from penstock.schedule.columns.columns import (
+    CODES,
+    KINDS,
+    Codes,
+    Columns,
+    Ints,
+    Longs,
+    Span,
+    codes_of,
+)
+from penstock.schedule.columns.messages import (
+    Messages,
+    bounded,
+    hoist,
+    in_new_order,
+    messages_of,
+)
+from penstock.schedule.columns.walk import Walk
 from penstock.schedule.op import BACKWARD, RELEASING, Kind
+
+
+def _codes_by_kind(table: Mapping[Kind, Kind]) -> Codes:
+    """The code of what a table has for a kind, by the code of that kind."""
+    return np.array([CODES[table.get(kind, kind)] for kind in KINDS], np.int8)
+
+
+_FREED_BY = dict.fromkeys(RELEASING, Kind.FREE) | {Kind.BACKWARD_INPUT: Kind.FREE_INPUT_PART}
+_FREES, _SENDS, _RECEIVES = map(_codes_by_kind, (_FREED_BY, SENT_BY, RECEIVED_BY))
 
 
 class _Further(NamedTuple):
@@ -32,7 +59,60 @@ def with_recompute(columns: Columns, stages: Collection[int]) -> Columns:
     numbers = np.flatnonzero(columns.are_of(BACKWARD) & chosen)
     count = np.bincount(columns.rank[numbers], minlength=columns.num_ranks)
     fields = columns.stage[numbers], columns.microbatch[numbers], columns.slice[numbers]
-    return _with_more(columns, Kind.RECOMPUTE, numbers, count, *fields)
+    return _with_more(columns, CODES[Kind.RECOMPUTE], numbers, count, *fields)
+
+
+def with_frees(columns: Columns) -> Columns:
+    """As ``lower.add_free``."""
+    numbers = np.flatnonzero(columns.are_of(_FREED_BY))
+    kinds = _FREES[columns.kind[numbers]]
+    count = np.bincount(columns.rank[numbers], minlength=columns.num_ranks)
+    fields = columns.stage[numbers], columns.microbatch[numbers], columns.slice[numbers]
+    return _with_more(columns, kinds, numbers + 1, count, *fields)
+
+
+def with_messages(columns: Columns, capacity: int | None) -> Columns | None:
+    """As ``lower.add_communication``; ``None`` if somebody has to look at it op by op.
+
+    Args:
+        columns: without messages.
+        capacity: how many of them a channel holds before its sender waits; ``None`` is unlimited.
+    """
+    messages = messages_of(columns)
+    if messages is None:
+        return None
+    kind = np.empty(messages.count, np.int8)
+    kind[messages.number] = columns.kind
+    kind[messages.sends] = _SENDS[columns.kind[messages.senders]]
+    kind[messages.receives] = _RECEIVES[columns.kind[messages.readers]]
+    sent = Columns(
+        messages.first,
+        _beside(messages, columns.stage),
+        kind,
+        _beside(messages, columns.microbatch),
+        _beside(messages, columns.slice)
+        if columns.num_slices > 1
+        else np.broadcast_to(columns.slice[:1], messages.count),
+    )
+    if capacity is None:
+        return sent
+    needs = bounded(columns, messages, capacity)
+    moved, places = hoist(Walk(messages.first, needs), messages, needs)
+    if not moved.size:
+        return sent
+    order = in_new_order(messages, moved, places)
+    return Columns(
+        sent.first, sent.stage[order], kind[order], sent.microbatch[order], sent.slice[order]
+    )
+
+
+def _beside(messages: Messages, field: Ints) -> Ints:
+    """A field of ops and messages: a message has that of the op that it stands beside."""
+    whole = np.empty(messages.count, np.int32)
+    whole[messages.number] = field
+    whole[messages.sends] = field[messages.senders]
+    whole[messages.receives] = field[messages.readers]
+    return whole
 
 
 def with_one_behind_last(columns: Columns, kind: Kind, wanted: Callable[[int], bool]) -> Columns:
@@ -84,29 +164,30 @@ def _with_further(columns: Columns, kind: Kind, ops: Iterable[_Further]) -> Colu
     places, ranks, stages, microbatches = np.array([*ops], np.int64).reshape(-1, 4).T
     count = np.bincount(ranks, minlength=columns.num_ranks)
     parts = np.zeros(len(places), np.int64)
-    return _with_more(columns, kind, places, count, stages, microbatches, parts)
+    return _with_more(columns, CODES[kind], places, count, stages, microbatches, parts)
 
 
 def _with_more(
     columns: Columns,
-    kind: Kind,
+    kinds: Codes | int,
     places: Longs,
     count: Longs,
     stages: Ints | Longs,
     microbatches: Ints | Longs,
     parts: Ints | Longs,
 ) -> Columns:
-    """The columns with further ops of one kind, each before the op of its place; of several with
-    one place, the first stays first.
+    """The columns with further ops, each before the op of its place; of several with one place, the
+    first stays first.
 
     Args:
+        kinds: their codes, or the one that all have.
         count: how many each rank gets.
     """
     part = columns.slice
     return Columns(
         columns.first + np.concatenate(([0], count.cumsum())),
         np.insert(columns.stage, places, stages),
-        np.insert(columns.kind, places, CODES[kind]),
+        np.insert(columns.kind, places, kinds),
         np.insert(columns.microbatch, places, microbatches),
         np.insert(part, places, parts)
         if columns.num_slices > 1

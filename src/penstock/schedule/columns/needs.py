@@ -6,6 +6,7 @@ holds the two together.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from itertools import pairwise, product
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.schedule.columns import CODES, Bools, Columns, Ints, Longs
+from penstock.schedule.columns.columns import CODES, Bools, Columns, Ints, Longs
 from penstock.schedule.op import BEFORE, COMPUTE, NEEDS, OF_A_ROUND, Kind
 from penstock.schedule.schedule import exchanges
 
@@ -45,6 +46,11 @@ class Needs:
     several: dict[int, list[int]]
     nothing: int
     absent: int
+
+    @cached_property
+    def quick_single(self) -> array[int]:
+        """The same as ``single``; numbers one by one come from it at half the time."""
+        return array("i", self.single.tobytes())
 
     def suit_waves(self, num_ranks: int) -> bool:
         """Whether all ranks are let go on at once, op by op, rather than one after the other, each

@@ -5,18 +5,23 @@ They say yes or no. What is wrong, and in which words, ``check`` finds out op by
 
 from __future__ import annotations
 
-from array import array
-
 import numpy as np
 
 from penstock.schedule.channels import OTHER_END
-from penstock.schedule.columns import Columns
-from penstock.schedule.numbers import Needs, Numbers, needs_of
+from penstock.schedule.columns.columns import Columns
+from penstock.schedule.columns.messages import bounded, hoist, messages_of
+from penstock.schedule.columns.needs import Numbers, needs_of
+from penstock.schedule.columns.walk import Walk
 from penstock.schedule.op import COMMUNICATION, COMPUTE, OF_A_ROUND, RELEASING, Kind
 
 
-def is_proven(columns: Columns) -> bool:
-    """Whether a schedule passes every check that ``check`` makes without a capacity."""
+def is_proven(columns: Columns, capacity: int | None = None) -> bool:
+    """Whether a schedule passes every check that ``check`` makes.
+
+    Args:
+        columns: the schedule.
+        capacity: how many messages a channel holds before its sender waits; ``None`` is unlimited.
+    """
     numbers = Numbers(columns)
     return bool(
         numbers.fits
@@ -27,6 +32,7 @@ def is_proven(columns: Columns) -> bool:
         and _updates(numbers)
         and _communication(numbers)
         and _progress(numbers)
+        and (capacity is None or _room(columns, capacity))
     )
 
 
@@ -106,52 +112,17 @@ def _communication(numbers: Numbers) -> bool:
 
 def _progress(numbers: Numbers) -> bool:
     needs = needs_of(numbers.columns, numbers)
-    if needs is None:
+    return needs is not None and Walk(numbers.columns.first, needs).to_the_end()
+
+
+def _room(columns: Columns, capacity: int) -> bool:
+    """Whether channels that hold so much are enough; as ``add_communication`` lays messages out,
+    where there are none."""
+    messages = messages_of(columns)
+    if messages is None:
         return False
-    go = _all_at_once if needs.suit_waves(numbers.columns.num_ranks) else _rank_by_rank
-    return go(numbers.columns, needs)
-
-
-def _rank_by_rank(columns: Columns, needs: Needs) -> bool:
-    """Let each rank go on until it waits, and go on again when what it waits for is done."""
-    first = columns.first.tolist()
-    # Single numbers come from an array of the standard library at half the time.
-    single, several = array("i", needs.single.tobytes()), needs.several
-    done = bytearray(columns.count + 2)
-    done[needs.nothing] = 1
-    position = first[:-1]
-    runnable = list(range(columns.num_ranks))
-    waiting: dict[int, list[int]] = {}
-    while runnable:
-        rank = runnable.pop()
-        for op in range(position[rank], first[rank + 1]):
-            need = single[op]
-            if not done[need]:
-                need = next((one for one in several.get(op, (need,)) if not done[one]), -1)
-                if need >= 0:
-                    waiting.setdefault(need, []).append(rank)
-                    position[rank] = op
-                    break
-            done[op] = 1
-            if op in waiting:
-                runnable += waiting.pop(op)
-    return not waiting
-
-
-def _all_at_once(columns: Columns, needs: Needs) -> bool:
-    """In each wave, every rank whose next op can run runs it."""
-    done = np.zeros(columns.count + 2, np.bool_)
-    done[needs.nothing] = True
-    position, limit = columns.first[:-1].copy(), columns.first[1:]
-    while position.size:
-        before = int(position.sum())
-        # No rank comes to its end before so many waves.
-        for _ in range(int((limit - position).min())):
-            can = done.take(needs.single.take(position))
-            done[position] = can
-            position += can
-        if int(position.sum()) == before:
-            return False
-        goes_on = position < limit
-        position, limit = position[goes_on], limit[goes_on]
-    return True
+    needs = bounded(columns, messages, capacity)
+    walk = Walk(messages.first, needs)
+    if not COMMUNICATION & columns.kinds:
+        hoist(walk, messages, needs)
+    return walk.to_the_end()

@@ -1,0 +1,1 @@
+"""What it costs to save and to go on."""

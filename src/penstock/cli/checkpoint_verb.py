@@ -1,0 +1,177 @@
+"""``penstock checkpoint``: what a run has saved, and that for other programs."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from penstock.cli import options, show
+from penstock.errors import FileError, InputError
+from penstock.units import count_of, format_bytes
+from penstock.values import write_atomically
+
+if TYPE_CHECKING:
+    from penstock.checkpoint.folder import Checkpoint
+    from penstock.drawing.readings import Reader
+    from penstock.plans import Plan
+
+
+@click.group()
+def checkpoint() -> None:
+    """Show what a run has saved, or export it."""
+
+
+@checkpoint.command("show")
+@click.argument("folder", type=click.Path())
+@options.json_option
+def show_checkpoints(folder: str, as_json: bool) -> None:
+    """Show the checkpoints in FOLDER: a run's, or one of them (runs/a/step-00000100)."""
+    from penstock.checkpoint.folder import Checkpoint, folders, is_folder_name
+
+    path = Path(folder)
+    every = [path] if is_folder_name(path.name) else folders(path)
+    if not every or not path.is_dir():
+        raise FileError(f"{folder} has no checkpoints; give the folder that save() was given")
+    opened: list[tuple[Path, Checkpoint | FileError]] = []
+    for one in every:
+        try:
+            opened.append((one, Checkpoint.opened(one)))
+        except FileError as error:
+            opened.append((one, error))
+    if as_json:
+        show.print_json([_as_json(one, what) for one, what in opened])
+        return
+    rows = [_row(one, what) for one, what in opened]
+    show.print_table(("checkpoint", "state", "saved", "plan", "step", "size"), rows, num_texts=4)
+    if len(opened) == 1 and not isinstance(opened[0][1], FileError):
+        click.echo()
+        show.print_table(
+            ("file", "layers", "optimizer", "tensors", "size"), _pieces(opened[0][1]), 3
+        )
+
+
+def _row(path: Path, what: Checkpoint | FileError) -> Sequence[str]:
+    if isinstance(what, FileError):
+        reason = str(what).removeprefix(f"{path} is not complete: ")
+        return (path.name, "not complete", _when(path), reason, "", "")
+    plan = what.plan
+    return (
+        path.name,
+        "complete",
+        _when(path),
+        f"{plan.schedule}, {count_of(len(plan.stages), 'stage')} on "
+        f"{count_of(plan.num_ranks, 'rank')}",
+        str(what.step),
+        format_bytes(what.num_bytes),
+    )
+
+
+def _when(path: Path) -> str:
+    moment = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC).astimezone()
+    return f"{moment:%Y-%m-%d %H:%M}"
+
+
+def _pieces(what: Checkpoint) -> list[Sequence[str]]:
+    rows: list[Sequence[str]] = []
+    for piece in what.pieces:
+        head = piece.header
+        layers = what.plan.stages[head.stage].layers
+        told = layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]}"
+        kind = "none" if head.optimizing is None else head.optimizing.kind
+        rows.append(
+            (piece.path.name, told, kind, str(len(head.tensors)), format_bytes(piece.num_bytes))
+        )
+    return rows
+
+
+def _as_json(path: Path, what: Checkpoint | FileError) -> dict[str, object]:
+    if isinstance(what, FileError):
+        return {"folder": str(path), "complete": False, "problem": str(what)}
+    identity = what.identity
+    return {
+        "folder": str(path),
+        "complete": True,
+        "step": what.step,
+        "position": identity.position,
+        "run": identity.run,
+        "schedule": what.plan.schedule,
+        "stages": len(what.plan.stages),
+        "ranks": what.plan.num_ranks,
+        "bytes": what.num_bytes,
+        "files": [piece.path.name for piece in what.pieces],
+    }
+
+
+@checkpoint.command("draw")
+@click.argument("folder", type=click.Path())
+@click.argument("plans", type=click.Path(), nargs=-1, required=True)
+@click.option("-o", "--output", required=True, type=click.Path(), help="What to write (.svg).")
+def draw(folder: str, plans: tuple[str, ...], output: str) -> None:
+    """Draw which files of the latest complete checkpoint in FOLDER the stages of PLANS read."""
+    from penstock.checkpoint.piece import piece_name
+    from penstock.drawing.readings import Block, readings
+    from penstock.plans import Plan
+
+    latest = _latest(folder)
+    written = _reader(latest.plan, "written by")
+    files = [
+        Block(piece_name(number), block.first, block.stop)
+        for number, block in enumerate(written.stages)
+    ]
+    others = [_fitting(latest.plan, path, Plan.load(path)) for path in plans]
+    picture = readings(written, files, [_reader(plan, "read by") for plan in others])
+    write_atomically(output, picture + "\n")
+    show.say(f"wrote {output}")
+
+
+def _reader(plan: Plan, what: str) -> Reader:
+    from penstock.drawing.readings import Block, Reader
+
+    borders = accumulate((len(stage.layers) for stage in plan.stages), initial=0)
+    stages = [
+        Block(f"stage {number}", first, stop)
+        for number, (first, stop) in enumerate(pairwise(borders))
+    ]
+    return Reader(f"{what} {plan.schedule}, {count_of(plan.num_ranks, 'rank')}", stages)
+
+
+def _fitting(plan: Plan, path: str, other: Plan) -> Plan:
+    if plan.layers != other.layers:
+        raise InputError(f"{path} is for another model: its layers are not the checkpoint's")
+    return other
+
+
+def _latest(folder: str) -> Checkpoint:
+    from penstock.checkpoint.folder import checkpoint_in
+
+    latest = checkpoint_in(Path(folder))
+    if latest is None:
+        raise InputError(f"{folder} has no complete checkpoint; see penstock checkpoint show")
+    return latest
+
+
+@checkpoint.command("export")
+@click.argument("folder", type=click.Path())
+@click.option(
+    "--to", "form", type=click.Choice(("safetensors", "dcp")), default="safetensors",
+    show_default=True,
+    help="One file with the weights, or a folder of torch.distributed.checkpoint with all.",
+)  # fmt: skip
+@click.option("-o", "--output", required=True, type=click.Path(), help="What to write.")
+def export(folder: str, form: str, output: str) -> None:
+    """Write the latest complete checkpoint in FOLDER for other programs.
+
+    The weights alone, as one safetensors file for `model.load_state_dict(load_file(…))`; or, with
+    `--to dcp`, weights and optimizer state for `torch.distributed.checkpoint`, as torchtitan and
+    others read it.
+    """
+    from penstock.checkpoint.export import export_dcp, export_weights
+
+    latest = _latest(folder)
+    (export_dcp if form == "dcp" else export_weights)(latest, Path(output))
+    show.say(f"wrote {output}: step {latest.step}")

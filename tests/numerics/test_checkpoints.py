@@ -1,0 +1,414 @@
+"""A run that was saved and goes on, in whatever layout, is the run that never stopped."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import lr_scheduler
+
+import penstock as pk
+from penstock import versions
+from penstock.checkpoint.contents import Contents
+from penstock.checkpoint.folder import Checkpoint, folder_name
+from penstock.errors import FileError, InputError
+from tests.kit.examples import more
+from tests.kit.helpers import make_plan
+from tests.kit.streams import batches as stream_batches
+from tests.kit.streams import layered_model, plan_for
+from tests.kit.training import adamw, momentum
+from tests.numerics.test_asynchronous import POLICIES
+
+STEPS, HALF = 6, 3
+
+
+class Tied(nn.Module):
+    """An embedding that is also the head, dropout, batch norm and a layer that is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 8)
+        self.norm = Rows()
+        self.dropout = nn.Dropout(0.2)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.layer = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def spine(self):
+        return [
+            *(self.embedding, self.norm, self.dropout, self.frozen),
+            *(self.layer, self.last, self.head),
+        ]
+
+
+def in_double():
+    return Tied().double()
+
+
+class Rows(nn.BatchNorm1d):
+    """Batch norm of (rows, length, width)."""
+
+    def __init__(self):
+        super().__init__(8)
+
+    def forward(self, value):
+        return super().forward(value.flatten(0, 1)).view_as(value)
+
+
+def loss_of(output, target):
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 11, (8, 5), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+LAYOUTS = {
+    "one rank": {"num_ranks": 1, "num_microbatches": 4},
+    "1f1b on 2": {"num_ranks": 2, "num_microbatches": 4},
+    "1f1b on 2, cut late": {"num_ranks": 2, "num_microbatches": 4, "cuts": [5]},
+    "gpipe on 3": {"num_ranks": 3, "num_microbatches": 4, "schedule": "gpipe"},
+    "interleaved on 2": {"num_ranks": 2, "num_microbatches": 4, "schedule": "interleaved-1f1b"},
+    "zb-v on 2": {"num_ranks": 2, "num_microbatches": 4, "schedule": "zb-v"},
+}
+
+
+def pipeline_in(layout, model, **options):
+    plan = make_plan(model, **LAYOUTS[layout])
+    options = {"loss": loss_of, "optimizer": adamw, "seed": 3, **options}
+    return pk.Pipeline(model, plan, deadline_seconds=60, **options)
+
+
+def trained(layout, first, stop, *, load=None, save=None, build=Tied, **options):
+    """The losses of some steps, from a checkpoint or not, with a checkpoint at the end or not."""
+    # The seed of the checkpoint counts, and nothing is left of the weights that were there.
+    seed = 3 if load is None else 4
+    model = build()
+    if load is not None:
+        model.apply(lambda part: [nn.init.ones_(own) for own in part.parameters(recurse=False)])
+    with pipeline_in(layout, model, seed=seed, **options) as pipeline:
+        if load is not None:
+            assert pipeline.load(load) == first
+        losses = [pipeline.step(*batch(step)) for step in range(first, stop)]
+        if save is not None:
+            pipeline.save(save)
+    return torch.stack(losses)
+
+
+def assert_same_training(folder, other, step=STEPS, tolerance=0.0):
+    """Two checkpoints hold the same weights, buffers, optimizer state and options."""
+    ours, theirs = (Contents(Checkpoint.opened(run / folder_name(step))) for run in (folder, other))
+    assert set(ours.checkpoint.pieces_with) == set(theirs.checkpoint.pieces_with)
+    for name in ours.checkpoint.pieces_with:
+        torch.testing.assert_close(
+            ours.tensor(name), theirs.tensor(name), rtol=tolerance, atol=tolerance
+        )
+    assert ours.trainer_of.keys() == theirs.trainer_of.keys()
+    for name, told in ours.trainer_of.items():
+        assert told.options[name] == theirs.trainer_of[name].options[name]
+        assert told.kind == theirs.trainer_of[name].kind
+        assert ours.plain_state(name) == theirs.plain_state(name)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Its losses and the folder with its last checkpoint, by what else a pipeline is given."""
+
+    @cache
+    def run(layout="1f1b on 2", **options):
+        folder = tmp_path_factory.mktemp("uninterrupted")
+        return trained(layout, 0, STEPS, save=folder, **options), folder
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory):
+    """Like ``uninterrupted``, but ends in the middle."""
+
+    @cache
+    def run(layout="1f1b on 2", **options):
+        folder = tmp_path_factory.mktemp("half")
+        return trained(layout, 0, HALF, save=folder, **options), folder
+
+    return run
+
+
+def goes_on(uninterrupted, half, folder, before, after, tolerance=0.0, **options):
+    """Train half of the steps in one layout and the rest in another."""
+    expected, whole = uninterrupted(**options)
+    first, saved = half(before, **options)
+    rest = trained(after, HALF, STEPS, load=saved, save=folder, **options)
+    losses = torch.cat([first, rest])
+    torch.testing.assert_close(losses, expected, rtol=tolerance, atol=tolerance)
+    assert_same_training(folder, whole, tolerance=tolerance)
+
+
+FEW = ("1f1b on 2", "1f1b on 2, cut late")
+
+
+@pytest.mark.parametrize("after", LAYOUTS)
+@pytest.mark.parametrize("before", [FEW[0], *(more(one) for one in LAYOUTS if one not in FEW)])
+def test_any_layout_goes_on_from_any_other(before, after, uninterrupted, half, tmp_path):
+    # Where one rank has both ends of the tied weights, it adds their gradients in another order.
+    tied_alike = not {"one rank", "zb-v on 2"} & {before, after}
+    tolerance = 0.0 if tied_alike else 1e-12
+    goes_on(uninterrupted, half, tmp_path, before, after, tolerance, build=in_double)
+
+
+def in_groups(parameters):
+    """Without decay for vectors, as is usual."""
+    named = list(parameters.named())
+    matrices = [parameter for _, parameter in named if parameter.dim() > 1]
+    others = [parameter for _, parameter in named if parameter.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 3e-3}]
+    return torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.99))
+
+
+OPTIMIZERS = {
+    "momentum": momentum,
+    "adamw in groups": in_groups,
+    "amsgrad": lambda parameters: torch.optim.Adam(parameters, amsgrad=True, foreach=True),
+    "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=1e-2),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
+    "asgd": lambda parameters: torch.optim.ASGD(parameters, lr=1e-2),
+    "rprop": lambda parameters: torch.optim.Rprop(parameters, lr=1e-2),
+    "rotated adam": lambda parameters: pk.optimizers.RotatedAdam(parameters, lr=1e-2),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_state_of_optimizers(optimizer, uninterrupted, half, tmp_path):
+    goes_on(uninterrupted, half, tmp_path, *FEW, optimizer=OPTIMIZERS[optimizer])
+
+
+SCHEDULERS = {
+    "multi step": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 2, 5]),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10),
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "restarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 4),
+    "sequence": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            lr_scheduler.LinearLR(optimizer, total_iters=2),
+            lr_scheduler.CosineAnnealingLR(optimizer, 9),
+        ],
+        [2],
+    ),
+}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_the_state_of_schedulers(scheduler, uninterrupted, half, tmp_path):
+    options = {"optimizer": in_groups, "lr_scheduler": SCHEDULERS[scheduler]}
+    goes_on(uninterrupted, half, tmp_path, *FEW, **options)
+
+
+def test_clipping_depends_on_nothing_else(uninterrupted, half, tmp_path):
+    goes_on(uninterrupted, half, tmp_path, *FEW, clip_norm=0.1)
+
+
+def test_the_loss_scale_goes_on(tmp_path):
+    def scaled(first, stop, **how):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        losses = trained("1f1b on 2", first, stop, grad_scaler=scaler, **how)
+        return losses, scaler.state_dict()
+
+    expected, scale = scaled(0, STEPS)
+    first, _ = scaled(0, HALF, save=tmp_path)
+    rest, scale_again = scaled(HALF, STEPS, load=tmp_path)
+    assert torch.equal(torch.cat([first, rest]), expected)
+    assert scale_again == scale
+    assert scale["scale"] > 2.0**10
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "flush"])
+def test_asynchronous_runs_go_on_as_if_they_had_only_drained(policy, tmp_path):
+    data = stream_batches([8] * 4)
+
+    def run(folder, first, stop, load=None):
+        plan = plan_for(POLICIES[policy], 3, microbatches=4)
+        model = layered_model()
+        with pk.Pipeline(
+            model, plan, loss=F.mse_loss, optimizer=momentum, seed=first + 3, deadline_seconds=60
+        ) as pipeline:
+            if load is not None:
+                assert pipeline.load(load) == first
+            losses = [*pipeline.steps(data[first:2])] if first < 2 else []
+            losses += pipeline.steps(data[max(first, 2) : stop])
+            pipeline.save(folder)
+        return losses
+
+    expected = run(tmp_path / "whole", 0, 4)
+    first = run(tmp_path / "half", 0, 2)
+    rest = run(tmp_path / "rest", 2, 4, load=tmp_path / "half")
+    assert torch.equal(torch.stack(first + rest), torch.stack(expected))
+    assert_same_training(tmp_path / "rest", tmp_path / "whole", step=4)
+
+
+@pytest.mark.parametrize("policy", ["flush", "stash", "2bw", "pipemare"])
+def test_a_loop_that_saves_is_a_loop_that_drains_there(policy, tmp_path):
+    """And one that is resumed between two checkpoints saves at the same steps."""
+    data = stream_batches([8] * 7)
+
+    def pipeline():
+        return pk.Pipeline(
+            layered_model(),
+            plan_for(POLICIES[policy], 3, microbatches=4),
+            loss=F.mse_loss,
+            optimizer=momentum,
+            seed=3,
+            deadline_seconds=60,
+        )
+
+    with pipeline() as drained:
+        expected = [
+            loss for part in (data[:3], data[3:6], data[6:]) for loss in drained.steps(part)
+        ]
+        drained.save(tmp_path / "drained")
+    wanted = pk.Checkpoints(tmp_path / "run", every=3)
+    with pipeline() as saving:
+        losses = [*saving.steps(iter(data[:4]), checkpoints=wanted)]
+    with pipeline() as resumed:
+        position = resumed.load(tmp_path / "run")
+        assert position == 3
+        again = [*resumed.steps(data[position:], checkpoints=wanted)]
+        resumed.save(tmp_path / "run")
+    assert torch.equal(torch.stack(losses), torch.stack(expected[:4]))
+    assert torch.equal(torch.stack(again), torch.stack(expected[3:]))
+    assert_same_training(tmp_path / "run", tmp_path / "drained", step=7)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        folder_name(step) for step in (3, 6, 7)
+    ]
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "flush"])
+def test_a_stream_that_saves_and_goes_on_saves_what_it_would_hold_if_it_had_drained(
+    policy, tmp_path
+):
+    data = stream_batches([8] * 7)
+
+    def pipeline():
+        model = layered_model()
+        for layer in model:
+            layer[1] = nn.BatchNorm1d(6).double()  # buffers that every forward changes
+        plan = plan_for(POLICIES[policy], 3, microbatches=4, model=model)
+        schedule = lr_scheduler.ExponentialLR
+        return pk.Pipeline(
+            model, plan, loss=F.mse_loss, optimizer=momentum, seed=3, deadline_seconds=60,
+            lr_scheduler=lambda optimizer: schedule(optimizer, 0.9),
+        )  # fmt: skip
+
+    with pipeline() as undisturbed:
+        expected = [*undisturbed.steps(data)]
+    wanted = pk.Checkpoints(tmp_path / "going on", every=2, drain=False)
+    with pipeline() as going_on:
+        losses = [*going_on.steps(data, checkpoints=wanted)]
+    assert torch.equal(torch.stack(losses), torch.stack(expected))
+    for step in (2, 4, 6):
+        with pipeline() as drained:
+            list(drained.steps(data[:step]))
+            drained.save(tmp_path / str(step))
+        assert_same_training(tmp_path / "going on", tmp_path / str(step), step)
+
+
+@pytest.mark.parametrize("replicas", ["2-1", "1-2"])
+def test_copies_of_a_stage_go_on_together(replicas, tmp_path):
+    """From a stage on one rank to the same on two, and back."""
+    data = stream_batches([8] * 4)
+
+    def run(replicas, first, stop, folder, load=None):
+        plan = plan_for(versions.Flush(), 2, microbatches=4, replicas=replicas)
+        with pk.Pipeline(
+            layered_model(), plan, loss=F.mse_loss, optimizer=adamw, seed=3, deadline_seconds=60
+        ) as pipeline:
+            if load is not None:
+                pipeline.load(load)
+            losses = [pipeline.step(*data[step]) for step in range(first, stop)]
+            pipeline.save(folder)
+        return losses
+
+    expected = run(replicas, 0, 4, tmp_path / "whole")
+    first = run(replicas, 0, 2, tmp_path / "half")
+    rest = run(replicas, 2, 4, tmp_path / "rest", load=tmp_path / "half")
+    assert torch.equal(torch.stack(first + rest), torch.stack(expected))
+    assert_same_training(tmp_path / "rest", tmp_path / "whole", step=4)
+    alone = run("1-1", 2, 4, tmp_path / "alone", load=tmp_path / "half")
+    torch.testing.assert_close(alone, rest, rtol=1e-12, atol=1e-12)
+    assert_same_training(tmp_path / "alone", tmp_path / "whole", step=4, tolerance=1e-12)
+
+
+def test_a_script_without_penstock_loads_the_weights(tmp_path):
+    from safetensors.torch import load_file
+
+    trained("gpipe on 3", 0, 2, save=tmp_path)
+    model = Tied()
+    with pipeline_in("one rank", model) as pipeline:
+        pipeline.load(tmp_path)
+    state = {}
+    for path in sorted((tmp_path / folder_name(2)).glob("*.safetensors")):
+        state |= {key: value for key, value in load_file(path).items() if "/" not in key}
+    other = Tied()
+    other.load_state_dict(state)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, other.state_dict()[key])
+
+
+def test_weights_alone_begin_anew(tmp_path):
+    trained("1f1b on 2", 0, 2, save=tmp_path)
+    with pipeline_in("one rank", Tied(), optimizer=momentum) as pipeline:
+        with pytest.raises(InputError, match=r"was trained with AdamW.*SGD.*weights_only"):
+            pipeline.load(tmp_path)
+        assert pipeline.load(tmp_path, weights_only=True) == 2
+        again = pipeline.step(*batch(0))
+    model = Tied()
+    with pipeline_in("one rank", model) as pipeline:
+        pipeline.load(tmp_path)
+    with pipeline_in("1f1b on 2", model) as pipeline:
+        assert torch.equal(pipeline.step(*batch(0)), again)
+
+
+def test_gradients_that_wait_for_their_update_are_not_lost_in_silence(tmp_path):
+    with pipeline_in("1f1b on 2", Tied()) as pipeline:
+        pipeline.step(*batch(0), update=False)
+        with pytest.raises(InputError, match="wait for their update"):
+            pipeline.save(tmp_path)
+        pipeline.step(*batch(1))
+        pipeline.save(tmp_path)
+        assert pipeline.load(tmp_path) == 2
+
+
+def test_an_optimizer_that_was_not_trained_has_no_state_to_load(tmp_path):
+    with pipeline_in("1f1b on 2", Tied()) as pipeline:
+        pipeline.save(tmp_path)
+    expected = trained("1f1b on 2", 0, 2)
+    assert torch.equal(trained("gpipe on 3", 0, 2, load=tmp_path), expected)
+
+
+def test_another_model_is_refused_by_name(tmp_path):
+    trained("1f1b on 2", 0, 1, save=tmp_path)
+
+    class Other(Tied):
+        def __init__(self):
+            super().__init__()
+            self.last = nn.Linear(8, 8, bias=False)
+
+    with (
+        pipeline_in("1f1b on 2", Other()) as pipeline,
+        pytest.raises(FileError, match=r"another model: it has, beside the model's, 'last\.bias'"),
+    ):
+        pipeline.load(tmp_path)
+    with (
+        pipeline_in("1f1b on 2", Tied().double()) as pipeline,
+        pytest.raises(FileError, match=r"as float32 of shape .* and the model as float64"),
+    ):
+        pipeline.load(tmp_path)
