@@ -109,6 +109,7 @@ def test_kills_are_no_error_and_count_against_the_restarts(tmp_path):
     said = job.said()
     assert "rank 1 was ended by SIGKILL, at step 3; the machine may be out of memory" in said
     assert "2 restarts are spent" in said
+    assert all(f"attempt {attempt} meets SIGKILL\n" in said for attempt in range(3))
     rows = [line for line in said.splitlines() if line.startswith("rank 1 was ended")]
     assert len(rows) == 3
 

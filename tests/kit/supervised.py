@@ -122,7 +122,8 @@ def _template() -> subprocess.Popen:
     template = subprocess.Popen(
         [sys.executable, "-m", "tests.kit.supervised"],
         cwd=ROOT,
-        env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"},
+        # What is printed into a file waits in a buffer, as it does for most people.
+        env={**ENVIRONMENT, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

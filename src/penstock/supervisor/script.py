@@ -14,6 +14,7 @@ import runpy
 import sys
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
+from io import TextIOWrapper
 from pathlib import Path
 from types import ModuleType, TracebackType
 
@@ -75,6 +76,9 @@ class Script:
             SystemExit: with the exit code of the script, always.
         """
         _draw_anew()
+        if isinstance(sys.stdout, TextIOWrapper):
+            # What a rank has printed is not lost when it is killed.
+            sys.stdout.reconfigure(line_buffering=True)
         code = 0
         try:
             self._run()

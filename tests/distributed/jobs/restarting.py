@@ -68,6 +68,7 @@ def train(pipeline: pk.Pipeline, step: int, folder: Path | None) -> float:
 
 def meet(how: str) -> None:
     """Get into trouble."""
+    print(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']} meets {how}")
     if how in signal.Signals.__members__:
         os.kill(os.getpid(), signal.Signals[how])
     if how == "raise":
