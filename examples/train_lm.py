@@ -34,7 +34,6 @@ def main():
 
     graph = pk.profile(model, inputs[:2], loss=loss, targets=targets[:2])
     plan = pk.plan(graph, pk.Cluster.local(2), microbatches=options.microbatches, stages=2)
-
     with pk.Pipeline(
         model,
         plan,

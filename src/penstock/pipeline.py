@@ -279,6 +279,7 @@ class Pipeline:
                     minibatches = self._parts.cutter.minibatches(stretch, self._step)
                     for outcome in self._parts.feed.train(self._marked(minibatches, checkpoints)):
                         loss = self._loss_of(outcome)
+                        self._save_if_due(checkpoints)
                         with audit.elsewhere():
                             yield loss
             except RunError:
@@ -297,20 +298,22 @@ class Pipeline:
     def _stretches(
         self, batches: Iterator[tuple[Any, Any]], checkpoints: Checkpoints | None
     ) -> Iterator[Iterator[tuple[Any, Any]]]:
-        """Minibatches up to the next checkpoint, which is written when the next are asked for."""
+        """Minibatches up to the next checkpoint, behind which the pipeline drains."""
         if checkpoints is None or self._goes_on(checkpoints):
-            yield batches
+            return iter([batches])
+        return checkpoints.stretches(batches, self._step)
+
+    def _save_if_due(self, checkpoints: Checkpoints | None) -> None:
+        """Save behind the last minibatch of a stretch, of which nothing is under way any more."""
+        if checkpoints is None or self._goes_on(checkpoints) or self._step % checkpoints.every:
             return
-        for stretch in checkpoints.stretches(batches, self._step):
-            yield stretch
-            if self._step % checkpoints.every == 0:
-                self._keeper.save(
-                    checkpoints.folder,
-                    self._step,
-                    keep=checkpoints.keep,
-                    position=None,
-                    background=checkpoints.background,
-                )
+        self._keeper.save(
+            checkpoints.folder,
+            self._step,
+            keep=checkpoints.keep,
+            position=None,
+            background=checkpoints.background,
+        )
 
     def _goes_on(self, checkpoints: Checkpoints) -> bool:
         """Whether the stream goes on where it saves."""
@@ -538,7 +541,7 @@ class Pipeline:
         Args:
             path: the folder of a run, of which the latest complete checkpoint is taken (a warning
                 names what was skipped); or a checkpoint's own, such as ``runs/a/step-00000100``.
-            weights_only: take parameters and buffers only, and begin at step 0.
+            weights_only: take parameters and buffers only, and begin at step 0; the position is 0.
 
         Returns:
             The position that ``save`` was given; ``None`` if there is no complete checkpoint.
@@ -553,8 +556,8 @@ class Pipeline:
         if loaded is None:
             return None
         self._elsewhere.stale = True
+        self._step = loaded.step
         if not weights_only:
-            self._step = loaded.step
             self._accumulates = False
             for worker in self._parts.workers:
                 worker.updater.drop_gradients()

@@ -163,10 +163,8 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
-            # mkstemp makes private files; a plan or a picture is as readable as any other file.
-            umask = os.umask(0)
-            os.umask(umask)
-            os.fchmod(handle, 0o666 & ~umask)
+            # mkstemp makes private files.
+            os.fchmod(handle, readable_mode())
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(text)
             os.replace(temporary, target)
@@ -175,6 +173,13 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
             raise
     except OSError as error:
         raise FileError(f"cannot write {path}: {error.strerror}") from None
+
+
+def readable_mode() -> int:
+    """The rights of files as programs make them, which those that are written beside lack."""
+    umask = os.umask(0)
+    os.umask(umask)
+    return 0o666 & ~umask
 
 
 def encode(value: Any) -> str:

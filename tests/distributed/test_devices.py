@@ -105,6 +105,7 @@ def test_a_cluster_has_the_accelerators_that_torch_knows(plugged_in):
         Cluster.local(5, kind="gpu")
 
 
+@pytest.mark.soak
 def test_links_of_accelerators_without_a_library_of_their_own_are_those_of_main_memory(plugged_in):
     """As long as messages between processes go through it."""
     command = ("-m", "penstock.cli", "measure-cluster", "-p", "2", "--seconds", "0.1", "--json")

@@ -23,7 +23,14 @@ from tests.numerics.test_checkpoints import Tied, assert_same_training, batch, l
 
 
 def identity(**fields):
-    plain = {"format": FORMAT, "run": "r", "attempt": "a", "step": 1, "num_stages": 1}
+    plain = {
+        "format": FORMAT,
+        "run": "r",
+        "attempt": "a",
+        "generation": 0,
+        "step": 1,
+        "num_stages": 1,
+    }
     return Identity(**{**plain, "plan": "p", "seed": 0, **fields})
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from penstock.checkpoint.folder import Checkpoint
 from penstock.checkpoint.header import Extent, Header, Optimizing
-from penstock.checkpoint.piece import assembled
+from penstock.checkpoint.piece import Piece, assembled
 from penstock.checkpoint.plain import of_json
 from penstock.checkpoint.taking import DRIFT, OPTIMIZER
 from penstock.errors import FileError
@@ -32,6 +34,12 @@ class Contents:
             }
             if len(kinds) > 1:
                 raise FileError(f"{checkpoint.folder}: pieces disagree on the shape of {name!r}")
+            _check_whole(name, pieces)
+
+    @cached_property
+    def position(self) -> Any:
+        """Where the run was in its data."""
+        return of_json(self.checkpoint.identity.position)
 
     @cached_property
     def weights(self) -> tuple[str, ...]:
@@ -48,13 +56,17 @@ class Contents:
             for key, value in piece.header.extra.items()
         }
 
+    def extra_state(self, key: str) -> Any:
+        """What a module kept beside parameters and buffers, a tensor or not."""
+        return self.tensor(key) if key in self._pieces_with else self.extra[key]
+
     def extent(self, name: str) -> Extent | None:
         """Type and shape of a tensor; ``None`` if the checkpoint has none of this name."""
         pieces = self._pieces_with.get(name)
         return None if pieces is None else pieces[0].header.tensors[name]
 
     def tensor(self, name: str) -> Tensor:
-        """A whole tensor, in memory of its own."""
+        """A whole tensor, to be read only: its memory may be the file's."""
         pieces = self._pieces_with[name]
         shape = pieces[0].header.tensors[name].shape
         return assembled(name, pieces, (0,) * len(shape), shape)
@@ -86,3 +98,14 @@ class Contents:
             if parameter in told.state:
                 return {key: of_json(value) for key, value in told.state[parameter].items()}
         return {}
+
+
+def _check_whole(name: str, pieces: Sequence[Piece]) -> None:
+    """Raise ``FileError`` unless pieces have as many numbers of a tensor as it has."""
+    extents = {
+        (extent.start, extent.own_shape)
+        for extent in (piece.header.tensors[name] for piece in pieces)
+    }
+    whole = math.prod(pieces[0].header.tensors[name].shape)
+    if sum(math.prod(size) for _, size in extents) != whole:
+        raise FileError(f"{pieces[0].path.parent} does not hold all {whole:,} numbers of {name!r}")

@@ -38,10 +38,8 @@ def export_dcp(checkpoint: Checkpoint, target: Path) -> None:
     Such a folder has a pickled file in it, which whoever reads it must trust.
 
     Raises:
-        FileError: the folder is there already, or cannot be written.
+        FileError: the folder cannot be written.
     """
-    if target.exists():
-        raise FileError(f"{target} is there already; give the name of a new folder")
     beside = target.with_name(f".{target.name}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

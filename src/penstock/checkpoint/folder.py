@@ -7,6 +7,7 @@ do not wait for each other. So nothing here says "complete"; it follows from wha
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shutil
 import warnings
@@ -17,22 +18,27 @@ from functools import cached_property
 from pathlib import Path
 
 from penstock.checkpoint.header import Identity
-from penstock.checkpoint.piece import Piece, flush, is_piece_name, piece_name
+from penstock.checkpoint.piece import Piece, flush, piece_name
 from penstock.errors import FileError
 from penstock.plans import Plan
 from penstock.values import expect, read_text
 
 PLAN = "plan.json"
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
-def folder_name(step: int) -> str:
+def folder_name(step: int, generation: int = 0) -> str:
     """The name of the folder of a step's checkpoint.
 
-    >>> folder_name(100)
-    'step-00000100'
+    Args:
+        step: how many minibatches were trained on.
+        generation: of the pipeline that writes it, where an earlier one has written that step:
+            nothing that is complete is ever written over.
+
+    >>> folder_name(100), folder_name(100, 2)
+    ('step-00000100', 'step-00000100.2')
     """
-    return f"step-{step:08d}"
+    return f"step-{step:08d}{f'.{generation}' if generation else ''}"
 
 
 def is_folder_name(name: str) -> bool:
@@ -77,6 +83,11 @@ class Checkpoint:
             raise FileError(
                 f"{folder} is not complete: {pieces[0].path.name} was written for another plan "
                 f"than {PLAN}"
+            )
+        if first.num_stages != len(plan.stages) or first.step != _step_of(folder):
+            raise FileError(
+                f"{pieces[0].path} says that it is of step {first.step} of {first.num_stages} "
+                f"stages, but {folder.name} and its {PLAN} are not"
             )
         for piece in pieces[1:]:
             if piece.header.identity != first:
@@ -141,24 +152,71 @@ def _difference(one: Identity, other: Identity) -> str:
     return " and ".join(names[:2])
 
 
-def folders(run: Path) -> list[Path]:
-    """The folders of a run's checkpoints, complete or not, the latest step first."""
-    if not run.is_dir():
+def _step_of(folder: Path) -> int:
+    match = _NAME.fullmatch(folder.name)
+    return int(match[1]) if match else -1
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A folder of a checkpoint, complete or not, with what its first piece says.
+
+    Attributes:
+        folder: where it lies.
+        step: by its name.
+        identity: ``None`` if the first piece is not there or cannot be read.
+    """
+
+    folder: Path
+    step: int
+    identity: Identity | None
+
+
+def folders_in(run: Path) -> list[Path]:
+    """The folders of a run's checkpoints, in no order.
+
+    Raises:
+        FileError: the run's folder cannot be read.
+    """
+    try:
+        return [path for path in run.iterdir() if is_folder_name(path.name) and path.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    numbered = (
-        (int(match[1]), path)
-        for path in run.iterdir()
-        if (match := _NAME.fullmatch(path.name)) and path.is_dir()
-    )
-    return [path for _, path in sorted(numbered, reverse=True)]
+    except OSError as error:
+        raise FileError(f"cannot read {run}: {error.strerror}") from None
+
+
+def seen_in(run: Path) -> list[Seen]:
+    """The checkpoints in a run's folder, complete or not, the latest first: those of the latest
+    pipeline, and of these that of the highest step.
+
+    Raises:
+        FileError: the folder cannot be read.
+    """
+    seen = [Seen(path, _step_of(path), _first_identity(path)) for path in folders_in(run)]
+    latest = max((one.identity.generation for one in seen if one.identity), default=0)
+
+    def age(one: Seen) -> tuple[int, int, str]:
+        # What cannot be read is taken for new, so that a warning tells of it.
+        generation = one.identity.generation if one.identity else latest
+        return generation, one.step, one.folder.name
+
+    return sorted(seen, key=age, reverse=True)
+
+
+def _first_identity(folder: Path) -> Identity | None:
+    for name in (piece_name(0), piece_name(0, 0, 2)):
+        with suppress(FileError):
+            return Piece.opened(folder / name).header.identity
+    return None
 
 
 def complete(run: Path) -> Iterator[Checkpoint]:
     """The complete checkpoints of a run, the latest first; of others a warning says what is
     missing."""
-    for folder in folders(run):
+    for one in seen_in(run):
         try:
-            yield Checkpoint.opened(folder)
+            yield Checkpoint.opened(one.folder)
         except FileError as error:
             warnings.warn(f"skipped: {error}", RuntimeWarning, stacklevel=3)
 
@@ -179,14 +237,9 @@ def checkpoint_in(path: Path) -> Checkpoint | None:
     return next(complete(path), None)
 
 
-def run_in(run: Path) -> str | None:
-    """The name of the run whose checkpoints are in a folder; ``None`` if there are none."""
-    for folder in folders(run):
-        for path in sorted(folder.iterdir()):
-            if is_piece_name(path.name):
-                with suppress(FileError):
-                    return Piece.opened(path).header.identity.run
-    return None
+def run_of(path: Path) -> Path:
+    """The folder of the run that a path names, which may be a checkpoint's own."""
+    return path.parent if is_folder_name(path.name) else path
 
 
 def prune(run: Path, keep: int) -> None:
@@ -197,12 +250,12 @@ def prune(run: Path, keep: int) -> None:
         keep: how many stay.
     """
     num_complete = 0
-    for folder in folders(run):
+    for one in seen_in(run):
         if num_complete >= keep:
-            _remove(folder)
+            _remove(one.folder)
             continue
         with suppress(FileError):
-            Checkpoint.opened(folder)
+            Checkpoint.opened(one.folder)
             num_complete += 1
 
 
@@ -216,10 +269,19 @@ def _remove(folder: Path) -> None:
 
 
 def as_path(path: object) -> Path:
-    """A folder as users give it.
+    """A folder as users give it, wherever this process goes from here.
 
     Raises:
         InputError: it is no path.
+        FileError: no folder can be called so.
     """
-    expect(path, str | Path, "the folder of checkpoints", 'give a path, such as "runs/a"')
-    return Path(str(path))
+    expect(path, str | os.PathLike, "the folder of checkpoints", 'give a path, such as "runs/a"')
+    text = os.fspath(path)  # type: ignore[call-overload]
+    if "\0" in text:
+        raise FileError(f"no folder can be called {text!r}; leave the null byte out")
+    whole = Path(os.path.abspath(text))
+    try:
+        whole.exists()
+    except OSError as error:
+        raise FileError(f"no folder can be called {text}: {error.strerror}") from None
+    return whole

@@ -6,24 +6,21 @@ as it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.checkpoint.contents import Contents
-from penstock.checkpoint.header import Optimizing
-from penstock.checkpoint.plain import of_json
+from penstock.checkpoint.plain import of_json, to_json
 from penstock.checkpoint.taking import DRIFT, OPTIMIZER, TrainedStage
 from penstock.errors import FileError, InputError
 from penstock.stage.stage import Stage
-from penstock.values import shown
+from penstock.values import is_number, shown
 from penstock.weights.store import WeightStore
 
 _RATES = ("lr", "initial_lr")
-_BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
-"""What schedulers keep for each group of parameters."""
 
 
 def check_model(contents: Contents, keys: Iterable[str]) -> None:
@@ -50,12 +47,8 @@ def check_fits(contents: Contents, trained: TrainedStage, *, weights_only: bool)
     """
     folder = contents.checkpoint.folder
     for key, value in trained.stage.state_dict().items():
-        if key in contents.extra and not isinstance(value, Tensor):
-            continue
-        if isinstance(value, Tensor):
+        if not _is_extra(key):  # of these only their module knows what they may be
             _check_alike(contents, key, value)
-        else:
-            raise FileError(f"{folder}: {key!r} is a tensor there and none in the model")
     if weights_only or trained.optimizer is None:
         return
     kind = type(trained.optimizer).__name__
@@ -74,6 +67,46 @@ def check_fits(contents: Contents, trained: TrainedStage, *, weights_only: bool)
     for number, names in enumerate(_groups(trained)):
         _group_options(contents, names, f"group {number} of {trained.whose}'s {kind}")
     _scheduler_state(contents, trained)
+
+
+def check_settings(
+    contents: Contents, names: Collection[str], *, scales: bool, schedules: bool
+) -> None:
+    """Raise unless a checkpoint was trained as a pipeline trains that goes on from it.
+
+    Args:
+        names: those of all parameters; one that is tied has the name of its first layer.
+        scales: whether the pipeline has a loss scaler.
+        schedules: whether it has learning-rate schedulers.
+
+    Raises:
+        FileError: weights that were trained each for itself are tied here.
+        InputError: the checkpoint has a scheduler or a loss scaler, and the pipeline has not, or
+            the other way round.
+    """
+    folder = contents.checkpoint.folder
+    apart = sorted(contents.trainer_of.keys() - set(names))
+    if apart:
+        raise FileError(
+            f"{folder} has trained {apart[0]!r} for itself, and here it is tied to another "
+            "parameter; build the model that was trained, or load with weights_only=True"
+        )
+    saved = any(told.scheduler is not None for _, told in contents.optimizing)
+    for what, there, here in (
+        ("learning-rate scheduler", saved, schedules),
+        ("grad_scaler", bool(contents.checkpoint.identity.scaler), scales),
+    ):
+        if there != here and contents.optimizing:
+            has, lacks = ("it", "this pipeline") if there else ("this pipeline", "it")
+            raise InputError(
+                f"{folder}: {has} has a {what}, and {lacks} has none; build the pipeline as the "
+                "one that was saved, or load with weights_only=True"
+            )
+
+
+def _is_extra(key: str) -> bool:
+    """Whether a key is that of what a module keeps beside parameters and buffers."""
+    return key.rpartition(".")[2] == "_extra_state"
 
 
 def _check_alike(contents: Contents, key: str, value: Tensor) -> None:
@@ -126,13 +159,15 @@ def _give_weights(contents: Contents, stage: Stage) -> None:
     state = stage.state_dict()
     with torch.no_grad():
         for key, value in state.items():
-            if isinstance(value, Tensor):
+            if not _is_extra(key):
                 value.copy_(contents.tensor(key))
-    for layer in stage.layers if contents.extra else ():
+    if not any(map(_is_extra, state)):
+        return
+    for layer in stage.layers:
         extra = {
-            key: contents.extra[layer.key(key)]
+            key: contents.extra_state(layer.key(key))
             for key in layer.module.state_dict()
-            if layer.key(key) in contents.extra
+            if _is_extra(key)
         }
         if extra:
             layer.module.load_state_dict(extra, strict=False)
@@ -182,9 +217,10 @@ def _on_devices(options: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str,
 
 
 def _laid_out_like(parameter: Tensor, value: Tensor) -> Tensor:
-    """Sums of squares lie in memory as their parameter does, which fused optimizers count on."""
+    """A copy: what is read shares memory with the file's next readers. Sums of squares lie in
+    memory as their parameter does, which fused optimizers count on."""
     if value.shape != parameter.shape or parameter.is_contiguous():
-        return value
+        return value.clone()
     return torch.empty_like(parameter, dtype=value.dtype, device="cpu").copy_(value)
 
 
@@ -222,7 +258,14 @@ def _group_options(contents: Contents, names: Sequence[str], whose: str) -> dict
                     f"{contents.checkpoint.folder}; make groups of parameters by their names, "
                     "alike in every layout"
                 )
-    return {key: of_json(value) for key, value in first.items()}
+    options = {key: of_json(value) for key, value in first.items()}
+    if "params" in options or not is_number(_number_of(options.get("lr", 0.0))):
+        raise FileError(f"{contents.checkpoint.folder}: {names[0]!r} has impossible options")
+    return options
+
+
+def _number_of(value: Any) -> Any:
+    return value.sum().item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _rate_change(contents: Contents, trained: TrainedStage, names: Sequence[str]) -> float:
@@ -253,11 +296,6 @@ def _scheduler_state(contents: Contents, trained: TrainedStage) -> dict[str, Any
     names = _optimized(trained)
     told = [one for _, one in contents.optimizing if not one.options.keys().isdisjoint(names)]
     folder, kind = contents.checkpoint.folder, type(trained.scheduler).__name__
-    if any(one.scheduler is None for one in told):
-        raise InputError(
-            f"{folder} has no learning-rate scheduler, and this pipeline has {kind}; build it "
-            "without, or load with weights_only=True"
-        )
     states = [of_json(one.scheduler) for one in told]
     own = trained.scheduler.state_dict()
     if not states:
@@ -267,19 +305,18 @@ def _scheduler_state(contents: Contents, trained: TrainedStage) -> dict[str, Any
         options = _group_options(contents, group_names, f"group {number}")
         _change_rates(options, _rate_change(contents, trained, group_names))
         # A group without parameters trains nothing, and its rate is nobody's.
-        groups.append(options or trained.optimizer.param_groups[number])
-    return _merged(states, own, groups, told, f"{folder}: the state of {kind}")
+        groups.append({**trained.optimizer.param_groups[number], **options})
+    return _merged(states, own, groups, f"{folder}: the state of {kind}")
 
 
 def _merged(
     states: Sequence[Any],
     own: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
-    told: Sequence[Optimizing],
     what: str,
 ) -> dict[str, Any]:
     first = states[0]
-    if not isinstance(first, dict) or first.keys() != own.keys():
+    if not isinstance(first, dict) or any(state.keys() != own.keys() for state in states):
         raise InputError(f"{what} is that of another kind of scheduler; give the one it was")
     merged: dict[str, Any] = {}
     for key, value in first.items():
@@ -287,16 +324,28 @@ def _merged(
             merged[key] = [group["initial_lr"] for group in groups]
         elif key == "_last_lr":
             merged[key] = [group["lr"] for group in groups]
-        elif key in _BY_GROUP:
+        elif key == "lr_lambdas" and not any(any(state[key]) for state in states):
             merged[key] = own[key]  # functions, which the script has made anew
         elif key == "_schedulers":
+            if any(len(state[key]) != len(own[key]) for state in states):
+                raise InputError(
+                    f"{what} has {len(value)} schedulers in it, and this pipeline's has "
+                    f"{len(own[key])}; give the ones it had, or load with weights_only=True"
+                )
             parts = zip(*(state[key] for state in states), own[key], strict=True)
-            merged[key] = [_merged(part[:-1], part[-1], groups, told, what) for part in parts]
+            merged[key] = [_merged(part[:-1], part[-1], groups, what) for part in parts]
         else:
-            if any(state.get(key) != value for state in states[1:]):
+            alike = all(_same(state[key], value) for state in states[1:])
+            if not alike or (key == "lr_lambdas" and len(value) != len(groups)):
                 raise InputError(
                     f"{what} differs between stages in {key!r}, so that stages cut elsewhere have "
                     "none; load it with the plan it was trained with"
                 )
+            if is_number(own[key]) != is_number(value):
+                raise FileError(f"{what} has {key!r} as {shown(value)}")
             merged[key] = value
     return merged
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    return bool(to_json(ours, "it") == to_json(theirs, "it"))  # NaN and tensors, too

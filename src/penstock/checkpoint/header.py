@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import msgspec
+import torch
 from msgspec import field
 
 from penstock.errors import FileError
-from penstock.values import Value
+from penstock.values import MOST_BYTES, Value
 
 FORMAT = 1
 
@@ -55,6 +57,8 @@ class Identity(Value, frozen=True, kw_only=True):
         format: the version of the format.
         run: what goes on from a checkpoint has the name of the run that wrote it.
         attempt: the pipeline that wrote it, which is another one after each restart.
+        generation: how many pipelines wrote into the run's folder before that one. What a later one
+            wrote is newer, whatever its step: somebody may have gone back.
         step: how many minibatches were trained on.
         num_stages: how many stages its plan has.
         plan: digest of the plan.
@@ -66,12 +70,20 @@ class Identity(Value, frozen=True, kw_only=True):
     format: int
     run: str
     attempt: str
+    generation: int
     step: int
     num_stages: int
     plan: str
     seed: int
     position: Any = None
     scaler: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("generation", "step", "num_stages"):
+            if not 0 <= getattr(self, name) <= MOST_BYTES:
+                raise ValueError(f"{name} is {getattr(self, name)}")
+        if self.scaler and self.scaler.keys() != torch.amp.GradScaler("cpu").state_dict().keys():
+            raise ValueError(f"scaler has the keys {sorted(self.scaler)}")
 
 
 class Optimizing(Value, frozen=True, kw_only=True):
@@ -92,6 +104,10 @@ class Optimizing(Value, frozen=True, kw_only=True):
     state: dict[str, dict[str, Any]]
     scheduler: dict[str, Any] | None = None
     num_lowered: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rate < inf or self.num_lowered < 0:
+            raise ValueError(f"rate is {self.rate}, num_lowered {self.num_lowered}")
 
 
 class Header(Value, frozen=True, kw_only=True):
@@ -114,6 +130,10 @@ class Header(Value, frozen=True, kw_only=True):
     tensors: dict[str, Extent]
     extra: dict[str, Any] = field(default_factory=dict)
     optimizing: Optimizing | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.part < self.num_parts:
+            raise ValueError(f"part is {self.part} of {self.num_parts}")
 
     def text(self) -> str:
         """As one line of JSON."""

@@ -19,14 +19,23 @@ from penstock.checkpoint.folder import (
     checkpoint_in,
     digest,
     folder_name,
+    folders_in,
+    is_folder_name,
     prune,
-    run_in,
+    run_of,
+    seen_in,
 )
-from penstock.checkpoint.giving import check_fits, check_model, give
+from penstock.checkpoint.giving import check_fits, check_model, check_settings, give
 from penstock.checkpoint.header import FORMAT, Header, Identity
 from penstock.checkpoint.marking import StreamMark
-from penstock.checkpoint.piece import extent_of, is_piece_name, piece_name, write_piece
-from penstock.checkpoint.plain import of_json, to_json
+from penstock.checkpoint.piece import (
+    extent_of,
+    flush,
+    is_piece_name,
+    piece_name,
+    write_piece,
+)
+from penstock.checkpoint.plain import to_json
 from penstock.checkpoint.saver import Saver
 from penstock.checkpoint.taking import StageState, TrainedStage, state_of
 from penstock.checkpoint.wanted import Checkpoints
@@ -41,11 +50,22 @@ from penstock.values import flag, whole, write_atomically
 _PURPOSE = "loading a checkpoint"
 
 
-class _Seen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The checkpoint that a rank would load; all empty if it sees none."""
+class _Found(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a rank sees in a run's folder; rank 0's counts.
 
-    folder: str = ""
-    attempt: str = ""
+    Attributes:
+        folder: the name of the checkpoint that it would load; empty if there is none.
+        attempt: that wrote it.
+        generation: of the next pipeline that writes here.
+        steps: those that have a folder already.
+        attempts: those that have written here.
+    """
+
+    folder: str
+    attempt: str
+    generation: int
+    steps: list[int]
+    attempts: list[str]
 
 
 class Loaded(NamedTuple):
@@ -73,6 +93,10 @@ class Keeper:
         self._grad_scaler = grad_scaler
         self._saver = Saver()
         self._run = parts.attempt
+        self._generation = 0
+        self._resumed: Path | None = None
+        self._steps: frozenset[int] = frozenset()
+        self._attempts = {parts.attempt}
         self._known: set[Path] = set()
 
     def save(
@@ -92,7 +116,7 @@ class Keeper:
             FileError: this or an earlier checkpoint could not be written, or the folder is that of
                 another run.
         """
-        run = as_path(path)
+        run = _run_folder(path)
         if keep is not None:
             whole("keep", keep, 1)
         flag("background", background)
@@ -115,17 +139,29 @@ class Keeper:
         return self._saver.copied(trained.whose, state.tensors)
 
     def _check_own(self, run: Path) -> None:
-        """Raise ``FileError`` if a folder has another run's checkpoints: nobody would know which
-        run goes on from it."""
-        if run in self._known:
-            return
-        theirs = run_in(run)
-        if theirs is not None and theirs != self._run:
-            raise FileError(
-                f"{run} has the checkpoints of another run; call pipeline.load({str(run)!r}) to go "
-                "on from there, or save to a new folder"
-            )
-        self._known.add(run)
+        """Raise ``FileError`` if somebody else saves in a folder: nobody would know which run goes
+        on from it. What never became complete is nobody's."""
+        for folder in folders_in(run):
+            if folder in self._known:
+                continue
+            try:
+                theirs = Checkpoint.opened(folder).identity
+            except FileError:
+                continue  # it may become complete
+            if theirs.attempt not in self._attempts:
+                raise FileError(
+                    f"another job saves in {run}, too, after both went on from there; stop one of "
+                    "them, or let it save to a new folder"
+                    if theirs.run == self._run
+                    else f"{run} has the checkpoints of another run; call pipeline.load("
+                    f"{str(run)!r}) to go on from there, or save to a new folder"
+                )
+            self._known.add(folder)
+
+    def _folder(self, run: Path, step: int) -> Path:
+        """Where the checkpoint of a step goes: never over one that an earlier pipeline wrote."""
+        taken = run == self._resumed and step in self._steps
+        return run / folder_name(step, self._generation if taken else 0)
 
     def _identity(self, step: int, position: Any) -> Identity:
         scaler = self._grad_scaler.state_dict() if self._grad_scaler is not None else {}
@@ -133,6 +169,7 @@ class Keeper:
             format=FORMAT,
             run=self._run,
             attempt=self._parts.attempt,
+            generation=self._generation,
             step=step,
             num_stages=len(self._parts.plan.stages),
             plan=digest(self._parts.plan),
@@ -177,9 +214,10 @@ class Keeper:
         states: list[tuple[TrainedStage, StageState]],
         keep: int | None,
     ) -> None:
-        folder = run / folder_name(identity.step)
+        folder = self._folder(run, identity.step)
         if self._is_first:
-            write_atomically(folder / PLAN, self._parts.plan.to_json() + "\n")
+            write_atomically(str(folder / PLAN), self._parts.plan.to_json() + "\n")
+            flush(folder / PLAN)
             self._remove_foreign(folder)
         for trained, state in states:
             self._write_piece(folder, identity, trained, state)
@@ -213,8 +251,8 @@ class Keeper:
         Raises:
             FileError: an earlier checkpoint could not be written, or the folder is another run's.
         """
-        run = as_path(wanted.folder)
-        self._saver.check()
+        run = _run_folder(wanted.folder)
+        self._saver.wait()  # or copies would pile up where the disk is slower than training
         self._check_own(run)
         stages = {trained.stage.index: trained for trained in self._written_here()}
         identity = self._identity(step, None)
@@ -250,55 +288,68 @@ class Keeper:
         folder = as_path(path)
         flag("weights_only", weights_only)
         self._saver.wait()
-        checkpoint = self._agreed(folder, weights_only=weights_only)
+        contents, found = self._agreed(folder, weights_only=weights_only)
+        if contents is None:
+            return None
+        for _, trained in self._trained():
+            give(contents, trained, weights_only=weights_only)
+        if weights_only:
+            self._parts.feed.resume(0)
+            return Loaded(0, 0)
+        identity = contents.checkpoint.identity
+        self._run = identity.run
+        self._generation = found.generation
+        self._resumed, self._steps = run_of(folder), frozenset(found.steps)
+        self._attempts = {self._parts.attempt, *found.attempts}
+        self._parts.streams.seed = identity.seed
+        self._parts.feed.resume(identity.step)
+        if self._grad_scaler is not None and identity.scaler:
+            self._grad_scaler.load_state_dict(identity.scaler)
+            for worker in self._parts.workers:
+                worker.updater.loss_scale = LossScale.of(self._grad_scaler)
+        return Loaded(identity.step, contents.position)
+
+    def _fitting(self, path: Path, *, weights_only: bool) -> Contents | None:
+        """What the checkpoint holds that a path names, if it fits this process's stages."""
+        checkpoint = checkpoint_in(path)
         if checkpoint is None:
             return None
-        identity = checkpoint.identity
+        contents = Contents(checkpoint)
+        check_model(contents, self._parts.layout.keys)
+        trains = any(worker.updater.optimizers for worker in self._parts.workers)
+        if trains and not weights_only:
+            check_settings(
+                contents,
+                self._parts.layout.first_stages,
+                scales=self._grad_scaler is not None and bool(self._grad_scaler.state_dict()),
+                schedules=any(worker.updater.schedulers for worker in self._parts.workers),
+            )
         for _, trained in self._trained():
-            give(Contents(checkpoint), trained, weights_only=weights_only)
-        if not weights_only:
-            self._run = identity.run
-            self._known.clear()
-            self._parts.streams.seed = identity.seed
-            self._parts.feed.resume(identity.step)
-            if self._grad_scaler is not None and identity.scaler:
-                self._grad_scaler.load_state_dict(identity.scaler)
-                for worker in self._parts.workers:
-                    worker.updater.loss_scale = LossScale.of(self._grad_scaler)
-        return Loaded(identity.step, of_json(identity.position))
+            check_fits(contents, trained, weights_only=weights_only)
+        contents.position  # noqa: B018 - refused before anything has changed
+        return contents
 
-    def _fitting(self, path: Path, *, weights_only: bool) -> Checkpoint | None:
-        """The checkpoint that a path names, if it fits this process's stages."""
-        checkpoint = checkpoint_in(path)
-        if checkpoint is not None:
-            contents = Contents(checkpoint)
-            check_model(contents, self._parts.layout.keys)
-            for _, trained in self._trained():
-                check_fits(contents, trained, weights_only=weights_only)
-        return checkpoint
-
-    def _agreed(self, path: Path, *, weights_only: bool) -> Checkpoint | None:
-        """The checkpoint that all ranks load: they must see the same."""
+    def _agreed(self, path: Path, *, weights_only: bool) -> tuple[Contents | None, _Found]:
+        """What all ranks load, and what they see in the folder: they must see the same."""
         meeting = self._parts.meet(_PURPOSE)
-        if meeting is None:
-            return self._fitting(path, weights_only=weights_only)
         try:
-            checkpoint = self._fitting(path, weights_only=weights_only)
-        except (FileError, InputError) as error:
-            meeting.fail(f"rank {meeting.rank} failed {_PURPOSE}: {told(error)}")
+            contents = self._fitting(path, weights_only=weights_only)
+            own = _found(run_of(path), contents)
+        except Exception as error:
+            if meeting is not None:
+                meeting.fail(f"rank {meeting.rank} failed {_PURPOSE}: {told(error)}")
             raise
-        own = _Seen()
-        if checkpoint is not None:
-            own = _Seen(checkpoint.folder.name, checkpoint.identity.attempt)
-        seen = meeting.exchange(own, _Seen, "to load a checkpoint")
-        for rank, other in enumerate(seen):
-            if other != seen[0]:
+        if meeting is None:
+            return contents, own
+        found = meeting.exchange(own, _Found, "to load a checkpoint")
+        for rank, other in enumerate(found):
+            if (other.folder, other.attempt) != (found[0].folder, found[0].attempt):
                 raise FileError(
-                    f"rank 0 sees {seen[0].folder or 'no checkpoint'} in {path} as the latest, and "
-                    f"rank {rank} {other.folder or 'none'}; put the folder where all hosts see the "
-                    "same files"
+                    f"rank 0 sees {found[0].folder or 'no checkpoint'} in {path} as the latest, "
+                    f"and rank {rank} {other.folder or 'none'}; put the folder where all hosts see "
+                    "the same files"
                 )
-        return checkpoint
+        return contents, found[0]
 
     def check(self) -> None:
         """Raise what has gone wrong in the background, if anything has.
@@ -315,6 +366,27 @@ class Keeper:
             FileError: it could not be written.
         """
         self._saver.close()
+
+
+def _run_folder(path: object) -> Path:
+    run = as_path(path)
+    if is_folder_name(run.name):
+        raise InputError(
+            f"{run} is the folder of one checkpoint; save to that of the run, {run.parent}"
+        )
+    return run
+
+
+def _found(run: Path, contents: Contents | None) -> _Found:
+    seen = seen_in(run)
+    identities = [one.identity for one in seen if one.identity is not None]
+    return _Found(
+        "" if contents is None else contents.checkpoint.folder.name,
+        "" if contents is None else contents.checkpoint.identity.attempt,
+        1 + max((identity.generation for identity in identities), default=-1),
+        sorted({one.step for one in seen}),
+        sorted({identity.attempt for identity in identities}),
+    )
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

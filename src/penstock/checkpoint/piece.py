@@ -14,7 +14,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +26,7 @@ from torch import Tensor
 from penstock.checkpoint.header import Extent, Header
 from penstock.checkpoint.plain import dtype_named
 from penstock.errors import FileError
+from penstock.values import readable_mode
 
 _KEY = "penstock"
 _NAME = re.compile(r"stage-(\d+)(?:\.part-(\d+))?\.safetensors")
@@ -74,7 +77,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
         try:
             # [1]
             save_file(dict(tensors), beside, metadata=metadata)
-            beside.chmod(0o666 & ~_umask())  # as readable as any other file
+            beside.chmod(readable_mode())
             flush(beside)  # [2]
             os.replace(beside, path)  # [3]
         except BaseException:
@@ -83,12 +86,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
             raise
         flush(path.parent)
         flush(path.parent.parent)
-
-
-def _umask() -> int:
-    umask = os.umask(0)
-    os.umask(umask)
-    return umask
 
 
 def flush(path: Path) -> None:
@@ -106,6 +103,8 @@ def _refused(path: Path, doing: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise FileError(f"cannot {doing} {path}: {error.strerror or error}") from None
+    except KeyError as error:
+        raise FileError(f"cannot {doing} {path}: safetensors has no room for {error}") from None
     except (SafetensorError, RuntimeError, ValueError) as error:
         raise FileError(f"cannot {doing} {path}: {error}") from None
 
@@ -141,7 +140,7 @@ class Piece:
         return cls(path, header)
 
     def read(self, name: str, start: Sequence[int], size: Sequence[int]) -> Tensor:
-        """A part of a tensor of this piece.
+        """A part of a tensor of this piece, to be read only: its memory may be the file's.
 
         Args:
             name: the tensor's.
@@ -152,15 +151,20 @@ class Piece:
             FileError: the file has changed, or cannot be read.
         """
         extent = self.header.tensors[name]
-        with _refused(self.path, "read"), safe_open(self.path, "pt") as file:
+        with _refused(self.path, "read"):
             if tuple(size) == extent.own_shape:
-                tensor: Tensor = file.get_tensor(name)
+                tensor: Tensor = self._file.get_tensor(name)
             else:
                 ranges = (slice(s, s + n) for s, n in zip(start, size, strict=True))
-                tensor = file.get_slice(name)[tuple(ranges)]
+                tensor = self._file.get_slice(name)[tuple(ranges)]
         if str(tensor.dtype) != f"torch.{extent.dtype}" or tuple(tensor.shape) != tuple(size):
             raise FileError(f"{self.path}: {name!r} is not what the head of the file says")
         return tensor
+
+    @cached_property
+    def _file(self) -> Any:
+        """Stays open: a head with many tensors takes long to read."""
+        return safe_open(self.path, "pt")
 
     @property
     def num_bytes(self) -> int:

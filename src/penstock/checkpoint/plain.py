@@ -19,14 +19,15 @@ from torch import Tensor
 from penstock.errors import FileError, InputError
 from penstock.values import is_number, is_whole, shown
 
-_TUPLE, _MAP, _COUNTER, _FLOAT, _SCALAR = "$tuple", "$map", "$counter", "$float", "$scalar"
+_TUPLE, _MAP, _COUNTER, _FLOAT, _TENSOR = "$tuple", "$map", "$counter", "$float", "$tensor"
+_MOST_NUMBERS = 64
 
 
 def to_json(value: Any, what: str) -> Any:
     """A value as one that JSON gives back unchanged, by ``of_json``.
 
     Args:
-        value: numbers, texts, ``None``, tensors with a single number, in lists, tuples,
+        value: numbers, texts, ``None`` and tensors with a few numbers, in lists, tuples,
             dictionaries and counters.
         what: whose value it is, for errors.
 
@@ -36,24 +37,37 @@ def to_json(value: Any, what: str) -> Any:
     >>> of_json(to_json({"betas": (0.9, 0.999), 3: float("inf")}, "a group"))
     {'betas': (0.9, 0.999), 3: inf}
     """
+    try:
+        return _as_json(value, what)
+    except RecursionError:
+        raise InputError(f"{what} is nested too deeply for a checkpoint") from None
+    except UnicodeEncodeError:
+        raise InputError(f"{what} has a text in it that is no Unicode") from None
+
+
+def _as_json(value: Any, what: str) -> Any:
+    if isinstance(value, str):
+        value.encode()
     if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, Tensor) and not value.dim() and not value.is_complex():
-        return {_SCALAR: [str(value.dtype).removeprefix("torch."), to_json(value.item(), what)]}
+    if isinstance(value, Tensor) and value.numel() <= _MOST_NUMBERS and not value.is_complex():
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {_TENSOR: [dtype, _as_json(value.tolist(), what)]}
     if is_number(value):
         return _number(value)
     if type(value) in (list, tuple):
-        items = [to_json(item, what) for item in value]
+        items = [_as_json(item, what) for item in value]
         return items if type(value) is list else {_TUPLE: items}
     if type(value) in (dict, Counter):
-        pairs = [[to_json(key, what), to_json(item, what)] for key, item in value.items()]
+        pairs = [[_as_json(key, what), _as_json(item, what)] for key, item in value.items()]
         is_plain = all(type(key) is str and not key.startswith("$") for key in value)
         if type(value) is dict:
             return dict(pairs) if is_plain else {_MAP: pairs}
         return {_COUNTER: pairs}
     raise InputError(
-        f"{what} is {shown(value)}, of type {type(value).__name__}; a checkpoint holds tensors of "
-        "the optimizer, numbers and texts, and these in lists, tuples and dictionaries"
+        f"{what} is {shown(value)}, of type {type(value).__name__}; here a checkpoint holds "
+        f"numbers, texts and tensors of at most {_MOST_NUMBERS} numbers, and these in lists, "
+        "tuples and dictionaries"
     )
 
 
@@ -83,7 +97,7 @@ def _restored(value: Any) -> Any:
         return value
     if not any(key.startswith("$") for key in value):
         return {key: _restored(item) for key, item in value.items()}
-    with suppress(TypeError, ValueError, KeyError):
+    with suppress(TypeError, ValueError, KeyError, RuntimeError):
         ((mark, content),) = value.items()
         return _MARKED[mark](content)
     raise FileError(f"{shown(value)} is no value that a checkpoint holds")
@@ -93,9 +107,9 @@ def _map_of(pairs: Any) -> dict[Any, Any]:
     return {_restored(key): _restored(item) for key, item in pairs}
 
 
-def _scalar_of(content: Any) -> Tensor:
-    dtype, number = content
-    return torch.tensor(_restored(number), dtype=dtype_named(dtype))
+def _tensor_of(content: Any) -> Tensor:
+    dtype, numbers = content
+    return torch.tensor(_restored(numbers), dtype=dtype_named(dtype))
 
 
 _MARKED: dict[str, Callable[[Any], Any]] = {
@@ -103,7 +117,7 @@ _MARKED: dict[str, Callable[[Any], Any]] = {
     _MAP: _map_of,
     _COUNTER: lambda pairs: Counter(_map_of(pairs)),
     _FLOAT: {repr(number): number for number in (math.inf, -math.inf, math.nan)}.__getitem__,
-    _SCALAR: _scalar_of,
+    _TENSOR: _tensor_of,
 }
 
 

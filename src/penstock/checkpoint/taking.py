@@ -12,6 +12,7 @@ from penstock.checkpoint.header import Optimizing
 from penstock.checkpoint.plain import to_json
 from penstock.errors import InputError
 from penstock.stage.stage import Stage
+from penstock.values import shown
 from penstock.weights.store import WeightStore
 
 OPTIMIZER, DRIFT = "optimizer/", "drift/"
@@ -75,6 +76,7 @@ def state_of(trained: TrainedStage, elsewhere: Collection[str]) -> StageState:
                 f"the module {key.partition('.')[0]!r}"
             )
         if isinstance(value, Tensor):
+            _check_own_memory(key, value)
             tensors[key] = value
         else:
             extra[key] = to_json(value, f"{key!r} in the model's state_dict")
@@ -86,6 +88,7 @@ def state_of(trained: TrainedStage, elsewhere: Collection[str]) -> StageState:
                 tensors[f"{DRIFT}{name}"] = drift
     optimizing = None
     if trained.optimizer is not None:
+        _check_per_parameter(trained)
         state = _state_by_name(trained.optimizer, own, tensors)
         scheduler = trained.scheduler
         optimizing = Optimizing(
@@ -104,6 +107,33 @@ def state_of(trained: TrainedStage, elsewhere: Collection[str]) -> StageState:
     return StageState(tensors, extra, optimizing)
 
 
+def _check_own_memory(key: str, value: Tensor) -> None:
+    """Raise ``InputError`` for a value whose elements share memory, into which none can be read."""
+    if any(
+        step == 0 and count > 1 for step, count in zip(value.stride(), value.shape, strict=True)
+    ):
+        raise InputError(
+            f"{key!r} is an expanded view of shape {tuple(value.shape)}, into which nothing can be "
+            "loaded; clone it where the model is built"
+        )
+
+
+def _check_per_parameter(trained: TrainedStage) -> None:
+    """Raise ``InputError`` if an optimizer keeps what belongs to no parameter: nobody could say
+    where it belongs when the model is cut elsewhere."""
+    optimizer, own = trained.optimizer, {*trained.named.values()}
+    assert optimizer is not None
+    kind = type(optimizer).__name__
+    foreign: list[object] = [key for key in optimizer.state if key not in own]
+    foreign += sorted(optimizer.state_dict().keys() - {"state", "param_groups"})
+    if foreign:
+        raise InputError(
+            f"{kind} keeps {shown(foreign[0])} beside what it keeps for each parameter; a "
+            "checkpoint cannot divide that between stages: keep it in the parameters' state or in "
+            "their groups"
+        )
+
+
 def _state_by_name(
     optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], tensors: dict[str, Tensor]
 ) -> dict[str, dict[str, Any]]:
@@ -111,10 +141,10 @@ def _state_by_name(
     others: dict[str, dict[str, Any]] = {}
     for name, parameter in named.items():
         for key, value in optimizer.state.get(parameter, {}).items():
-            if not isinstance(key, str):
+            if not isinstance(key, str) or "/" in key:
                 raise InputError(
-                    f"{type(optimizer).__name__} keeps something under {key!r}, which is no text, "
-                    f"for {name!r}; a checkpoint cannot name it"
+                    f"{type(optimizer).__name__} keeps something under {key!r} for {name!r}; a "
+                    "checkpoint can only name it by a text without a slash"
                 )
             if isinstance(value, Tensor):
                 tensors[f"{OPTIMIZER}{name}/{key}"] = value

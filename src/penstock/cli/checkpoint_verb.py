@@ -31,10 +31,11 @@ def checkpoint() -> None:
 @options.json_option
 def show_checkpoints(folder: str, as_json: bool) -> None:
     """Show the checkpoints in FOLDER: a run's, or one of them (runs/a/step-00000100)."""
-    from penstock.checkpoint.folder import Checkpoint, folders, is_folder_name
+    from penstock.checkpoint.folder import Checkpoint, is_folder_name, seen_in
 
     path = Path(folder)
-    every = [path] if is_folder_name(path.name) else folders(path)
+    is_one = is_folder_name(path.name)
+    every = [path] if is_one else [one.folder for one in seen_in(path)]
     if not every or not path.is_dir():
         raise FileError(f"{folder} has no checkpoints; give the folder that save() was given")
     opened: list[tuple[Path, Checkpoint | FileError]] = []
@@ -117,6 +118,8 @@ def draw(folder: str, plans: tuple[str, ...], output: str) -> None:
     from penstock.drawing.readings import Block, readings
     from penstock.plans import Plan
 
+    if not output.endswith(".svg"):
+        raise InputError(f"{output} must end in .svg, since that is what is drawn")
     latest = _latest(folder)
     written = _reader(latest.plan, "written by")
     files = [
@@ -173,5 +176,7 @@ def export(folder: str, form: str, output: str) -> None:
     from penstock.checkpoint.export import export_dcp, export_weights
 
     latest = _latest(folder)
+    if Path(output).exists():
+        raise InputError(f"{output} is there already; give another name")
     (export_dcp if form == "dcp" else export_weights)(latest, Path(output))
     show.say(f"wrote {output}: step {latest.step}")

@@ -11,6 +11,7 @@ import click
 
 from penstock.cli import show
 from penstock.errors import InputError
+from penstock.values import write_atomically
 
 if TYPE_CHECKING:
     from penstock.supervisor import Account
@@ -34,6 +35,13 @@ class _Command(click.Command):
             return super().parse_args(ctx, args)  # which says that there is no such option
         behind, theirs = self._own(ctx, rest[1:])
         theirs = theirs[1:] if theirs[:1] == ["--"] else theirs
+        for name in behind:
+            # The script's own, most likely, and it would silently not get it.
+            if name.startswith("-") and (name in before or name == "-m" or behind.count(name) > 1):
+                raise click.UsageError(
+                    f"{name} behind {rest[0]} would be an option of penstock run; put -- between "
+                    "the script and what it is to get"
+                )
         return super().parse_args(ctx, [*before, *behind, "--", rest[0], *theirs])
 
     def _own(self, ctx: click.Context, words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -68,10 +76,19 @@ class _Command(click.Command):
     "--grace", type=click.FloatRange(min=0), default=5.0, show_default=True, metavar="SECONDS",
     help="How long ranks that are asked to end may take before they are killed.",
 )  # fmt: skip
+@click.option(
+    "--draw", "picture", type=click.Path(),
+    help="Draw the attempts as .svg when the job has ended.",
+)  # fmt: skip
 @click.option("-m", "module", metavar="MODULE", help="Run a module by its name, as python -m does.")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
 def run(
-    ranks: int, restarts: int, grace: float, module: str | None, words: tuple[str, ...]
+    ranks: int,
+    restarts: int,
+    grace: float,
+    picture: str | None,
+    module: str | None,
+    words: tuple[str, ...],
 ) -> None:
     """Run a training script on several ranks of this host, and start them again when one dies.
 
@@ -79,6 +96,8 @@ def run(
     saves. Torch is loaded once, and ranks are forked from the process that has it, so that they are
     back milliseconds after a death. Between hosts, use torchrun.
     """
+    if picture is not None and not picture.endswith(".svg"):
+        raise InputError(f"{picture} must end in .svg, since that is what is drawn")
     if ranks > 1:  # before torch reads it
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     from penstock.supervisor import Job, Rank, Script, supervise
@@ -96,9 +115,38 @@ def run(
         return
     if len(outcome.accounts) > 1:
         show.print_table(*_table(outcome.accounts), beside=True)
+    if picture is not None:
+        write_atomically(picture, _picture(outcome.accounts) + "\n")
+        show.say(f"wrote {picture}")
     if outcome.verdict:
         show.say(f"penstock: {outcome.verdict}")
     sys.exit(outcome.code)
+
+
+def _picture(accounts: Sequence[Account]) -> str:
+    """Attempts over one axis of time."""
+    from penstock.drawing.attempts import AttemptBar, attempts
+
+    start = accounts[0].moments.started
+    bars = []
+    for account in accounts:
+        moments = account.moments
+        ended = moments.ended if moments.noticed is None else moments.noticed
+        bars.append(
+            AttemptBar(
+                moments.started - start,
+                None if moments.built is None else moments.built - start,
+                ended - start,
+                account.first_step,
+                _how_it_ended(account),
+                account.cause is not None or account.interrupted is not None,
+            )
+        )
+    return attempts(bars)
+
+
+def _how_it_ended(account: Account) -> str:
+    return str(account.cause or account.interrupted or "all ranks ended well")
 
 
 def _table(accounts: Sequence[Account]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -110,7 +158,7 @@ def _table(accounts: Sequence[Account]) -> tuple[tuple[str, ...], list[tuple[str
         moments = account.moments
         rows.append(
             (
-                str(account.cause or account.interrupted or "all ranks ended well"),
+                _how_it_ended(account),
                 str(number),
                 "–" if account.first_step is None else str(account.first_step),
                 _seconds(failed, moments.forked),

@@ -104,6 +104,22 @@ BROKEN = {
         lambda path: rewritten(path, lambda head: head["identity"].update(format=2)),
         "has format 2; this Penstock reads format 1",
     ),
+    "of a step that it has not": (
+        lambda path: path.parent.rename(path.parent.with_name(folder_name(7))),
+        "says that it is of step 3 of 2 stages, but step-00000007 and its plan",
+    ),
+    "a number of parts that cannot be": (
+        lambda path: rewritten(path, lambda head: head.update(num_parts=0)),
+        "part is 0 of 0",
+    ),
+    "a rate of 0": (
+        lambda path: rewritten(path, lambda head: head["optimizing"].update(rate=0)),
+        "rate is 0",
+    ),
+    "a scaler of another kind": (
+        lambda path: rewritten(path, lambda head: head["identity"].update(scaler={"x": 1})),
+        "scaler has the keys",
+    ),
     "an unknown key": (
         lambda path: rewritten(path, lambda head: head.update(other=1)),
         "unknown field `other`",
@@ -125,9 +141,12 @@ def test_what_is_not_complete_is_skipped_and_told(broken, run):
     spoil(piece_of(run))
     with pytest.warns(RuntimeWarning, match=f"skipped: .*{told}"):
         assert loaded(run) == 2
+    (latest,) = {
+        path for path in run.iterdir() if path.name not in (folder_name(1), folder_name(2))
+    }
     with pytest.raises(FileError, match=told):
-        loaded(run / folder_name(3))
-    assert not (run / folder_name(3) / "ran").exists()
+        loaded(latest)
+    assert not (latest / "ran").exists()
 
 
 def test_there_may_be_no_checkpoint_yet(tmp_path):
@@ -167,25 +186,74 @@ def test_a_run_does_not_write_into_the_folder_of_another(run):
     assert checkpoint_in(run).step == 4
 
 
-def test_a_run_that_goes_back_replaces_what_came_after(run):
+def gone_back(run, step, keep=None):
+    """A run that goes on from an earlier checkpoint than its last."""
     with pipeline_of(make_mlp(), num_ranks=1, optimizer=adamw) as pipeline:
-        assert pipeline.load(run / folder_name(2)) == 2
+        assert pipeline.load(run / folder_name(step)) == step
         pipeline.step(*make_batch(seed=9))
-        pipeline.save(run)
-    again = checkpoint_in(run)
-    assert again.step == 3
-    assert {path.name for path in again.folder.iterdir()} == {"plan.json", "stage-0.safetensors"}
+        pipeline.save(run, keep=keep)
 
 
-def test_an_interrupted_replacement_is_no_checkpoint(run):
-    before = piece_of(run).read_bytes()
+def test_who_goes_back_writes_over_nothing_and_is_the_latest(run):
+    before = {path: path.read_bytes() for path in run.glob("*/*")}
+    gone_back(run, 1)
+    assert checkpoint_in(run).folder.name == folder_name(2, 1)
+    assert all(path.read_bytes() == content for path, content in before.items())
+    gone_back(run, 1)
+    assert checkpoint_in(run).folder.name == folder_name(2, 2)
+    gone_back(run, 2, keep=2)
+    assert {path.name for path in run.iterdir()} == {folder_name(3, 3), folder_name(2, 2)}
+
+
+def test_the_step_that_was_loaded_may_be_saved_again(run):
+    with pipeline_of(make_mlp(), optimizer=adamw) as pipeline:
+        pipeline.load(run)
+        pipeline.save(run, background=False)
+        (run / folder_name(3, 1) / "stage-0.safetensors").unlink()  # as after a kill
+    with pytest.warns(RuntimeWarning, match="is not complete"):
+        assert loaded(run) == 3
+
+
+def test_what_never_became_complete_is_nobodys(tmp_path):
+    trained(tmp_path, steps=1)
+    piece_of(tmp_path, 1).unlink()
+    with pipeline_of(make_mlp(), optimizer=adamw) as pipeline:
+        with pytest.warns(RuntimeWarning, match="skipped"):
+            assert pipeline.load(tmp_path) is None
+        pipeline.step(*make_batch())
+        pipeline.save(tmp_path)
+    assert loaded(tmp_path) == 1
+
+
+def test_two_jobs_that_go_on_from_the_same_folder_are_told_apart(run):
+    first, second = (pipeline_of(make_mlp(), optimizer=adamw) for _ in range(2))
+    with first, second:
+        first.load(run)
+        second.load(run)
+        first.step(*make_batch())
+        first.save(run, background=False)
+        second.step(*make_batch())
+        with pytest.raises(FileError, match=r"another job saves in .*stop one of them"):
+            second.save(run)
+        first.step(*make_batch())
+        first.save(run)
+
+
+def test_a_checkpoints_own_folder_is_no_place_to_save(run):
     with pipeline_of(make_mlp(), optimizer=adamw) as pipeline:
         pipeline.load(run / folder_name(2))
-        pipeline.step(*make_batch(seed=9))
-        pipeline.save(run)
-    piece_of(run).write_bytes(before)  # as if stage 1 had not come to write its own
-    with pytest.warns(RuntimeWarning, match="not of the same attempt"):
-        assert loaded(run) == 2
+        with pytest.raises(InputError, match="is the folder of one checkpoint; save to that of"):
+            pipeline.save(run / folder_name(2))
+
+
+def test_the_folder_is_that_of_the_call_wherever_the_process_goes(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pipeline_of(make_mlp(), optimizer=adamw) as pipeline:
+        pipeline.step(*make_batch())
+        pipeline.save("run")
+        monkeypatch.chdir(tmp_path / "elsewhere")
+    assert loaded(tmp_path / "run") == 1
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -213,7 +281,7 @@ def test_a_failure_in_the_background_is_told_at_the_next_call(run, monkeypatch):
         pipeline.load(run)
         monkeypatch.setattr("penstock.checkpoint.keeper.write_piece", lambda *_: 1 / 0)
         pipeline.save(run)
-        pipeline._keeper._saver._writing.exception()  # it has failed by now
+        pipeline._keeper._saver._writing[0].exception()  # it has failed by now
         with pytest.raises(ZeroDivisionError):
             pipeline.step(*make_batch())
         pipeline.step(*make_batch())
@@ -287,3 +355,109 @@ def test_a_checkpoint_names_its_pieces(run):
     ]  # fmt: skip
     assert checkpoint.num_bytes == sum(path.stat().st_size for path in checkpoint.folder.glob("s*"))
     assert isinstance(checkpoint.pieces[0], Piece)
+
+
+HEADS = {
+    "a position of no kind": (
+        lambda head: head["identity"].update(position={"$x": 1}),
+        "is no value that a checkpoint holds",
+    ),
+    "a tensor that is larger than its file": (
+        lambda head: head["tensors"].update(
+            {"optimizer/0.weight/exp_avg": ["float32", [10**9, 10**9], [0, 0], [32, 16]]}
+        ),
+        "does not hold all 1,000,000,000,000,000,000 numbers of",
+    ),
+    "options with parameters": (
+        lambda head: head["optimizing"]["options"]["0.weight"].update(params=[1]),
+        "'params' was|impossible options",
+    ),
+    "a rate that is none": (
+        lambda head: [one.update(lr="abc") for one in head["optimizing"]["options"].values()],
+        "has impossible options",
+    ),
+    "a step that no run comes to": (
+        lambda head: head["identity"].update(step=10**30),
+        "is not complete|step",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", HEADS)
+def test_a_head_that_was_made_by_hand_changes_nothing(wrong, tmp_path):
+    change, told = HEADS[wrong]
+    trained(tmp_path, steps=1, num_ranks=1)
+    rewritten(piece_of(tmp_path, 1, 0), change)
+    model = make_mlp(seed=5)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with (
+        pipeline_of(model, num_ranks=1, optimizer=adamw) as pipeline,
+        pytest.raises(InputError, match=told),
+    ):
+        pipeline.load(tmp_path / folder_name(1))
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+class Counting(torch.optim.SGD):
+    """Keeps something that belongs to no parameter."""
+
+    def step(self, closure=None):
+        self.state["calls"] = self.state.get("calls", 0) + 1
+        return super().step(closure)
+
+
+class Telling(torch.optim.SGD):
+    def state_dict(self):
+        return {**super().state_dict(), "more": 1}
+
+
+class Slashed(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["m/avg"] = torch.zeros(1)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "told"),
+    [
+        (lambda parameters: Counting(parameters, lr=0.1), "Counting keeps 'calls' beside what"),
+        (lambda parameters: Telling(parameters, lr=0.1), "Telling keeps 'more' beside what"),
+        (lambda parameters: Slashed(parameters, lr=0.1), "something under 'm/avg' for '0.weight'"),
+    ],
+)
+def test_what_would_be_lost_is_refused(optimizer, told, tmp_path):
+    with pipeline_of(make_mlp(), optimizer=optimizer) as pipeline:
+        pipeline.step(*make_batch())
+        with pytest.raises(InputError, match=re.escape(told)):
+            pipeline.save(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_buffers_into_which_nothing_can_be_read_are_named(tmp_path):
+    model = make_mlp()
+    model[0].register_buffer("wide", torch.zeros(1).expand(4))
+    with (
+        pipeline_of(model, optimizer=adamw) as pipeline,
+        pytest.raises(InputError, match=r"'0\.wide' is an expanded view of shape \(4,\)"),
+    ):
+        pipeline.save(tmp_path)
+
+
+@pytest.mark.parametrize("position", ["\udc80", {"a": "\udc80"}])
+def test_texts_that_are_none_are_refused(position, tmp_path):
+    with (
+        pipeline_of(make_mlp(), optimizer=adamw) as pipeline,
+        pytest.raises(InputError, match="position has a text in it that is no Unicode"),
+    ):
+        pipeline.save(tmp_path, position=position)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b"])
+def test_impossible_names_are_refused(name, tmp_path):
+    with pipeline_of(make_mlp(), optimizer=adamw) as pipeline:
+        with pytest.raises(FileError, match="no folder can be called"):
+            pipeline.save(tmp_path / name)
+        with pytest.raises(FileError, match="no folder can be called"):
+            pipeline.load(tmp_path / name)

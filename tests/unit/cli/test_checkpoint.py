@@ -91,6 +91,7 @@ def test_who_reads_what_is_drawn(saved, tmp_path):
     assert "read by gpipe, 1 rank" in texts
     # Each stage to its file, each file to two of three stages, and both to the only one.
     assert len(list(picture.iter("{http://www.w3.org/2000/svg}path"))) == 2 + 4 + 2
+    assert "must end in .svg" in refused(*arguments, *plans, "-o", tmp_path / "it.png")
     told = refused(*arguments, tmp_path / "other.json", "-o", target)
     assert "is for another model: its layers are not the checkpoint's" in told
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.cli import penstock
+from penstock.supervisor import Account, Cause, Moments, Result
 from tests.kit.command_line import refused, run
 
 VERB = penstock.get_command(None, "run")
@@ -63,3 +64,27 @@ def test_help_says_whose_words_are_whose():
     told = run("run", "--help")
     assert "SCRIPT [ARGS]..." in told
     assert "Options stand before SCRIPT or directly behind it" in told
+
+
+@pytest.mark.parametrize(
+    "line", ["-n 1 train.py -n 2", "-n 4 train.py -m large", "train.py -n 1 -n 2"]
+)
+def test_options_that_the_script_would_miss_are_refused(line):
+    told = refused("run", *line.split())
+    assert "behind train.py would be an option of penstock run; put -- between" in told
+
+
+def test_attempts_are_drawn(tmp_path, monkeypatch):
+    """Two attempts: a rank is killed, and one that goes on to the end."""
+    target = tmp_path / "it.svg"
+    cause = Cause("rank 1 was ended by SIGKILL", 61, 137, own_fault=False)
+    killed = Account(cause, None, 0, Moments(10.0, 10.1, 12.0, 18.0, 18.1))
+    well = Account(None, None, 60, Moments(18.1, 18.2, 19.0, None, 25.0))
+    monkeypatch.setattr("penstock.supervisor.supervise", lambda *_: Result((killed, well), 0))
+    (tmp_path / "train.py").touch()
+    run("run", "-n", "2", "--draw", target, tmp_path / "train.py")
+    picture = target.read_text()
+    assert picture.count('class="F s0"') == 3  # the legend, and what each attempt trained
+    for words in ("attempt 1", "from step 60", "SIGKILL", "all ranks ended well"):
+        assert words in picture
+    assert "must end in .svg" in refused("run", "-n", "2", "--draw", "it.png", "train.py")
