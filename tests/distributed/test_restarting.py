@@ -76,6 +76,21 @@ def test_a_run_that_is_killed_again_and_again_trains_as_if_it_never_stopped(
     assert job.said().count("was ended by SIGKILL") >= num_kills
 
 
+def test_a_job_goes_on_without_a_slot_that_is_lost(tmp_path):
+    """Rank 1 is killed in every attempt in which there is one at its step; those that are left have
+    another plan, and the same losses."""
+    with supervised(
+        tmp_path / "output", JOB, "-n", NUM_RANKS, "--restarts", 5, "--elastic", tmp_path, 9,
+        "SIGKILL:1:2:1", "SIGKILL:1:3:2",
+    ) as job:  # fmt: skip
+        assert job.wait() == 0, job.said()
+    said = job.said()
+    assert "slot 1 is given up, and training goes on with 2 ranks (2 of 5)" in said
+    assert (tmp_path / "2-1").exists()
+    assert not (tmp_path / "2-2").exists()
+    check_losses(tmp_path, 9)
+
+
 def test_the_same_error_at_the_same_step_ends_the_job_at_its_second_time(tmp_path):
     with supervised(
         tmp_path / "output", JOB, "-n", NUM_RANKS, "--restarts", 9, tmp_path, 8,

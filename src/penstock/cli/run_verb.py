@@ -73,6 +73,10 @@ class _Command(click.Command):
     help="How often all ranks may be started again when one has failed.",
 )  # fmt: skip
 @click.option(
+    "--elastic", is_flag=True,
+    help="Go on with one rank fewer when the same rank is killed in two attempts running.",
+)  # fmt: skip
+@click.option(
     "--grace", type=click.FloatRange(min=0), default=5.0, show_default=True, metavar="SECONDS",
     help="How long ranks that are asked to end may take before they are killed.",
 )  # fmt: skip
@@ -85,6 +89,7 @@ class _Command(click.Command):
 def run(
     ranks: int,
     restarts: int,
+    elastic: bool,
     grace: float,
     picture: str | None,
     module: str | None,
@@ -108,7 +113,7 @@ def run(
         script = Script(words[0], words[1:])
     else:
         raise InputError("there is no script; try penstock run train.py -n 4")
-    job = Job(script, ranks, restarts, grace)
+    job = Job(script, ranks, restarts, grace, elastic)
     outcome = supervise(job, lambda text: show.say(f"penstock: {text}"))
     if isinstance(outcome, Rank):
         script.run(outcome.number)
@@ -151,7 +156,14 @@ def _how_it_ended(account: Account) -> str:
 
 def _table(accounts: Sequence[Account]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Attempts, a row each: how it began, and how it ended."""
-    columns = ("how it ended", "attempt", "went on at step", "ranks back after", "and ready after")
+    columns = (
+        "how it ended",
+        "attempt",
+        "ranks",
+        "went on at step",
+        "ranks back after",
+        "and ready after",
+    )
     rows: list[tuple[str, ...]] = []
     failed = None
     for number, account in enumerate(accounts):
@@ -160,6 +172,7 @@ def _table(accounts: Sequence[Account]) -> tuple[tuple[str, ...], list[tuple[str
             (
                 _how_it_ended(account),
                 str(number),
+                str(account.num_ranks),
                 "–" if account.first_step is None else str(account.first_step),
                 _seconds(failed, moments.forked),
                 _seconds(failed, moments.built),

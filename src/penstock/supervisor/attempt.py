@@ -54,12 +54,14 @@ class Account(NamedTuple):
         interrupted: the signal to the supervisor that ended it.
         first_step: the number of the first minibatch that ranks trained on.
         moments: when what happened.
+        num_ranks: how many there were.
     """
 
     cause: Cause | None
     interrupted: signal.Signals | None
     first_step: int | None
     moments: Moments
+    num_ranks: int
 
 
 class Attempt:
@@ -154,6 +156,7 @@ class Attempt:
                 noticed,
                 time.monotonic(),
             ),
+            self._job.num_ranks,
         )
 
     def kill(self) -> None:
@@ -187,8 +190,9 @@ class Attempt:
         code = forked.take_away()
         is_rank = forked in self._ranks
         if not self._ending and (code or not is_rank):
-            notes = self._notes(self._ranks.index(forked)) if is_rank else None
-            self._failed.append(Ended(forked.name, code, notes))
+            rank = self._ranks.index(forked) if is_rank else None
+            notes = None if rank is None else self._notes(rank)
+            self._failed.append(Ended(forked.name, code, notes, rank))
 
     def _notes(self, rank: int) -> Notes:
         with mmap.mmap(self._memory, PAGE_BYTES, offset=rank * PAGE_BYTES) as page:

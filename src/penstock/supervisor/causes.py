@@ -29,11 +29,13 @@ class Ended(NamedTuple):
         name: for people, such as ``"rank 2"``.
         code: its exit code, or minus the number of a signal.
         notes: what it has noted; ``None`` of one that is no rank.
+        rank: its number, if it is a rank.
     """
 
     name: str
     code: int
     notes: Notes | None
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Cause:
         code: the exit code of a job that ends with it.
         own_fault: whether it may be expected to happen again.
         followed: whether it is only what another rank's failure has led to.
+        killed: the rank that was killed from outside, if that is what happened.
     """
 
     reason: str
@@ -53,6 +56,7 @@ class Cause:
     code: int
     own_fault: bool
     followed: bool = False
+    killed: int | None = None
 
     @property
     def known_as(self) -> tuple[str, int | None]:
@@ -73,7 +77,9 @@ def cause_of(ended: Ended) -> Cause:
         number = -ended.code
         name = _name_of(number)
         reason = f"{ended.name} was ended by {name}"
-        return Cause(reason, step, 128 + number, own_fault=number in _OWN_FAULTS)
+        own_fault = number in _OWN_FAULTS
+        killed = None if own_fault else ended.rank
+        return Cause(reason, step, 128 + number, own_fault=own_fault, killed=killed)
     if failure is None:
         reason = f"{ended.name} ended with exit code {ended.code}"
         return Cause(reason, step, ended.code or 1, own_fault=True)

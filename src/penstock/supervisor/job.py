@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.run.logbook import VARIABLE
 from penstock.supervisor.script import Script
@@ -24,6 +24,9 @@ class Job:
         num_ranks: how many processes there are.
         restarts: how often ranks may be started again.
         grace_seconds: how long ranks that are asked to end may take before they are killed.
+        elastic: whether the job goes on with fewer ranks when a slot is lost for good.
+        slots: the places on this host that ranks take, which are their ``LOCAL_RANK``; by default
+            as many as there are ranks.
         name: of the job, which no other has.
 
     Raises:
@@ -34,12 +37,21 @@ class Job:
     num_ranks: int
     restarts: int = 0
     grace_seconds: float = 5.0
+    elastic: bool = False
+    slots: tuple[int, ...] = ()
     name: str = field(default_factory=_new_name)
 
     def __post_init__(self) -> None:
         whole("the number of ranks", self.num_ranks, 1)
         whole("restarts", self.restarts, 0)
         number("grace_seconds", self.grace_seconds)
+        if not self.slots:
+            object.__setattr__(self, "slots", tuple(range(self.num_ranks)))
+
+    def without(self, rank: int) -> Job:
+        """The same job on one rank fewer; nobody takes the slot of this one any more."""
+        slots = self.slots[:rank] + self.slots[rank + 1 :]
+        return replace(self, num_ranks=self.num_ranks - 1, slots=slots)
 
     def environment(self, rank: int, attempt: int, port: int, logbook: int) -> dict[str, str]:
         """What torchrun would tell a rank, and where the rank's logbook is.
@@ -53,7 +65,7 @@ class Job:
         count = str(self.num_ranks)
         return {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
+            "LOCAL_RANK": str(self.slots[rank]),
             "ROLE_RANK": str(rank),
             "GROUP_RANK": "0",
             "WORLD_SIZE": count,

@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 from penstock.errors import RunError
 from penstock.supervisor.attempt import Account, Attempt, Rank
+from penstock.supervisor.causes import Cause
 from penstock.supervisor.job import Job
 from penstock.supervisor.signals import Signals
+from penstock.units import count_of
 
 
 class Result(NamedTuple):
@@ -52,6 +54,7 @@ def supervise(job: Job, say: Callable[[str], None]) -> Result | Rank:
 def _attempts(job: Job, say: Callable[[str], None], signals: Signals) -> Result | Rank:
     accounts: list[Account] = []
     causes: set[tuple[str, int | None]] = set()
+    before: Cause | None = None
     for number in range(job.restarts + 1):
         attempt, supervisor = Attempt(job, number, signals), os.getpid()
         try:
@@ -75,9 +78,22 @@ def _attempts(job: Job, say: Callable[[str], None], signals: Signals) -> Result 
             return Result((*accounts,), cause.code, f"{cause}: {again}")
         causes.add(cause.known_as)
         if number < job.restarts:
-            say(f"{cause}; all ranks start again ({number + 1} of {job.restarts})")
+            goes_on, is_lost = "all ranks start again", _is_lost(before, cause)
+            if job.elastic and job.num_ranks > 1 and is_lost:
+                assert cause.killed is not None
+                slot, job = job.slots[cause.killed], job.without(cause.killed)
+                ranks = count_of(job.num_ranks, "rank")
+                goes_on = f"slot {slot} is given up, and training goes on with {ranks}"
+            say(f"{cause}; {goes_on} ({number + 1} of {job.restarts})")
+            before = None if is_lost else cause  # of those that are left, each begins anew
     spent = f"; {job.restarts} restarts are spent" if job.restarts else ""
     return Result((*accounts,), cause.code, f"{cause}{spent}")
+
+
+def _is_lost(before: Cause | None, cause: Cause) -> bool:
+    """Whether a slot is lost for good: its rank was killed from outside in two attempts, one after
+    the other. Once may be bad luck, and whoever kills at random seldom hits the same rank again."""
+    return before is not None and cause.killed is not None and before.killed == cause.killed
 
 
 def load() -> None:

@@ -78,8 +78,8 @@ def test_attempts_are_drawn(tmp_path, monkeypatch):
     """Two attempts: a rank is killed, and one that goes on to the end."""
     target = tmp_path / "it.svg"
     cause = Cause("rank 1 was ended by SIGKILL", 61, 137, own_fault=False)
-    killed = Account(cause, None, 0, Moments(10.0, 10.1, 12.0, 18.0, 18.1))
-    well = Account(None, None, 60, Moments(18.1, 18.2, 19.0, None, 25.0))
+    killed = Account(cause, None, 0, Moments(10.0, 10.1, 12.0, 18.0, 18.1), 2)
+    well = Account(None, None, 60, Moments(18.1, 18.2, 19.0, None, 25.0), 2)
     monkeypatch.setattr("penstock.supervisor.supervise", lambda *_: Result((killed, well), 0))
     (tmp_path / "train.py").touch()
     run("run", "-n", "2", "--draw", target, tmp_path / "train.py")

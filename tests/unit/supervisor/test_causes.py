@@ -6,6 +6,8 @@ import pytest
 
 from penstock.run.logbook import Failure, Notes
 from penstock.supervisor.causes import Ended, cause_of, first_cause
+from penstock.supervisor.job import Job
+from penstock.supervisor.script import Script
 
 
 def failed(rank, reason, *, step=5, followed=False):
@@ -54,3 +56,11 @@ def test_words_for_people():
     keeper = Ended("the keeper of the job's store", 0, None)
     assert str(cause_of(keeper)) == "the keeper of the job's store ended with exit code 0"
     assert cause_of(keeper).code == 1
+
+
+def test_who_is_left_keeps_its_slot():
+    job = Job(Script("train.py", ()), 4, elastic=True).without(1)
+    local = [job.environment(rank, 2, 1, 1)["LOCAL_RANK"] for rank in range(3)]
+    assert local == ["0", "2", "3"]
+    assert job.environment(0, 2, 1, 1)["WORLD_SIZE"] == "3"
+    assert job.without(0).slots == (2, 3)
