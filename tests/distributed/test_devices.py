@@ -119,6 +119,7 @@ def test_links_of_accelerators_without_a_library_of_their_own_are_those_of_main_
     assert [device["kind"] for device in devices] == ["cpu", "cpu"]
 
 
+@pytest.mark.soak
 def test_the_first_script_of_the_readme_runs_on_accelerators_as_it_stands(plugged_in, tmp_path):
     block = next(block for block in blocks_of("README.md") if block.language == "python")
     told = "\nprint('trained on', loss.device, [d.kind for d in plan.devices])\n"

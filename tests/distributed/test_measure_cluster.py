@@ -39,6 +39,7 @@ def run(*arguments, **environment):
     )  # fmt: skip
 
 
+@pytest.mark.soak  # the processes that it starts itself are tried in make test
 def test_under_torchrun_rank_0_writes_the_cluster(tmp_path):
     path = tmp_path / "cluster.json"
     job = torchrun(MODULE[0], 3, *MODULE[1:], *QUICKLY, "-o", str(path), reports=False)

@@ -47,7 +47,7 @@ def pids(folder, attempt):
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("seed", "num_kills"), [(0, 20), more(1, 100)])
+@pytest.mark.parametrize(("seed", "num_kills"), [(0, 12), more(1, 100)])
 def test_a_run_that_is_killed_again_and_again_trains_as_if_it_never_stopped(
     tmp_path, seed, num_kills
 ):
@@ -236,7 +236,8 @@ OF_ONE = {"MASTER_ADDR", "MASTER_PORT"} | {
 }
 
 
-@pytest.mark.parametrize("is_module", [False, more(True)])
+@pytest.mark.soak
+@pytest.mark.parametrize("is_module", [False, True])
 def test_a_rank_finds_what_it_would_find_under_torchrun(tmp_path, is_module):
     job = (
         "tests.distributed.jobs.surroundings" if is_module else str(JOB.parent / "surroundings.py")
