@@ -138,7 +138,7 @@ def test_captured_layers_that_recompute_by_blocks_keep_what_is_predicted(granula
     assert counted[0] == pytest.approx(predicted[0], rel=0.02)
     assert counted[1] == pytest.approx(predicted[1], rel=0.1 if how == "layers" else 0.02)
     kept = whole.simulate().peak_bytes(whole.sizes)
-    assert how != "layers" or max(predicted) < 0.5 * max(kept)
+    assert how != "layers" or max(predicted) < 0.6 * max(kept)
 
 
 @pytest.mark.parametrize(("name", "grows"), [("1f1b", False), ("zb-v", False), ("gpipe", True)])
