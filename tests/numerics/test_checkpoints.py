@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 import penstock as pk
 from penstock import versions
 from penstock.checkpoint.contents import Contents
-from penstock.checkpoint.folder import Checkpoint, folder_name
+from penstock.checkpoint.folder import Checkpoint, checkpoint_in, folder_name
 from penstock.errors import FileError, InputError
 from tests.kit.examples import more
 from tests.kit.helpers import make_plan
@@ -467,6 +467,27 @@ def test_copies_of_a_stage_go_on_together(replicas, tmp_path):
     alone = run("1-1", 2, 4, tmp_path / "alone", load=tmp_path / "half")
     torch.testing.assert_close(alone, rest, rtol=1e-12, atol=1e-12)
     assert_same_training(tmp_path / "alone", tmp_path / "whole", step=4, tolerance=1e-12)
+
+
+def test_rates_are_those_of_the_layout(tmp_path):
+    """Where replicas average gradients there are fewer updates, each of so many times the rate."""
+    saved = {}
+    for replicas in ("2-1", "1-1", "2-1"):
+        plan = plan_for(versions.Stash(), 2, microbatches=4, replicas=replicas)
+        with pk.Pipeline(
+            layered_model(), plan, loss=F.mse_loss, optimizer=momentum, deadline_seconds=60
+        ) as pipeline:
+            if saved:
+                pipeline.load(tmp_path)
+            list(pipeline.steps(stream_batches([8])))
+            pipeline.save(tmp_path)
+        (told,) = {
+            tuple(sorted({options["lr"] for options in piece.header.optimizing.options.values()}))
+            for piece in checkpoint_in(tmp_path).pieces
+            if piece.header.stage == 0
+        }
+        saved.setdefault(replicas, []).append(told)
+    assert saved == {"2-1": [(0.2,), (0.2,)], "1-1": [(0.1,)]}
 
 
 def test_a_script_without_penstock_loads_the_weights(tmp_path):

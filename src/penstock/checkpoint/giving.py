@@ -6,6 +6,7 @@ as it was.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -65,7 +66,7 @@ def check_fits(contents: Contents, trained: TrainedStage, *, weights_only: bool)
                 "give the same optimizer, or load with weights_only=True"
             )
     for number, names in enumerate(_groups(trained)):
-        _group_options(contents, names, f"group {number} of {trained.whose}'s {kind}")
+        _group_options(contents, names, trained.rate, f"group {number} of {trained.whose}'s {kind}")
     _scheduler_state(contents, trained)
 
 
@@ -191,8 +192,7 @@ def _give_optimizer(contents: Contents, trained: TrainedStage) -> None:
     saved_groups = []
     own_groups = optimizer.state_dict()["param_groups"]
     for number, (names, own) in enumerate(zip(_groups(trained), own_groups, strict=True)):
-        options = _group_options(contents, names, f"group {number}")
-        _change_rates(options, _rate_change(contents, trained, names))
+        options = _group_options(contents, names, trained.rate, f"group {number}")
         saved_groups.append({**own, **_on_devices(options, own)})
         for name, index in zip(names, own["params"], strict=True):
             parameter = trained.named[name]
@@ -238,47 +238,51 @@ def _undo_rounding(
                     optimizer.state[parameter][key] = value.to(now.device)
 
 
-def _group_options(contents: Contents, names: Sequence[str], whose: str) -> dict[str, Any]:
-    """The options that all parameters of a group had.
+def _group_options(
+    contents: Contents, names: Sequence[str], rate: float, whose: str
+) -> dict[str, Any]:
+    """The options that all parameters of a group had, with the learning rates of a layout that
+    multiplies them by ``rate``.
 
     Raises:
         InputError: they had different ones.
+        FileError: they are none.
     """
     if not names:
         return {}
-    first = contents.trainer_of[names[0]].options[names[0]]
+    first = _options_here(contents, names[0], rate)
     for name in names[1:]:
-        options = contents.trainer_of[name].options[name]
+        options = _options_here(contents, name, rate)
         for key in {*first, *options}:
-            if first.get(key) != options.get(key):
+            if not _alike(key, first.get(key), options.get(key)):
                 raise InputError(
                     f"{whose} has {names[0]!r} and {name!r} together, but {key!r} was "
-                    f"{shown(of_json(first.get(key)))} for the one and "
-                    f"{shown(of_json(options.get(key)))} for the other in "
-                    f"{contents.checkpoint.folder}; make groups of parameters by their names, "
-                    "alike in every layout"
+                    f"{shown(first.get(key))} for the one and {shown(options.get(key))} for the "
+                    f"other in {contents.checkpoint.folder}; make groups of parameters by their "
+                    "names, alike in every layout"
                 )
-    options = {key: of_json(value) for key, value in first.items()}
+    return first
+
+
+def _options_here(contents: Contents, name: str, rate: float) -> dict[str, Any]:
+    """A parameter's options with its learning rates as this layout multiplies them."""
+    told = contents.trainer_of[name]
+    options = {key: of_json(value) for key, value in told.options[name].items()}
     if "params" in options or not is_number(_number_of(options.get("lr", 0.0))):
-        raise FileError(f"{contents.checkpoint.folder}: {names[0]!r} has impossible options")
+        raise FileError(f"{contents.checkpoint.folder}: {name!r} has impossible options")
+    if told.rate != rate:
+        options.update({key: options[key] / told.rate * rate for key in _RATES if key in options})
     return options
+
+
+def _alike(key: str, ours: Any, theirs: Any) -> bool:
+    if key in _RATES and is_number(ours) and is_number(theirs):
+        return math.isclose(ours, theirs, rel_tol=1e-12)  # one may have been multiplied, see above
+    return _same(ours, theirs)
 
 
 def _number_of(value: Any) -> Any:
     return value.sum().item() if isinstance(value, Tensor) and value.numel() == 1 else value
-
-
-def _rate_change(contents: Contents, trained: TrainedStage, names: Sequence[str]) -> float:
-    """By how much a layout's rates are higher than those of the checkpoint's layout."""
-    if not names:
-        return 1.0
-    before = contents.trainer_of[names[0]].rate
-    return 1.0 if before == trained.rate else trained.rate / before
-
-
-def _change_rates(options: dict[str, Any], factor: float) -> None:
-    if factor != 1.0:
-        options.update({key: options[key] * factor for key in _RATES if key in options})
 
 
 def _scheduler_state(contents: Contents, trained: TrainedStage) -> dict[str, Any]:
@@ -302,8 +306,7 @@ def _scheduler_state(contents: Contents, trained: TrainedStage) -> dict[str, Any
         return own
     groups = []
     for number, group_names in enumerate(_groups(trained)):
-        options = _group_options(contents, group_names, f"group {number}")
-        _change_rates(options, _rate_change(contents, trained, group_names))
+        options = _group_options(contents, group_names, trained.rate, f"group {number}")
         # A group without parameters trains nothing, and its rate is nobody's.
         groups.append({**trained.optimizer.param_groups[number], **options})
     return _merged(states, own, groups, f"{folder}: the state of {kind}")

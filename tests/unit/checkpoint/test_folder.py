@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 import penstock as pk
 from penstock.checkpoint import folder as folders
+from penstock.checkpoint.contents import Contents
 from penstock.checkpoint.folder import Checkpoint, checkpoint_in, folder_name
 from penstock.checkpoint.piece import Piece
 from penstock.errors import FileError, InputError
@@ -223,6 +224,52 @@ def test_what_never_became_complete_is_nobodys(tmp_path):
         pipeline.step(*make_batch())
         pipeline.save(tmp_path)
     assert loaded(tmp_path) == 1
+
+
+def test_nothing_stays_of_what_never_became_complete(tmp_path):
+    trained(tmp_path, steps=1, num_ranks=3)
+    piece_of(tmp_path, 1, 0).unlink()
+    trained(tmp_path, steps=1, num_ranks=1)
+    names = {path.name for path in (tmp_path / folder_name(1)).iterdir()}
+    assert names == {"plan.json", "stage-0.safetensors"}
+
+
+def test_what_is_half_removed_is_no_checkpoint(run, monkeypatch):
+    monkeypatch.setattr("shutil.rmtree", lambda *_: None)  # as if it had been killed there
+    folders.prune(run, 1)
+    assert [one.step for one in folders.seen_in(run)] == [3, 2, 1]
+    with pytest.warns(RuntimeWarning, match="skipped"):
+        assert [one.step for one in folders.complete(run)] == [3]
+
+
+class Wide(torch.optim.SGD):
+    """Keeps means in single precision of gradients in half."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                mean = self.state[parameter].setdefault("mean", torch.zeros(parameter.shape))
+                mean.lerp_(parameter.grad.float(), 0.01)
+        return super().step(closure)
+
+
+def test_state_is_not_rounded_to_the_type_of_its_parameter(tmp_path):
+    def pipeline():
+        model = make_mlp(dtype=torch.bfloat16)
+        return pipeline_of(model, optimizer=lambda parameters: Wide(parameters, lr=0.1))
+
+    with pipeline() as first:
+        first.step(*make_batch(dtype=torch.bfloat16))
+        first.save(tmp_path / "a")
+    with pipeline() as second:
+        second.load(tmp_path / "a")
+        second.save(tmp_path / "b")
+    ours, theirs = (Contents(checkpoint_in(tmp_path / name)) for name in "ab")
+    means = [name for name in ours.checkpoint.pieces_with if name.endswith("/mean")]
+    assert len(means) == 6
+    for name in means:
+        assert ours.tensor(name).dtype == torch.float32
+        assert torch.equal(ours.tensor(name), theirs.tensor(name))
 
 
 def test_two_jobs_that_go_on_from_the_same_folder_are_told_apart(run):
