@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import re
+import resource
 import shutil
 from pathlib import Path
 
@@ -321,6 +322,24 @@ def test_a_disk_that_is_full_is_told_and_leaves_what_was_there(background, run, 
     with pytest.warns(RuntimeWarning, match="is not complete"):
         assert loaded(run) == 3
     assert not [path for path in (run / folder_name(4)).iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_file_that_may_not_grow_is_told_by_the_system_itself(background, run):
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    pipeline = pipeline_of(make_mlp(), optimizer=adamw)
+    try:
+        pipeline.load(run)
+        pipeline.step(*make_batch())
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, most[1]))  # enough for the plan
+        with pytest.raises(FileError, match=r"cannot write .*stage-0"):
+            pipeline.save(run, background=background)
+            pipeline.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+        pipeline.close()
+    with pytest.warns(RuntimeWarning, match="is not complete"):
+        assert loaded(run) == 3
 
 
 def test_a_failure_in_the_background_is_told_at_the_next_call(run, monkeypatch):
