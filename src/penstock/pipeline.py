@@ -242,6 +242,7 @@ class Pipeline:
             inputs, targets, step=self._step, share=share, updates=update
         )
         with self._exclusively(), self._parts.streams.auditing():
+            self._accumulates = False  # what has accumulated is dropped if it fails
             (outcome,) = self._parts.feed.train([(minibatch, StreamPosition())])
             self._accumulates = not update and self._recipe.optimizer is not None
             return self._loss_of(outcome)
@@ -279,6 +280,7 @@ class Pipeline:
                     minibatches = self._parts.cutter.minibatches(stretch, self._step)
                     for outcome in self._parts.feed.train(self._marked(minibatches, checkpoints)):
                         loss = self._loss_of(outcome)
+                        self._accumulates = False  # it has updated
                         self._save_if_due(checkpoints)
                         with audit.elsewhere():
                             yield loss

@@ -528,6 +528,10 @@ def test_gradients_that_wait_for_their_update_are_not_lost_in_silence(tmp_path):
         pipeline.step(*batch(1))
         pipeline.save(tmp_path)
         assert pipeline.load(tmp_path) == 2
+        pipeline.step(*batch(2), update=False)
+        list(pipeline.steps([batch(3)]))
+        pipeline.save(tmp_path)
+        assert pipeline.load(tmp_path) == 4
 
 
 def test_an_optimizer_that_was_not_trained_has_no_state_to_load(tmp_path):
