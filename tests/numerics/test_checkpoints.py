@@ -118,28 +118,26 @@ def assert_same_training(folder, other, step=STEPS, tolerance=0.0):
         assert ours.plain_state(name) == theirs.plain_state(name)
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    """Its losses and the folder with its last checkpoint, by what else a pipeline is given."""
+def run_to(stop, make_folder):
+    """Trains up to a step, once for each layout and whatever else a pipeline is given; gives the
+    losses and the folder with a checkpoint of the end."""
 
     @cache
     def run(layout="1f1b on 2", **options):
-        folder = tmp_path_factory.mktemp("uninterrupted")
-        return trained(layout, 0, STEPS, save=folder, **options), folder
+        folder = make_folder("run")
+        return trained(layout, 0, stop, save=folder, **options), folder
 
     return run
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    return run_to(STEPS, tmp_path_factory.mktemp)
 
 
 @pytest.fixture(scope="module")
 def half(tmp_path_factory):
-    """Like ``uninterrupted``, but ends in the middle."""
-
-    @cache
-    def run(layout="1f1b on 2", **options):
-        folder = tmp_path_factory.mktemp("half")
-        return trained(layout, 0, HALF, save=folder, **options), folder
-
-    return run
+    return run_to(HALF, tmp_path_factory.mktemp)
 
 
 def goes_on(uninterrupted, half, folder, before, after, tolerance=0.0, **options):

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.checkpoint.folder import Checkpoint
-from penstock.checkpoint.header import Extent, Header, Optimizing
+from penstock.checkpoint.header import Extent, Optimizing
 from penstock.checkpoint.piece import Piece, assembled
 from penstock.checkpoint.plain import of_json
 from penstock.checkpoint.taking import DRIFT, OPTIMIZER
@@ -82,19 +82,19 @@ class Contents:
         return keys
 
     @cached_property
-    def optimizing(self) -> tuple[tuple[Header, Optimizing], ...]:
-        """The optimizers, with the heads that tell of them."""
-        heads = (piece.header for piece in self.checkpoint.pieces)
-        return tuple((head, head.optimizing) for head in heads if head.optimizing is not None)
+    def optimizing(self) -> tuple[Optimizing, ...]:
+        """The optimizers of all stages that have one."""
+        every = (piece.header.optimizing for piece in self.checkpoint.pieces)
+        return tuple(told for told in every if told is not None)
 
     @cached_property
     def trainer_of(self) -> dict[str, Optimizing]:
         """By parameter, the optimizer that trained it."""
-        return {name: told for _, told in self.optimizing for name in told.options}
+        return {name: told for told in self.optimizing for name in told.options}
 
     def plain_state(self, parameter: str) -> dict[str, Any]:
         """What an optimizer had for a parameter that is no tensor."""
-        for _, told in self.optimizing:
+        for told in self.optimizing:
             if parameter in told.state:
                 return {key: of_json(value) for key, value in told.state[parameter].items()}
         return {}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.contents import Contents
+from penstock.checkpoint.piece import extent_of
 from penstock.checkpoint.plain import of_json, to_json
 from penstock.checkpoint.taking import DRIFT, OPTIMIZER, TrainedStage
 from penstock.errors import FileError, InputError
@@ -92,7 +93,7 @@ def check_settings(
             f"{folder} has trained {apart[0]!r} for itself, and here it is tied to another "
             "parameter; build the model that was trained, or load with weights_only=True"
         )
-    saved = any(told.scheduler is not None for _, told in contents.optimizing)
+    saved = any(told.scheduler is not None for told in contents.optimizing)
     for what, there, here in (
         ("learning-rate scheduler", saved, schedules),
         ("grad_scaler", bool(contents.checkpoint.identity.scaler), scales),
@@ -115,11 +116,11 @@ def _check_alike(contents: Contents, key: str, value: Tensor) -> None:
     folder = contents.checkpoint.folder
     if extent is None:
         raise FileError(f"{folder} lacks {key!r}")
-    dtype = str(value.dtype).removeprefix("torch.")
-    if extent.shape != tuple(value.shape) or extent.dtype != dtype:
+    own = extent_of(value)
+    if (extent.shape, extent.dtype) != (own.shape, own.dtype):
         raise FileError(
             f"{folder} has {key!r} as {extent.dtype} of shape {extent.shape}, and the model as "
-            f"{dtype} of shape {tuple(value.shape)}; build the model as it was trained"
+            f"{own.dtype} of shape {own.shape}; build the model as it was trained"
         )
 
 
@@ -298,7 +299,7 @@ def _scheduler_state(contents: Contents, trained: TrainedStage) -> dict[str, Any
         return {}
     assert trained.optimizer is not None
     names = _optimized(trained)
-    told = [one for _, one in contents.optimizing if not one.options.keys().isdisjoint(names)]
+    told = [one for one in contents.optimizing if not one.options.keys().isdisjoint(names)]
     folder, kind = contents.checkpoint.folder, type(trained.scheduler).__name__
     states = [of_json(one.scheduler) for one in told]
     own = trained.scheduler.state_dict()

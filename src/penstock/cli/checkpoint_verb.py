@@ -118,8 +118,7 @@ def draw(folder: str, plans: tuple[str, ...], output: str) -> None:
     from penstock.drawing.readings import Block, readings
     from penstock.plans import Plan
 
-    if not output.endswith(".svg"):
-        raise InputError(f"{output} must end in .svg, since that is what is drawn")
+    options.check_svg(output)
     latest = _latest(folder)
     written = _reader(latest.plan, "written by")
     files = [

@@ -150,3 +150,9 @@ def policy_option(verb: Verb) -> Verb:
         help="Train without a flush, with this weight-version policy: "
         f"{', '.join(POLICIES)}; fields follow the name, as in pipemare:t1=1000,t2=0.3.",
     )(verb)
+
+
+def check_svg(path: str) -> None:
+    """Raise ``InputError`` unless a file's name is that of the only kind of picture there is."""
+    if not path.endswith(".svg"):
+        raise InputError(f"{path} must end in .svg, since that is what is drawn")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from penstock.cli import show
+from penstock.cli import options, show
 from penstock.errors import InputError
 from penstock.values import write_atomically
 
@@ -101,8 +101,8 @@ def run(
     saves. Torch is loaded once, and ranks are forked from the process that has it, so that they are
     back milliseconds after a death. Between hosts, use torchrun.
     """
-    if picture is not None and not picture.endswith(".svg"):
-        raise InputError(f"{picture} must end in .svg, since that is what is drawn")
+    if picture is not None:
+        options.check_svg(picture)
     if ranks > 1:  # before torch reads it
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     from penstock.supervisor import Job, Rank, Script, supervise

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 _MOST_SPREAD = 8
 _ALWAYS_SPREAD_BYTES = 2**24
-_PLAIN_TENSORS = (Tensor, nn.Parameter)
+PLAIN_TENSORS = (Tensor, nn.Parameter)
+"""Classes whose tensors are nothing but memory and strides."""
 
 
 def moved(tensor: Tensor, device: torch.device, *, non_blocking: bool = False) -> Tensor:
@@ -30,7 +31,7 @@ def moved(tensor: Tensor, device: torch.device, *, non_blocking: bool = False) -
 
 
 def _travels_as_it_is(tensor: Tensor) -> bool:
-    has_strides = tensor.layout is torch.strided and type(tensor) in _PLAIN_TENSORS
+    has_strides = tensor.layout is torch.strided and type(tensor) in PLAIN_TENSORS
     if not has_strides or tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return True
     needs_history = tensor.requires_grad and torch.is_grad_enabled()

@@ -10,11 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from penstock.device.crossing import span, spreads_far
-
-_PLAIN_TENSORS = (Tensor, nn.Parameter)
+from penstock.device.crossing import PLAIN_TENSORS, span, spreads_far
 
 
 def copy_of(tensor: Tensor) -> Tensor:
@@ -24,7 +22,7 @@ def copy_of(tensor: Tensor) -> Tensor:
     than 16 MiB and more than eight times its elements (a column of a memory-mapped table), or if
     the tensor has no strides, the copy is what ``clone`` gives.
     """
-    if tensor.layout is not torch.strided or type(tensor) not in _PLAIN_TENSORS:
+    if tensor.layout is not torch.strided or type(tensor) not in PLAIN_TENSORS:
         return tensor.clone()
     if tensor.is_contiguous() or spreads_far(tensor):
         return tensor.clone()
