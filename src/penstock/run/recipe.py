@@ -96,6 +96,8 @@ class Recipe:
         versions: which weights passes read.
         weighting: how much each microbatch counts.
         batch_norm: whether running statistics follow each microbatch or each minibatch.
+        live: minibatches are frames of a live stream, of which not all have targets; a stage
+            without any gradient makes no update.
     """
 
     loss: Loss | None = None
@@ -111,6 +113,7 @@ class Recipe:
     count_memory: bool = False
     versions: Policy = field(default_factory=Flush)
     weighting: Weighting = field(default_factory=Weighting)
+    live: bool = False
 
     @property
     def settings(self) -> dict[str, str]:
