@@ -6,7 +6,7 @@ import os
 import queue
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from msgspec.structs import replace
 from typing import Any, Self, get_args
 
 import torch
