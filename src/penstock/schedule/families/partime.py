@@ -33,8 +33,8 @@ def partime(num_ranks: int, num_microbatches: int) -> Schedule:
     >>> from penstock import Costs, draw, simulate
     >>> print(draw(simulate(partime(3, 7), Costs())))
     partime, predicted: makespan 27, bubble 22.2%, stage bubble 22.2%
-    rank 0 │F0F1F2F3F4····B0──F5B1──F6B2──··B3──··B4──··B5──··B6──│ peak 5
-    rank 1 │··F0F1F2··B0──F3B1──F4B2──F5B3──F6B4──··B5──··B6──····│ peak 3
+    rank 0 │F0F1F2F3F4····B0──F5B1──F6B2──··B3──··B4──··B5──··B6──│ peak 1
+    rank 1 │··F0F1F2··B0──F3B1──F4B2──F5B3──F6B4──··B5──··B6──····│ peak 1
     rank 2 │····F0B0──F1B1──F2B2──F3B3──F4B4──F5B5──F6B6──········│ peak 1
     """
     ranks = (
@@ -45,4 +45,4 @@ def partime(num_ranks: int, num_microbatches: int) -> Schedule:
         )
         for rank in range(num_ranks)
     )
-    return laid_out(ranks, "partime")
+    return laid_out(ranks, "partime", activations="newest")
