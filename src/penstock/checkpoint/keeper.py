@@ -317,9 +317,7 @@ class Keeper:
 
     def _resume(self, contents: Contents, identity: Identity) -> None:
         feed = self._parts.feed
-        letters = {
-            worker.rank: contents.letters(worker.rank) for worker in self._parts.workers
-        }
+        letters = {worker.rank: contents.letters(worker.rank) for worker in self._parts.workers}
         if not any(piece.header.under_way for piece in contents.checkpoint.pieces):
             feed.resume(identity.step)
         elif identity.plan == digest(self._parts.plan):

@@ -19,6 +19,7 @@ __getattr__ = loaded_when_used(
     {
         "penstock.live.frames": ("Result",),
         "penstock.live.report": ("StreamReport",),
-        "penstock.live.stream": ("Stream", "stream"),
+        "penstock.live.opening": ("stream",),
+        "penstock.live.stream": ("Stream",),
     },
 )

@@ -149,7 +149,9 @@ class ProcessLoop(Loop):
 
     def _lead_with(self, admitted: Admitted) -> None:
         frame = admitted.frame
-        autocast = {kind: str(dtype).removeprefix("torch.") for kind, dtype in frame.autocast.items()}
+        autocast = {
+            kind: str(dtype).removeprefix("torch.") for kind, dtype in frame.autocast.items()
+        }
         told = frame.number, frame.learns, autocast
         self._tell(_Order.BEGIN, told, to_last=frame.target)
         self._begin(self._numbered(admitted.minibatch), frame)

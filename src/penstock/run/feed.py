@@ -77,7 +77,7 @@ class Feed:
         it, one to a minibatch, have left gradients that are still under way."""
         self.resume(step)
         assert self._windows is not None
-        self._sizes = [1] * min(step, self._windows.num_in_flight)
+        self._sizes[:] = [1] * min(step, self._windows.num_in_flight)
         self._index = self._first = step
         self._base = step - len(self._sizes)
         self._resumes = step > 0

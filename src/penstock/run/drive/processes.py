@@ -207,9 +207,7 @@ class ProcessDriver(Driver[ProcessTicket]):
         rank = self._worker.rank
         waiting = f"rank {rank}, waiting for rank 0 to begin with the next frame"
         with self._telling_failures(expected, self._worker.num_runs):
-            return self._transport.recv(
-                Edge(0, rank, ORDER_TAG), FIRST_EXCHANGE + number, waiting
-            )
+            return self._transport.recv(Edge(0, rank, ORDER_TAG), FIRST_EXCHANGE + number, waiting)
 
     @contextmanager
     def _telling_failures(self, segment: Segment, step: int) -> Iterator[None]:

@@ -215,8 +215,7 @@ class Updater:
             return
         self.sums.complete(stage)
         optimizer = self.optimizers.get(stage)
-        # Of a live stream, nobody may have said what a frame should have given.
-        learned = not self._recipe.live or bool(self._gradients([stage]))
+        learned = not self._recipe.skips_without_gradient or bool(self._gradients([stage]))
         if optimizer is not None and learned:
             self.num_updates += 1
             self._clip_stage(stage)
