@@ -57,7 +57,7 @@ def stream(  # noqa: PLR0913 - everything that a user may want to say
         optimizer: makes an optimizer of the parameters that it is given, once per stage.
         lr_scheduler: makes a learning-rate scheduler of an optimizer; stepped after every update.
         clip_stage_norm: the most that the norm of one stage's gradients may be.
-        rates: of ``partime``: ``"by-age"`` divides a stage's learning rates by the age of its
+        rates: of ``partime``: ``"divided"`` divides a stage's learning rates by the age of its
             gradients, max(1, 2(p−1−s)) frames, or training easily blows up; ``"given"`` leaves them
             as they are. By default as the plan says.
         stop_at_nan: raise a ``StageError`` if a loss is not finite, before anything is learned from
@@ -124,6 +124,6 @@ def _with_rates(plan: Plan, rates: Rates | None) -> Plan:
         if rates == "given":
             return plan
         raise InputError(
-            f"rates='by-age' is for partime; {plan.versions.name} applies gradients otherwise"
+            f"rates='divided' is for partime; {plan.versions.name} applies gradients otherwise"
         )
     return replace(plan, versions=Sideways(rates=rates))

@@ -11,7 +11,7 @@ from penstock.schedule.schedule import Activations
 from penstock.values import Value, is_number, is_whole, one_of, shown
 
 Updates = Literal["microbatch", "minibatch"]
-Rates = Literal["by-age", "given"]
+Rates = Literal["divided", "given"]
 
 
 @dataclass(frozen=True)
@@ -382,7 +382,7 @@ class Sideways(_Policy, frozen=True, tag="sideways"):
     Networks", arXiv 2210.09147.
 
     Attributes:
-        rates: ``"by-age"``: a stage's learning rates are divided by max(1, 2(p−1−s)), how many
+        rates: ``"divided"``: a stage's learning rates are divided by max(1, 2(p−1−s)), how many
             frames old its gradients are, so that what is stable on one device stays so;
             ``"given"``: they stay as they are.
     """
@@ -391,7 +391,7 @@ class Sideways(_Policy, frozen=True, tag="sideways"):
     activations: ClassVar[Activations] = "newest"
     ahead: ClassVar[int] = 2
     family: ClassVar[str] = "partime"
-    rates: Rates = "by-age"
+    rates: Rates = "divided"
 
     def __post_init__(self) -> None:
         one_of("rates", self.rates, get_args(Rates))
