@@ -45,17 +45,17 @@ def test_the_worst_of_all_loads_is_the_peak(schedule, data):
             load.inputs * inputs[rank]
             + load.whole * activation[rank]
             + load.for_weight * halves[rank]
-            for load in loads(ops)
+            for load in loads(ops, schedule.activations)
         )
         for rank, ops in enumerate(schedule.ranks)
     )
-    assert worst == peaks(schedule.ranks, sizes)
+    assert worst == peaks(schedule.ranks, sizes, activations=schedule.activations)
 
 
 @given(orders())
 def test_no_load_is_less_than_another(schedule):
     for ops in schedule.ranks:
-        found = loads(ops)
+        found = loads(ops, schedule.activations)
         for one in found:
             for other in found:
                 assert one == other or any(a > b for a, b in zip(one, other, strict=True))

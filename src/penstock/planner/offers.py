@@ -22,7 +22,7 @@ from penstock.versions import USUAL, DoubleBuffer, Flush, Policy, Stash, check_p
 PLAIN = "1f1b"
 """The family whose order replicas and single stages take."""
 
-REPLICATED = (PLAIN, "gpipe", *USUAL)
+REPLICATED = (PLAIN, "gpipe", "pipedream", "pipedream-2bw")
 """The families whose stages may have replicas."""
 
 _STAGES_PER_RANK = (2, 3, 4)
@@ -69,7 +69,8 @@ class Offer(Terms):
             )
         # Of a stream, as many as fill the pipeline.
         flushes = not self.versions.asynchronous
-        fills = 1 if flushes else filling(self.replicas or (1,) * self.num_ranks)
+        counts = self.replicas or (1,) * self.num_ranks
+        fills = 1 if flushes else filling(counts, self.versions.ahead)
         schedule = self._schedule(task, max(task.num_microbatches, fills))
         is_final = self.family not in families.SEARCHED
         setting = Setting(**vars(self), schedule=schedule, is_final=is_final)
@@ -225,6 +226,7 @@ def _replicated(task: Task, wish: Wish) -> Offer:
         raise PlanError(f"{task.num_layers} layers cannot make {len(counts)} stages")
     family = wish.schedule or PLAIN
     policy = _policy(wish, family)
+    check_policy(policy, family, counts, task.num_microbatches)
     return Offer(family, tuple(range(sum(counts))), policy, counts, (), _rule(wish, policy))
 
 

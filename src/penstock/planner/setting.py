@@ -123,7 +123,8 @@ class Setting(Terms):
     @cached_property
     def peaks(self) -> tuple[float, ...]:
         """Per rank, microbatches in flight at the worst moment."""
-        return peak_activations(self.schedule.rank_ops, self.schedule.num_slices)
+        schedule = self.schedule
+        return peak_activations(schedule.rank_ops, schedule.num_slices, self.versions.activations)
 
     @cached_property
     def loads(self) -> tuple[tuple[Load, ...], ...]:
@@ -141,7 +142,10 @@ class Setting(Terms):
     ) -> tuple[tuple[Load, ...], ...]:
         if self.is_exact:
             # Later replicas have no more microbatches than the first.
-            return tuple(loads(schedule.rank_ops[ranks[0]]) for ranks in self.ranks_of)
+            return tuple(
+                loads(schedule.rank_ops[ranks[0]], self.versions.activations)
+                for ranks in self.ranks_of
+            )
         return tuple((share(max(self.peaks[rank] for rank in ranks)),) for ranks in self.ranks_of)
 
     @cached_property

@@ -213,4 +213,4 @@ def with_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
         )
         for ops in schedule.ranks
     )
-    return Schedule.of(ranks, schedule.name)
+    return schedule.with_ranks(ranks)

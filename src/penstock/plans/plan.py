@@ -195,7 +195,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
 
     @property
     def _placed_microbatches(self) -> int:
-        fills = filling(self.replicas) if self.versions.asynchronous else 1
+        fills = filling(self.replicas, self.versions.ahead) if self.versions.asynchronous else 1
         return max(self.num_microbatches, fills, *self.replicas)
 
     @cached_property

@@ -165,7 +165,9 @@ def bytes_of_ranks(stages: Sequence[StagePlan], schedule: Schedule) -> tuple[int
     Args:
         schedule: with the recomputes that the stages want.
     """
-    in_flight = peaks(schedule.rank_ops, sizes_of(stages), schedule.num_slices)
+    in_flight = peaks(
+        schedule.rank_ops, sizes_of(stages), schedule.num_slices, schedule.activations
+    )
     return tuple(
         sum(stages[stage].state_bytes for stage in rank_stages) + ceil(held)
         for rank_stages, held in zip(schedule.stages_of, in_flight, strict=True)

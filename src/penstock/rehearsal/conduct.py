@@ -124,7 +124,7 @@ def performable(
     """What a rank performs of a schedule: its compute in its order, and all that this takes."""
     kept = COMPUTE | {Kind.RECOMPUTE}
     ranks = (tuple(op for op in ops if op.kind in kept) for ops in schedule.ranks)
-    compute = Schedule.of(ranks, schedule.name)
+    compute = schedule.with_ranks(ranks)
     if stream is not None:
         return add_communication(add_updates(compute, stream.rounds))
     updated = add_update(compute, together=updates == "agreed")

@@ -58,4 +58,4 @@ def flattened(schedule: Schedule) -> Schedule:
     def flat(op: Op) -> Op:
         return op._replace(microbatch=op.microbatch * num_slices + op.slice, slice=0)
 
-    return Schedule.of(([flat(op) for op in ops] for ops in schedule.ranks), schedule.name)
+    return schedule.with_ranks([flat(op) for op in ops] for ops in schedule.ranks)

@@ -169,7 +169,7 @@ def _timeline(schedule: Schedule, costs: Costs, times: StepTimes) -> Timeline:
         return span._replace(start=max(span.start, waited))
 
     spans = [working(span) for span in spans]
-    return Timeline.of(spans, schedule.num_ranks, schedule.name, "measured")
+    return Timeline.of(spans, schedule.num_ranks, schedule.name, "measured", schedule.activations)
 
 
 def _measured_hop(schedule: Schedule, costs: Costs, timelines: Sequence[Timeline]) -> float:

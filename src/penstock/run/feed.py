@@ -58,6 +58,7 @@ class Feed:
                 lambda count, rounds: asynchronous(plan, count, rounds),
                 plan.replicas,
                 by_minibatch=policy.updates == "minibatch",
+                ahead=policy.ahead,
             )
             self.resume(0)
 

@@ -128,7 +128,7 @@ def hoist_receives(schedule: Schedule, capacity: int) -> Schedule:
             rank = schedule.where[receive]
             rows[rank].remove(receive)
             rows[rank].insert(position[rank], receive)
-    return Schedule.of(rows, schedule.name)
+    return schedule.with_ranks(rows)
 
 
 def _first_to_make_room(op: Op, room: dict[Op, Op], done: set[Op]) -> Op:

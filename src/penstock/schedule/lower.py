@@ -56,7 +56,7 @@ def add_recompute(schedule: Schedule, stages: Collection[int] | None = None) -> 
     if columns is not None:
         from penstock.schedule.columns.passes import with_recompute
 
-        return Schedule.of_columns(with_recompute(columns, chosen), schedule.name)
+        return schedule.with_columns(with_recompute(columns, chosen))
 
     def lowered(op: Op) -> list[Op]:
         recomputes = op.kind in BACKWARD and op.stage in chosen
@@ -73,7 +73,7 @@ def add_free(schedule: Schedule) -> Schedule:
     if columns is not None:
         from penstock.schedule.columns.passes import with_frees
 
-        return Schedule.of_columns(with_frees(columns), schedule.name)
+        return schedule.with_columns(with_frees(columns))
 
     def lowered(op: Op) -> list[Op]:
         if op.kind in RELEASING:
@@ -114,13 +114,13 @@ def add_update(schedule: Schedule, *, together: bool = False) -> Schedule:
     if columns is not None:
         from penstock.schedule.columns.passes import with_updates
 
-        return Schedule.of_columns(with_updates(columns, late), schedule.name)
+        return schedule.with_columns(with_updates(columns, late))
     updated = _behind_last_gradient(schedule, Kind.UPDATE, lambda stage: stage not in late)
     ranks = (
         (*ops, *(op._replace(kind=Kind.UPDATE) for op in last_gradients(ops) if op.stage in late))
         for ops in updated.ranks
     )
-    return Schedule.of(ranks, schedule.name)
+    return schedule.with_ranks(ranks)
 
 
 def add_updates(schedule: Schedule, rounds: Rounds) -> Schedule:
@@ -159,9 +159,7 @@ def add_updates(schedule: Schedule, rounds: Rounds) -> Schedule:
                 ahead = (ranks.index(rank) - count) % len(ranks)
                 yield from closing(stage, count + ahead)
 
-    return Schedule.of(
-        (lowered(rank, ops) for rank, ops in enumerate(schedule.ranks)), schedule.name
-    )
+    return schedule.with_ranks(lowered(rank, ops) for rank, ops in enumerate(schedule.ranks))
 
 
 def add_agreement(schedule: Schedule, *, late: bool = False) -> Schedule:
@@ -186,7 +184,7 @@ def add_agreement(schedule: Schedule, *, late: bool = False) -> Schedule:
                 first_update = None
             yield op
 
-    return Schedule.of(map(lowered, schedule.ranks), schedule.name)
+    return schedule.with_ranks(map(lowered, schedule.ranks))
 
 
 def add_communication(schedule: Schedule, capacity: int | None = None) -> Schedule:
@@ -211,7 +209,7 @@ def add_communication(schedule: Schedule, capacity: int | None = None) -> Schedu
 
         with_ends = with_messages(columns, capacity)
         if with_ends is not None:
-            return Schedule.of_columns(with_ends, schedule.name)
+            return schedule.with_columns(with_ends)
     # 1. Which results are needed on another rank than their own, and by which ops.
     crossing = [
         (needed, op)
@@ -249,7 +247,7 @@ def forward_only(schedule: Schedule) -> Schedule:
 def first_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
     """The schedule's order with only the first microbatches, for a minibatch that has no more."""
     ranks = (tuple(op for op in ops if op.microbatch < num_microbatches) for ops in schedule.ranks)
-    return Schedule.of(ranks, schedule.name)
+    return schedule.with_ranks(ranks)
 
 
 def _large(schedule: Schedule) -> Columns | None:
@@ -276,7 +274,7 @@ def _refuse_twice(schedule: Schedule, kinds: Collection[Kind]) -> None:
 
 def _each(schedule: Schedule, lowered: Callable[[Op], Iterable[Op]]) -> Schedule:
     ranks = ((new for op in ops for new in lowered(op)) for ops in schedule.ranks)
-    return Schedule.of(ranks, schedule.name)
+    return schedule.with_ranks(ranks)
 
 
 def _behind_last_gradient(
@@ -287,7 +285,7 @@ def _behind_last_gradient(
     if columns is not None:
         from penstock.schedule.columns.passes import with_one_behind_last
 
-        return Schedule.of_columns(with_one_behind_last(columns, kind, wanted), schedule.name)
+        return schedule.with_columns(with_one_behind_last(columns, kind, wanted))
 
     def lowered(ops: tuple[Op, ...]) -> Iterator[Op]:
         newest = {op.stage: op for op in last_gradients(ops)}
@@ -301,7 +299,7 @@ def _behind_last_gradient(
             if last.get(op.stage) == position:
                 yield newest[op.stage]._replace(kind=kind)
 
-    return Schedule.of(map(lowered, schedule.ranks), schedule.name)
+    return schedule.with_ranks(map(lowered, schedule.ranks))
 
 
 def last_gradients(ops: Iterable[Op]) -> list[Op]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from penstock.errors import InputError
 from penstock.schedule.columns.rank_ops import RankOps, kinds_in, stages_with
 from penstock.schedule.op import RELEASING, Kind, Op
+from penstock.schedule.schedule import Activations
 from penstock.values import amount, items_of, shown
 
 Curve = tuple[tuple[float, float], ...]
@@ -72,17 +73,21 @@ def even_sizes(num_stages: int) -> Sizes:
     return Sizes((1.0,) * num_stages)
 
 
-def changes(ops: Sequence[Op], sizes: Sizes, num_slices: int = 1) -> Iterator[tuple[bool, float]]:
+def changes(
+    ops: Sequence[Op], sizes: Sizes, num_slices: int = 1, activations: Activations = "own"
+) -> Iterator[tuple[bool, float]]:
     """For each op of one rank, (whether at its start, by how much it changes what is held).
 
     Explicit free points count where there are any; otherwise memory comes back behind I, W and B.
+    Where backwards go through the newest activations, a forward takes the place of what the one
+    before it has left.
     """
     left = _left_behind(ops, sizes, num_slices)
-    held: dict[Op, float] = {}
+    held: dict[object, float] = {}
     for op in ops:
-        forward = op._replace(kind=Kind.FORWARD)
-        before = held.get(forward, 0.0)
-        after = held[forward] = left.get(op[:2], before)
+        holder = op.stage if activations == "newest" else op._replace(kind=Kind.FORWARD)
+        before = held.get(holder, 0.0)
+        after = held[holder] = left.get(op[:2], before)
         yield op.kind in (Kind.FORWARD, Kind.RECOMPUTE), after - before
 
 
@@ -112,15 +117,26 @@ def curve(timed: Iterable[tuple[float, float, bool, float]]) -> Curve:
     return tuple(points)
 
 
-def peaks(ranks: Iterable[Sequence[Op]], sizes: Sizes, num_slices: int = 1) -> tuple[float, ...]:
-    """Per rank, the most that is held at once. It follows from the order of the ops alone."""
-    return tuple(_most_held(ops, sizes, num_slices) for ops in ranks)
+def peaks(
+    ranks: Iterable[Sequence[Op]],
+    sizes: Sizes,
+    num_slices: int = 1,
+    activations: Activations = "own",
+) -> tuple[float, ...]:
+    """Per rank, the most that is held at once. It follows from the order of the ops, and from which
+    activations backwards go through."""
+    return tuple(_most_held(ops, sizes, num_slices, activations) for ops in ranks)
 
 
-def _most_held(ops: Sequence[Op], sizes: Sizes, num_slices: int) -> float:
-    if isinstance(ops, RankOps):
+def _most_held(ops: Sequence[Op], sizes: Sizes, num_slices: int, activations: Activations) -> float:
+    if activations == "newest" and len(stages_with(kinds_in(ops), ops)) == 1:
+        # Each op leaves what it leaves, whatever was there before.
+        left = _left_behind(ops, sizes, num_slices)
+        return max(left[stage, kind] for stage, kind in left if kind in kinds_in(ops))
+    if isinstance(ops, RankOps) and activations == "own":
         return ops.most_held(_left_behind(ops, sizes, num_slices))
-    return max(accumulate((change for _, change in changes(ops, sizes, num_slices)), initial=0.0))
+    steps = changes(ops, sizes, num_slices, activations)
+    return max(accumulate((change for _, change in steps), initial=0.0))
 
 
 class Load(NamedTuple):
@@ -145,13 +161,16 @@ _CHANGES = {
 }
 
 
-def loads(ops: Sequence[Op]) -> tuple[Load, ...]:
+def loads(ops: Sequence[Op], activations: Activations = "own") -> tuple[Load, ...]:
     """What a rank holds at its worst moments: whatever the sizes are, the most that is held is held
     at one of these.
 
     Args:
         ops: those of one rank with one stage: compute only, whole microbatches.
+        activations: which of them backwards go through.
     """
+    if activations == "newest":
+        return (Load(whole=1),)
     again = any(op[1] is Kind.RECOMPUTE for op in ops)
     forward = (1, 0, 0) if again else (0, 1, 0)
     now, reached = Load(), {Load()}
@@ -166,19 +185,22 @@ def loads(ops: Sequence[Op]) -> tuple[Load, ...]:
     return tuple(reversed(worst))
 
 
-def peak_activations(ranks: Sequence[Sequence[Op]], num_slices: int = 1) -> tuple[float, ...]:
-    """Per rank, the most microbatches in flight at once, in microbatches of the rank's layers; one
-    counts from its forward (or its recompute) until its weight gradient is done (or, where that is
-    explicit, until it is freed)."""
-    counts = map(_most_in_flight, ranks)
+def peak_activations(
+    ranks: Sequence[Sequence[Op]], num_slices: int = 1, activations: Activations = "own"
+) -> tuple[float, ...]:
+    """Per rank, the most microbatches whose activations are held at once, in microbatches of the
+    rank's layers; one counts from its forward (or its recompute) until its weight gradient is done
+    (or, where that is explicit, until it is freed), or until a newer one takes its place where
+    backwards go through the newest."""
+    counts = (_most_in_flight(ops, activations) for ops in ranks)
     shares = units(ranks, num_slices)
     return tuple(count / (num_slices * unit) for count, unit in zip(counts, shares, strict=True))
 
 
-def _most_in_flight(ops: Sequence[Op]) -> float:
+def _most_in_flight(ops: Sequence[Op], activations: Activations) -> float:
     kinds = kinds_in(ops)
-    if Kind.RECOMPUTE in kinds:
-        return _most_held(ops, even_sizes(1 + max(stages_with(kinds, ops))), 1)
+    if Kind.RECOMPUTE in kinds or (kinds and activations == "newest"):
+        return _most_held(ops, even_sizes(1 + max(stages_with(kinds, ops))), 1, activations)
     # Counting needs no dictionary of microbatches: ten times as fast, for schedules of millions.
     frees = {Kind.FREE} if Kind.FREE in kinds else RELEASING
     steps = {Kind.FORWARD: 1, **dict.fromkeys(frees, -1)}

@@ -38,23 +38,35 @@ class Rounds:
         return bisect_right(self.ends, microbatch)
 
 
-def warm_up(replicas: Sequence[int], stage: int) -> int:
+def warm_up(replicas: Sequence[int], stage: int, ahead: int = 1) -> int:
     """How many forwards each replica of a stage runs before its first backward, so that every rank
     is busy from then on: ⌊(N−1−Σ_{i<s} r_i)/r_s⌋ with N ranks; p−1−s without replicas.
 
     Narayanan et al., "PipeDream", SOSP 2019, section 3.2. The input stage then has ⌈N/r_0⌉
     microbatches in flight (the paper's NOAM).
 
+    Args:
+        replicas: of each stage.
+        ahead: so many times as many forwards; 2 where results have a beat to cross in.
+
     >>> [warm_up((2, 1, 1), stage) for stage in range(3)]
     [1, 1, 0]
+    >>> [warm_up((1, 1, 1), stage, ahead=2) for stage in range(3)]
+    [4, 2, 0]
     """
-    return (sum(replicas[stage:]) - 1) // replicas[stage]
+    return ahead * ((sum(replicas[stage:]) - 1) // replicas[stage])
 
 
-def filling(replicas: Sequence[int]) -> int:
+def filling(replicas: Sequence[int], ahead: int = 1) -> int:
     """The fewest microbatches with which every replica of every stage has as many in flight as it
-    ever has."""
-    return max((warm_up(replicas, stage) + 1) * count for stage, count in enumerate(replicas))
+    ever has.
+
+    Args:
+        replicas, ahead: as for ``warm_up``.
+    """
+    return max(
+        (warm_up(replicas, stage, ahead) + 1) * count for stage, count in enumerate(replicas)
+    )
 
 
 def fewest_per_update(replicas: Sequence[int]) -> int:

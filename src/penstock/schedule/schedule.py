@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from penstock.errors import InputError, ScheduleError
 from penstock.schedule.columns.rank_ops import RankOps, stages_in
@@ -24,6 +24,11 @@ MANY_OPS = 10_000
 """From so many on, columns are quicker than ops, though numpy may have to be loaded first."""
 
 
+Activations = Literal["own", "newest"]
+"""Which activations a backward goes through: those of its own microbatch's forward, or those that
+the newest forward of its stage has left."""
+
+
 @dataclass(frozen=True)
 class Schedule:
     """An order of ops for every rank.
@@ -34,14 +39,25 @@ class Schedule:
     Attributes:
         ranks: the ops of each rank, in the order in which it performs them.
         name: the family it came from, for people; two schedules with the same ops are equal.
+        activations: which activations its backwards go through: ``"own"`` or the ``"newest"``, of
+            which a stage then keeps one microbatch's. It says what is held, never what an op waits
+            for.
     """
 
     ranks: tuple[tuple[Op, ...], ...]
     name: str = field(default="", compare=False)
+    activations: Activations = field(default="own", compare=False)
 
     @classmethod
-    def of(cls, ranks: Iterable[Iterable[Op]], name: str = "") -> Schedule:
+    def of(
+        cls, ranks: Iterable[Iterable[Op]], name: str = "", activations: Activations = "own"
+    ) -> Schedule:
         """Build a schedule from any iterables of ops.
+
+        Args:
+            ranks: the ops of each rank.
+            name: of the family.
+            activations: which of them backwards go through.
 
         Raises:
             InputError: something else than iterables of ops.
@@ -51,16 +67,26 @@ class Schedule:
         for ops in ranks:
             expect(ops, Iterable, f"rank {len(lists)}", "give a list of its ops")
             lists.append(tuple(ops))
-        schedule = cls(tuple(lists), name)
+        schedule = cls(tuple(lists), name, activations)
         schedule.check_types()
         return schedule
 
     @classmethod
-    def of_columns(cls, columns: Columns, name: str = "") -> Schedule:
+    def of_columns(
+        cls, columns: Columns, name: str = "", activations: Activations = "own"
+    ) -> Schedule:
         """The schedule that these columns are."""
         schedule = cls.__new__(cls)
-        vars(schedule).update(columns=columns, name=name)
+        vars(schedule).update(columns=columns, name=name, activations=activations)
         return schedule
+
+    def with_ranks(self, ranks: Iterable[Iterable[Op]]) -> Schedule:
+        """This schedule with other ops, as passes make it."""
+        return Schedule.of(ranks, self.name, self.activations)
+
+    def with_columns(self, columns: Columns) -> Schedule:
+        """As ``with_ranks``, from columns."""
+        return Schedule.of_columns(columns, self.name, self.activations)
 
     if not TYPE_CHECKING:
 

@@ -55,12 +55,15 @@ class Windows:
         lower: builds and lowers a stream.
         replicas: how many every stage has.
         by_minibatch: whether minibatches are rounds; otherwise microbatches are.
+        ahead: how far forwards run ahead in the order of the stream, as for ``rounds.warm_up``.
     """
 
-    def __init__(self, lower: Lower, replicas: Sequence[int], *, by_minibatch: bool) -> None:
+    def __init__(
+        self, lower: Lower, replicas: Sequence[int], *, by_minibatch: bool, ahead: int = 1
+    ) -> None:
         self._replicas = tuple(replicas)
         self._by_minibatch = by_minibatch
-        self._needed = filling(replicas)
+        self._needed = filling(replicas, ahead)
         self._lower = lower
         self._stream = lru_cache(maxsize=64)(self._lowered)
         self._cut = lru_cache(maxsize=64)(self._boundary)

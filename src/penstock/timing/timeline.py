@@ -25,7 +25,7 @@ from penstock.schedule.memory import (
     units,
 )
 from penstock.schedule.op import RELEASING, Kind, Op
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import Activations, Schedule
 from penstock.timing.spans import BUSY, NO_VERSION, Row, Source, Span, spans_of, version_of
 from penstock.timing.timeline_file import decode, encode
 from penstock.values import expect
@@ -40,15 +40,22 @@ class Timeline:
             of millions of ops stays small.
         name: the schedule's, for people.
         source: ``"predicted"`` or ``"measured"``.
+        activations: which activations backwards go through, as ``Schedule`` has it.
     """
 
     rows: tuple[Row, ...]
     name: str = ""
     source: Source = "predicted"
+    activations: Activations = "own"
 
     @classmethod
     def of(
-        cls, spans: Iterable[Span], num_ranks: int, name: str = "", source: Source = "predicted"
+        cls,
+        spans: Iterable[Span],
+        num_ranks: int,
+        name: str = "",
+        source: Source = "predicted",
+        activations: Activations = "own",
     ) -> Timeline:
         """Build a timeline that starts at 0 from spans in any order."""
         ordered = sorted(spans, key=lambda span: (span.rank, span.start, span.end))
@@ -67,7 +74,7 @@ class Timeline:
             )
             for spans in ranks
         )
-        return cls(tuple(rows), name, source)
+        return cls(tuple(rows), name, source, activations)
 
     def with_versions(self, versions: Sequence[Sequence[int]]) -> Timeline:
         """This timeline with what weights its ops read, as ``versions.trace`` says it.
@@ -97,7 +104,7 @@ class Timeline:
             row._replace(versions=tuple(read) or None)
             for row, read in zip(self.rows, versions, strict=True)
         )
-        return Timeline(tuple(rows), self.name, self.source)
+        return Timeline(tuple(rows), self.name, self.source, self.activations)
 
     @property
     def has_versions(self) -> bool:
@@ -146,7 +153,7 @@ class Timeline:
     @cached_property
     def schedule(self) -> Schedule:
         """The order of ops that the timeline shows, of every kind that was recorded."""
-        return Schedule.of(self._ops, self.name)
+        return Schedule.of(self._ops, self.name, self.activations)
 
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
@@ -199,7 +206,7 @@ class Timeline:
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
         """Per rank, the most activations held at once, in microbatches of the rank's layers."""
-        return peak_activations(self._ops, self.num_slices)
+        return peak_activations(self._ops, self.num_slices, self.activations)
 
     def held(self, sizes: Sizes) -> tuple[Curve, ...]:
         """Per rank, (time, bytes of activations held from then on).
@@ -218,14 +225,14 @@ class Timeline:
             InputError: the sizes are for another number of stages.
         """
         self._check_sizes(sizes)
-        return peaks(self._ops, sizes, self.num_slices)
+        return peaks(self._ops, sizes, self.num_slices, self.activations)
 
     def _check_sizes(self, sizes: Sizes) -> None:
         expect(sizes, Sizes, "sizes", "give a penstock.Sizes")
         sizes.check_stages(self._num_stages)
 
     def _held(self, row: Row, sizes: Sizes) -> Curve:
-        steps = changes(row.ops, sizes, self.num_slices)
+        steps = changes(row.ops, sizes, self.num_slices, self.activations)
         times = zip(row.starts, row.ends, strict=True)
         return curve((*time, *step) for time, step in zip(times, steps, strict=True))
 
@@ -240,7 +247,14 @@ class Timeline:
     def to_json(self) -> str:
         """This timeline as JSON; ``from_json`` reads it back."""
         known = any(row.versions is not None for row in self.rows)
-        return encode(self.spans, self.num_ranks, self.name, self.source, with_versions=known)
+        return encode(
+            self.spans,
+            self.num_ranks,
+            self.name,
+            self.source,
+            with_versions=known,
+            activations=self.activations,
+        )
 
     @classmethod
     def from_json(cls, text: str, where: str = "text") -> Timeline:
@@ -250,7 +264,7 @@ class Timeline:
             FileError: it is something else; ``where`` is named.
         """
         file, spans = decode(text, where)
-        return cls.of(spans, file.num_ranks, file.name, file.source)
+        return cls.of(spans, file.num_ranks, file.name, file.source, file.activations)
 
 
 def _row_delays(row: Row) -> Iterator[tuple[int, int, int]]:

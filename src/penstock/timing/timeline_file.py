@@ -8,6 +8,7 @@ import msgspec
 
 from penstock.errors import FileError, InputError
 from penstock.schedule.op import Op
+from penstock.schedule.schedule import Activations
 from penstock.timing.spans import NO_VERSION, Source, Span, version_of
 from penstock.values import MOST_AMOUNT, amount, expect, refused_as, whole
 
@@ -19,6 +20,7 @@ class TimelineFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
 
     Attributes:
         versions: one per span, −1 where it reads none; left out where none are known.
+        activations: which of them backwards go through; left out where it is their own.
     """
 
     name: str
@@ -26,15 +28,24 @@ class TimelineFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     num_ranks: int
     spans: list[tuple[str, int, float, float]]
     versions: list[int] | None = None
+    activations: Activations = "own"
 
 
 def encode(
-    spans: Sequence[Span], num_ranks: int, name: str, source: Source, *, with_versions: bool
+    spans: Sequence[Span],
+    num_ranks: int,
+    name: str,
+    source: Source,
+    *,
+    with_versions: bool,
+    activations: Activations = "own",
 ) -> str:
     """A timeline as JSON."""
     rows = [(str(span.op), span.rank, span.start, span.end) for span in spans]
     versions = list(map(version_of, spans)) if with_versions else None
-    return msgspec.json.encode(TimelineFile(name, source, num_ranks, rows, versions)).decode()
+    return msgspec.json.encode(
+        TimelineFile(name, source, num_ranks, rows, versions, activations)
+    ).decode()
 
 
 def decode(text: str, where: str) -> tuple[TimelineFile, list[Span]]:

@@ -16,12 +16,20 @@ policy            forward reads            backward reads                  versi
 ``PipeMare``      the newest               the newest, less τ·δ with T2    1 (and δ with T2)
 ``Predict``       the newest, predicted    the newest (SpecTrain:          1
                                            predicted)
+``Sideways``      the newest               the newest, through the newest  1
+                                           activations
 ================  =======================  ==============================  ====================
 
 k counts microbatches and t minibatches. At stage s of p, the newest is max(0, k−(p−1−s)) at the
-forward of microbatch k, and k at its backward, where each microbatch is an update.
+forward of microbatch k, and k at its backward, where each microbatch is an update; under
+``Sideways``, whose forwards run twice as far ahead, max(0, k−2(p−1−s)) and k.
 
 Decisions:
+
+A policy also says which activations a backward goes through: those of its own forward (``own``), or
+those that the newest forward of its stage has left (``newest``). Ops are named after the frame
+whose gradient it is, so that what an op waits for is the same under all policies. A schedule says
+it, too, since a drawing has no policy; a test holds the two together.
 
 Replicas take part in rounds by number. The n-th update of a stage on a rank is made of the n-th
 hand-in of each of its ranks. Where the last round of a stream has no microbatch for a replica, its
@@ -43,6 +51,7 @@ from penstock.versions.policies import (
     Place,
     Policy,
     Predict,
+    Sideways,
     Stash,
     Updates,
     VerticalSync,
@@ -59,6 +68,7 @@ __all__ = [
     "Place",
     "Policy",
     "Predict",
+    "Sideways",
     "Stash",
     "Trace",
     "Updates",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from penstock.errors import InputError
 from penstock.schedule import Schedule
 from penstock.schedule.rounds import Rounds, fewest_per_update, warm_up
-from penstock.versions.policies import DoubleBuffer, PipeMare, Place, Policy, VerticalSync
+from penstock.versions.policies import USUAL, DoubleBuffer, PipeMare, Place, Policy, VerticalSync
 
 
 def place_of(policy: Policy, replicas: Sequence[int], stage: int, num_microbatches: int) -> Place:
@@ -19,7 +19,7 @@ def place_of(policy: Policy, replicas: Sequence[int], stage: int, num_microbatch
     """
     whole = policy.updates == "minibatch"
     per_update = num_microbatches / replicas[stage] if whole else 1.0
-    return Place(stage, len(replicas), warm_up(replicas, stage), per_update)
+    return Place(stage, len(replicas), warm_up(replicas, stage, policy.ahead), per_update)
 
 
 def rounds_of(policy: Policy, schedule: Schedule, minibatch: int) -> Rounds:
@@ -60,6 +60,13 @@ def check_policy(
         schedule: the name of the plan's family.
         replicas: how many each stage has.
     """
+    usual = USUAL.get(schedule)
+    if usual is not None and usual.activations == "newest" and policy.activations == "own":
+        raise InputError(
+            f"{schedule} goes back through the newest activations, with the weights that made "
+            f"them, so {policy.name} has no other weights to read; leave versions out, or take "
+            f"{policy.name} with the schedule {policy.family}"
+        )
     if policy.asynchronous and policy.family != schedule:
         raise InputError(
             f"the policy {policy.name} is for the schedule {policy.family}, but the plan's is "
@@ -72,6 +79,12 @@ def check_policy(
                 f"{policy.name} with {len(replicas)} stages needs minibatches of {least} "
                 f"microbatches or more, but there are {num_microbatches}"
             )
+    if policy.activations == "newest" and max(replicas) > 1:
+        raise InputError(
+            f"{schedule} has one rank for each stage, because a gradient goes through the frame "
+            f"that its stage has just seen; leave replicas {'-'.join(map(str, replicas))} out, and "
+            "cut the model into more stages"
+        )
     if isinstance(policy, PipeMare) and policy.t3 and num_microbatches < max(replicas):
         raise InputError(
             f"a stage has {max(replicas)} replicas, but the minibatches that PipeMare's t3 makes "

@@ -7,6 +7,7 @@ from math import ceil
 from typing import ClassVar, Literal
 
 from penstock.errors import InputError
+from penstock.schedule.schedule import Activations
 from penstock.values import Value, is_number, is_whole, one_of, shown
 
 Updates = Literal["microbatch", "minibatch"]
@@ -35,6 +36,10 @@ class _Policy(Value, frozen=True, tag_field="policy"):
     asynchronous: ClassVar[bool] = True
     stashes: ClassVar[bool] = True
     """Whether a backward reads what its forward read; otherwise, the weights of its own time."""
+    activations: ClassVar[Activations] = "own"
+    """Which activations a backward goes through: its own forward's, or the newest of its stage."""
+    ahead: ClassVar[int] = 1
+    """How far forwards run ahead in the order of its schedule, as ``rounds.warm_up`` takes it."""
     family: ClassVar[str] = "pipedream"
     """The schedule that it usually runs on."""
     updates: Updates = "microbatch"
@@ -351,6 +356,41 @@ class Predict(_Policy, frozen=True, tag="predict"):
         return 1
 
 
+class Sideways(_Policy, frozen=True, tag="sideways"):
+    """Sideways: a gradient goes back through the newest activations of each stage, with the weights
+    that have just made them, so that one version and one frame's activations are enough.
+
+    ``w_s(k+1) = w_s(k) − ν·J_s(x_{k+2(p−1−s)}; w_s(k))ᵀδ_k``: the gradient δ of frame k, as the
+    next stage hands it over, is multiplied by the Jacobian of a younger frame. Forward and backward
+    read the same weights, but at stage s a gradient is that of a frame 2(p−1−s) frames ago. One
+    version, and one frame's activations.
+
+    Wins: On a live stream that changes little from one frame to the next: p devices learn from
+    every frame where one could only learn from every p-th, in the memory of one.
+
+    Loses: Where frames differ much: at cuts, with shuffled data, or if things move fast. And where
+    the memory of p versions is there, for gradients that fit: then take stashing. Rates must be
+    smaller, since the largest stable step is 2·sin(π/(8(p−1−s)+2)) over the curvature.
+
+    Paper: Malinowski et al., "Sideways: Depth-Parallel Training of Video Models", CVPR 2020, arXiv
+    2001.06232; Meloni et al., "PARTIME: Scalable and Parallel Processing Over Time with Deep Neural
+    Networks", arXiv 2210.09147.
+    """
+
+    stashes: ClassVar[bool] = False
+    activations: ClassVar[Activations] = "newest"
+    ahead: ClassVar[int] = 2
+    family: ClassVar[str] = "partime"
+
+    def __post_init__(self) -> None:
+        if self.updates != "microbatch":
+            raise InputError("sideways updates after each frame; leave updates out")
+
+    def versions_held(self, place: Place) -> int:
+        """1."""
+        return 1
+
+
 def rate_factor(delay: float, update: int, anneal_updates: int) -> float:
     """PipeMare's T1: 1/max(1, τ)^(1−min(k/K, 1)) at update k; 1 from update K on.
 
@@ -364,7 +404,7 @@ def _minibatch_only(policy: _Policy) -> None:
         raise InputError(f"{policy.name} updates once per minibatch; leave updates out")
 
 
-Policy = Flush | Latest | Stash | VerticalSync | DoubleBuffer | PipeMare | Predict
+Policy = Flush | Latest | Stash | VerticalSync | DoubleBuffer | PipeMare | Predict | Sideways
 """Any of them."""
 
 POLICIES: dict[str, type[Policy]] = {
@@ -375,8 +415,13 @@ POLICIES: dict[str, type[Policy]] = {
     "2bw": DoubleBuffer,
     "pipemare": PipeMare,
     "predict": Predict,
+    "sideways": Sideways,
 }
 """By name, as files and the command line write them."""
 
-USUAL: dict[str, Policy] = {"pipedream": Stash(), "pipedream-2bw": DoubleBuffer()}
+USUAL: dict[str, Policy] = {
+    "pipedream": Stash(),
+    "pipedream-2bw": DoubleBuffer(),
+    "partime": Sideways(),
+}
 """The policy that a schedule runs with if nothing else is said; all others flush."""

@@ -119,7 +119,14 @@ def _cut(timeline: Timeline, after: float, before: float, from_zero: bool) -> Ex
             row._replace(starts=_earlier(row.starts, shift), ends=_earlier(row.ends, shift))
             for row in rows
         ]
-    return Excerpt(tuple(rows), timeline.name, timeline.source, whole=timeline, shift=shift)
+    return Excerpt(
+        tuple(rows),
+        timeline.name,
+        timeline.source,
+        timeline.activations,
+        whole=timeline,
+        shift=shift,
+    )
 
 
 def _part_of(row: Row, after: float, before: float) -> Row:

@@ -38,6 +38,7 @@ from penstock.schedule.families.interleaved_zb import interleaved_zb
 from penstock.schedule.families.one_f_one_b import one_f_one_b
 from penstock.schedule.families.optimal import optimal
 from penstock.schedule.families.options import at_least
+from penstock.schedule.families.partime import partime
 from penstock.schedule.families.pipedream import pipedream
 from penstock.schedule.families.pipedream_2bw import pipedream_2bw
 from penstock.schedule.families.seq1f1b import seq1f1b
@@ -68,6 +69,7 @@ FAMILIES: dict[str, Callable[..., Schedule]] = {
     "seq1f1b": seq1f1b,
     "pipedream": pipedream,
     "pipedream-2bw": pipedream_2bw,
+    "partime": partime,
     "zb-auto": zb_auto,
     "optimal": optimal,
 }

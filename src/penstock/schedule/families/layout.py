@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.schedule.op import Op
-from penstock.schedule.schedule import MANY_OPS, Schedule
+from penstock.schedule.schedule import MANY_OPS, Activations, Schedule
 
 if TYPE_CHECKING:
     from penstock.schedule.columns.columns import Fields
@@ -25,20 +25,26 @@ class Order(Protocol):
         """The same as columns."""
 
 
-def laid_out(ranks: Iterable[Order], name: str, num_microbatches: int | None = None) -> Schedule:
+def laid_out(
+    ranks: Iterable[Order],
+    name: str,
+    num_microbatches: int | None = None,
+    activations: Activations = "own",
+) -> Schedule:
     """The schedule of some orders.
 
     Args:
         ranks: one order each.
         name: of the family.
         num_microbatches: leave out what is for later ones.
+        activations: which of them backwards go through.
     """
     orders = tuple(ranks)
     if sum(map(len, orders)) >= MANY_OPS:
         from penstock.schedule.families.in_columns import columns_of
 
-        return Schedule.of_columns(columns_of(orders, num_microbatches), name)
+        return Schedule.of_columns(columns_of(orders, num_microbatches), name, activations)
     rows = (order.ops() for order in orders)
     if num_microbatches is not None:
         rows = ([op for op in ops if op.microbatch < num_microbatches] for ops in rows)
-    return Schedule.of(rows, name)
+    return Schedule.of(rows, name, activations)

@@ -37,7 +37,7 @@ def by_events(schedule: Schedule, costs: Costs) -> Timeline:
         rows[rank].ends.append(end[op])
         if links is not None:
             links.send(rank, op, end[op])
-    return Timeline(tuple(rows), schedule.name)
+    return Timeline(tuple(rows), schedule.name, activations=schedule.activations)
 
 
 class _Links:

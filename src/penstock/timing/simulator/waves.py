@@ -48,7 +48,7 @@ def by_waves(schedule: Schedule, costs: Costs) -> Timeline | None:
         Row(ops, _column(start[a:b]), _column(end[a:b]))
         for ops, (a, b) in zip(schedule.rank_ops, borders, strict=True)
     )
-    return Timeline(tuple(rows), schedule.name)
+    return Timeline(tuple(rows), schedule.name, activations=schedule.activations)
 
 
 def _column(values: Floats) -> array[float]:
