@@ -164,7 +164,7 @@ class Loop(ABC):
         """Let stages finish what they have begun; nothing may be put any more.
 
         Raises:
-            RunError: the first failure of any rank.
+            RunError: the first failure of any rank, if nobody has heard of it yet.
         """
 
     @abstractmethod

@@ -20,6 +20,7 @@ arXiv 2210.09147.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from penstock.errors import InputError
 from penstock.model.optimizer_factory import OptimizerFactory
 from penstock.model.randomness import LayerStreams
-from penstock.model.spine import spine_of
+from penstock.model.spine import evaluation_mode, spine_of
 from penstock.trial.reference.sideways_stage import Gradients, SidewaysStage, detached
 
 Rates = Literal["divided", "given"]
@@ -143,8 +144,8 @@ class SidewaysReplay:
         Args:
             frame: the input of the first stage.
             target: what the loss compares with; ``None``: the frame gives no gradient.
-            learn: whether the frame may be learned from. If not, it leaves no graph either, and
-                gradients of earlier frames that meet it are dropped.
+            learn: whether the frame may be learned from. If not, layers run in evaluation mode,
+                it leaves no graph either, and gradients of earlier frames that meet it are dropped.
 
         Returns:
             What came out: of the frame that was admitted N−1 ticks ago, or ``None``.
@@ -191,7 +192,8 @@ class SidewaysReplay:
         frame = self._frames[number]
         is_last = stage is self._stages[-1]
         draw = partial(_draw, self._streams, self._num_drawn + number)
-        with torch.set_grad_enabled(frame.learn):
+        modes = nullcontext() if frame.learn else evaluation_mode(stage.modules)
+        with modes, torch.set_grad_enabled(frame.learn):
             graph = stage.run(number, frame.value, frame.skips, draw)
             loss = None
             if is_last and frame.target is not None:

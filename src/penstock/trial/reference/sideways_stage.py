@@ -59,8 +59,8 @@ class SidewaysStage:
         self._layers = list(enumerate(layers, first))
         self._recalls = [key for layer in layers for key in layer.recalls]
         self.stashes = {key for layer in layers for key in layer.stashes} - set(self._recalls)
-        held = nn.ModuleList(layer.module for layer in layers)
-        self._parameters = list(held.parameters())
+        self.modules = nn.ModuleList(layer.module for layer in layers)
+        self._parameters = list(self.modules.parameters())
         self._optimizer: torch.optim.Optimizer | None = None
 
     def take_optimizer(
@@ -78,7 +78,7 @@ class SidewaysStage:
         made = optimizer(Parameters(named, self.index, self._num_stages, self.age))
         for group in made.param_groups:
             for rate in {"lr", "initial_lr"} & group.keys() if divided else ():
-                group[rate] = group[rate] / max(1, self.age)
+                group[rate] = group[rate] * (1 / max(1, self.age))
         self._optimizer = made
 
     def run(
