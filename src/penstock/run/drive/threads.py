@@ -144,6 +144,21 @@ class ThreadDriver(Driver[ThreadTicket]):
             begins=ticket.segment.begins,
         )
 
+    def is_done(self, ticket: ThreadTicket) -> bool:
+        return all(future.done() and not future.exception() for future in ticket.futures)
+
+    def watch(
+        self, ticket: ThreadTicket, first_is_through: Callable[[], None], failed: Callable[[], None]
+    ) -> None:
+        def told(future: Future[Harvest]) -> None:
+            if future.exception() is not None:
+                failed()
+            elif future is ticket.futures[0]:
+                first_is_through()
+
+        for future in ticket.futures:
+            future.add_done_callback(told)
+
     @contextmanager
     def _until_we_know_better(self) -> Iterator[None]:
         """No further step is possible if this is interrupted, which may happen at any line."""

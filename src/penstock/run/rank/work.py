@@ -15,7 +15,7 @@ from penstock.device.queue import DeviceQueue
 from penstock.errors import InputError, StageError
 from penstock.model import tree
 from penstock.model.copying import copy_of
-from penstock.run.minibatch import Harvest, Mark, Minibatch, StreamPosition
+from penstock.run.minibatch import FrameListener, Harvest, Mark, Minibatch, StreamPosition
 from penstock.run.rank.mail import Mail
 from penstock.run.recipe import Recipe
 from penstock.schedule import Op
@@ -106,8 +106,12 @@ class Work:
             return None
         number = unit - self._first_unit
         targets = self._here(self.minibatch.targets, self.minibatch.targets_moments, number)
+        if self.minibatch.listener is not None and targets is None:
+            return None  # nobody has said what this frame should give
 
         def criterion(outputs: Any) -> Tensor:
+            if self.minibatch.listener is not None:
+                self.harvest.outputs[number] = _apart(outputs)
             if metrics:
                 with torch.no_grad():
                     for name, metric in metrics.items():
@@ -124,9 +128,23 @@ class Work:
             ArithmeticError: the loss is not finite, and is to stop the run.
         """
         number = unit - self._first_unit
-        if not self.minibatch.trains:
+        if self.minibatch.listener is not None:
+            self._keep_frame(number, produced, self.minibatch.listener)
+        elif not self.minibatch.trains:
             self.harvest.outputs[number] = produced
-            return
+        else:
+            self._keep_loss(number, produced)
+
+    def _keep_frame(self, number: int, produced: Any, listener: FrameListener) -> None:
+        has_loss = number in self.harvest.outputs  # the criterion has put it there
+        if has_loss:
+            self._keep_loss(number, produced)
+        else:
+            self.harvest.outputs[number] = produced
+        moment = None if self._queue is None else self._queue.moment()
+        listener(self.harvest.outputs[number], produced if has_loss else None, moment)
+
+    def _keep_loss(self, number: int, produced: Tensor) -> None:
         # The mean of no terms is NaN, and counts for nothing.
         looks = self._recipe.stop_at_nan and self.minibatch.weights[number]
         # On an accelerator the host would have to wait for it.
@@ -152,7 +170,7 @@ class Work:
         if weight and not self.position.synchronous and self._recipe.updates == "microbatch":
             weight = 1.0  # it is a minibatch of its own
         weight *= self.minibatch.share
-        if not weight:
+        if not weight or number not in self.harvest.losses or not self.minibatch.learns:
             return None
         loss = self.harvest.losses[number]
         kind = weight, scale, loss.dtype, loss.device
@@ -161,6 +179,14 @@ class Work:
             seed = torch.full_like(loss, weight)
             self._seeds[kind] = seed = seed if scale is None else seed * scale
         return seed
+
+
+def _apart(outputs: Any) -> Any:
+    """What leaves the model while its graph is still needed: the values, in memory that no later
+    forward writes."""
+    return tree.replace(
+        Tensor, lambda tensor: tensor.detach() if tensor.requires_grad else copy_of(tensor), outputs
+    )
 
 
 def _number(name: str, measured: Any) -> Tensor:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 
 from penstock.device.queue import NOTHING_ASKED, Moments, moments_of_caller
 from penstock.model import tree
 from penstock.model.replay import SavedBuffer, put_back, saved_buffers
+from penstock.model.spine import evaluation_mode
 from penstock.run.minibatch import Harvest, Mark, Minibatch, StreamPosition, modes
 from penstock.run.rank.compiler import Compiler
 from penstock.run.rank.interpreter import Restart, perform_all
 from penstock.run.rank.journal import Journal
-from penstock.run.rank.mail import Mail
+from penstock.run.rank.mail import Letter, Mail
 from penstock.run.rank.observers import Observers
 from penstock.run.rank.program import SkipRoute
 from penstock.run.rank.updater import Updater
@@ -80,6 +82,11 @@ class Worker:
         self._journal = Journal()
         self._mail = Mail(transport, 0)
         self._marks: list[AwaitedMark] = []
+        self._layer_modules = [
+            module for stage in stages.values() for module in stage.layer_modules
+        ]
+        self._newest = recipe.versions.activations == "newest"
+        self._resent: Sequence[Letter] = ()
 
     @property
     def counts_memory(self) -> bool:
@@ -120,7 +127,7 @@ class Worker:
         ends = True
         try:
             self._observers.attend(minibatch)
-            with modes(minibatch.trains):
+            with self._modes_for(minibatch):
                 while True:
                     try:
                         harvest = self._attempt(segment, minibatch, position)
@@ -160,7 +167,30 @@ class Worker:
         if minibatch.mark is not None:
             for stage in self.stages:
                 minibatch.mark.forwards_done(stage)
+                if self._newest:  # no update of this frame or of an earlier one is to come
+                    minibatch.mark.updated(stage)
         return self._harvested(segment, work)
+
+    def _modes_for(self, minibatch: Minibatch) -> AbstractContextManager[object]:
+        if minibatch.learns:
+            return modes(minibatch.trains)
+        return self._predicting(minibatch)
+
+    @contextmanager
+    def _predicting(self, minibatch: Minibatch) -> Iterator[None]:
+        """A frame of which only the output is wanted, among others from which stages learn."""
+        # Backwards of earlier frames, which come meanwhile, need the graphs of their own forwards.
+        with modes(minibatch.trains and not self._newest), evaluation_mode(*self._layer_modules):
+            yield
+
+    @property
+    def letters(self) -> list[Letter]:
+        """Gradients that are on their way from this rank to others, where they are remembered."""
+        return self._mail.letters
+
+    def resend(self, letters: Sequence[Letter]) -> None:
+        """When the next stream begins, send what was on its way when this one was saved."""
+        self._resent = letters
 
     def _await(self, mark: Mark, minibatch: Minibatch, position: StreamPosition) -> None:
         end = position.first + minibatch.num_microbatches
@@ -169,11 +199,17 @@ class Worker:
             for stage, store in self.stores.items()
         }
         self._marks.append(AwaitedMark(mark, counts))
+        for stage, count in counts.items():
+            if self.stores[stage].num_updates == count:  # nothing of it is under way
+                mark.updated(stage)
 
     def _begin(self, minibatch: Minibatch, position: StreamPosition) -> None:
         number = self.next_number()
         self.updater.begin(number, asynchronous=not position.synchronous)
-        self._mail = Mail(self.transport, number)
+        self._mail = Mail(self.transport, number, remembers=self._newest)
+        for letter in self._resent:
+            self._mail.send(*letter)
+        self._resent = ()
         if minibatch.trains:
             for store in self.stores.values():
                 store.begin()
