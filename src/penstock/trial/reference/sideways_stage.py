@@ -47,6 +47,7 @@ class SidewaysStage:
         age: by how many frames gradients are older than the graph that they go through.
         graph: of the frame that was run in this tick; ``None`` if there is none.
         stashes: keys of what its layers leave for later stages.
+        modules: its layers.
     """
 
     def __init__(
@@ -59,8 +60,8 @@ class SidewaysStage:
         self._layers = list(enumerate(layers, first))
         self._recalls = [key for layer in layers for key in layer.recalls]
         self.stashes = {key for layer in layers for key in layer.stashes} - set(self._recalls)
-        held = nn.ModuleList(layer.module for layer in layers)
-        self._parameters = list(held.parameters())
+        self.modules = [layer.module for layer in layers]
+        self._parameters = list(nn.ModuleList(self.modules).parameters())
         self._optimizer: torch.optim.Optimizer | None = None
 
     def take_optimizer(
