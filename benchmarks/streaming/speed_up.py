@@ -1,7 +1,7 @@
 """Frames per second of N devices over one device, for the lecture's four networks.
 
     python -m benchmarks.streaming.speed_up [--devices 2 3 4 5 6 7 8] [--frames-per-device 10]
-        [--hops 0 0.25] [--schedules partime pipedream] [--scale 1] [--quick]
+        [--hops 0 0.25] [--schedules partime pipedream] [--scale 1] [--quick] [--picture PATH]
 
 The networks keep the size of the picture: 10 layers of 16 features with 5 × 5 kernels, and three
 times as many layers, features, or pixels along a kernel's edge. Their layers' costs are in
@@ -27,10 +27,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
 from penstock import Costs, schedules
+from penstock.drawing.chart import line_chart
 from penstock.partition import balance
 from penstock.rehearsal import Rehearsal, rehearse
 from penstock.schedule import Kind
@@ -108,16 +110,19 @@ class Case(NamedTuple):
         costs = Costs(third, third, third, self.hop_seconds)
         return rehearse(schedule, costs, steps=2, scale=scale)
 
+    def speed_up(self, found: Rehearsal, scale: float) -> float:
+        """Emulated frames per second over those of one device."""
+        steady = found.steady_seconds
+        assert steady is not None  # streams are long enough
+        return FRAME_SECONDS * scale / steady.measured
+
     def row(self, found: Rehearsal, scale: float) -> list[str]:
         """The row's cells."""
         steady = found.steady_seconds
-        assert steady is not None  # streams are long enough
-        speeds = [
-            FRAME_SECONDS / seconds
-            for seconds in (
-                max(self.stages), self.beat, steady.predicted / scale, steady.measured / scale
-            )
-        ]  # fmt: skip
+        assert steady is not None
+        foreseen = (max(self.stages), self.beat, steady.predicted / scale)
+        speeds = [FRAME_SECONDS / seconds for seconds in foreseen]
+        speeds.append(self.speed_up(found, scale))
         return [
             self.network.title,
             f"{self.num_devices}",
@@ -158,11 +163,13 @@ def main() -> None:
     parser.add_argument("--frames-per-device", type=int, default=10)
     parser.add_argument("--scale", type=float, default=1.0, help="of all times; 0.1 is quick")
     parser.add_argument("--quick", action="store_true", help="two cases, a tenth of the time")
+    parser.add_argument("--picture", type=Path, help="SVG of the speed-ups, a line per network")
     options = parser.parse_args()
     networks, devices, scale = NETWORKS, options.devices, options.scale
     if options.quick:
         networks, devices, scale = NETWORKS[:1], [2, 4], 0.1
     rows = []
+    lines: dict[str, list[tuple[float, float]]] = {network.title: [] for network in networks}
     for network in networks:
         for num_devices in devices:
             for hop in options.hops:
@@ -170,8 +177,13 @@ def main() -> None:
                     case = Case(network, num_devices, hop, schedule)
                     found = case.run(options.frames_per_device * num_devices, scale)
                     rows.append(case.row(found, scale))
+                    if (hop, schedule) == (options.hops[0], options.schedules[0]):
+                        lines[network.title].append((num_devices, case.speed_up(found, scale)))
                     print(" ".join(rows[-1]), flush=True)
     print(f"\n{written(COLUMNS, rows)}")
+    if options.picture:
+        drawn = line_chart(list(lines.items()), "devices", "frames per second over one device")
+        options.picture.write_text(drawn + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
