@@ -15,7 +15,7 @@ What counts is the prequential loss: of each frame that is seen, before it is le
 method tries the same learning rates on the first seed, one beyond where the best is at the edge,
 both with the rates of stage s divided by max(1, 2(N−1−s)) and not; the best, by the mean over the
 whole stream, is confirmed on the other seed. Everything computes on one thread, in the order of the
-recurrences, so no figure depends on the machine.
+recurrences, so no figure depends on how fast the machine is.
 
 Runs that are in the folder's results.jsonl already are not repeated (all of them take about twenty
 minutes on one core). ``--quick`` learns from thirty frames of everything and keeps nothing.
@@ -34,7 +34,9 @@ from typing import NamedTuple
 import torch
 from rich.console import Console
 
+from benchmarks.streaming.learners import Factory, Learner, Sideways
 from benchmarks.streaming.runs import (
+    COMPARED_EVERY,
     EXACT,
     METHODS,
     NUM_WINDOWS,
@@ -53,6 +55,7 @@ from penstock.versions import DoubleBuffer, Place, Stash
 
 FOLDER = Path(__file__).parents[2] / "docs" / "streams"
 DRAWN = (EXACT, SELDOM, PARTIME, STASH)
+LEARNED_AT = 0.03
 TICK_SECONDS = 0.08
 """T of the table of frame rates: one device takes so long to learn from a frame."""
 
@@ -143,6 +146,23 @@ def find(
     return Best((best, *confirmed))
 
 
+def at_rest(source: Source, frames: Frames, num_stages: int) -> list[float]:
+    """By stage, the cosine of partime's gradients while weights rest, so that only frames change:
+    on the second half of a stream, of whose first half the model has learned exactly."""
+
+    def sgd(rate: float) -> Factory:
+        return lambda own, stage: torch.optim.SGD(own, lr=rate)
+
+    model, half = source.build(0), len(frames) // 2
+    exact = Learner(model, num_stages, source.loss, sgd(LEARNED_AT))
+    for number, frame in enumerate(frames[:half]):
+        exact.see(number, *frame, False)
+    partime = Sideways(model, num_stages, source.loss, sgd(0.0))
+    for number, frame in enumerate(frames[half:]):
+        partime.see(number, *frame, number % COMPARED_EVERY == 0)
+    return [fmean(kept) for kept in partime.cosines]
+
+
 def loss_of(run: Run) -> float:
     """What the learning rate is chosen by."""
     return run.loss
@@ -172,6 +192,12 @@ def tables(
         gauges = [f"{change(frames, distance):.2f}" for distance in (1, age)]
         rows.append([source.title, *gauges, f"{source.nothing_learned(frames):.4f}"])
     yield table(heads, rows)
+    yield f"Cosine of partime while weights rest, stages 0 … {options.stages - 1}"
+    rows = [
+        [SOURCES[name].title, written(at_rest(SOURCES[name], frames, options.stages))]
+        for name, frames in streams.items()
+    ]
+    yield table(("stream", PARTIME), rows)
     for optimizer in options.optimizers:
         yield f"Prequential loss, {optimizer}: mean ± half of the range of seeds (second half)"
         rows = [_losses(name, optimizer, findings, options.methods) for name in streams]
@@ -202,13 +228,13 @@ def _losses(source: str, optimizer: str, findings: Findings, methods: Sequence[s
 
 
 def _cosines(source: str, optimizer: str, findings: Findings, methods: Sequence[str]) -> list[str]:
-    cells = [
-        " ".join(
-            f"{value:.2f}".replace("-", "−") for value in findings[source, optimizer, m].cosines
-        )
-        for m in methods
-    ]
-    return [SOURCES[source].title, *cells]
+    every = [findings[source, optimizer, method].cosines for method in methods]
+    return [SOURCES[source].title, *map(written, every)]
+
+
+def written(cosines: Sequence[float]) -> str:
+    """Numbers for a cell."""
+    return " ".join(f"{value:.2f}" for value in cosines).replace("-", "−")
 
 
 def _costs(num_stages: int) -> list[list[str]]:

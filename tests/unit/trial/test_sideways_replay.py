@@ -235,6 +235,17 @@ def test_state_that_a_layer_carries_sees_each_frame_once_and_in_order():
     assert len(layers[2].given) == 7
 
 
+def test_a_frame_that_is_only_predicted_runs_in_evaluation_mode():
+    model = nn.Sequential(nn.Dropout(0.5), nn.Identity())
+    replay = SidewaysReplay(model, (1, 1), F.mse_loss, sgd, seed=0)
+    frame = torch.ones(1, 64)
+    seen = [replay.push(frame, learn=learn) for learn in (False, True, False, False)]
+    dropped = [None if told is None else int((told.output == 0).sum()) for told in seen]
+    assert dropped[:2] + dropped[3:] == [None, 0, 0]
+    assert dropped[2] > 0
+    assert model.training
+
+
 class Fork(nn.Module):
     stashes = ("side",)
 
@@ -314,7 +325,7 @@ def test_what_cannot_be_replayed_is_refused():
         SidewaysReplay(tied, (1, 1), F.mse_loss, sgd)
     with pytest.raises(InputError, match=r"cuts are \[1, 2\].*2 in all"):
         SidewaysReplay(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), (1, 2), F.mse_loss, sgd)
-    with pytest.raises(InputError, match="rates is 'halved'; give 'divided' or 'given'"):
+    with pytest.raises(InputError, match="rates is 'halved'; use divided or given"):
         SidewaysReplay(nn.Sequential(nn.Linear(2, 2)), (1,), F.mse_loss, sgd, rates="halved")
     replay = SidewaysReplay(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), (1, 1), F.mse_loss, sgd)
     sizes = [torch.ones(rows, 2) for rows in (1, 1, 3)]

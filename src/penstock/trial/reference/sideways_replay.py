@@ -24,7 +24,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,8 @@ from penstock.model.optimizer_factory import OptimizerFactory
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import evaluation_mode, spine_of
 from penstock.trial.reference.sideways_stage import Gradients, SidewaysStage, detached
-
-Rates = Literal["divided", "given"]
+from penstock.values import one_of
+from penstock.versions import Rates
 
 
 class Seen(NamedTuple):
@@ -144,8 +144,8 @@ class SidewaysReplay:
         Args:
             frame: the input of the first stage.
             target: what the loss compares with; ``None``: the frame gives no gradient.
-            learn: whether the frame may be learned from. If not, layers run in evaluation mode,
-                it leaves no graph either, and gradients of earlier frames that meet it are dropped.
+            learn: whether the frame may be learned from. If not, layers are in evaluation mode, and
+                it leaves no graph: gradients of earlier frames that meet it are dropped.
 
         Returns:
             What came out: of the frame that was admitted N−1 ticks ago, or ``None``.
@@ -192,8 +192,8 @@ class SidewaysReplay:
         frame = self._frames[number]
         is_last = stage is self._stages[-1]
         draw = partial(_draw, self._streams, self._num_drawn + number)
-        modes = nullcontext() if frame.learn else evaluation_mode(stage.modules)
-        with modes, torch.set_grad_enabled(frame.learn):
+        modes = nullcontext() if frame.learn else evaluation_mode(*stage.modules)
+        with torch.set_grad_enabled(frame.learn), modes:
             graph = stage.run(number, frame.value, frame.skips, draw)
             loss = None
             if is_last and frame.target is not None:
@@ -269,5 +269,4 @@ def _check(cuts: Sequence[int], num_layers: int, rates: object) -> None:
             f"cuts are {list(cuts)}; give how many layers each stage has, at least one, and "
             f"{num_layers} in all"
         )
-    if rates not in ("divided", "given"):
-        raise InputError(f"rates is {rates!r}; give 'divided' or 'given'")
+    one_of("rates", rates, get_args(Rates))

@@ -47,6 +47,7 @@ class SidewaysStage:
         age: by how many frames gradients are older than the graph that they go through.
         graph: of the frame that was run in this tick; ``None`` if there is none.
         stashes: keys of what its layers leave for later stages.
+        modules: its layers.
     """
 
     def __init__(
@@ -59,8 +60,8 @@ class SidewaysStage:
         self._layers = list(enumerate(layers, first))
         self._recalls = [key for layer in layers for key in layer.recalls]
         self.stashes = {key for layer in layers for key in layer.stashes} - set(self._recalls)
-        self.modules = nn.ModuleList(layer.module for layer in layers)
-        self._parameters = list(self.modules.parameters())
+        self.modules = [layer.module for layer in layers]
+        self._parameters = list(nn.ModuleList(self.modules).parameters())
         self._optimizer: torch.optim.Optimizer | None = None
 
     def take_optimizer(
@@ -78,7 +79,7 @@ class SidewaysStage:
         made = optimizer(Parameters(named, self.index, self._num_stages, self.age))
         for group in made.param_groups:
             for rate in {"lr", "initial_lr"} & group.keys() if divided else ():
-                group[rate] = group[rate] * (1 / max(1, self.age))
+                group[rate] = group[rate] / max(1, self.age)
         self._optimizer = made
 
     def run(
