@@ -113,7 +113,6 @@ class Loop(ABC):
         self, frame: Frame, output: Any, loss: Tensor | None, moment: torch.Event | None
     ) -> None:
         latency = time.perf_counter() - frame.arrived_seconds
-        loss = None if loss is None else loss.detach()
         self.arrivals.put(Arrival(Result(frame.number, output, loss, latency), frame, moment))
 
     def _remember(self, outcome: MinibatchOutcome) -> None:

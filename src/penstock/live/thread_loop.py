@@ -33,7 +33,7 @@ class ThreadLoop(Loop):
         with self._turn:
             try:
                 while self._goes_on and self._parts.feed.has_news:
-                    self._remember(self._parts.feed.collect())
+                    self._remember(self._parts.feed.retire())
                 while self._goes_on and self._is_free and len(self.intake):
                     self._begin_next()
             except BaseException as error:  # in the thread of a rank nobody would hear of it

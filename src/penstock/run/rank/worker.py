@@ -20,7 +20,7 @@ from penstock.run.rank.observers import Observers
 from penstock.run.rank.program import SkipRoute
 from penstock.run.rank.steps import UpdatesSoFar
 from penstock.run.rank.updater import Updater
-from penstock.run.rank.work import AwaitedMark, Work
+from penstock.run.rank.work import AwaitedMark, Seeds, Work
 from penstock.run.recipe import Recipe
 from penstock.run.shared_state import SharedState
 from penstock.schedule.segment import Segment
@@ -91,6 +91,7 @@ class Worker:
             module for stage in stages.values() for module in stage.layer_modules
         ]
         self._resent: Sequence[Letter] = ()
+        self._seeds: Seeds = {}
 
     @property
     def counts_memory(self) -> bool:
@@ -156,7 +157,9 @@ class Worker:
             self._begin(minibatch, position)
         if minibatch.mark is not None:
             self._await(minibatch.mark, minibatch, position)
-        work = Work(minibatch, position, self._recipe, self._mail, self.queue, self._marks)
+        work = Work(
+            minibatch, position, self._recipe, self._mail, self.queue, self._marks, self._seeds
+        )
         for store in self.stores.values():
             store.synchronous = position.synchronous
             if minibatch.inputs:
