@@ -125,6 +125,11 @@ class Candidate(CutSetting):
         """The predicted minibatch, weight update included; without a flush, in the steady state."""
         return self.prediction.step_seconds
 
+    @property
+    def frames_per_second(self) -> float:
+        """Microbatches that go through per second."""
+        return self.prediction.frames_per_second
+
     @cached_property
     def moved_bytes(self) -> int:
         """Bytes over all links for one minibatch: outputs, their gradients, and gradients of

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 from penstock.schedule.op import Kind, Op
@@ -47,6 +49,18 @@ def slowest_beat(rows: Sequence[Row]) -> float:
     faster only until they have worked off what lies between them."""
     stages = outputs_by_stage(rows).values()
     return max((beat(list(ends.values())) for ends in stages), default=0.0)
+
+
+def window(rows: Sequence[Row], begins: float, ends: float) -> Iterator[Row]:
+    """What starts between two times, so that the first of them is 0."""
+    for row in rows:
+        first, last = (bisect_left(row.starts, time * (1 - _SAME)) for time in (begins, ends))
+        yield Row(
+            row.ops[first:last],
+            array("d", [time - begins for time in row.starts[first:last]]),
+            array("d", [time - begins for time in row.ends[first:last]]),
+            row.versions[first:last] if row.versions else None,
+        )
 
 
 def beat(times: Sequence[float]) -> float:

@@ -26,10 +26,10 @@ from penstock.schedule.memory import (
 )
 from penstock.schedule.op import RELEASING, Kind, Op
 from penstock.schedule.schedule import Activations, Schedule
-from penstock.timing.flow import beat, entries, outputs
+from penstock.timing.flow import beat, entries, outputs, outputs_by_stage, window
 from penstock.timing.spans import BUSY, NO_VERSION, Row, Source, Span, spans_of, version_of
 from penstock.timing.timeline_file import decode, encode
-from penstock.values import expect
+from penstock.values import expect, whole
 
 
 @dataclass(frozen=True)
@@ -220,6 +220,28 @@ class Timeline:
         return tuple(
             end - begins[number] for number, end in outputs(self.rows).items() if number in begins
         )
+
+    def steady(self, num_ticks: int) -> Timeline:
+        """The last ticks of a stream in which all stages still work forward: what it looks like
+        while it goes on, without its beginning and its end.
+
+        Args:
+            num_ticks: how many, each from one frame's first forward to the next one's.
+
+        Raises:
+            InputError: the stream has not so many more frames than fill the pipeline twice.
+        """
+        whole("num_ticks", num_ticks, 1)
+        begins = list(entries(self.rows).values())
+        filling = 2 * len(outputs_by_stage(self.rows))
+        first = len(begins) - num_ticks - filling
+        if first < filling:
+            raise InputError(
+                f"{num_ticks} ticks of the steady state need {num_ticks + 2 * filling} "
+                f"microbatches, but there are {len(begins)}; simulate a longer stream"
+            )
+        rows = window(self.rows, begins[first], begins[first + num_ticks])
+        return replace(self, rows=tuple(rows), arrivals=())
 
     @cached_property
     def in_flight(self) -> tuple[Curve, ...]:
