@@ -131,6 +131,15 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B" if num_bytes else "0"
 
 
+def format_rate(rate: float) -> str:
+    """Frames per second, as people write it.
+
+    >>> format_rate(30), format_rate(29.97), format_rate(0.2), format_rate(12345)
+    ('30 frames/s', '29.97 frames/s', '0.2 frames/s', '12,345 frames/s')
+    """
+    return f"{rate:,.0f} frames/s" if rate >= 1000 else f"{rate:.4g} frames/s"
+
+
 def format_bytes_per_second(rate: float) -> str:
     """A bandwidth in text, in decimal units.
 

@@ -26,7 +26,7 @@ from penstock.versions import USUAL, Flush
 from tests.kit.planning import all_cuts, chain, clusters, devices, graphs, held_bytes
 
 FAMILIES = [name for name in schedules.names() if name not in {"zb-auto", "optimal", "chimera"}]
-WITH_REPLICAS = ("1f1b", "gpipe", *USUAL)
+WITH_REPLICAS = ("1f1b", "gpipe", "pipedream", "pipedream-2bw")
 
 
 @st.composite

@@ -15,6 +15,7 @@ from penstock.cluster.subset import only
 from penstock.errors import InputError
 from penstock.graph import LayerGraph
 from penstock.partition.cost_models import COST_MODELS
+from penstock.planner.live import is_live
 from penstock.planner.wish import RecomputeRule
 from penstock.values import shown
 
@@ -51,6 +52,11 @@ def _parse_tensor_ranks(_: click.Context, __: click.Parameter, text: str) -> int
 @click.option("--stages", type=int, help="Number of stages; default: the best.")
 @click.option("--schedule", help="Schedule family; default: the best of all.")
 @options.policy_option
+@click.option(
+    "--rate",
+    type=float,
+    help="Frames per second of a live source: the fewest devices that keep up, with partime.",
+)
 @click.option("--replicas", help="Ranks of each stage, as in 2-1-1, or any.")
 @click.option("--memory", callback=options.parse_bytes, help="Limit per rank, for example 8GiB.")
 @click.option("--async", "asynchronous", is_flag=True, help="Also schedules that never flush.")
@@ -123,7 +129,8 @@ def plan(
     there = Cluster.load(cluster) if cluster else Cluster.local(num_devices)
     if cluster and ranks is not None:
         there = _first_devices(there, ranks)
-    if microbatches is None and minibatch is None:
+    live = is_live(request["schedule"], request["versions"], request["rate"])
+    if microbatches is None and minibatch is None and not live:
         microbatches = 8
     request |= {
         "microbatches": microbatches,

@@ -12,7 +12,17 @@ from frame to frame; between processes rank 0 decides, and the others follow its
 only rank 0 needs the camera.
 """
 
+from typing import TYPE_CHECKING
+
 from penstock.lazily import loaded_when_used
+
+if TYPE_CHECKING:
+    from penstock.live.frames import Result
+    from penstock.live.opening import stream
+    from penstock.live.report import StreamReport
+    from penstock.live.streams import Stream
+
+__all__ = ["Result", "Stream", "StreamReport", "stream"]
 
 __getattr__ = loaded_when_used(
     __name__,
@@ -20,6 +30,6 @@ __getattr__ = loaded_when_used(
         "penstock.live.frames": ("Result",),
         "penstock.live.report": ("StreamReport",),
         "penstock.live.opening": ("stream",),
-        "penstock.live.stream": ("Stream",),
+        "penstock.live.streams": ("Stream",),
     },
 )

@@ -113,7 +113,6 @@ class Loop(ABC):
         self, frame: Frame, output: Any, loss: Tensor | None, moment: torch.Event | None
     ) -> None:
         latency = time.perf_counter() - frame.arrived_seconds
-        loss = None if loss is None else loss.detach()
         self.arrivals.put(Arrival(Result(frame.number, output, loss, latency), frame, moment))
 
     def _remember(self, outcome: MinibatchOutcome) -> None:
@@ -164,7 +163,7 @@ class Loop(ABC):
         """Let stages finish what they have begun; nothing may be put any more.
 
         Raises:
-            RunError: the first failure of any rank.
+            RunError: the first failure of any rank, if nobody has heard of it yet.
         """
 
     @abstractmethod

@@ -11,7 +11,7 @@ from torch import nn
 
 from penstock.device.placement import Devices
 from penstock.errors import InputError
-from penstock.live.stream import Stream
+from penstock.live.streams import Stream
 from penstock.model.optimizer_factory import OptimizerFactory, SchedulerFactory
 from penstock.plans import Plan
 from penstock.run.assembly import Running

@@ -55,7 +55,7 @@ class ProcessLoop(Loop):
         self._news = threading.Condition()
         self._begun: deque[Frame | None] = deque()  # ``None``: no frame, but a mark
         self._num_orders = 0
-        self._abandoned = False
+        self._abandoned = self._is_told = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="penstock stream", daemon=True)
 
@@ -92,7 +92,8 @@ class ProcessLoop(Loop):
         if not self.follows:
             self._wish(None)
         self._thread.join()
-        self.raise_failure()
+        if not self._is_told:
+            self.raise_failure()
 
     def abandon(self) -> None:
         self._abandoned = True
@@ -102,6 +103,7 @@ class ProcessLoop(Loop):
 
     def raise_failure(self) -> None:
         if self._failure is not None:
+            self._is_told = True
             raise self._failure
 
     def _run(self) -> None:

@@ -20,9 +20,10 @@ class ThreadLoop(Loop):
         super().__init__(parts, history, keeper)
         # Nobody who holds it waits for a rank: the first rank's thread waits for it.
         self._turn = threading.RLock()
+        self._asking = threading.Lock()  # who reads a source asks, too
         self._is_free = True
         self._ended = False
-        self._has_failed = False
+        self._has_failed = self._is_told = False
         self._failure: BaseException | None = None
 
     def start(self) -> None:
@@ -32,7 +33,7 @@ class ThreadLoop(Loop):
         with self._turn:
             try:
                 while self._goes_on and self._parts.feed.has_news:
-                    self._remember(self._parts.feed.collect())
+                    self._remember(self._parts.feed.retire())
                 while self._goes_on and self._is_free and len(self.intake):
                     self._begin_next()
             except BaseException as error:  # in the thread of a rank nobody would hear of it
@@ -72,17 +73,21 @@ class ThreadLoop(Loop):
     def raise_failure(self) -> None:
         if not self._has_failed:
             return
-        if self._failure is None:
-            try:
-                while self._parts.feed.under_way:
-                    self._parts.feed.collect()
-            except BaseException as error:
-                self._failure = error
+        with self._asking:
+            if self._failure is None:
+                try:
+                    while self._parts.feed.under_way:
+                        self._parts.feed.collect()
+                except BaseException as error:
+                    self._failure = error
         if self._failure is not None:
+            self._is_told = True
             raise self._failure
 
     def end(self) -> None:
         self.abandon()
+        if self._is_told:
+            return
         self.raise_failure()
         for outcome in self._parts.feed.drain(self.num_begun):
             self._remember(outcome)

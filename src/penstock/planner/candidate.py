@@ -18,7 +18,7 @@ from penstock.plans.orders import search_order, written
 from penstock.plans.plan import Plan
 from penstock.plans.prediction import Prediction
 from penstock.plans.stage_plan import bytes_of_ranks
-from penstock.plans.steady import few_minibatches
+from penstock.plans.steady import stream_length
 from penstock.plans.title import family_title
 from penstock.schedule import Schedule
 from penstock.schedule.families import SEARCHED
@@ -104,7 +104,7 @@ class Candidate(CutSetting):
         setting = self.setting
         if not setting.versions.asynchronous:
             return self.schedule.num_ops
-        turns = 3 * few_minibatches(setting.all_replicas, self.task.num_microbatches)
+        turns = stream_length(setting.versions, self.task.num_microbatches, setting.all_replicas)
         return turns * self.task.num_microbatches * 2 * setting.num_stages
 
     @cached_property
@@ -124,6 +124,11 @@ class Candidate(CutSetting):
     def seconds(self) -> float:
         """The predicted minibatch, weight update included; without a flush, in the steady state."""
         return self.prediction.step_seconds
+
+    @property
+    def frames_per_second(self) -> float:
+        """Microbatches that go through per second."""
+        return self.prediction.frames_per_second
 
     @cached_property
     def moved_bytes(self) -> int:

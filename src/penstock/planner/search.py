@@ -9,8 +9,11 @@ shortest step wins. The simulator, not a formula, is the judge: what is predicte
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace as replaced
 from itertools import pairwise
 from typing import Literal, get_args
+
+from msgspec.structs import replace
 
 from penstock.cluster import Cluster
 from penstock.errors import InputError, PlanError
@@ -18,8 +21,9 @@ from penstock.graph import LayerGraph
 from penstock.partition import cost_model as find_cost_model
 from penstock.planner.candidate import Candidate
 from penstock.planner.doubts import doubts_about
+from penstock.planner.live import Kept, is_live, keeping, live_schedule, missing
 from penstock.planner.offers import PLAIN, REPLICATED
-from penstock.planner.race import Race, closest
+from penstock.planner.race import Race, closest, fastest
 from penstock.planner.reordering import in_other_orders, learned
 from penstock.planner.shortfall import shortfall
 from penstock.planner.task import Task
@@ -29,7 +33,16 @@ from penstock.planner.wish import RecomputeRule, Wish
 from penstock.plans.plan import Plan
 from penstock.schedule import families
 from penstock.schedule.families.replicated import read_replicas
-from penstock.values import MOST_BYTES, expect, flag, is_whole, one_of, shown, whole
+from penstock.units import count_of
+from penstock.values import (
+    MOST_BYTES,
+    expect,
+    flag,
+    is_whole,
+    one_of,
+    shown,
+    whole,
+)
 from penstock.versions import Policy
 
 
@@ -52,6 +65,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     tensor_ranks: int | Literal["any"] = 1,
     order: Literal["execution", "any"] = "execution",
     placement: Literal["exact", "reinforce"] = "exact",
+    rate: float | None = None,
 ) -> Plan:
     """Find the plan with the shortest predicted step that fits in memory.
 
@@ -65,7 +79,8 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     Args:
         graph: the profiled model.
         cluster: devices to use, all or some of them; by default this machine's cores.
-        microbatches: per minibatch, each as large as the one that was profiled.
+        microbatches: per minibatch, each as large as the one that was profiled; 1 by default for a
+            live stream (``partime``, or with a ``rate``), else to be given.
         minibatch: rows of a minibatch, instead; every microbatch size that was profiled and divides
             it is tried. With both, microbatches have ``minibatch / microbatches`` rows.
         schedule: the family to use; by default the best of all.
@@ -94,6 +109,9 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
             it).
         placement: ``"reinforce"`` lets a policy learn which device takes which layers of a
             branching model (``docs/learned-placement.md``); ``"exact"`` cuts chains best.
+        rate: frames per second of a live source, each frame a microbatch. The plan then has the
+            fewest devices that keep up with it; the schedule is ``partime`` unless another one that
+            never flushes is asked for. By default, as many as make it fastest.
 
     Returns:
         The plan; ``print`` shows it, ``save`` keeps it, ``reason`` and ``alternatives`` tell why it
@@ -101,7 +119,8 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
 
     Raises:
         PlanError: nothing satisfies the request: more stages than layers or than the devices can
-            run, or too little memory; says what is over by how much, and what would fit.
+            run, too little memory (says what is over by how much, and what would fit), or too slow
+            for the rate (says which stage is, what is reached, and how many devices would do).
         InputError: a count below 1, or an unknown schedule.
     """
     expect(graph, LayerGraph, "the graph", "measure the model with penstock.profile")
@@ -115,6 +134,10 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     flag("asynchronous", asynchronous)
     expect(cuts, list | tuple, "cuts", "give a list of layers, as in cuts=[3]")
     _check_counts(graph, microbatches, minibatch, stages, memory_bytes)
+    if rate is not None:
+        schedule = live_schedule(schedule, versions, rate, placement)
+    if microbatches is None and minibatch is None and is_live(schedule, versions, rate):
+        microbatches = 1
     given = _read_cuts(graph, cuts) if cuts else ()
     if given and stages not in (None, len(given) - 1):
         raise InputError(f"the cuts make {len(given) - 1} stages, but stages is {stages}")
@@ -154,7 +177,28 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     never = versions is not None and versions.asynchronous
     if never and recompute in ("stage", "layers"):
         raise InputError("stages do not run forward twice where the pipeline never flushes")
-    return _solve(tasks, wish)
+    return _solve(tasks, wish) if rate is None else _solve_for_rate(tasks, wish, float(rate))
+
+
+def _solve_for_rate(tasks: Sequence[Task], wish: Wish, rate: float) -> Plan:
+    wish = replaced(wish, any_replicas=False)
+    kept = None if wish.replicas else keeping(tasks, wish, rate)
+    if kept is None:
+        best = fastest(tasks, wish)
+        if best is None:
+            return _solve(tasks, wish)  # which says why there is none
+        if best.frames_per_second < rate:
+            raise missing(tasks, wish, rate, best)
+        kept = Kept(best, ())
+    labelled = rivals(tasks, wish)
+    for candidate in kept.fewer:
+        labelled[count_of(candidate.setting.num_ranks, "device")] = candidate
+    plan = kept.chosen.to_plan(
+        kept.reason(rate),
+        alternatives_of(kept.chosen, labelled, wish),
+        tuple(doubts_about(kept.chosen, [])),
+    )
+    return replace(plan, rate=rate)
 
 
 def _check_learnable(wish: Wish) -> None:

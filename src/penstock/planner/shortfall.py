@@ -60,14 +60,14 @@ def _changes(tasks: Sequence[Task], wish: Wish) -> Iterator[tuple[str, Candidate
             if candidate is not None:
                 yield change, candidate
     for times in _TIMES_AS_MANY:
-        more = [_with_more_devices(task, times) for task in tasks]
+        more = [with_more_devices(task, times) for task in tasks]
         candidate = fastest(more, replaced(free, recompute="where-needed"))
         if candidate is not None:
             count = len(more[0].cluster.devices) * more[0].num_tensor_ranks
             yield f"give it {count} devices like these", candidate
 
 
-def _with_more_devices(task: Task, times: int) -> Task:
+def with_more_devices(task: Task, times: int) -> Task:
     """The same cluster several times over, servers and all; memory that the whole cluster shares
     does not grow."""
     cluster = task.cluster

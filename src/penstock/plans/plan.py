@@ -31,7 +31,7 @@ from penstock.plans.orders import (
     with_microbatches,
     written,
 )
-from penstock.plans.prediction import Prediction
+from penstock.plans.prediction import Latency, Prediction
 from penstock.plans.stage_plan import RecomputeWay, StagePlan, sizes_of
 from penstock.plans.table import render
 from penstock.plans.title import title
@@ -44,7 +44,7 @@ from penstock.schedule.rounds import filling
 from penstock.schedule.schedule import MANY_OPS
 from penstock.timing.costs import Costs
 from penstock.timing.timeline import Timeline
-from penstock.values import Value, expect, one_of, whole
+from penstock.values import Value, amount, expect, one_of, whole
 from penstock.versions import USUAL, Flush, Place, Policy, check_policy, place_of, weight_copies
 
 _ENOUGH_PER_RANK = 2
@@ -77,6 +77,8 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         alternatives: what else could have been done, and what it would have cost.
         contention: what ranks that share a machine were taken to cost each other.
         warnings: what makes the choice doubtful, in words.
+        rate: frames per second of the live source that the plan is to keep up with; ``None`` where
+            nobody says.
         version: the number of this file format.
 
     Raises:
@@ -100,6 +102,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
     alternatives: tuple[Alternative, ...] = ()
     contention: Contention = Contention()
     warnings: tuple[str, ...] = ()
+    rate: float | None = None
     version: int = 1
 
     def __post_init__(self) -> None:
@@ -114,6 +117,8 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
             num_threads=self.num_threads,
             num_tensor_ranks=self.num_tensor_ranks,
         )
+        if self.rate is not None and not amount("rate", self.rate):
+            raise InputError("rate is 0; give frames per second, or leave it out")
         check_counts(0, microbatch_size=self.microbatch_size)
         check_options(self.options)
         check_layers(self.stages, any_rank=bool(self._given_replicas))
@@ -255,6 +260,16 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         ``Timeline.peak_bytes``."""
         return sizes_of(self.stages)
 
+    @property
+    def frames_per_second(self) -> float:
+        """Microbatches that go through per second, as predicted."""
+        return self.prediction.frames_per_second
+
+    @property
+    def latency(self) -> Latency:
+        """Seconds from a frame's entry to its output, at light load and saturated, as predicted."""
+        return self.prediction.latency
+
     def build_schedule(self, num_microbatches: int | None = None) -> Schedule:
         """The checked schedule, for this or another number of microbatches."""
         count = self.num_microbatches if num_microbatches is None else num_microbatches
@@ -333,7 +348,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         return self.prediction.stream(num_minibatches)
 
     def __str__(self) -> str:
-        sheet = render(title(self), self.prediction, self.one_device_seconds)
+        sheet = render(title(self), self.prediction, self.one_device_seconds, self.rate)
         return argued(sheet, self.alternatives, self.reason, self.contention, self.warnings)
 
     def check_runnable(self) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil
+from math import ceil, inf
+from typing import NamedTuple
 
 from penstock.plans.stage_plan import StagePlan, bytes_of_ranks, costs_of
 from penstock.plans.steady import steady_seconds, stream_of
@@ -15,6 +16,20 @@ from penstock.timing.costs import Costs
 from penstock.timing.simulator import simulate
 from penstock.timing.timeline import Timeline
 from penstock.versions import Policy, place_of, versions_read
+
+
+class Latency(NamedTuple):
+    """How long a frame takes from the first stage to its output.
+
+    Attributes:
+        light: where frames come seldom: all forwards and hops, one after another.
+        saturated: where frames come as fast as they are taken, or faster: as many ticks as there
+            are stages, if as many frames are let in. Frames that wait in front of the first stage
+            are not in it.
+    """
+
+    light: float
+    saturated: float
 
 
 @dataclass(frozen=True)
@@ -74,6 +89,24 @@ class Prediction:
         return steady_seconds(
             self.build, self.versions, self.costs, self.num_microbatches, self.replicas
         )
+
+    @property
+    def frames_per_second(self) -> float:
+        """Microbatches that go through per second; infinite where nothing takes any time."""
+        return self.num_microbatches / self.step_seconds if self.step_seconds else inf
+
+    @property
+    def latency(self) -> Latency:
+        """How long a frame of a stream takes from the first stage to its output."""
+        hops = sum(stage.hop_seconds for stage in self.stages[:-1])
+        way = sum(stage.forward_seconds for stage in self.stages) + hops
+        ticks = len(self.stages) / self.frames_per_second
+        return Latency(way, max(way, ticks))
+
+    @property
+    def is_live(self) -> bool:
+        """Whether every frame of a stream trains the model as it comes."""
+        return self.versions.activations == "newest"
 
     @property
     def bubble(self) -> float:

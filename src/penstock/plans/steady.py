@@ -7,8 +7,9 @@ from math import ceil, lcm
 
 from penstock.schedule import Schedule
 from penstock.schedule.lower import add_updates
-from penstock.schedule.rounds import Rounds
+from penstock.schedule.rounds import Rounds, filling
 from penstock.timing.costs import Costs
+from penstock.timing.flow import slowest_beat
 from penstock.timing.simulator import simulate
 from penstock.versions import Policy, rounds_of
 
@@ -29,7 +30,14 @@ def stream_of(
     return add_updates(schedule, rounds), rounds
 
 
-def few_minibatches(replicas: Sequence[int], num_microbatches: int) -> int:
+def stream_length(policy: Policy, num_microbatches: int, replicas: Sequence[int]) -> int:
+    """How many minibatches show the steady state: their second half has several rounds of all that
+    is in flight."""
+    rounds = ceil(4 * filling(replicas, policy.ahead) / num_microbatches)
+    return max(2 * _few_minibatches(replicas, num_microbatches), rounds)
+
+
+def _few_minibatches(replicas: Sequence[int], num_microbatches: int) -> int:
     """How many minibatches fill the pipeline and take every replica through whole turns."""
     period = lcm(num_microbatches, *replicas) // num_microbatches
     fills = 1 + 2 * sum(replicas) / num_microbatches
@@ -40,11 +48,8 @@ def few_minibatches(replicas: Sequence[int], num_microbatches: int) -> int:
 def steady_seconds(
     build: Build, versions: Policy, costs: Costs, num_microbatches: int, replicas: Sequence[int]
 ) -> float:
-    """Seconds of one minibatch when the pipeline is full: what a stream twice as long takes
-    longer, per minibatch."""
-    few = few_minibatches(replicas, num_microbatches)
-    streams = (
-        stream_of(build, versions, count, num_microbatches, replicas)[0] for count in (few, 2 * few)
-    )
-    first, second = (simulate(stream, costs).makespan for stream in streams)
-    return (second - first) / few
+    """Seconds of one minibatch when the pipeline is full: as forwards follow each other, which no
+    end of the stream changes."""
+    length = stream_length(versions, num_microbatches, replicas)
+    stream, _ = stream_of(build, versions, length, num_microbatches, replicas)
+    return num_microbatches * slowest_beat(simulate(stream, costs).rows)

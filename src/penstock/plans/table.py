@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from penstock.drawing.layer_names import counted
 from penstock.plans.prediction import Prediction
 from penstock.plans.stage_plan import StagePlan
-from penstock.units import format_bytes, format_seconds, format_speed_up
+from penstock.units import format_bytes, format_rate, format_seconds, format_speed_up
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,9 +21,16 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def render(title: str, prediction: Prediction, one_device_seconds: float) -> str:
+def render(
+    title: str, prediction: Prediction, one_device_seconds: float, rate: float | None = None
+) -> str:
     """A plan as text without colour codes, about 108 columns wide: a row per stage (share: its
-    seconds over the slowest stage's; memory: of its rank), the predicted step, and its drawing."""
+    seconds over the slowest stage's; memory: of its rank), the predicted step, and its drawing; of
+    a live stream, rate and latency, too.
+
+    Args:
+        rate: in frames per second, that was asked for.
+    """
     from penstock.drawing.timeline.text import text  # a plan that runs is not drawn
 
     return "\n".join(
@@ -32,6 +39,7 @@ def render(title: str, prediction: Prediction, one_device_seconds: float) -> str
             as_text(_stages(prediction)),
             f"{_outcome(prediction, one_device_seconds)}, "
             f"{format_bytes(sum(prediction.rank_bytes))} in all",
+            *([live_words(prediction, rate)] if prediction.is_live or rate else []),
             text(prediction.timeline),
         ]
     )
@@ -68,13 +76,31 @@ def _cells(stage: StagePlan, replicas: int, slowest: float) -> tuple[str | Text,
 
 
 def _outcome(prediction: Prediction, one_device_seconds: float) -> str:
-    pace = " a minibatch in the steady state"
+    pace = f" a {'frame' if _by_frame(prediction) else 'minibatch'} in the steady state"
     if prediction.flushes:
         timeline = prediction.timeline
         pace = f" a step, bubble {timeline.bubble:.1%}, stage bubble {timeline.stage_bubble:.1%}"
     return (
         f"predicted: {format_seconds(prediction.step_seconds)}{pace}, "
         f"{format_speed_up(one_device_seconds, prediction.step_seconds)} one device"
+    )
+
+
+def _by_frame(prediction: Prediction) -> bool:
+    return prediction.is_live and prediction.num_microbatches == 1
+
+
+def live_words(prediction: Prediction, rate: float | None) -> str:
+    """Rate and latency of a stream, never one without the other.
+
+    Args:
+        rate: that was asked for.
+    """
+    asked = "" if rate is None else f" ({format_rate(rate)} asked for)"
+    light, saturated = map(format_seconds, prediction.latency)
+    return (
+        f"rate: up to {format_rate(prediction.frames_per_second)}{asked}; latency of an output: "
+        f"{light} at light load, {saturated} saturated, and any wait in front"
     )
 
 

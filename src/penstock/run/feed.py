@@ -7,7 +7,7 @@ are segments of one stream, which goes on until nothing more is fed and then dra
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from math import ceil
@@ -109,7 +109,7 @@ class Feed:
                 self._submit(segment, minibatch, position)
                 most = self._most_under_way(minibatch, position) if position.more_follow else 0
                 while len(self.under_way) > most:
-                    outcome = self._collect()
+                    outcome = self.collect()
                     if not self.under_way:
                         self._logbook.reach(minibatch.step + 1)
                     yield outcome
@@ -147,7 +147,11 @@ class Feed:
         Raises:
             RunError: the first failure of any rank.
         """
-        return self._collect()
+        return self._collected(self._driver.collect)
+
+    def retire(self) -> MinibatchOutcome:
+        """As ``collect``; what came out of it may be left out."""
+        return self._collected(self._driver.retire)
 
     def drain(self, step: int) -> Iterator[MinibatchOutcome]:
         """Let what is under way come to its end.
@@ -165,14 +169,14 @@ class Feed:
             self._submit(segment, ending, here)
             self._restart()
             while len(self.under_way) > 1:
-                yield self._collect()
+                yield self.collect()
         else:
             while self.under_way:
-                yield self._collect()
+                yield self.collect()
             nothing = Schedule(((),) * self._plan.num_ranks)
             empty = Minibatch(step, (), trains=False)
             self._submit(Segment.whole(nothing), empty, StreamPosition())
-        self._collect()
+        self.collect()
 
     def _submit(self, segment: Segment, minibatch: Minibatch, position: StreamPosition) -> None:
         try:
@@ -181,9 +185,9 @@ class Feed:
             self._restart()  # nothing is in flight after a failure
             raise
 
-    def _collect(self) -> MinibatchOutcome:
+    def _collected(self, collect: Callable[[Any], MinibatchOutcome]) -> MinibatchOutcome:
         try:
-            return self._driver.collect(self.under_way.popleft())
+            return collect(self.under_way.popleft())
         except BaseException:
             self._restart()
             raise

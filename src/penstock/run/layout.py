@@ -243,7 +243,9 @@ class Layout:
                 self._streams,
                 self._plan.stages[stage].recompute == "layers",
                 self.num_slices,
-                self._plan.versions.activations == "newest",
+                self._plan.place(stage).warm_up
+                if self._plan.versions.activations == "newest"
+                else None,
             )
             for stage in self._schedule.stages_of[rank]
         }

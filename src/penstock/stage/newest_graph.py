@@ -21,14 +21,16 @@ class NewestGraph:
 
     Args:
         stage: the number of the stage, for errors.
+        age: how many microbatches older gradients are than the graph that they go through.
 
     Attributes:
         num_dropped: how many backwards had gradients and found no graph.
     """
 
-    def __init__(self, stage: int) -> None:
+    def __init__(self, stage: int, age: int) -> None:
         self.num_dropped = 0
         self._stage = stage
+        self._age = age
         self._microbatch = -1
         self._graph: MicrobatchGraph | None = None
 
@@ -51,8 +53,9 @@ class NewestGraph:
         """What the gradients of a microbatch go through; nobody else will.
 
         Returns:
-            ``None`` if there are no gradients, or nothing that they could go through: a stream has
-            ended, or its newest microbatch is one that nobody learns from.
+            ``None`` if there are no gradients, or nothing that they could go through: the stream
+            has ended, so that no microbatch came any more, or the one that came is one that nobody
+            learns from.
 
         Raises:
             InputError: the newest microbatch has other shapes.
@@ -61,7 +64,7 @@ class NewestGraph:
         if all(gradient is None for each in every for gradient in each):
             return None
         graph, self._graph = self._graph, None
-        if graph is None:
+        if graph is None or self._microbatch - microbatch != self._age:
             self.num_dropped += 1
             return None
         self._check_shapes(microbatch, graph, gradients)

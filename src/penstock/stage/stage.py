@@ -77,8 +77,8 @@ class Stage:
             forward hooks of users may fire in both.
         num_slices: how many slices a microbatch has. With more than one, the number of a microbatch
             stands for that of a slice in all functions: microbatch × ``num_slices`` + slice.
-        newest_activations: whether a backward goes through what the newest forward has left,
-            whichever microbatch its gradients are of.
+        age: how many microbatches older gradients are than the forward through which they go back:
+            the newest, of which alone anything is kept. ``None``: each goes through its own.
 
     Attributes:
         index: the stage's number.
@@ -95,12 +95,12 @@ class Stage:
         streams: LayerStreams,
         recompute_layers: bool = False,
         num_slices: int = 1,
-        newest_activations: bool = False,
+        age: int | None = None,
     ) -> None:
         if not layers:
             raise InputError(f"stage {index} has no layers")
         self.index = index
-        self._newest = NewestGraph(index) if newest_activations else None
+        self._newest = None if age is None else NewestGraph(index, age)
         self.layers = tuple(layers)
         self._first_layer = first_layer
         self._criterion_index = first_layer + len(self.layers)

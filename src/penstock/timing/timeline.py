@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
 from operator import sub
@@ -26,9 +26,10 @@ from penstock.schedule.memory import (
 )
 from penstock.schedule.op import RELEASING, Kind, Op
 from penstock.schedule.schedule import Activations, Schedule
+from penstock.timing.flow import beat, entries, outputs, outputs_by_stage, window
 from penstock.timing.spans import BUSY, NO_VERSION, Row, Source, Span, spans_of, version_of
 from penstock.timing.timeline_file import decode, encode
-from penstock.values import expect
+from penstock.values import expect, whole
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,15 @@ class Timeline:
         name: the schedule's, for people.
         source: ``"predicted"`` or ``"measured"``.
         activations: which activations backwards go through, as ``Schedule`` has it.
+        arrivals: when each microbatch came from a live source, from number 0 on; empty where all
+            were there at the beginning.
     """
 
     rows: tuple[Row, ...]
     name: str = ""
     source: Source = "predicted"
     activations: Activations = "own"
+    arrivals: tuple[float, ...] = ()
 
     @classmethod
     def of(
@@ -56,6 +60,7 @@ class Timeline:
         name: str = "",
         source: Source = "predicted",
         activations: Activations = "own",
+        arrivals: Sequence[float] = (),
     ) -> Timeline:
         """Build a timeline that starts at 0 from spans in any order."""
         ordered = sorted(spans, key=lambda span: (span.rank, span.start, span.end))
@@ -74,7 +79,7 @@ class Timeline:
             )
             for spans in ranks
         )
-        return cls(tuple(rows), name, source, activations)
+        return cls(tuple(rows), name, source, activations, tuple(time - zero for time in arrivals))
 
     def with_versions(self, versions: Sequence[Sequence[int]]) -> Timeline:
         """This timeline with what weights its ops read, as ``versions.trace`` says it.
@@ -104,7 +109,7 @@ class Timeline:
             row._replace(versions=tuple(read) or None)
             for row, read in zip(self.rows, versions, strict=True)
         )
-        return Timeline(tuple(rows), self.name, self.source, self.activations)
+        return replace(self, rows=tuple(rows))
 
     @property
     def has_versions(self) -> bool:
@@ -193,6 +198,52 @@ class Timeline:
         return _idle_share(self.busy, max(map(_extent, self.rows), default=0.0))
 
     @cached_property
+    def rate(self) -> float:
+        """How many outputs leave the pipeline per second, in the second half of a stream; 0 where
+        fewer than two do."""
+        seconds = beat(list(outputs(self.rows).values()))
+        return 1 / seconds if seconds else 0.0
+
+    @cached_property
+    def latencies(self) -> tuple[float, ...]:
+        """How long after its arrival each microbatch has its output, waiting included; where there
+        are no ``arrivals``, as ``transits``."""
+        if not self.arrivals:
+            return self.transits
+        return tuple(end - self.arrivals[number] for number, end in outputs(self.rows).items())
+
+    @cached_property
+    def transits(self) -> tuple[float, ...]:
+        """From the start of each microbatch's first forward to its output. Without arrivals the
+        first stage takes as many as its order allows, so that they queue between stages."""
+        begins = entries(self.rows)
+        return tuple(
+            end - begins[number] for number, end in outputs(self.rows).items() if number in begins
+        )
+
+    def steady(self, num_ticks: int) -> Timeline:
+        """The last ticks of a stream in which all stages still work forward: what it looks like
+        while it goes on, without its beginning and its end.
+
+        Args:
+            num_ticks: how many, each from one frame's first forward to the next one's.
+
+        Raises:
+            InputError: the stream has not so many more frames than fill the pipeline twice.
+        """
+        whole("num_ticks", num_ticks, 1)
+        begins = list(entries(self.rows).values())
+        filling = 2 * len(outputs_by_stage(self.rows))
+        first = len(begins) - num_ticks - filling
+        if first < filling:
+            raise InputError(
+                f"{num_ticks} ticks of the steady state need {num_ticks + 2 * filling} "
+                f"microbatches, but there are {len(begins)}; simulate a longer stream"
+            )
+        rows = window(self.rows, begins[first], begins[first + num_ticks])
+        return replace(self, rows=tuple(rows), arrivals=())
+
+    @cached_property
     def in_flight(self) -> tuple[Curve, ...]:
         """Per rank, (time, activations held from then on), in microbatches of the rank's layers;
         a microbatch counts from its forward until its weight gradient is done."""
@@ -254,6 +305,7 @@ class Timeline:
             self.source,
             with_versions=known,
             activations=self.activations,
+            arrivals=self.arrivals,
         )
 
     @classmethod
@@ -264,7 +316,9 @@ class Timeline:
             FileError: it is something else; ``where`` is named.
         """
         file, spans = decode(text, where)
-        return cls.of(spans, file.num_ranks, file.name, file.source, file.activations)
+        return cls.of(
+            spans, file.num_ranks, file.name, file.source, file.activations, file.arrivals
+        )
 
 
 def _row_delays(row: Row) -> Iterator[tuple[int, int, int]]:

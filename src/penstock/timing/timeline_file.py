@@ -21,6 +21,7 @@ class TimelineFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     Attributes:
         versions: one per span, −1 where it reads none; left out where none are known.
         activations: which of them backwards go through; left out where it is their own.
+        arrivals: when microbatches came from a source; left out where all were there.
     """
 
     name: str
@@ -29,6 +30,7 @@ class TimelineFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     spans: list[tuple[str, int, float, float]]
     versions: list[int] | None = None
     activations: Activations = "own"
+    arrivals: tuple[float, ...] = ()
 
 
 def encode(
@@ -39,12 +41,13 @@ def encode(
     *,
     with_versions: bool,
     activations: Activations = "own",
+    arrivals: tuple[float, ...] = (),
 ) -> str:
     """A timeline as JSON."""
     rows = [(str(span.op), span.rank, span.start, span.end) for span in spans]
     versions = list(map(version_of, spans)) if with_versions else None
     return msgspec.json.encode(
-        TimelineFile(name, source, num_ranks, rows, versions, activations)
+        TimelineFile(name, source, num_ranks, rows, versions, activations, arrivals)
     ).decode()
 
 

@@ -105,6 +105,11 @@ class Driver(ABC, Generic[T]):
             RunError: the first failure of any rank.
         """
 
+    def retire(self, ticket: T) -> MinibatchOutcome:
+        """As ``collect``, where somebody has told of losses and outputs already: they may be
+        left out."""
+        return self.collect(ticket)
+
     @abstractmethod
     def is_done(self, ticket: T) -> bool:
         """Whether all ranks are through with a minibatch, as far as this process knows, and none

@@ -23,6 +23,10 @@ from penstock.stage.protocol import Criterion
 from penstock.values import shown
 
 
+Seeds = dict[tuple[Any, ...], Tensor]
+"""Gradients of losses, by weight, scale, dtype and device."""
+
+
 class AwaitedMark(NamedTuple):
     """A mark, and by stage how many updates of the stream are the last of its minibatch."""
 
@@ -38,6 +42,7 @@ class Work:
         mail: what passes between stages, for as long as the stream lasts.
         marks: of minibatches up to this one, behind whose last update the state is wanted.
         queue: the rank's work on its device; ``None`` where all is done in main memory.
+        seeds: gradients of losses that earlier minibatches have made.
 
     Attributes:
         minibatch, position, mail: as given.
@@ -55,6 +60,7 @@ class Work:
         mail: Mail,
         queue: DeviceQueue | None = None,
         marks: Sequence[AwaitedMark] = (),
+        seeds: Seeds | None = None,
     ) -> None:
         self.minibatch = minibatch
         self.position = position
@@ -65,7 +71,7 @@ class Work:
         self._recipe = recipe
         self._queue = queue
         self._marks = marks
-        self._seeds: dict[tuple[Any, ...], Tensor] = {}
+        self._seeds = {} if seeds is None else seeds
         self._first_unit = position.first * minibatch.num_slices
         self._base_unit = position.base * minibatch.num_slices
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from types import MappingProxyType
 
 from penstock.device.queue import NOTHING_ASKED, Moments, moments_of_caller
@@ -17,14 +18,15 @@ from penstock.run.rank.journal import Journal
 from penstock.run.rank.mail import Letter, Mail
 from penstock.run.rank.observers import Observers
 from penstock.run.rank.program import SkipRoute
+from penstock.run.rank.steps import UpdatesSoFar
 from penstock.run.rank.updater import Updater
-from penstock.run.rank.work import AwaitedMark, Work
+from penstock.run.rank.work import AwaitedMark, Seeds, Work
 from penstock.run.recipe import Recipe
 from penstock.run.shared_state import SharedState
 from penstock.schedule.segment import Segment
 from penstock.stage.protocol import RunnableStage
 from penstock.transport import Edge, Transport
-from penstock.weights.store import WeightStore
+from penstock.weights.store import Held, WeightStore
 
 NUMBERS_PER_RUN = 1 << 32
 
@@ -69,6 +71,8 @@ class Worker:
         self.stores = stores
         self._shared = shared or SharedState({})
         self._observers = Observers(stages, recipe)
+        self._newest = recipe.versions.activations == "newest"
+        self._updates = UpdatesSoFar()
         self._compiler = Compiler(
             rank,
             skips,
@@ -78,6 +82,7 @@ class Worker:
             self._shared,
             self._observers,
             post_validate=recipe.post_validate,
+            updates=self._updates if self._newest else None,
         )
         self._journal = Journal()
         self._mail = Mail(transport, 0)
@@ -85,8 +90,8 @@ class Worker:
         self._layer_modules = [
             module for stage in stages.values() for module in stage.layer_modules
         ]
-        self._newest = recipe.versions.activations == "newest"
         self._resent: Sequence[Letter] = ()
+        self._seeds: Seeds = {}
 
     @property
     def counts_memory(self) -> bool:
@@ -152,7 +157,9 @@ class Worker:
             self._begin(minibatch, position)
         if minibatch.mark is not None:
             self._await(minibatch.mark, minibatch, position)
-        work = Work(minibatch, position, self._recipe, self._mail, self.queue, self._marks)
+        work = Work(
+            minibatch, position, self._recipe, self._mail, self.queue, self._marks, self._seeds
+        )
         for store in self.stores.values():
             store.synchronous = position.synchronous
             if minibatch.inputs:
@@ -211,6 +218,7 @@ class Worker:
             self._mail.send(*letter)
         self._resent = ()
         if minibatch.trains:
+            self._updates.begin()
             for store in self.stores.values():
                 store.begin()
         self._observers.begin()
@@ -219,9 +227,11 @@ class Worker:
         harvest = work.harvest
         harvest.starts, harvest.ends = self._journal.starts, self._journal.ends
         harvest.stamps = self._journal.stamps
-        if self.stores and work.minibatch.trains:
+        if (self.stores or self._newest) and work.minibatch.trains:
             harvest.versions = [work.versions.get(op, -1) for op in segment.ranks[self.rank]]
-            harvest.held = max(store.most for store in self.stores.values())
+            harvest.held = max(
+                (store.most for store in self.stores.values()), default=self._one_version
+            )
         self._observers.commit()
         if not work.position.more_follow:
             self.updater.settle()
@@ -229,6 +239,12 @@ class Worker:
         harvest.peak = self._observers.peak(segment.schedule.num_slices)
         self.num_runs += 1
         return harvest
+
+    @cached_property
+    def _one_version(self) -> Held:
+        """What is held of weights that have no further versions."""
+        parameters = (p for module in self._layer_modules for p in module.parameters())
+        return Held(1, sum({id(p): p.nbytes for p in parameters}.values()), 0)
 
     def next_number(self) -> int:
         """What tells the messages of this attempt from all others, on every rank alike; those of

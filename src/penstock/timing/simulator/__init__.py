@@ -10,6 +10,7 @@ from __future__ import annotations
 from penstock.schedule.durations import Durations
 from penstock.schedule.schedule import MANY_OPS, Schedule
 from penstock.timing.costs import Costs
+from penstock.timing.simulator.arrivals import Arrivals
 from penstock.timing.simulator.events import by_events
 from penstock.timing.timeline import Timeline
 from penstock.values import expect
@@ -17,7 +18,9 @@ from penstock.values import expect
 __all__ = ["simulate"]
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+def simulate(
+    schedule: Schedule, costs: Costs | None = None, *, arrivals: float | None = None
+) -> Timeline:
     """When each op would run if every rank performs its ops in order, as early as possible.
 
     An op starts when its rank is free and every result it needs is there; a result from another
@@ -30,6 +33,11 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     Args:
         schedule: compute only, or lowered; both give the same times.
         costs: durations; by default F = I = W = 1 and no hop.
+        arrivals: how many microbatches (frames) a live source gives per second, or per whatever
+            unit the costs are in; the first one comes at 0. ``Timeline.latencies`` then tells how
+            long after its arrival each has its output, ``Timeline.rate`` how many come out. Frames
+            that come too fast wait. A live stream lets in as many as it has stages (``partime``).
+            By default all are there at the beginning.
 
     Returns:
         A predicted timeline that starts at 0.
@@ -43,6 +51,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     costs = Costs() if costs is None else costs
     expect(costs, Durations, "costs", "give a penstock.Costs")
     costs.check_stages(schedule.num_stages)
+    if arrivals is not None:
+        return by_events(schedule, costs, Arrivals.of(schedule, costs, arrivals))
     if schedule.num_ops >= MANY_OPS and not costs.has_busy_links:
         # Only here, so that everything else starts without numpy.
         from penstock.timing.simulator.waves import by_waves

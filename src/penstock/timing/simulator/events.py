@@ -8,20 +8,26 @@ from penstock.schedule.check import executable_order
 from penstock.schedule.op import COMMUNICATION, COMPUTE, Kind, Op
 from penstock.schedule.schedule import Schedule
 from penstock.timing.costs import Costs
+from penstock.timing.simulator.arrivals import Arrivals
 from penstock.timing.spans import Row
 from penstock.timing.timeline import Timeline
 
 SLICED = COMPUTE | {Kind.RECOMPUTE}
 
 
-def by_events(schedule: Schedule, costs: Costs) -> Timeline:
+def by_events(schedule: Schedule, costs: Costs, arrivals: Arrivals | None = None) -> Timeline:
     """What ``simulate`` promises, for any schedule."""
+    waits_for = {} if arrivals is None else arrivals.waits_for
     end: dict[Op, float] = {}
     free = [0.0] * schedule.num_ranks
     rows = [Row(ops, array("d"), array("d")) for ops in schedule.ranks]
     links = _Links(schedule, costs) if costs.has_busy_links else None
-    for rank, op in executable_order(schedule):
+    for rank, op in executable_order(schedule, waits_for):
         ready = free[rank]
+        if arrivals is not None:
+            ready = max(ready, arrivals.time_of(op))
+        if op in waits_for:
+            ready = max(ready, end[waits_for[op]])
         for needed in schedule.dependencies(op):
             arrival = end[needed]
             if schedule.where[needed] != rank:
@@ -37,7 +43,13 @@ def by_events(schedule: Schedule, costs: Costs) -> Timeline:
         rows[rank].ends.append(end[op])
         if links is not None:
             links.send(rank, op, end[op])
-    return Timeline(tuple(rows), schedule.name, activations=schedule.activations)
+    frames = range(schedule.num_microbatches)
+    return Timeline(
+        tuple(rows),
+        schedule.name,
+        activations=schedule.activations,
+        arrivals=tuple(arrivals.period * frame for frame in frames) if arrivals else (),
+    )
 
 
 class _Links:
