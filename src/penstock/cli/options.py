@@ -81,6 +81,15 @@ def costs_option(verb: Verb) -> Verb:
     )(verb)
 
 
+def arrivals_option(verb: Verb) -> Verb:
+    """``--arrivals RATE``."""
+    return click.option(
+        "--arrivals", type=float,
+        help="How many microbatches (frames) a live source gives per unit of time; by default all "
+        "are there at the beginning, or, with partime, as many come as are taken.",
+    )(verb)  # fmt: skip
+
+
 def ranks_option(default: int | None) -> Callable[[Verb], Verb]:
     """``-p/--ranks``."""
     return click.option(

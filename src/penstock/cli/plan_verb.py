@@ -15,7 +15,6 @@ from penstock.cluster.subset import only
 from penstock.errors import InputError
 from penstock.graph import LayerGraph
 from penstock.partition.cost_models import COST_MODELS
-from penstock.planner.live import is_live
 from penstock.planner.wish import RecomputeRule
 from penstock.values import shown
 
@@ -129,6 +128,8 @@ def plan(
     there = Cluster.load(cluster) if cluster else Cluster.local(num_devices)
     if cluster and ranks is not None:
         there = _first_devices(there, ranks)
+    from penstock.planner.live import is_live
+
     live = is_live(request["schedule"], request["versions"], request["rate"])
     if microbatches is None and minibatch is None and not live:
         microbatches = 8

@@ -43,10 +43,22 @@ def schedules(name: str | None, as_json: bool) -> None:
 @options.ranks_option(4)
 @options.microbatches_option(8)
 @options.costs_option
+@options.arrivals_option
 @options.json_option
-def simulate(source: str, ranks: int, microbatches: int, costs: Costs, as_json: bool) -> None:
-    """Predict makespan, both bubbles and memory of a schedule."""
-    loaded = sources.load(source, ranks, microbatches, costs)
+def simulate(
+    source: str,
+    ranks: int,
+    microbatches: int,
+    costs: Costs,
+    arrivals: float | None,
+    as_json: bool,
+) -> None:
+    """Predict makespan, both bubbles and memory of a schedule; of a stream that a source feeds,
+    rate and latency, too.
+
+    Of partime, this is so many ticks of a stream that goes on.
+    """
+    loaded = sources.load_shown(source, ranks, microbatches, costs, arrivals)
     if as_json:
         show.print_json(show.metrics(loaded))
     else:
@@ -80,14 +92,14 @@ def draw(
     if versions:
         loaded = sources.load_with_versions(source, ranks, microbatches, costs, policy)
     else:
-        loaded = sources.load(source, ranks, microbatches, costs)
+        loaded = sources.load_shown(source, ranks, microbatches, costs)
     if loaded.plan is None:
-        picture = drawing.draw(loaded.timeline, output, versions=versions)
+        picture = drawing.draw(loaded.shown, output, versions=versions)
     else:
         from penstock.plans.picture import picture_of
 
         pictured = picture_of(loaded.plan)
-        picture = drawing.draw_plan(pictured, loaded.timeline, output, versions=versions)
+        picture = drawing.draw_plan(pictured, loaded.shown, output, versions=versions)
     if as_json:
         show.print_json({**show.metrics(loaded), "output": output})
     elif output is None:
@@ -114,9 +126,9 @@ def compare(
     as_json: bool,
 ) -> None:
     """Compare schedules on the same ranks, microbatches and costs."""
-    loaded = [sources.load(name, ranks, microbatches, costs) for name in names]
+    loaded = [sources.load_shown(name, ranks, microbatches, costs) for name in names]
     titled = [
-        (source.timeline.name or name, source.timeline)
+        (source.shown.name or name, source.shown)
         for name, source in zip(names, loaded, strict=True)
     ]
     if output is not None:

@@ -116,7 +116,8 @@ def stacked_in_terminal(timelines: Sequence[Titled]) -> str:
 def metrics(source: Drawable) -> dict[str, object]:
     """A timeline's numbers, for ``--json``; what only a schedule or a plan knows is null without
     one."""
-    timeline, schedule, sizes = source.timeline, source.schedule, source.sizes
+    timeline, schedule, sizes = source.shown, source.schedule, source.sizes
+    whole = source.timeline
     return {
         "name": timeline.name,
         "source": timeline.source,
@@ -126,8 +127,11 @@ def metrics(source: Drawable) -> dict[str, object]:
         "stage_bubble": timeline.stage_bubble,
         "peak_activations": timeline.peak_activations,
         "peak_activation_bytes": timeline.peak_bytes(sizes) if sizes else None,
-        "num_hops": schedule.num_hops if schedule else None,
+        "num_hops": source.num_hops,
         "weight_copies": schedule.weight_copies if schedule else None,
+        "rate": whole.rate if source.is_fed else None,
+        "transit": whole.transits[-1] if source.is_fed else None,
+        "latency": whole.latencies[-1] if source.is_fed else None,
     }
 
 
@@ -137,11 +141,28 @@ def print_metrics(sources: Sequence[Drawable]) -> None:
     with_bytes = any(source.sizes for source in sources)
     columns += ["in bytes"] if with_bytes else []
     rows = [_metric_row(source, with_bytes) for source in sources]
-    print_table([*columns, "hops", "weight copies"], rows)
+    fed = any(source.is_fed for source in sources)
+    if fed:
+        rows = [row + _flow_of(source) for row, source in zip(rows, sources, strict=True)]
+    flow = ["rate", "transit", "latency"] if fed else []
+    print_table([*columns, "hops", "weight copies", *flow], rows)
+    if fed:
+        click.echo(
+            "\ntransit: from a frame's entry to its output, the last frame's; latency: from its "
+            "arrival, so with its wait"
+        )
+
+
+def _flow_of(source: Drawable) -> list[str]:
+    if not source.is_fed:
+        return ["–", "–", "–"]
+    timeline = source.timeline
+    numbers = timeline.rate, timeline.transits[-1], timeline.latencies[-1]
+    return [f"{number:.4g}" for number in numbers]
 
 
 def _metric_row(source: Drawable, with_bytes: bool) -> list[str]:
-    timeline, schedule, sizes = source.timeline, source.schedule, source.sizes
+    timeline, schedule, sizes = source.shown, source.schedule, source.sizes
     row = [
         timeline.name or "schedule",
         f"{timeline.makespan:.4g}",
@@ -151,7 +172,7 @@ def _metric_row(source: Drawable, with_bytes: bool) -> list[str]:
     ]
     if with_bytes:
         row.append(format_bytes(max(timeline.peak_bytes(sizes))) if sizes else "–")
-    row.append(str(schedule.num_hops) if schedule else "–")
+    row.append("–" if source.num_hops is None else str(source.num_hops))
     row.append(str(schedule.weight_copies) if schedule else "–")
     return row
 

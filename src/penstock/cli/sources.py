@@ -49,11 +49,35 @@ _STAGES_PER_RANK = {"v": 2}
 
 class Drawable(NamedTuple):
     """Something that can be drawn: its timeline, and the schedule and the plan if it came from
-    them."""
+    them.
+
+    Attributes:
+        num_ticks: of the prediction of a live stream, how much of its steady state is to be seen;
+            0: all of the timeline is.
+    """
 
     timeline: Timeline
     schedule: Schedule | None
     plan: Plan | None = None
+    num_ticks: int = 0
+
+    @property
+    def shown(self) -> Timeline:
+        """What is to be seen. A live stream looks neither like its beginning nor like its end."""
+        return self.timeline.steady(self.num_ticks) if self.num_ticks else self.timeline
+
+    @property
+    def num_hops(self) -> int | None:
+        """Messages of what is shown, if a schedule says so."""
+        if self.schedule is None:
+            return None
+        hops, count = self.schedule.num_hops, self.schedule.num_microbatches
+        return hops * self.num_ticks // count if self.num_ticks else hops
+
+    @property
+    def is_fed(self) -> bool:
+        """Whether a source decides when microbatches come, so that rate and latency count."""
+        return bool(self.timeline.arrivals)
 
     @property
     def sizes(self) -> Sizes | None:
@@ -61,7 +85,9 @@ class Drawable(NamedTuple):
         return self.plan.sizes if self.plan else None
 
 
-def load(name: str, ranks: int, microbatches: int, costs: Costs) -> Drawable:
+def load(
+    name: str, ranks: int, microbatches: int, costs: Costs, arrivals: float | None = None
+) -> Drawable:
     """Find what ``name`` means and make a timeline of it.
 
     Args:
@@ -70,15 +96,46 @@ def load(name: str, ranks: int, microbatches: int, costs: Costs) -> Drawable:
             report).
         ranks, microbatches: for a family.
         costs: for a family or a CSV; plain numbers are those of a whole rank's layers.
+        arrivals: microbatches that come per unit of time; by default all are there.
 
     Raises:
         InputError: neither, or a file that does not hold what it should.
     """
     if _suffix(name) == ".json":
         content = _load_json(name)
-        return content if isinstance(content, Drawable) else _planned(content)
+        if arrivals is None:
+            return content if isinstance(content, Drawable) else _planned(content)
+        if isinstance(content, Drawable):
+            raise InputError(f"{name} has happened already; leave --arrivals out")
+        schedule = content.build_schedule(max(microbatches, content.num_microbatches))
+        return Drawable(simulate(schedule, content.costs, arrivals=arrivals), schedule, content)
     schedule = _schedule(name, ranks, microbatches, costs)
-    return Drawable(_named(name, simulate, schedule, _spread(costs, schedule)), schedule)
+    timeline = _named(name, simulate, schedule, _spread(costs, schedule), arrivals=arrivals)
+    return Drawable(timeline, schedule)
+
+
+def load_shown(
+    name: str, ranks: int, microbatches: int, costs: Costs, arrivals: float | None = None
+) -> Drawable:
+    """As ``load``, to be looked at: of a live stream, so many ticks of the steady state are shown,
+    and frames come as fast as they are taken unless ``arrivals`` says something else."""
+    if not _is_live(name):
+        return load(name, ranks, microbatches, costs, arrivals)
+    length = _live_length(ranks, microbatches)
+    if arrivals is None:
+        arrivals = load(name, ranks, length, costs).timeline.rate or None
+    return load(name, ranks, length, costs, arrivals)._replace(num_ticks=microbatches)
+
+
+def _is_live(name: str) -> bool:
+    usual = USUAL.get(name.partition(":")[0])
+    return usual is not None and usual.activations == "newest"
+
+
+def _live_length(ranks: int, num_ticks: int) -> int:
+    """Frames of a stream whose steady state is as long; twice as many as fill the pipeline come
+    before it, and as many behind it."""
+    return max(1, num_ticks) + 4 * max(1, ranks)
 
 
 def load_with_versions(
@@ -97,7 +154,9 @@ def load_with_versions(
     """
     if _suffix(name) == ".json":
         return _json_with_versions(name, policy)
-    schedule = _schedule(name, ranks, microbatches, costs)
+    live = _is_live(name)
+    length = _live_length(ranks, microbatches) if live else microbatches
+    schedule = _schedule(name, ranks, length, costs)
     if any(op.kind is Kind.UPDATE for op in schedule.where):
         raise InputError(
             f"{name} has updates, but does not say which versions its ops read; leave the updates "
@@ -109,7 +168,8 @@ def load_with_versions(
         flushed = simulate(add_update(schedule), _spread(costs, schedule))
         return Drawable(_reading_the_first(flushed), schedule)
     size = family_options(family, rest).get("minibatch") or schedule.num_stages
-    return Drawable(_named(name, _stream, schedule, chosen, size, costs), schedule)
+    timeline = _named(name, _stream, schedule, chosen, size, costs)
+    return Drawable(timeline, schedule, num_ticks=microbatches if live else 0)
 
 
 def _stream(schedule: Schedule, policy: Policy, minibatch: int, costs: Costs) -> Timeline:
@@ -124,6 +184,8 @@ def _stream(schedule: Schedule, policy: Policy, minibatch: int, costs: Costs) ->
     rounds = rounds_of(policy, schedule, minibatch)
     stream = add_updates(schedule, rounds)
     timeline = simulate(stream, _spread(costs, schedule))
+    if policy.activations == "newest":
+        timeline = simulate(stream, _spread(costs, schedule), arrivals=timeline.rate or None)
     named = replace(timeline, name=f"{schedule.name} ({policy.name})")
     return named.with_versions(versions_read(stream, policy, rounds))
 
@@ -142,8 +204,13 @@ def _policy(schedule: str, name: str | None) -> Policy:
     policy = POLICIES[name]()
     if policy.asynchronous and not usual.asynchronous:
         raise InputError(
-            f"the policy {name} is for schedules that never flush, as {' and '.join(USUAL)}, but "
+            f"the policy {name} is for schedules that never flush, as {' or '.join(USUAL)}, but "
             f"{schedule} does; draw one of those, or leave --policy out"
+        )
+    if usual.activations != policy.activations:
+        raise InputError(
+            f"the policy {name} is for {policy.family}, not for {schedule}: their backwards go "
+            "through other activations; draw that one, or leave --policy out"
         )
     if usual.asynchronous and not policy.asynchronous:
         raise InputError(f"{schedule} never flushes; for the policy {name}, draw 1f1b")
@@ -234,7 +301,10 @@ def family_options(family: str, text: str) -> dict[str, Any]:
 
 
 def _planned(plan: Plan) -> Drawable:
-    return Drawable(plan.simulate(), plan.build_schedule(), plan)
+    from penstock.plans.prediction import SHOWN_TICKS
+
+    ticks = SHOWN_TICKS if plan.prediction.is_live else 0
+    return Drawable(plan.simulate(), plan.build_schedule(), plan, ticks)
 
 
 def _json_with_versions(path: str, policy: str | None) -> Drawable:

@@ -43,7 +43,8 @@ class ExplainedStage(Value, frozen=True, kw_only=True):
         versions_held: the most that are alive at once, on each of the ranks.
         version_bytes: memory of all these versions.
         extra_bytes: memory of PipeMare's δ.
-        activations_in_flight: the most microbatches whose activations a rank keeps.
+        activations_in_flight: the most microbatches whose activations a rank keeps; 1 where
+            backwards go through the newest.
         activation_bytes: memory of these activations.
         stability_bound: ``stability_bound`` of the delay.
         rate_factor: what the learning rate is multiplied by because updates are means over
@@ -122,6 +123,8 @@ def explain(plan: Plan) -> Explanation:
     if policy.asynchronous:
         example = max(_LEAST_EXAMPLE, *(_first_steady(plan, place) for place in places))
     ranks, forwards, backwards, in_flight = _walk(plan, example)
+    if policy.activations == "newest":
+        in_flight = [1] * len(in_flight)
     stages = (
         ExplainedStage(
             layers=stage.layers,
@@ -278,6 +281,11 @@ def _summary(plan: Plan) -> str:
 def _details(policy: Policy) -> list[str]:
     if policy.stashes:
         return ["A backward reads the version that its forward read."]
+    if policy.activations == "newest":
+        return [
+            "A backward goes through what the newest forward of its stage has left, with the "
+            "weights that made it; a gradient is as many frames old as its delay says."
+        ]
     told = ["No old version is kept: a backward reads the weights of its own time."]
     if isinstance(policy, Predict):
         told.append("Forwards read what the weights are predicted to be when the backward comes.")

@@ -12,7 +12,7 @@ from penstock.plans.plan import Plan
 from penstock.plans.stage_plan import StagePlan
 from penstock.plans.title import full_title
 from penstock.schedule import Kind, Schedule
-from penstock.units import format_bytes, format_seconds, format_speed_up
+from penstock.units import format_bytes, format_rate, format_seconds, format_speed_up
 
 _COLUMNS = ("", "plan", "step", "bubble", "memory", "moved", "delay", "remark")
 _PALEST = 3
@@ -44,7 +44,11 @@ def _groups(plan: Plan) -> tuple[range, ...]:
 
 def _facts(plan: Plan) -> Iterator[str]:
     step, rank_bytes = plan.step_seconds, plan.rank_bytes
-    if step and plan.versions.asynchronous:
+    if step and plan.prediction.is_live:
+        light, saturated = map(format_seconds, plan.latency)
+        yield f"up to {format_rate(plan.frames_per_second)}"
+        yield f"an output {light} late at light load, {saturated} saturated"
+    elif step and plan.versions.asynchronous:
         yield f"{format_seconds(step)} a minibatch in the steady state"
     elif step:
         yield f"{format_seconds(step)} a step"

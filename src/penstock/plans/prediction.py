@@ -17,6 +17,9 @@ from penstock.timing.simulator import simulate
 from penstock.timing.timeline import Timeline
 from penstock.versions import Policy, place_of, versions_read
 
+SHOWN_TICKS = 8
+"""Of a live stream's steady state, in pictures."""
+
 
 class Latency(NamedTuple):
     """How long a frame takes from the first stage to its output.
@@ -70,16 +73,28 @@ class Prediction:
         stream that is long enough to show the steady state."""
         if self.flushes:
             return simulate(add_update(self.placement), self.costs)
+        if self.is_live:
+            frames = SHOWN_TICKS + 4 * len(self.stages)
+            return self.stream(ceil(frames / self.num_microbatches))
         return self.stream(ceil(3 * self.placement.num_ranks / self.num_microbatches) + 1)
 
     def stream(self, num_minibatches: int) -> Timeline:
         """A stream of minibatches without a flush, from its beginning to its end, with the versions
-        that passes read. It is not kept, since it may be long."""
+        that passes read; of a live stream, with frames that come as fast as they are taken. It is
+        not kept, since it may be long."""
         stream, rounds = stream_of(
             self.build, self.versions, num_minibatches, self.num_microbatches, self.replicas
         )
         read = versions_read(stream, self.versions, rounds)
-        return simulate(stream, self.costs).with_versions(read)
+        paced = self.is_live and self.step_seconds
+        arrivals = self.frames_per_second if paced else None
+        return simulate(stream, self.costs, arrivals=arrivals).with_versions(read)
+
+    @property
+    def shown(self) -> Timeline:
+        """What is to be seen of ``timeline``: of a live stream a few ticks in the middle, since its
+        beginning and its end are not what it looks like while it goes on."""
+        return self.timeline.steady(SHOWN_TICKS) if self.is_live else self.timeline
 
     @cached_property
     def step_seconds(self) -> float:

@@ -40,7 +40,7 @@ def render(
             f"{_outcome(prediction, one_device_seconds)}, "
             f"{format_bytes(sum(prediction.rank_bytes))} in all",
             *([live_words(prediction, rate)] if prediction.is_live or rate else []),
-            text(prediction.timeline),
+            text(prediction.shown),
         ]
     )
 

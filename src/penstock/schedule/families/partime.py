@@ -31,11 +31,11 @@ def partime(num_ranks: int, num_microbatches: int) -> Schedule:
     passes through all stages, up to p ticks at full load.
 
     >>> from penstock import Costs, draw, simulate
-    >>> print(draw(simulate(partime(3, 7), Costs())))
-    partime, predicted: makespan 27, bubble 22.2%, stage bubble 22.2%
-    rank 0 │F0F1F2F3F4····B0──F5B1──F6B2──··B3──··B4──··B5──··B6──│ peak 1
-    rank 1 │··F0F1F2··B0──F3B1──F4B2──F5B3──F6B4──··B5──··B6──····│ peak 1
-    rank 2 │····F0B0──F1B1──F2B2──F3B3──F4B4──F5B5──F6B6──········│ peak 1
+    >>> print(draw(simulate(partime(3, 17), Costs(), arrivals=1 / 3).steady(5)))
+    partime, predicted: makespan 16, bubble 6.2%, stage bubble 0.0%
+    rank 0 │F6─B2────F7─B3────F8─B4────F9─B5────F10B6────···│ peak 1
+    rank 1 │···F6─B4────F7─B5────F8─B6────F9─B7────F10B8────│ peak 1
+    rank 2 │B5────F6─B6────F7─B7────F8─B8────F9─B9────F10···│ peak 1
     """
     ranks = (
         alternate(
