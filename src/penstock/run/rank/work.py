@@ -22,7 +22,6 @@ from penstock.schedule import Op
 from penstock.stage.protocol import Criterion
 from penstock.values import shown
 
-
 Seeds = dict[tuple[Any, ...], Tensor]
 """Gradients of losses, by weight, scale, dtype and device."""
 _MOST_SEEDS = 64
