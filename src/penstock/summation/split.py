@@ -121,7 +121,7 @@ def best_part_bytes(num_bytes: float, bytes_per_second: float, num_workers: int)
     the others hide: together least at p = √(h·M·B/(n+1)).
 
     >>> best_part_bytes(12.5e6, 12.5e6, 4), best_part_bytes(100e6, 25e9 / 8, 4)
-    (55901, 2500000)
+    (55902, 2500000)
 
     Args:
         num_bytes: what each worker holds.
