@@ -56,6 +56,7 @@ MAY_LOAD = {
     "explain plan.json": PLAN | TABLE,
     "explain plan.json --json": PLAN,
     "report run": PAGE | TABLE,
+    "serve --listen 0.0.0.0": set(),  # refused without a secret
 }
 NEED_TORCH = {
     *("checkpoint", "demo", "measure-cluster", "profile", "rehearse", "run", "train", "verify"),

@@ -27,6 +27,7 @@ _PLACES = {
     "report": ("model_verbs", "report"),
     "run": ("run_verb", "run"),
     "schedules": ("schedule_verbs", "schedules"),
+    "serve": ("serve_verb", "serve"),
     "simulate": ("schedule_verbs", "simulate"),
     "train": ("model_verbs", "train"),
     "verify": ("verify_verb", "verify"),

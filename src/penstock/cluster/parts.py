@@ -114,8 +114,10 @@ class SpareMachine(Value, frozen=True, kw_only=True):
     """A machine without accelerators that can sum gradients for others.
 
     Attributes:
-        name: for people.
+        name: for people; unless ``address`` says otherwise, also the host's.
         bytes_per_second: of its network, in each direction.
+        address: where ``penstock serve`` listens on it, as ``"10.0.0.7:5600"``; by default its name
+            and the usual port.
 
     Raises:
         InputError: the bandwidth is not a positive number.
@@ -123,6 +125,12 @@ class SpareMachine(Value, frozen=True, kw_only=True):
 
     name: str
     bytes_per_second: float
+    address: str = ""
+
+    @property
+    def where(self) -> str:
+        """The address, given or not."""
+        return self.address or self.name
 
     def __post_init__(self) -> None:
         whose = f"spare machine {shown(self.name)}"

@@ -132,15 +132,22 @@ class WrittenSpare(_Table, frozen=True):
     bandwidth: Rate
     name: str = "spare"
     count: int = 1
+    address: str = ""
 
     def __post_init__(self) -> None:
         whole("count", self.count, 1, MOST_DEVICES)
+        if self.address and self.count > 1:
+            raise InputError(
+                f"{self.count} spare machines cannot have the address {self.address!r}; write a "
+                "[[spares]] for each"
+            )
 
     def parts(self) -> Iterator[SpareMachine]:
         """Each of them."""
         for index in range(self.count):
             name = f"{self.name}{index}" if self.count > 1 else self.name
-            yield SpareMachine(name=name, bytes_per_second=float(self.bandwidth))
+            rate = float(self.bandwidth)
+            yield SpareMachine(name=name, bytes_per_second=rate, address=self.address)
 
 
 class WrittenMatrix(_Table, frozen=True):

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from msgspec import field
 from msgspec.structs import force_setattr, replace
 
-from penstock.cluster import Device
+from penstock.cluster import Device, SpareMachine
 from penstock.errors import InputError
 from penstock.graph import Contention
 from penstock.plans.alternative import Alternative, argued
@@ -33,6 +33,7 @@ from penstock.plans.orders import (
 )
 from penstock.plans.prediction import Latency, Prediction
 from penstock.plans.stage_plan import RecomputeWay, StagePlan, sizes_of
+from penstock.plans.summing import ReducerName, Summing
 from penstock.plans.table import render
 from penstock.plans.title import title
 from penstock.schedule import Schedule, families
@@ -72,6 +73,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         devices: the device of each rank, in order; with several tensor ranks, the devices of a
             rank follow one another. Empty where nobody says.
         num_tensor_ranks: devices that share every layer of a stage (``StagePlan.splits``).
+        summing: how ranks that hold the same weights sum their gradients.
         cost_model: the name of the one by which communication was counted.
         reason: one sentence on why this plan was chosen.
         alternatives: what else could have been done, and what it would have cost.
@@ -97,6 +99,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
     microbatch_size: int = 0
     devices: tuple[Device, ...] = ()
     num_tensor_ranks: int = 1
+    summing: Summing = Summing()
     cost_model: str = "ring"
     reason: str = ""
     alternatives: tuple[Alternative, ...] = ()
@@ -129,6 +132,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         if not self.versions.asynchronous:  # without a flush, a minibatch may end between replicas
             check_replicas(self.replicas, self.num_microbatches)
         check_devices(self.devices, self.num_ranks, self.num_tensor_ranks, self.stages)
+        self._check_summing()
         check_policy(self.versions, self.schedule, self.replicas, self.num_microbatches)
         # Follows from the policy, whoever wrote the file.
         stages = (
@@ -136,6 +140,19 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
             for index, stage in enumerate(self.stages)
         )
         force_setattr(self, "stages", tuple(stages))
+
+    def _check_summing(self) -> None:
+        rates = self.summing.bytes_per_second
+        if rates and len(rates) != self.num_ranks:
+            raise InputError(
+                f"summing: bytes_per_second has {len(rates)} numbers for {self.num_ranks} ranks; "
+                "give one for each, or none"
+            )
+        if self.summing.reducer == "sharded" and self.versions.asynchronous:
+            raise InputError(
+                "the reducer 'sharded' needs a flush before each update, and this schedule has "
+                "none; take 'owners', or a synchronous schedule"
+            )
 
     def _settle_order(self) -> None:
         """Search the order where it is needed and not there."""
@@ -329,6 +346,21 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         """
         expect(versions, Policy, "versions", "take one of penstock.versions, as in Stash()")
         return replace(self, versions=versions)
+
+    def summed_by(self, reducer: ReducerName, servers: Sequence[SpareMachine] = ()) -> Plan:
+        """This plan with another way to sum gradients of weights with several holders; times are
+        those of the plan as it was.
+
+        Args:
+            reducer: see ``Summing``.
+            servers: where ``penstock serve`` runs, for ``"servers"``.
+
+        Raises:
+            InputError: no such reducer, or it does not go with the schedule or with servers.
+        """
+        expect(servers, Sequence, "servers", "give a list of penstock.cluster.SpareMachine")
+        summing = replace(self.summing, reducer=reducer, servers=tuple(servers))
+        return replace(self, summing=summing)
 
     def simulate(self, num_minibatches: int | None = None) -> Timeline:
         """The predicted timeline of one step, weight update included. Of a schedule that never

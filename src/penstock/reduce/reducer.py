@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple
 
 from torch import nn
 
-from penstock.transport import Edge
+from penstock.transport import Edge, Transport
 from penstock.transport.tags import SHARED_TAGS
 
 
@@ -78,6 +79,20 @@ class Reducer(ABC):
         """Make every ``.grad`` the sum over all holders that have one: with the same bits on all of
         them, those of adding in the order of the ranks. May wait until others advance."""
 
+    def open(self) -> None:  # noqa: B027 - most need nothing but the transport
+        """Meet the other holders, before the first round. All call it for groups in one order."""
+
+    def close(self, *, failed: bool) -> None:  # noqa: B027 - most keep nothing open
+        """No round follows. Does not raise; may be called twice.
+
+        Args:
+            failed: whether this rank has failed, so that others need nothing of it any more.
+        """
+
     @abstractmethod
     def outgoing(self) -> set[Edge]:
         """The channels on which others may wait for this rank."""
+
+
+MakeReducer = Callable[[int, SharedWeights, Transport], Reducer]
+"""From (rank, weights, the rank's end of its channels) to that rank's reducer."""

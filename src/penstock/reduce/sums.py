@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.reduce.owners import OwnerReducer, begin_equal
-from penstock.reduce.reducer import Reducer, SharedWeights
+from penstock.reduce.reducer import MakeReducer, Reducer, SharedWeights
 from penstock.transport import Edge, Transport
 
 
@@ -18,18 +18,23 @@ class Sums:
         shared: the weights of which this rank holds one of several copies.
         everywhere: whether all holders keep the sum; otherwise the first of them does, and the
             others have no gradient.
+        make: makes the reducer of each group of weights.
     """
 
     def __init__(
-        self, rank: int, shared: Sequence[SharedWeights], transport: Transport, *, everywhere: bool
+        self,
+        rank: int,
+        shared: Sequence[SharedWeights],
+        transport: Transport,
+        *,
+        everywhere: bool,
+        make: MakeReducer = OwnerReducer,
     ) -> None:
         self._rank = rank
         self._shared = shared
         self._transport = transport
         self._everywhere = everywhere
-        self._reducers: list[Reducer] = [
-            OwnerReducer(rank, weights, transport) for weights in shared
-        ]
+        self._reducers: list[Reducer] = [make(rank, weights, transport) for weights in shared]
         self._number = 0
         self._averages = False
         self._num_gathered = 0
@@ -52,9 +57,21 @@ class Sums:
         self._to_finish = set(range(len(self._shared)))
 
     def begin_equal(self) -> None:
-        """Give shared weights the values that their first holder has."""
+        """Give shared weights the values that their first holder has, and let reducers meet. For
+        processes."""
         for weights in self._shared:
             begin_equal(self._rank, weights, self._transport)
+        try:
+            for reducer in self._reducers:
+                reducer.open()
+        except BaseException:
+            self.close(failed=True)
+            raise
+
+    def close(self, *, failed: bool) -> None:
+        """No round follows; ``failed`` says whether it is because this rank has failed."""
+        for reducer in self._reducers:
+            reducer.close(failed=failed)
 
     def gathered(self) -> None:
         """The gradients of one more microbatch are there."""

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType, NoneType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from penstock.errors import InputError
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import NamedLayer, spine_fingerprint
 from penstock.plans import Plan
+from penstock.reduce import ways
+from penstock.reduce.owners import OwnerReducer
+from penstock.reduce.reducer import MakeReducer
 from penstock.run.cutter import Cutter
 from penstock.run.drive.clocks import offsets_of_clocks
 from penstock.run.drive.driver import Deadlines, Driver, told
@@ -155,7 +158,14 @@ def _in_threads(
     shared = {rank: layout.shared_state(stages[rank]) for rank in stages}
     place_all(layout, stages, queues)
     workers = [
-        _worker(layout, stages[rank], rank, transport, recipe, shared[rank], queues.get(rank))
+        _worker(
+            layout,
+            stages[rank],
+            rank,
+            recipe,
+            shared[rank],
+            _Connections(transport, queues.get(rank)),
+        )
         for rank, transport in enumerate(exchange.transports)
     ]
     first_copies: dict[int, Stage] = {}
@@ -219,7 +229,9 @@ def _in_processes(
             own_host = transport.hosts[meeting.rank]
             device = devices[meeting.rank]
             links = link_devices(meeting, own_host, device, queue, layout.neighbours, start.seconds)
-        worker = _worker(layout, stages, meeting.rank, sealed, recipe, shared, queue, links.of_rank)
+        make = ways.maker_of(plan.summing, attempt, layout.holders, start.seconds)
+        connections = _Connections(sealed, queue, links.of_rank, make)
+        worker = _worker(layout, stages, meeting.rank, recipe, shared, connections)
         # The user's code has run: whoever fails in it says so here, before others wait for more.
         meeting.exchange(None, NoneType, "to start training")
         with building(queue):
@@ -251,7 +263,9 @@ def _in_processes(
         streams,
         [worker],
         stages,
-        _sentence([transport.told, links.told]),
+        _sentence(
+            [transport.told, links.told, ways.told(plan.summing) if layout.shared_stages else ""]
+        ),
         attempt,
         running.deadlines,
         in_processes=has_peers,
@@ -308,21 +322,40 @@ def _message_types(layers: tuple[NamedLayer, ...], running: Running) -> list[typ
     return [Void, *running.message_types, *told]
 
 
+class _Connections(NamedTuple):
+    """How a rank is connected to others and to its device.
+
+    Attributes:
+        transport: its end of its channels.
+        queue: its work on its device, if that is not the host.
+        links: to the devices of other ranks.
+        make_reducer: how gradients of weights are summed that others hold, too.
+    """
+
+    transport: Transport
+    queue: DeviceQueue | None
+    links: Mapping[int, DeviceLink] = MappingProxyType({})
+    make_reducer: MakeReducer = OwnerReducer
+
+    def on_device(self) -> Transport:
+        """The transport for tensors that are on the device."""
+        if self.queue is not None and isinstance(self.transport, ThreadTransport):
+            return ThreadDeviceTransport(self.transport, self.queue)
+        if isinstance(self.queue, AcceleratorQueue):
+            return ProcessDeviceTransport(self.transport, self.queue, self.links)
+        return self.transport
+
+
 def _worker(
     layout: Layout,
     stages: dict[int, Stage],
     rank: int,
-    transport: Transport,
     recipe: Recipe,
     shared: SharedState,
-    queue: DeviceQueue | None,
-    links: Mapping[int, DeviceLink] = MappingProxyType({}),
+    connections: _Connections,
 ) -> Worker:
-    if queue is not None and isinstance(transport, ThreadTransport):
-        transport = ThreadDeviceTransport(transport, queue)
-    elif isinstance(queue, AcceleratorQueue):
-        transport = ProcessDeviceTransport(transport, queue, links)
-    with building(queue):
+    transport = connections.on_device()
+    with building(connections.queue):
         updater = Updater(
             rank,
             layout.num_ranks,
@@ -330,6 +363,7 @@ def _worker(
             transport,
             recipe,
             layout.shared(rank, stages),
+            connections.make_reducer,
         )
         stores = layout.stores(stages, updater.optimizers)
         return Worker(rank, stages, transport, recipe, updater, layout.skips, stores, shared)

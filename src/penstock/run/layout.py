@@ -328,13 +328,23 @@ class Layout:
             for index, stage in stages.items()
         }
 
-    def shared(self, rank: int, stages: dict[int, Stage]) -> list[SharedWeights]:
-        """The weights of a rank that others hold, too; those with the same users together."""
-        own = self._parameters(stages)
+    @cached_property
+    def _groups(self) -> list[list[_Weight]]:
+        """Weights with several holders, those with the same users together."""
         groups: dict[tuple[tuple[int, int], ...], list[_Weight]] = defaultdict(list)
         for weight in self._weights:
             if len(weight.ranks) > 1:
                 groups[weight.users].append(weight)
+        return [*groups.values()]
+
+    @property
+    def holders(self) -> list[tuple[int, ...]]:
+        """The ranks that hold each group of shared weights, by its tag."""
+        return [group[0].ranks for group in self._groups]
+
+    def shared(self, rank: int, stages: dict[int, Stage]) -> list[SharedWeights]:
+        """The weights of a rank that others hold, too; those with the same users together."""
+        own = self._parameters(stages)
         return [
             SharedWeights(
                 index,
@@ -342,7 +352,7 @@ class Layout:
                 group[0].stages(rank),
                 tuple(own[weight.place] for weight in group),
             )
-            for index, group in enumerate(groups.values())
+            for index, group in enumerate(self._groups)
             if rank in group[0].ranks
         ]
 

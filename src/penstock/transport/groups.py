@@ -75,6 +75,22 @@ def new_group(
     return group
 
 
+def make_groups(seconds: float, parts: Sequence[Sequence[int]]) -> list[dist.ProcessGroup]:
+    """A gloo group for each of some sets of ranks; every process of the job must call it.
+
+    Args:
+        seconds: how long to wait for the others, and, unless told otherwise, for a message.
+        parts: the ranks of each group, alike on all processes.
+
+    Raises:
+        DeadlineError: another rank did not come, or did not answer.
+        PeerError: another rank ended meanwhile.
+    """
+    where = f"rank {dist.get_rank()}, connecting to ranks that hold the same weights"
+    with translated(where, seconds, "raise startup_seconds"):
+        return within(1.5 * seconds, lambda: [new_group(seconds, "gloo", ranks) for ranks in parts])
+
+
 def lend(group: dist.ProcessGroup, user: User) -> None:
     """Note who uses a group; when nobody does any more, ``destroy_unused`` ends it."""
     assert dist.group.WORLD is not None

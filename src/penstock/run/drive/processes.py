@@ -217,6 +217,7 @@ class ProcessDriver(Driver[ProcessTicket]):
                 yield
         except BaseException as error:
             self._failure = named(error)
+            self._worker.updater.sums.close(failed=True)
             if not getattr(error, "__notes__", ()):
                 error.add_note(self._worker.dump())
             edges = [
@@ -365,6 +366,7 @@ class ProcessDriver(Driver[ProcessTicket]):
     def close(self, why: str = "") -> None:
         torch.set_num_threads(self._num_threads_before)
         reason = f"after {self._worker.num_runs} steps{why and f', {why}'}"
+        self._worker.updater.sums.close(failed=bool(self._failure or why))
         if not self._failure:
             self._board.write(f"rank {self._worker.rank} closed its pipeline ({reason})")
         self._worker.transport.close(reason)

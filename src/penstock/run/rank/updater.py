@@ -43,7 +43,8 @@ from penstock.model.optimizer_factory import (
     make_scheduler,
 )
 from penstock.reduce.agreement import Share, Verdict, hear, tell, unscale
-from penstock.reduce.reducer import SharedWeights
+from penstock.reduce.owners import OwnerReducer
+from penstock.reduce.reducer import MakeReducer, SharedWeights
 from penstock.reduce.sums import Sums
 from penstock.run.rank.undo import Undo
 from penstock.run.recipe import Recipe
@@ -87,6 +88,7 @@ class Updater:
         holdings: what each stage of the rank trains.
         transport: the rank's end of its channels.
         shared: weights of which this rank holds one of several copies.
+        make_reducer: how their gradients are summed.
 
     Attributes:
         sums: the sums of the gradients of ``shared``.
@@ -107,6 +109,7 @@ class Updater:
         transport: Transport,
         recipe: Recipe,
         shared: Sequence[SharedWeights] = (),
+        make_reducer: MakeReducer = OwnerReducer,
     ) -> None:
         self.num_updates = 0
         self.loss_scale = recipe.loss_scale
@@ -135,7 +138,7 @@ class Updater:
         self._recipe = recipe
         # One holder keeps gradients that are only gathered, or the next sum would count them twice.
         everywhere = recipe.optimizer is not None
-        self.sums = Sums(rank, shared, transport, everywhere=everywhere)
+        self.sums = Sums(rank, shared, transport, everywhere=everywhere, make=make_reducer)
         self._number = 0
         self._averages = False
         self._asynchronous = False

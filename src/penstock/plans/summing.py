@@ -1,0 +1,54 @@
+"""``Summing``: how ranks of a plan that hold the same weights sum their gradients."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Literal, get_args
+
+from penstock.cluster import SpareMachine
+from penstock.errors import InputError
+from penstock.summation.frames import MOST_SERVERS
+from penstock.values import Value, number, one_of
+
+ReducerName = Literal["owners", "sharded", "servers", "all-reduce"]
+
+REDUCERS: tuple[str, ...] = get_args(ReducerName)
+"""Names of the ways to sum."""
+
+
+class Summing(Value, frozen=True, kw_only=True):
+    """How gradients of weights with several holders become one sum. Threads of one process sum
+    where they are, whatever this says.
+
+    Attributes:
+        reducer: ``"owners"``: each holder sums an equal slice for all, in the order of the ranks;
+            the default. ``"sharded"``: the same, and it updates the slice, too, and hands back
+            weights, so that it keeps its share of the optimizer state only (ZeRO-1).
+            ``"servers"``: holders and spare machines sum, as much each as makes all links done at
+            once (BytePS). ``"all-reduce"``: ``torch.distributed`` sums, in whatever order.
+        servers: the machines on which ``penstock serve`` runs; only for ``"servers"``.
+        bytes_per_second: of the link of each rank in each direction, in the order of the ranks; all
+            links count as equal where nobody says.
+
+    Raises:
+        InputError: no such reducer; servers for one that has none, or two of one address.
+    """
+
+    reducer: ReducerName = "owners"
+    servers: tuple[SpareMachine, ...] = ()
+    bytes_per_second: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        one_of("reducer", self.reducer, REDUCERS)
+        self.check_fields("summing")
+        if self.servers and self.reducer != "servers":
+            raise InputError(
+                f"the reducer {self.reducer!r} uses no servers; leave them out, or take 'servers'"
+            )
+        if len(self.servers) > MOST_SERVERS:
+            raise InputError(f"{len(self.servers)} servers are too many; take {MOST_SERVERS}")
+        twice = Counter(server.where for server in self.servers).most_common(1)
+        if twice and twice[0][1] > 1:
+            raise InputError(f"{twice[0][0]!r} is the address of two servers; name each once")
+        for rate in self.bytes_per_second:
+            number("summing: bytes_per_second", rate, positive=True)

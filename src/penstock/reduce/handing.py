@@ -1,0 +1,99 @@
+"""``FlatReducer``: what ways to sum have in common that hand flat buffers to somebody else.
+
+Holders tell each other, besides, how many microbatches they summed, what is frozen, and which
+gradients they lack.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import NamedTuple
+
+from penstock.errors import RunError
+from penstock.reduce.flat import FlatBuffers, FlatLayout
+from penstock.reduce.reducer import Purpose, Reducer, SharedWeights
+from penstock.transport import Edge, Transport
+
+
+class _Told(NamedTuple):
+    """What one holder tells the others of a round."""
+
+    num_gathered: int
+    frozen: tuple[int, ...]
+    absent: tuple[int, ...]
+
+
+class FlatReducer(Reducer):
+    """Hands in flat buffers of gradients, and takes their sums.
+
+    Args:
+        rank: the holder.
+        transport: the holder's end of its channels.
+
+    Raises:
+        RunError: in a step, if not all holders train the same weights.
+    """
+
+    def __init__(self, rank: int, shared: SharedWeights, transport: Transport) -> None:
+        self._rank = rank
+        self._shared = shared
+        self._transport = transport
+        self._layouts: dict[tuple[int, ...], FlatLayout] = {}
+        self._number = 0
+        self._own = _Told(0, (), ())
+        self._averages = False
+
+    @abstractmethod
+    def give(self, layout: FlatLayout) -> tuple[int, ...]:
+        """Fill buffers of this layout and let them be summed; waits for nobody.
+
+        Returns:
+            Places of parameters without a gradient.
+        """
+
+    @abstractmethod
+    def summed(self, waiting: str) -> FlatBuffers:
+        """Wait for the sums.
+
+        Args:
+            waiting: what waits, for errors.
+        """
+
+    def hand_in(self, number: int, num_gathered: int) -> None:
+        parameters = self._shared.parameters
+        frozen = tuple(place for place, one in enumerate(parameters) if not one.requires_grad)
+        if frozen not in self._layouts:
+            # What is frozen seldom changes, and then for good.
+            self._layouts = {frozen: FlatLayout(parameters, frozen)}
+        absent = self.give(self._layouts[frozen])
+        self._number, self._own = number, _Told(num_gathered, frozen, absent)
+        for other in self._shared.others(self._rank):
+            edge = self._shared.edge(self._rank, other, Purpose.PART)
+            self._transport.send(edge, number, tuple(self._own))
+
+    def advance(self, *, averages: bool) -> None:
+        self._averages = averages
+
+    def finish(self) -> None:
+        total, absent = 0, frozenset(self._own.absent)
+        waiting = f"rank {self._rank}, waiting before its update for"
+        for holder in self._shared.ranks:
+            told = self._own if holder == self._rank else self._hear(holder, waiting)
+            if told.frozen != self._own.frozen:
+                raise RunError(
+                    f"rank {self._rank} and rank {holder} hold the same weights, but do not train "
+                    "the same of them; call requires_grad_ alike on every rank"
+                )
+            total += told.num_gathered
+            absent &= {*told.absent}
+        sums = self.summed(f"{waiting} the sum of gradients of weights that several ranks hold")
+        sums.put(self._shared.parameters, absent, total if self._averages else 1)
+
+    def _hear(self, holder: int, waiting: str) -> _Told:
+        edge = self._shared.edge(holder, self._rank, Purpose.PART)
+        told = f"{waiting} rank {holder}'s gradients of weights that both hold"
+        return _Told(*self._transport.recv(edge, self._number, told))
+
+    def outgoing(self) -> set[Edge]:
+        others = self._shared.others(self._rank)
+        return {self._shared.edge(self._rank, other, Purpose.PART) for other in others}

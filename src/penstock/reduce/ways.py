@@ -1,0 +1,42 @@
+"""From the name of a reducer in a plan to what makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from penstock.plans.summing import Summing
+from penstock.reduce.collective import AllReducer
+from penstock.reduce.owners import OwnerReducer
+from penstock.reduce.reducer import MakeReducer
+from penstock.reduce.serving import ServerReducer
+from penstock.transport.groups import make_groups
+from penstock.units import count_of
+
+
+def maker_of(
+    summing: Summing, attempt: str, holders: Sequence[Sequence[int]], seconds: float
+) -> MakeReducer:
+    """What makes the reducers of a rank that is a process; all ranks call it.
+
+    Args:
+        summing: the plan's.
+        attempt: the name of this pipeline, in hexadecimal digits, which no other has.
+        holders: the ranks that hold each group of shared weights, by its tag; alike on all ranks.
+        seconds: how long ranks wait for each other.
+    """
+    if summing.reducer == "servers":
+        return partial(ServerReducer, summing=summing, attempt=attempt)
+    if summing.reducer == "all-reduce":
+        return partial(AllReducer, group=make_groups(seconds, holders))
+    return OwnerReducer
+
+
+def told(summing: Summing) -> str:
+    """Who sums gradients, where it is not the usual; else empty."""
+    if summing.reducer == "servers":
+        servers = count_of(len(summing.servers), "server")
+        return f"gradients of copies are summed by ranks and {servers}"
+    if summing.reducer == "all-reduce":
+        return "gradients of copies are summed by torch.distributed"
+    return ""

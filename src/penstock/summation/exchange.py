@@ -1,0 +1,425 @@
+"""One worker's part in sums by owners: it hands in numbers, and gets their sums.
+
+Owners are the workers themselves, in their order, and then servers. What happens, with numbers that
+stand at the lines below:
+
+1. A worker pushes each part of its numbers to the part's owner, in the order of the parts, which
+   keeps all owners busy; a thread per owner sends.
+2. Owners add, and send sums back; a thread per owner receives. A round is over for a worker when it
+   has all sums.
+3. A server whose connection ends is gone. Whoever lacks a sum of it, or begins another round, tells
+   all other owners, and they tell all workers. Every worker divides the numbers anew among those
+   that are left, by the same rule, and pushes all parts of the round again, which now have other
+   names: the update is summed again.
+4. A worker may be a round ahead of another one that still lacks a sum, so each keeps, and pushes,
+   what it handed in the round before, too. More is never needed: a round ends only when all workers
+   have begun it, and so have ended the one before.
+5. A worker that leaves ends the exchange for all: an owner says so behind the last sum that it has
+   for a worker. Who lacks none of that owner's has what it needs.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from penstock.errors import DeadlineError, PeerError, RunError
+from penstock.summation.adding import Numbers, bytes_of, room_for
+from penstock.summation.frames import (
+    GREETING_SECONDS,
+    HEAD_BYTES,
+    ITEM_BYTES,
+    MOST_SERVERS,
+    Head,
+    Kind,
+    Member,
+    greet,
+    receive,
+    tune,
+)
+from penstock.summation.server import SummationServer, _Session
+from penstock.summation.split import best_part_bytes, best_split, parts_of
+
+_LEAST_RATE = 1e5
+"""Bytes per second that even a flow without a share may send, for what is no part."""
+
+
+class Owner(NamedTuple):
+    """Who sums parts.
+
+    Attributes:
+        name: for errors.
+        address: (host, port).
+        key: what it makes workers prove to know.
+        bytes_per_second: of its link in each direction; 0 if nobody says.
+    """
+
+    name: str
+    address: tuple[str, int]
+    key: bytes
+    bytes_per_second: float = 0.0
+
+
+class Division(NamedTuple):
+    """Who sums how much.
+
+    Attributes:
+        shares: of each owner; 0 for those that are gone.
+        seconds: in which that many bytes are exchanged; 0 if nobody knows how fast links are.
+        part_bytes: the size of a part.
+    """
+
+    shares: tuple[float, ...]
+    seconds: float
+    part_bytes: int
+
+    def rate(self, place: int) -> float:
+        """Bytes per second to and from an owner, at which all are done at once; 0 if nobody
+        knows."""
+        if not self.seconds:
+            return 0.0
+        return max(self.shares[place] / self.seconds, _LEAST_RATE)
+
+
+def divide(
+    num_bytes: int, rates: Sequence[float], num_workers: int, missing: int, part_bytes: int = 0
+) -> Division:
+    """Divide a sum among the owners that are left, by a rule that all workers follow alike.
+
+    Args:
+        rates: bytes per second of each owner's link; where one is 0, all count as equal.
+        num_workers: the first of the owners.
+        missing: a bit for each server that is gone.
+        part_bytes: the size of a part; 0 is the best one.
+    """
+    known = all(rates)
+    each = [*rates] if known else [1.0] * len(rates)
+    there = [p for p in range(num_workers, len(rates)) if not missing >> (p - num_workers) & 1]
+    split = best_split(float(num_bytes), each[:num_workers], [each[place] for place in there])
+    of_servers = dict(zip(there, split.servers, strict=True))
+    shares = [*split.workers, *(of_servers.get(p, 0.0) for p in range(num_workers, len(rates)))]
+    size = part_bytes or best_part_bytes(
+        num_bytes, min(each[:num_workers]) if known else 0.0, num_workers
+    )
+    return Division(tuple(shares), split.seconds if known else 0.0, size)
+
+
+@dataclass
+class _Round:
+    """What one worker sums.
+
+    Attributes:
+        number: the round's.
+        given: its own numbers, by the place of their type in ``ITEM_BYTES``.
+        sums: where the sums go.
+        left: the parts of which the sum has not come yet, and their owners.
+    """
+
+    number: int
+    given: Mapping[int, Numbers]
+    sums: Mapping[int, Numbers]
+    left: dict[Head, int] = field(default_factory=dict)
+
+
+_Frame = tuple[Head, Numbers | None]
+
+
+class Exchange:
+    """A worker's connections to all owners.
+
+    Args:
+        member: the worker.
+        owners: the workers in their order, then servers; alike on all workers.
+        own: this worker's own server, which adds the parts that it owns.
+        part_bytes: the size of a part; 0 is the best one.
+
+    Attributes:
+        sent, received: bytes that have gone to and come from other owners.
+        missing: a bit for each server that is gone.
+
+    Raises:
+        RunError: an owner can't be reached or refuses.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        owners: Sequence[Owner],
+        own: SummationServer,
+        part_bytes: int = 0,
+    ) -> None:
+        if len(owners) - member.num_members > MOST_SERVERS:
+            raise RunError(f"a sum may have {MOST_SERVERS} servers at most")
+        self._member, self._owners = member, tuple(owners)
+        self._part_bytes = part_bytes
+        self.sent = self.received = 0
+        self.missing = 0
+        self._own = own
+        self._lock = threading.Condition()
+        self._failure: RunError | None = None
+        self._ended: dict[int, str] = {}
+        self._news = 0
+        self._closed = False
+        self._current: _Round | None = None
+        self._previous: _Round | None = None
+        self._divisions: dict[tuple[int, int], Division] = {}
+        self._queues: list[queue.SimpleQueue[_Frame | None]] = [queue.SimpleQueue() for _ in owners]
+        self._connections: dict[int, socket.socket] = {}
+        self._session: _Session = own.attach(member, _ToSelf(self))
+        try:
+            for place, owner in enumerate(self._owners):
+                if place != member.place:
+                    self._connections[place] = self._connected(place, owner)
+        except BaseException:
+            self.close()
+            raise
+        for place in range(len(self._owners)):
+            self._start(self._send_all, place)
+            if place != member.place:
+                self._start(self._receive_all, place)
+
+    def _start(self, work: object, place: int) -> None:
+        assert callable(work)
+        name = f"sums: {self._owners[place].name}"
+        threading.Thread(target=work, args=(place,), daemon=True, name=name).start()
+
+    def _connected(self, place: int, owner: Owner) -> socket.socket:
+        host, port = owner.address
+        rate = self._division(1 << 30).rate(place)  # which depends on no size
+        try:
+            connection = socket.create_connection(owner.address, GREETING_SECONDS)
+            try:
+                greet(connection, self._member._replace(bytes_per_second=rate), owner.key)
+                tune(connection, rate)
+                connection.settimeout(None)
+            except BaseException:
+                connection.close()
+                raise
+        except OSError as error:
+            raise RunError(
+                f"{owner.name} can't be reached at {host}:{port} ({error.strerror or error}); "
+                "start `penstock serve` there, or take it out of the plan"
+            ) from None
+        except RunError as error:
+            raise RunError(f"{owner.name} at {host}:{port}: {error}") from None
+        return connection
+
+    def begin(self, number: int, given: Mapping[int, Numbers], sums: Mapping[int, Numbers]) -> None:
+        """Hand in numbers to be summed; waits for nobody.
+
+        Args:
+            number: the round's, the same on all workers; higher than that of the round before.
+            given: this worker's numbers by the place of their type in ``ITEM_BYTES``: as many on
+                all workers. They stay as they are until the round after the next one begins.
+            sums: where the sums go; each as large as what is given.
+        """
+        with self._lock:
+            for place in self._ended.keys() - set(range(self._member.num_members)):
+                self._divide_anew(place)
+            # [4]
+            self._previous, self._current = self._current, _Round(number, given, sums)
+            self._push(self._current, wanted=True)
+
+    def _push(self, round_: _Round, *, wanted: bool) -> None:
+        """Queue all parts of a round; if they are ``wanted``, their sums are waited for."""
+        if wanted:
+            round_.left.clear()
+        for dtype, numbers in round_.given.items():
+            division = self._division(numbers.nbytes)
+            most = max(division.part_bytes // ITEM_BYTES[dtype], 1)
+            for owner, start, stop in parts_of(len(numbers), division.shares, most):
+                head = Head(Kind.PUSH, dtype, self.missing, round_.number, start, stop - start)
+                if wanted:
+                    round_.left[head] = owner
+                self._queues[owner].put((head, numbers[start:stop]))  # [1]
+
+    def _division(self, num_bytes: int) -> Division:
+        key = num_bytes, self.missing
+        if key not in self._divisions:
+            rates = [owner.bytes_per_second for owner in self._owners]
+            self._divisions[key] = divide(
+                num_bytes, rates, self._member.num_members, self.missing, self._part_bytes
+            )
+        return self._divisions[key]
+
+    def wait(self, seconds: float, waiting: str) -> None:
+        """Wait until all sums of the round are there.
+
+        Args:
+            seconds: the most that may pass without any news.
+            waiting: what waits, for errors.
+
+        Raises:
+            PeerError: a worker has left.
+            DeadlineError: nothing came for so long.
+            RunError: an owner sent what it may not send.
+        """
+        with self._lock:
+            assert self._current is not None, "begin comes first"
+            while left := self._current.left:
+                if self._failure is not None:
+                    raise self._failure
+                ended = next((owner for owner in left.values() if owner in self._ended), None)
+                if ended is not None:
+                    reason = self._ended[ended]
+                    raise PeerError(f"{waiting}: {reason}", reason)
+                seen = self._news
+                if not self._lock.wait_for(partial(self._has_news, seen), seconds):
+                    silent = sorted({self._owners[owner].name for owner in left.values()})
+                    raise DeadlineError(
+                        f"{waiting}: {' and '.join(silent)} did not answer within {seconds:g} s; "
+                        "see what they printed last, or raise deadline_seconds"
+                    )
+
+    def _has_news(self, seen: int) -> bool:
+        return self._news != seen
+
+    def _send_all(self, place: int) -> None:
+        """Send what is queued for one owner."""
+        frames = self._queues[place]
+        connection = self._connections.get(place)
+        while (frame := frames.get()) is not None:
+            head, numbers = frame
+            if head.kind is Kind.PUSH and head.missing != self.missing:
+                continue  # another division holds by now
+            if connection is None:
+                if numbers is not None:
+                    self._session.contribute(self._member.place, head, numbers, own=False)
+                else:
+                    self._session.tell_all(head)
+                continue
+            try:
+                connection.sendall(head.packed())
+                if numbers is not None:
+                    connection.sendall(bytes_of(numbers))
+            except OSError:
+                self._lost(place)
+                return
+            self.sent += HEAD_BYTES + (head.num_bytes if numbers is not None else 0)
+            del frame, numbers
+
+    def _receive_all(self, place: int) -> None:
+        """Receive what one owner sends."""
+        connection = self._connections[place]
+        kinds = {Kind.SUM, Kind.GONE, Kind.ABORT}
+        try:
+            while (head := Head.received(connection, kinds)) is not None:
+                numbers = None
+                if head.kind is Kind.SUM:
+                    numbers = room_for(head.length, head.dtype)
+                    receive(connection, bytes_of(numbers))
+                    self.received += HEAD_BYTES + head.num_bytes
+                self.take(head, numbers, place)
+        except OSError:
+            pass
+        except RunError as error:
+            self._fail(RunError(f"{self._owners[place].name}: {error}; is it another version?"))
+            return
+        self._lost(place)
+
+    def take(self, head: Head, numbers: Numbers | None, place: int) -> None:
+        """What an owner tells.
+
+        Raises:
+            RunError: it tells what it cannot know.
+        """
+        if head.kind is Kind.ABORT:
+            if not head.start < self._member.num_members:
+                raise RunError(f"it says that worker {head.start} has left, which there is not")
+            self._end(place, self._owners[head.start].name)  # [5]
+        elif head.kind is Kind.GONE:
+            if not self._member.num_members <= head.start < len(self._owners):
+                raise RunError(f"it says that owner {head.start} is gone, which is no server")
+            self._divide_anew(head.start)
+        else:
+            assert numbers is not None
+            with self._lock:
+                round_ = self._current
+                if round_ is None or head.part not in round_.left:
+                    if round_ is None or head.round > round_.number:
+                        raise RunError(f"it sent a sum of round {head.round}, which nobody began")
+                    return  # of a division or a round that is over
+                # [2] Under the lock, so that nothing late is written into the next round's sums.
+                round_.sums[head.dtype][head.start : head.start + head.length] = numbers
+                del round_.left[head.part]
+                self._news += 1
+                self._lock.notify_all()
+
+    def _lost(self, place: int) -> None:
+        """A connection has ended."""
+        if not self._closed:
+            self._end(place, self._owners[place].name)
+
+    def _divide_anew(self, place: int) -> None:
+        """[3] A server is gone: go on without it."""
+        with self._lock:
+            bit = 1 << (place - self._member.num_members)
+            if self.missing & bit or self._closed:
+                return
+            self.missing |= bit
+            self._news += 1
+            self._lock.notify_all()
+            with suppress(OSError):
+                self._connections[place].shutdown(socket.SHUT_RDWR)
+            division = self._division(1 << 30)
+            for other, connection in self._connections.items():
+                with suppress(OSError):
+                    tune(connection, division.rate(other))
+            for frames in self._queues:  # those that are gone do not read theirs
+                frames.put((Head(Kind.GONE, start=place), None))
+            if self._previous is not None:
+                self._push(self._previous, wanted=False)
+            if self._current is not None:
+                self._push(self._current, wanted=bool(self._current.left))
+
+    def _end(self, place: int, whose: str) -> None:
+        """Nothing more comes from an owner, which has ended itself or says that a worker has."""
+        with self._lock:
+            self._ended.setdefault(place, f"{whose} has left")
+            self._news += 1
+            lacking = self._current is not None and place in self._current.left.values()
+            if place >= self._member.num_members and lacking:
+                # A worker may have lost the connection to this server only; if it has left indeed,
+                # its own server is told of next.
+                self._divide_anew(place)
+            self._lock.notify_all()
+
+    def _fail(self, error: RunError) -> None:
+        with self._lock:
+            if self._failure is None and not self._closed:
+                self._failure = error
+            self._news += 1
+            self._lock.notify_all()
+
+    def close(self) -> None:
+        """Leave: who still waits for this worker is told."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._lock.notify_all()
+        self._own.detach(self._member, self._session)
+        for frames in self._queues:
+            frames.put(None)
+        for connection in self._connections.values():
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+
+class _ToSelf:
+    """Where this worker's own server puts what it tells it."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def put(self, item: _Frame | None, /) -> None:
+        if item is not None:
+            head, numbers = item
+            self._exchange.take(head, numbers, self._exchange._member.place)

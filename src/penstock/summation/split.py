@@ -1,0 +1,177 @@
+"""How much of a sum each machine should make, so that all links are done at the same moment.
+
+n workers hold M bytes each, to be summed; worker i has a link of ``b_i`` bytes per second in each
+direction, server j one of ``B_j``. Whoever sums x bytes gets them from all other workers and
+answers to all:
+
+- a worker that sums g bytes sends M − g to others' sums and (n−1)·g answers: M + (n−2)·g in all;
+- a server that sums c bytes receives n·c and sends n·c.
+
+For a time t, the most that each can sum follows, and grows with t: like water in vessels of
+different widths. The least t at which they hold M together is the answer, and it is that of the
+linear program. Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training"
+(BytePS), OSDI'20, section 4.1, has the case in which all links of a kind are alike.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from math import inf, sqrt
+from typing import NamedTuple
+
+from penstock.errors import InputError
+from penstock.values import number
+
+PART_OVERHEAD_SECONDS = 100e-6
+"""What a part costs besides its bytes, on both ends together."""
+
+LEAST_PART_BYTES, MOST_PART_BYTES = 16 * 1024, 16 * 1024 * 1024
+
+
+class Split(NamedTuple):
+    """Who sums how much.
+
+    Attributes:
+        seconds: until every worker has every sum, if all links are as fast as they say.
+        workers: bytes that each worker sums.
+        servers: bytes that each server sums.
+    """
+
+    seconds: float
+    workers: tuple[float, ...]
+    servers: tuple[float, ...]
+
+
+def best_split(num_bytes: float, workers: Sequence[float], servers: Sequence[float] = ()) -> Split:
+    """The split of a sum that takes least time.
+
+    Where several take as little, servers get as much as they can take, and workers the rest in
+    proportion to what they could.
+
+    Args:
+        num_bytes: what each worker holds.
+        workers: bytes per second of each worker's link, in each direction; at least one.
+        servers: the same of each server; none by default.
+
+    Raises:
+        InputError: there is no worker, or a bandwidth is not positive.
+    """
+    _check(num_bytes, workers, servers)
+    count, least = len(workers), num_bytes / min(workers)
+    if count == 1 or num_bytes == 0:
+        return Split(0.0, _shared(num_bytes, workers), (0.0,) * len(servers))
+    seconds = least
+    if sum(_most(num_bytes, workers, servers, least)) < num_bytes:
+        # Worker i begins to hold water when it has sent its own bytes, and is full when it has sent
+        # them to all others; between two such moments all grows in a straight line.
+        moments = [time / rate for rate in workers for time in (num_bytes, (count - 1) * num_bytes)]
+        moments = sorted({moment for moment in moments if moment >= least})
+        held = [sum(_most(num_bytes, workers, servers, moment)) for moment in moments]
+        place = bisect_left(held, num_bytes)
+        if place == len(held):  # rounding: all workers are full at the last moment
+            seconds = moments[-1]
+        else:
+            (low, high), (few, enough) = moments[place - 1 : place + 1], held[place - 1 : place + 1]
+            seconds = low + (num_bytes - few) * (high - low) / (enough - few)
+    most = _most(num_bytes, workers, servers, seconds)
+    of_workers, of_servers = most[:count], most[count:]
+    total = sum(of_servers)
+    if total > num_bytes:
+        of_servers = [share * num_bytes / total for share in of_servers]
+    rest, room = max(num_bytes - sum(of_servers), 0.0), sum(of_workers)
+    return Split(
+        seconds,
+        tuple(share * rest / room if room else 0.0 for share in of_workers),
+        tuple(of_servers),
+    )
+
+
+def _most(
+    num_bytes: float, workers: Sequence[float], servers: Sequence[float], seconds: float
+) -> list[float]:
+    """The most bytes that workers and then servers can sum in so many seconds, which are enough for
+    each worker to send all of its own."""
+    count = len(workers)
+    of_servers = [rate * seconds / count for rate in servers]
+    if count == 2:  # an answer is as long as what it would have sent: its own share costs nothing
+        return [num_bytes] * 2 + of_servers
+    spare = ((rate * seconds - num_bytes) / (count - 2) for rate in workers)
+    return [min(max(most, 0.0), num_bytes) for most in spare] + of_servers
+
+
+def _shared(num_bytes: float, weights: Sequence[float]) -> tuple[float, ...]:
+    return tuple(num_bytes * weight / sum(weights) for weight in weights)
+
+
+def _check(num_bytes: float, workers: Sequence[float], servers: Sequence[float]) -> None:
+    number("the bytes to sum", num_bytes)
+    if not workers:
+        raise InputError("a sum needs at least one worker")
+    for rate in (*workers, *servers):
+        number("the bandwidth of a worker or server", rate, positive=True)
+
+
+def best_part_bytes(num_bytes: float, bytes_per_second: float, num_workers: int) -> int:
+    """The best size of a part: small ones cost more overhead, large ones leave links idle at the
+    beginning and at the end of a sum.
+
+    With p bytes a part, M/p parts cost h each, and the first and last take (n+1)·p/B beside what
+    the others hide: together least at p = √(h·M·B/(n+1)).
+
+    >>> best_part_bytes(12.5e6, 12.5e6, 4), best_part_bytes(100e6, 25e9 / 8, 4)
+    (55902, 2500000)
+
+    Args:
+        num_bytes: what each worker holds.
+        bytes_per_second: of a worker's link; 0 means so fast that it does not count.
+        num_workers: how many hold them.
+    """
+    if not bytes_per_second:
+        return MOST_PART_BYTES
+    best = sqrt(PART_OVERHEAD_SECONDS * num_bytes * bytes_per_second / (num_workers + 1))
+    return round(min(max(best, LEAST_PART_BYTES), MOST_PART_BYTES))
+
+
+class Part(NamedTuple):
+    """Numbers ``start`` to ``stop`` of a flat buffer, and who sums them.
+
+    Attributes:
+        owner: its place among the owners.
+    """
+
+    owner: int
+    start: int
+    stop: int
+
+
+def parts_of(count: int, shares: Sequence[float], most: int) -> tuple[Part, ...]:
+    """Cut a buffer exactly: each owner gets its share to the number, in parts of equal size.
+
+    The parts of different owners take turns in proportion to their shares, so that whoever sends
+    them in this order keeps all owners busy from the beginning to the end.
+
+    Args:
+        count: numbers in the buffer.
+        shares: of each owner, in any unit; not all 0.
+        most: numbers in a part.
+
+    Raises:
+        InputError: no owner has a share, or a part has no room for a number.
+    """
+    if most < 1 or not 0 < sum(shares) < inf or min(shares) < 0:
+        raise InputError("a part needs room for a number, and an owner a positive share")
+    total = sum(shares)
+    borders = [round(count * share / total) for share in accumulate(shares, initial=0.0)]
+    ordered: list[tuple[float, Part]] = []
+    for owner, (start, stop) in enumerate(pairwise(borders)):
+        pieces = -(-(stop - start) // most)
+        cuts = [
+            start + (stop - start) * piece // pieces for piece in range(pieces + 1 if pieces else 0)
+        ]
+        ordered += [
+            ((piece + 0.5) / pieces, Part(owner, *bounds))
+            for piece, bounds in enumerate(pairwise(cuts))
+        ]
+    return tuple(part for _, part in sorted(ordered))

@@ -1,0 +1,114 @@
+"""Three ranks train copies of a stage with every reducer; threads tell what must come out.
+
+    torchrun ... reducers.py CASE ADDRESSES PIDS FOLDER
+
+ADDRESSES and PIDS are those of servers, with commas between. Cases: ``same`` compares all ways with
+threads, and kills the servers one after another; ``stranger`` names another job than the servers;
+``killed WAY`` loses a rank. Each rank reports in ``report-<rank>.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import penstock as pk
+from penstock.cluster import SpareMachine
+from penstock.errors import PenstockError
+from tests.kit.helpers import make_batch, make_mlp
+from tests.kit.reducing import replicated
+from tests.kit.training import DEADLINE_SECONDS, adamw
+
+STEPS = 4
+
+
+def spares(addresses):
+    return [
+        SpareMachine(name=f"spare{number}", bytes_per_second=1e9, address=address)
+        for number, address in enumerate(addresses)
+    ]
+
+
+def plan_of(model, way, addresses, replicas=(3,)):
+    plan = replicated(model, replicas)
+    return plan.summed_by(way, spares(addresses) if way == "servers" else ())
+
+
+def train(plan, transport, between=lambda step: None, **options):
+    """The weights after some steps."""
+    torch.manual_seed(0)
+    model = make_mlp(dropout=0.1)
+    with pk.Pipeline(
+        model, plan, loss=F.cross_entropy, optimizer=adamw, transport=transport, seed=1,
+        deadline_seconds=DEADLINE_SECONDS, **options,
+    ) as pipeline:  # fmt: skip
+        for step in range(STEPS):
+            between(step)
+            pipeline.step(*make_batch(24, seed=step))
+        return pipeline.state_dict()
+
+
+def same(addresses, pids):
+    found = []
+    model = make_mlp(dropout=0.1)
+
+    def kills(step):
+        if step and dist.get_rank() == 0 and pids:
+            os.kill(int(pids.pop()), signal.SIGKILL)
+
+    for replicas in ((3,), (1, 2)):
+        for clip in ({}, {"clip_norm": 0.5}):
+            expected = train(plan_of(model, "owners", (), replicas), "threads", **clip)
+            for way in ("owners", "servers", "all-reduce"):
+                last = way == "servers" and replicas == (1, 2) and clip
+                plan = plan_of(model, way, addresses, replicas)
+                between = kills if last else lambda step: None
+                got = train(plan, "process-group", between, **clip)
+                for key, value in got.items():
+                    if way == "all-reduce":
+                        torch.testing.assert_close(value, expected[key])
+                    elif not torch.equal(value, expected[key]):
+                        found.append(f"{way} {replicas} {clip}: {key}")
+    return found
+
+
+def refused(way, addresses, between=lambda step: None):
+    """What a training ends with."""
+    try:
+        train(plan_of(make_mlp(), way, addresses), "process-group", between)
+    except PenstockError as error:
+        return [type(error).__name__, str(error)]
+    return []
+
+
+def dies(step):
+    if step == 2 and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    case, addresses, pids = sys.argv[1], sys.argv[2].split(","), sys.argv[3].split(",")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    if case == "same":
+        found = same(addresses, pids)
+    elif case == "stranger":
+        os.environ["PENSTOCK_JOB"] = "another job"
+        found = refused("servers", addresses)
+    else:
+        found = refused(case.split()[1], addresses, dies)
+    report = Path(sys.argv[-1]) / f"report-{dist.get_rank()}.json"
+    report.write_text(json.dumps(found))
+    if case == "same":
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

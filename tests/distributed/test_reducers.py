@@ -1,0 +1,45 @@
+"""Every way to sum trains as threads do, and says what is wrong when somebody dies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.kit.launch import forked
+from tests.kit.reducing import served
+
+JOB = Path(__file__).parent / "jobs" / "reducers.py"
+
+
+def run(case, servers):
+    addresses, pids = servers
+    return forked(JOB, 3, case, ",".join(addresses), ",".join(map(str, pids)))
+
+
+@pytest.fixture(scope="module")
+def servers():
+    with served(2) as started:
+        yield started
+
+
+def test_all_ways_train_as_threads_do_while_servers_die():
+    with served(2) as servers:
+        job = run("same", servers)
+    assert job.reports == {0: [], 1: [], 2: []}, job.output
+
+
+def test_a_server_of_another_job_refuses(servers):
+    job = run("stranger", servers)
+    assert set(job.reports) == {0, 1, 2}, job.output
+    kinds, texts = zip(*job.reports.values(), strict=True)
+    assert {*kinds} <= {"RunError", "PeerError"}
+    assert any("the secret or the name of the job is another one" in text for text in texts)
+
+
+@pytest.mark.parametrize("way", ["servers", "all-reduce"])
+def test_a_rank_that_is_killed_is_missed_by_all(servers, way):
+    job = run(f"killed {way}", servers)
+    assert set(job.reports) == {0, 2}, job.output
+    for kind, text in job.reports.values():
+        assert kind == "PeerError", text
