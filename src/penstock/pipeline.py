@@ -158,7 +158,6 @@ class Pipeline:
         with joined(transport, deadlines.start.seconds, plan.num_ranks) as meeting:
             keep_freed_pages()
             layers = spine_of(model)
-            plan.check_runnable()
             plan.check_model([layer.name for layer in layers], spine_fingerprint(layers))
             self._outside = Outside(model, layers)
             self._outside.check()

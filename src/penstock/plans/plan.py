@@ -336,14 +336,6 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         sheet = render(title(self), self.prediction, self.one_device_seconds)
         return argued(sheet, self.alternatives, self.reason, self.contention, self.warnings)
 
-    def check_runnable(self) -> None:
-        """Raise ``InputError`` if the runtime cannot perform this plan."""
-        if self.num_tensor_ranks > 1:
-            raise InputError(
-                f"the plan splits layers over {self.num_tensor_ranks} devices, which Penstock can "
-                "plan and draw but not run yet; plan with tensor_ranks=1"
-            )
-
     @cached_property
     def on_accelerator(self) -> tuple[bool, ...]:
         """For each rank, whether it was planned for an accelerator; not where nobody says."""

@@ -28,11 +28,13 @@ from penstock.run.feed import Feed
 from penstock.run.giving import DeviceGiver, Giver
 from penstock.run.layout import Layout
 from penstock.run.materialising import Init
+from penstock.run.members import check_shareable
 from penstock.run.rank.forward import Void
 from penstock.run.rank.updater import Updater
 from penstock.run.rank.worker import Worker
 from penstock.run.recipe import Recipe
 from penstock.run.seals import SealedTransport
+from penstock.run.seating import Seat
 from penstock.run.settling import building, draw_all, local_rank, place_all, queues_of
 from penstock.run.shared_state import SharedState
 from penstock.stage.stage import Stage
@@ -148,16 +150,26 @@ def _in_threads(
     streams = LayerStreams(running.seed)
     devices = devices_of_ranks(running.devices, plan.on_accelerator, range(plan.num_ranks))
     queues = queues_of(devices)
+    if plan.num_tensor_ranks > 1:
+        check_shareable(plan, recipe, on_host=not queues)
     draw_all(layers, plan, devices, queues, running.seed, running.init)
     layout = Layout(model, plan, layers, streams, one_process=True, devices=devices)
-    exchange = ThreadExchange(plan.num_ranks, running.deadlines.start.seconds)
-    stages = {rank: layout.stages(rank) for rank in range(plan.num_ranks)}
-    shared = {rank: layout.shared_state(stages[rank]) for rank in stages}
-    place_all(layout, stages, queues)
-    workers = [
-        _worker(layout, stages[rank], rank, transport, recipe, shared[rank], queues.get(rank))
-        for rank, transport in enumerate(exchange.transports)
-    ]
+    size = plan.num_tensor_ranks
+    exchange = ThreadExchange(plan.num_ranks * size, running.deadlines.start.seconds)
+    if size > 1:
+        workers = [
+            _member(layout, Seat.numbered(number, size), transport, recipe)
+            for number, transport in enumerate(exchange.transports)
+        ]
+        stages = {worker.rank: dict(worker.stages) for worker in workers[::size]}
+    else:
+        stages = {rank: layout.stages(rank) for rank in range(plan.num_ranks)}
+        shared = {rank: layout.shared_state(stages[rank]) for rank in stages}
+        place_all(layout, stages, queues)
+        workers = [
+            _worker(layout, stages[rank], rank, transport, recipe, shared[rank], queues.get(rank))
+            for rank, transport in enumerate(exchange.transports)
+        ]
     first_copies: dict[int, Stage] = {}
     for held in stages.values():
         first_copies = {**held, **first_copies}
@@ -306,6 +318,33 @@ def _message_types(layers: tuple[NamedLayer, ...], running: Running) -> list[typ
     outputs are made of."""
     told = {kind for layer in layers for kind in getattr(layer.module, "message_types", ())}
     return [Void, *running.message_types, *told]
+
+
+def _member(layout: Layout, seat: Seat, channels: Transport, recipe: Recipe) -> Worker:
+    """The worker of one member of a rank that a group performs."""
+    group = seat.group(channels)
+    stages, transport = layout.stages(seat.rank, group), seat.plane(channels)
+    updater = Updater(
+        seat.rank,
+        layout.num_ranks,
+        layout.holdings(seat.rank, stages),
+        transport,
+        recipe,
+        layout.shared(seat.rank, stages),
+        group,
+    )
+    return Worker(
+        seat.rank,
+        stages,
+        transport,
+        recipe,
+        updater,
+        layout.skips,
+        layout.stores(stages, updater.optimizers),
+        layout.shared_state(stages),
+        seat,
+        channels,
+    )
 
 
 def _worker(

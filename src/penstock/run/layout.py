@@ -22,6 +22,7 @@ from penstock.model.spine import NamedLayer
 from penstock.plans import Plan
 from penstock.reduce.reducer import SharedWeights
 from penstock.run.holders import Holders
+from penstock.run.members import MemberTwins, Sharings
 from penstock.run.placing import place_buffers, place_parameters
 from penstock.run.rank.program import SkipRoute
 from penstock.run.rank.updater import Holding
@@ -29,6 +30,7 @@ from penstock.run.shared_state import SharedState
 from penstock.run.twins import Twins
 from penstock.stage.slices import check_sliceable
 from penstock.stage.stage import Stage
+from penstock.tensor.channel_group import ChannelGroup
 from penstock.weights.store import WeightStore
 
 
@@ -65,7 +67,7 @@ class Layout:
         layers: its spine.
         streams: where layers draw random numbers.
         one_process: whether all ranks share this process.
-        devices: of the ranks of this process, by their numbers.
+        devices: of the ranks of this process, by their numbers; of groups, of their first members.
 
     Raises:
         ModelError: something in the model cannot be spread as planned.
@@ -96,8 +98,10 @@ class Layout:
         self._check_buffers()
         if plan.versions.asynchronous:
             self._check_untied()
+        grouped = plan.num_tensor_ranks > 1
+        self._sharings = Sharings(tuple(layers), plan) if grouped else None
         self._check_hooks()
-        self._twins: dict[int, Twins] = {}
+        self._twins: dict[tuple[int, int], Twins] = {}
 
     def _find_weights(self, model: nn.Module) -> list[_Weight]:
         places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
@@ -144,7 +148,9 @@ class Layout:
             if not accumulated and not weight.parameter._backward_hooks:
                 continue
             stages = sorted({stage for _, stage in weight.users})
-            if len(stages) > 1:
+            if self._sharings is not None:
+                sees = "tensor ranks each have a part of it"
+            elif len(stages) > 1:
                 sees = f"stages {', '.join(map(str, stages))} each have a part of the gradient"
             elif self.num_slices > 1:
                 sees = "slices of a microbatch each have a part of the gradient"
@@ -231,9 +237,13 @@ class Layout:
             pairs += itertools.combinations(weight.ranks, 2)
         return frozenset((min(pair), max(pair)) for pair in pairs if pair[0] != pair[1])
 
-    def stages(self, rank: int) -> dict[int, Stage]:
-        """The stages of a rank, with twins where others hold the model's own parameters."""
-        twins = self._twins_of(rank)
+    def stages(self, rank: int, group: ChannelGroup | None = None) -> dict[int, Stage]:
+        """The stages of a rank, with twins where others hold the model's own parameters.
+
+        Args:
+            group: of the member whose stages they are, where a group performs the rank's ops.
+        """
+        twins = self._twins_of(rank, group)
         first = [0, *itertools.accumulate(map(len, self._layers_of))]
         return {
             stage: Stage(
@@ -247,10 +257,26 @@ class Layout:
             for stage in self._schedule.stages_of[rank]
         }
 
-    def _twins_of(self, rank: int) -> Twins:
+    def _twins_of(self, rank: int, group: ChannelGroup | None) -> Twins:
         """This rank's copies of what another one has the model's own of."""
-        foreign = (weight.parameter for weight in self._weights if rank in weight.ranks[1:])
-        twins = self._twins[rank] = Twins(foreign if self._one_process else (), self._devices[rank])
+        first = 0 if group is None else group.index
+        foreign = [
+            weight.parameter
+            for weight in self._weights
+            if self._one_process and rank in weight.ranks[0 if first else 1 :]
+        ]
+        twins = Twins(foreign, self._devices[rank])
+        if group is not None:
+            assert self._sharings is not None
+            owned = [
+                weight.parameter
+                for weight in self._weights
+                if not self._one_process or rank == weight.ranks[0]
+            ]
+            has_buffers = not first or not self._one_process
+            device = self._devices[rank]
+            twins = MemberTwins(foreign, self._sharings, group, device, owned, has_buffers)
+        self._twins[rank, first] = twins
         return twins
 
     def place(self, rank: int, stages: Mapping[int, Stage]) -> None:
@@ -276,12 +302,13 @@ class Layout:
 
     def place_twins(self, rank: int) -> None:
         """Give a rank's twins buffers on its device, once those of the model are on theirs."""
-        twins = self._twins[rank]
+        twins = self._twins[rank, 0]
         twins.share()
         twins.let_go()  # that the originals were moved is nothing to follow
 
     def _own(self, layer: NamedLayer, rank: int, twins: Twins) -> NamedLayer:
-        if not self._one_process or self._holders.runs_first(layer.module, rank):
+        alone = not self._one_process or self._holders.runs_first(layer.module, rank)
+        if alone and self._sharings is None:
             return layer
         return layer._replace(module=twins.of(layer))
 
@@ -303,8 +330,20 @@ class Layout:
                 place,
                 plan.versions.delay(place),
                 plan.replicas[stage] if by_microbatch else 1.0,
+                *self._divided(first, own),
             )
         return holdings
+
+    def _divided(
+        self, weights: Iterable[_Weight], own: Mapping[int, nn.Parameter]
+    ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Of a member's parameters, those of whose gradients it has a term, and those of which it
+        has a part."""
+        if self._sharings is None:
+            return [], []
+        by_id = {id(weight.parameter): own[weight.place] for weight in weights}
+        terms = [one for key, one in by_id.items() if key in self._sharings.terms]
+        return terms, [one for key, one in by_id.items() if key in self._sharings.cuts]
 
     def stores(
         self, stages: dict[int, Stage], optimizers: Mapping[int, torch.optim.Optimizer]
