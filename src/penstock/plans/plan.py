@@ -123,7 +123,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         if not self.versions.asynchronous:  # without a flush, a minibatch may end between replicas
             check_replicas(self.replicas, self.num_microbatches)
         check_groups(self._sample.stages_of, self.stages)
-        check_devices(self.devices, sum(self.group_sizes))
+        check_devices(self.devices, self.num_seats)
         check_policy(self.versions, self.schedule, self.replicas, self.num_microbatches)
         # Follows from the policy, whoever wrote the file.
         stages = (
@@ -166,6 +166,11 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         return tuple(
             self.stages[own[0]].tensor_ranks if own else 1 for own in self._sample.stages_of
         )
+
+    @property
+    def num_seats(self) -> int:
+        """How many devices the plan takes: one for each tensor rank of each rank."""
+        return sum(self.group_sizes)
 
     @property
     def num_tensor_ranks(self) -> int:

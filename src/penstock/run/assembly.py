@@ -19,7 +19,7 @@ from penstock.model.spine import NamedLayer, spine_fingerprint
 from penstock.plans import Plan
 from penstock.run.cutter import Cutter
 from penstock.run.drive.clocks import offsets_of_clocks
-from penstock.run.drive.driver import Deadlines, Driver, told
+from penstock.run.drive.driver import Deadlines, Driver, StageStates, told
 from penstock.run.drive.joining import TransportName
 from penstock.run.drive.offers import agree
 from penstock.run.drive.processes import ProcessDriver
@@ -108,6 +108,30 @@ class Assembly:
     attempt: str
     deadlines: Deadlines
     in_processes: bool
+
+    def states(self) -> StageStates:
+        """The state of this process's stages, under the model's keys: of a member of a group its
+        parts, numbered stage × members + coordinate."""
+        size = self.plan.num_tensor_ranks
+        if size == 1:
+            return {index: stage.state_dict() for index, stage in self.stages.items()}
+        if not self.in_processes:  # between steps, the model has what was trained
+            return {index: self.layout.own_state(index) for index in self.stages}
+        (worker,) = self.workers
+        return {
+            size * index + worker.seat.index: stage.state_dict()
+            for index, stage in self.stages.items()
+        }
+
+    def joined(self, states: StageStates) -> StageStates:
+        """By stage, what all members of its group have of it; ``states`` of all are here."""
+        size = self.plan.num_tensor_ranks
+        if size == 1 or not self.in_processes or not states:
+            return states
+        return {
+            stage: self.layout.joined([states[size * stage + index] for index in range(size)])
+            for stage in range(len(self.plan.stages))
+        }
 
     def meet(self, purpose: str) -> Rendezvous | None:
         """A meeting of all processes, which must all come; ``None`` if there is only this one.
@@ -202,12 +226,8 @@ def _in_processes(
     plan, seed, attempt = agree(
         meeting, plan, spine_fingerprint(layers), running.seed, _new_name(), settings
     )
-    if plan.num_ranks != meeting.num_ranks:
-        raise InputError(
-            f"the plan has {plan.num_ranks} ranks, but the job has {meeting.num_ranks} processes; "
-            f"start it with torchrun --nproc-per-node={plan.num_ranks}, or plan for "
-            f"{meeting.num_ranks} ranks (stages = ranks × stages per rank of the schedule)"
-        )
+    _check_processes(plan, meeting.num_ranks)
+    seat = Seat.numbered(meeting.rank, plan.num_tensor_ranks)
     assert running.transport != "threads"  # who asks for them meets nobody
     start = running.deadlines.start
     codec = Codec(_message_types(layers, running))
@@ -216,26 +236,37 @@ def _in_processes(
     try:
         streams = LayerStreams(seed)
         devices = devices_of_ranks(
-            running.devices, plan.on_accelerator, [meeting.rank], first=local_rank()
+            running.devices, plan.on_accelerator, [seat.rank], first=local_rank()
         )
         queues = queues_of(devices)
+        if seat.size > 1:
+            check_shareable(plan, recipe, on_host=not queues)
         draw_all(layers, plan, devices, queues, seed, running.init)
         layout = Layout(model, plan, layers, streams, one_process=False, devices=devices)
         sealed = SealedTransport(transport, meeting.rank)
-        stages = layout.stages(meeting.rank)
-        shared = layout.shared_state(stages)
-        place_all(layout, {meeting.rank: stages}, queues)
-        queue = queues.get(meeting.rank)
+        queue = queues.get(seat.rank)
         links = LinkedDevices()
-        if running.transport == "auto":
-            own_host = transport.hosts[meeting.rank]
-            device = devices[meeting.rank]
-            links = link_devices(meeting, own_host, device, queue, layout.neighbours, start.seconds)
-        worker = _worker(layout, stages, meeting.rank, sealed, recipe, shared, queue, links.of_rank)
+        if seat.size > 1:
+            worker = _member(layout, seat, sealed, recipe, equal=True)
+            stages = dict(worker.stages)
+        else:
+            stages = layout.stages(meeting.rank)
+            shared = layout.shared_state(stages)
+            place_all(layout, {meeting.rank: stages}, queues)
+            if running.transport == "auto":
+                own_host = transport.hosts[meeting.rank]
+                device = devices[meeting.rank]
+                links = link_devices(
+                    meeting, own_host, device, queue, layout.neighbours, start.seconds
+                )
+            worker = _worker(
+                layout, stages, meeting.rank, sealed, recipe, shared, queue, links.of_rank
+            )
         # The user's code has run: whoever fails in it says so here, before others wait for more.
         meeting.exchange(None, NoneType, "to start training")
         with building(queue):
             worker.updater.sums.begin_equal()
+            layout.let_go()  # what was made equal are copies, where a group has the model's layers
             worker.transport.hand_over()
         driver = ProcessDriver(
             worker,
@@ -320,9 +351,30 @@ def _message_types(layers: tuple[NamedLayer, ...], running: Running) -> list[typ
     return [Void, *running.message_types, *told]
 
 
-def _member(layout: Layout, seat: Seat, channels: Transport, recipe: Recipe) -> Worker:
-    """The worker of one member of a rank that a group performs."""
+def _check_processes(plan: Plan, count: int) -> None:
+    if plan.num_seats == count:
+        return
+    groups = ""
+    if plan.num_tensor_ranks > 1:
+        groups = f" of {plan.num_tensor_ranks} tensor ranks each"
+    raise InputError(
+        f"the plan has {plan.num_ranks} ranks{groups}, but the job has {count} processes; "
+        f"start it with torchrun --nproc-per-node={plan.num_seats}, or plan for "
+        f"{count} ranks (stages = ranks × stages per rank of the schedule)"
+    )
+
+
+def _member(
+    layout: Layout, seat: Seat, channels: Transport, recipe: Recipe, *, equal: bool = False
+) -> Worker:
+    """The worker of one member of a rank that a group performs.
+
+    Args:
+        equal: give it the values of the first member before.
+    """
     group = seat.group(channels)
+    if equal and group is not None:
+        layout.begin_equal(seat.rank, group)
     stages, transport = layout.stages(seat.rank, group), seat.plane(channels)
     updater = Updater(
         seat.rank,

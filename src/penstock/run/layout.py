@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.errors import ModelError
 from penstock.model.randomness import LayerStreams
@@ -31,6 +31,7 @@ from penstock.run.twins import Twins
 from penstock.stage.slices import check_sliceable
 from penstock.stage.stage import Stage
 from penstock.tensor.channel_group import ChannelGroup
+from penstock.tensor.cuts import Cut
 from penstock.weights.store import WeightStore
 
 
@@ -255,6 +256,63 @@ class Layout:
                 self.num_slices,
             )
             for stage in self._schedule.stages_of[rank]
+        }
+
+    def begin_equal(self, rank: int, group: ChannelGroup) -> None:
+        """Give what a rank has of the model the values that its first member has, where each member
+        has built a model for itself."""
+        modules = {
+            id(module): module
+            for stage in self._schedule.stages_of[rank]
+            for layer in self._layers_of[stage]
+            for module in layer.module.modules()
+        }
+        tensors = {
+            id(tensor): tensor
+            for module in modules.values()
+            for tensor in (*module._parameters.values(), *module._buffers.values())
+            if tensor is not None
+        }
+        with torch.no_grad():
+            for tensor in tensors.values():
+                tensor.copy_(group.of_first(tensor.detach()))
+
+    def own_state(self, stage: int) -> dict[str, Tensor]:
+        """What the model itself has of a stage, under its keys."""
+        return {
+            layer.key(key): value
+            for layer in self._layers_of[stage]
+            for key, value in layer.module.state_dict().items()
+        }
+
+    @cached_property
+    def cuts(self) -> dict[str, Cut]:
+        """How members of groups divide the model's parameters and buffers, by their keys; of what
+        is not here, every member has all."""
+        if self._sharings is None:
+            return {}
+        cuts = self._sharings.cuts
+        return {
+            layer.key(key): cuts[id(tensor)]
+            for layer in itertools.chain.from_iterable(self._layers_of)
+            for key, tensor in (
+                *layer.module.named_parameters(remove_duplicate=False),
+                *layer.module.named_buffers(remove_duplicate=False),
+            )
+            if id(tensor) in cuts
+        }
+
+    def joined(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The state of a stage, of what its members have of it.
+
+        Args:
+            parts: by coordinate.
+        """
+        return {
+            key: self.cuts[key].joined([part[key] for part in parts])
+            if key in self.cuts
+            else value
+            for key, value in parts[0].items()
         }
 
     def _twins_of(self, rank: int, group: ChannelGroup | None) -> Twins:

@@ -38,6 +38,11 @@ class Seat(NamedTuple):
         """The seat with a number, where every group has ``size`` members."""
         return cls(*divmod(number, size), size)
 
+    def edge(self, edge: Edge) -> Edge:
+        """From a channel between two ranks to that between members of this coordinate."""
+        source, target = (self._replace(rank=rank) for rank in (edge.source, edge.target))
+        return edge if self.size == 1 else Edge(source.number, target.number, edge.tag)
+
     def group(self, transport: Transport) -> ChannelGroup | None:
         """The member's end of its group; ``None`` if it sits alone.
 
@@ -67,16 +72,10 @@ class PlaneTransport(OnTop):
         self._seat = seat
 
     def send(self, edge: Edge, number: int, value: Any) -> None:
-        self.inner.send(self._between_seats(edge), number, value)
+        self.inner.send(self._seat.edge(edge), number, value)
 
     def recv(self, edge: Edge, number: int, waiting: str) -> Any:
-        return self.inner.recv(self._between_seats(edge), number, waiting)
+        return self.inner.recv(self._seat.edge(edge), number, waiting)
 
     def fail(self, reason: str, edges: Iterable[Edge]) -> None:
-        self.inner.fail(reason, map(self._between_seats, edges))
-
-    def _between_seats(self, edge: Edge) -> Edge:
-        source, target = (
-            self._seat._replace(rank=rank).number for rank in (edge.source, edge.target)
-        )
-        return Edge(source, target, edge.tag)
+        self.inner.fail(reason, map(self._seat.edge, edges))

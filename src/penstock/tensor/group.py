@@ -93,6 +93,14 @@ class Group(ABC):
             memory_format=torch.contiguous_format
         )
 
+    def of_first(self, value: Tensor) -> Tensor:
+        """The first member's value, of the same shape everywhere."""
+        if self.index == 0:
+            self.exchange([value] * self.size)
+            return value
+        nothing = value.new_empty(0)
+        return self.exchange([nothing] * self.size)[0]
+
     def largest(self, value: Tensor) -> Tensor:
         """Entry by entry, the largest of all members' values."""
         return torch.stack(self.exchange([value] * self.size)).amax(0)

@@ -49,7 +49,7 @@ from penstock.run.rank.group_gradients import GroupGradients
 from penstock.run.rank.undo import Undo
 from penstock.run.recipe import Recipe
 from penstock.tensor.channel_group import ChannelGroup
-from penstock.transport import Transport
+from penstock.transport import Edge, Transport
 from penstock.transport.tags import FIRST_EXCHANGE
 from penstock.versions import Place
 
@@ -176,6 +176,10 @@ class Updater:
         self._verdict = None
         self._share = _NOTHING
         self._undo = {}
+
+    def of_members(self) -> set[Edge]:
+        """The channels on which other members of the rank's group may wait for this one."""
+        return set() if self._whole is None else self._whole.group.outgoing()
 
     def agree(self) -> None:
         """Wait for all ranks' norms, and make the gradients what the verdict says."""

@@ -227,12 +227,15 @@ class Worker:
         return self._journal.text(self.rank)
 
     def first_units(self, segment: Segment) -> dict[Edge, int]:
-        """The number of the first message on every edge of the chain on which this rank sends."""
-        return self._compiler.program(segment).first_units()
+        """The number of the first message on every edge of the chain on which this rank sends; the
+        edges are those between seats."""
+        units = self._compiler.program(segment).first_units()
+        return {self.seat.edge(edge): unit for edge, unit in units.items()}
 
     def outgoing(self, segment: Segment) -> set[Edge]:
-        """The edges on which others wait for this rank."""
-        return self._compiler.program(segment).outgoing() | self.updater.sums.outgoing()
+        """The edges between seats on which others wait for this rank."""
+        between_ranks = self._compiler.program(segment).outgoing() | self.updater.sums.outgoing()
+        return {*map(self.seat.edge, between_ranks), *self.updater.of_members()}
 
 
 def moments_of(minibatch: Minibatch, workers: Iterable[Worker]) -> Moments:
