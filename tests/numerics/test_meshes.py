@@ -57,8 +57,7 @@ def mesh(model, schedule, pipe, data, tensor, recompute="none", splits=SPLITS):
             replicas=(data,) * pipe,
         )
         stages = [
-            replace(stage, rank=built.ranks_of(index)[0])
-            for index, stage in enumerate(plan.stages)
+            replace(stage, rank=built.ranks_of(index)[0]) for index, stage in enumerate(plan.stages)
         ]
         plan = replace(plan, options={"replicas": [data] * pipe}, stages=tuple(stages))
     return plan.sharing(tensor, splits) if tensor > 1 else plan

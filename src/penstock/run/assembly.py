@@ -28,7 +28,7 @@ from penstock.run.feed import Feed
 from penstock.run.giving import DeviceGiver, Giver
 from penstock.run.layout import Layout
 from penstock.run.materialising import Init
-from penstock.run.members import check_shareable
+from penstock.run.members import begin_equal, check_shareable
 from penstock.run.rank.forward import Void
 from penstock.run.rank.updater import Updater
 from penstock.run.rank.worker import Worker
@@ -119,17 +119,17 @@ class Assembly:
             return {index: self.layout.own_state(index) for index in self.stages}
         (worker,) = self.workers
         return {
-            size * index + worker.seat.index: stage.state_dict()
+            size * index + worker.seat.coordinate: stage.state_dict()
             for index, stage in self.stages.items()
         }
 
     def joined(self, states: StageStates) -> StageStates:
         """By stage, what all members of its group have of it; ``states`` of all are here."""
-        size = self.plan.num_tensor_ranks
-        if size == 1 or not self.in_processes or not states:
+        size, sharings = self.plan.num_tensor_ranks, self.layout.sharings
+        if sharings is None or not self.in_processes or not states:
             return states
         return {
-            stage: self.layout.joined([states[size * stage + index] for index in range(size)])
+            stage: sharings.joined([states[size * stage + index] for index in range(size)])
             for stage in range(len(self.plan.stages))
         }
 
@@ -181,11 +181,12 @@ def _in_threads(
     size = plan.num_tensor_ranks
     exchange = ThreadExchange(plan.num_ranks * size, running.deadlines.start.seconds)
     if size > 1:
-        workers = [
+        members = [
             _member(layout, Seat.numbered(number, size), transport, recipe)
             for number, transport in enumerate(exchange.transports)
         ]
-        stages = {worker.rank: dict(worker.stages) for worker in workers[::size]}
+        workers = [worker for worker, _ in members]
+        stages = {worker.rank: held for worker, held in members[::size]}
     else:
         stages = {rank: layout.stages(rank) for rank in range(plan.num_ranks)}
         shared = {rank: layout.shared_state(stages[rank]) for rank in stages}
@@ -247,8 +248,7 @@ def _in_processes(
         queue = queues.get(seat.rank)
         links = LinkedDevices()
         if seat.size > 1:
-            worker = _member(layout, seat, sealed, recipe, equal=True)
-            stages = dict(worker.stages)
+            worker, stages = _member(layout, seat, sealed, recipe, equal=True)
         else:
             stages = layout.stages(meeting.rank)
             shared = layout.shared_state(stages)
@@ -366,15 +366,15 @@ def _check_processes(plan: Plan, count: int) -> None:
 
 def _member(
     layout: Layout, seat: Seat, channels: Transport, recipe: Recipe, *, equal: bool = False
-) -> Worker:
-    """The worker of one member of a rank that a group performs.
+) -> tuple[Worker, dict[int, Stage]]:
+    """The worker of one member of a rank that a group performs, and its stages.
 
     Args:
         equal: give it the values of the first member before.
     """
     group = seat.group(channels)
     if equal and group is not None:
-        layout.begin_equal(seat.rank, group)
+        begin_equal(layout.layers_of(seat.rank), group)
     stages, transport = layout.stages(seat.rank, group), seat.plane(channels)
     updater = Updater(
         seat.rank,
@@ -385,7 +385,7 @@ def _member(
         layout.shared(seat.rank, stages),
         group,
     )
-    return Worker(
+    worker = Worker(
         seat.rank,
         stages,
         transport,
@@ -394,9 +394,8 @@ def _member(
         layout.skips,
         layout.stores(stages, updater.optimizers),
         layout.shared_state(stages),
-        seat,
-        channels,
     )
+    return worker, stages
 
 
 def _worker(

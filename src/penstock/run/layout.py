@@ -31,7 +31,6 @@ from penstock.run.twins import Twins
 from penstock.stage.slices import check_sliceable
 from penstock.stage.stage import Stage
 from penstock.tensor.channel_group import ChannelGroup
-from penstock.tensor.cuts import Cut
 from penstock.weights.store import WeightStore
 
 
@@ -70,6 +69,9 @@ class Layout:
         one_process: whether all ranks share this process.
         devices: of the ranks of this process, by their numbers; of groups, of their first members.
 
+    Attributes:
+        sharings: how groups share layers; ``None`` where every rank is one device.
+
     Raises:
         ModelError: something in the model cannot be spread as planned.
     """
@@ -100,7 +102,7 @@ class Layout:
         if plan.versions.asynchronous:
             self._check_untied()
         grouped = plan.num_tensor_ranks > 1
-        self._sharings = Sharings(tuple(layers), plan) if grouped else None
+        self.sharings = Sharings(tuple(layers), plan) if grouped else None
         self._check_hooks()
         self._twins: dict[tuple[int, int], Twins] = {}
 
@@ -149,7 +151,7 @@ class Layout:
             if not accumulated and not weight.parameter._backward_hooks:
                 continue
             stages = sorted({stage for _, stage in weight.users})
-            if self._sharings is not None:
+            if self.sharings is not None:
                 sees = "tensor ranks each have a part of it"
             elif len(stages) > 1:
                 sees = f"stages {', '.join(map(str, stages))} each have a part of the gradient"
@@ -258,24 +260,11 @@ class Layout:
             for stage in self._schedule.stages_of[rank]
         }
 
-    def begin_equal(self, rank: int, group: ChannelGroup) -> None:
-        """Give what a rank has of the model the values that its first member has, where each member
-        has built a model for itself."""
-        modules = {
-            id(module): module
-            for stage in self._schedule.stages_of[rank]
-            for layer in self._layers_of[stage]
-            for module in layer.module.modules()
-        }
-        tensors = {
-            id(tensor): tensor
-            for module in modules.values()
-            for tensor in (*module._parameters.values(), *module._buffers.values())
-            if tensor is not None
-        }
-        with torch.no_grad():
-            for tensor in tensors.values():
-                tensor.copy_(group.of_first(tensor.detach()))
+    def layers_of(self, rank: int) -> list[NamedLayer]:
+        """The model's layers that a rank runs."""
+        return [
+            layer for stage in self._schedule.stages_of[rank] for layer in self._layers_of[stage]
+        ]
 
     def own_state(self, stage: int) -> dict[str, Tensor]:
         """What the model itself has of a stage, under its keys."""
@@ -283,36 +272,6 @@ class Layout:
             layer.key(key): value
             for layer in self._layers_of[stage]
             for key, value in layer.module.state_dict().items()
-        }
-
-    @cached_property
-    def cuts(self) -> dict[str, Cut]:
-        """How members of groups divide the model's parameters and buffers, by their keys; of what
-        is not here, every member has all."""
-        if self._sharings is None:
-            return {}
-        cuts = self._sharings.cuts
-        return {
-            layer.key(key): cuts[id(tensor)]
-            for layer in itertools.chain.from_iterable(self._layers_of)
-            for key, tensor in (
-                *layer.module.named_parameters(remove_duplicate=False),
-                *layer.module.named_buffers(remove_duplicate=False),
-            )
-            if id(tensor) in cuts
-        }
-
-    def joined(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """The state of a stage, of what its members have of it.
-
-        Args:
-            parts: by coordinate.
-        """
-        return {
-            key: self.cuts[key].joined([part[key] for part in parts])
-            if key in self.cuts
-            else value
-            for key, value in parts[0].items()
         }
 
     def _twins_of(self, rank: int, group: ChannelGroup | None) -> Twins:
@@ -325,7 +284,7 @@ class Layout:
         ]
         twins = Twins(foreign, self._devices[rank])
         if group is not None:
-            assert self._sharings is not None
+            assert self.sharings is not None
             owned = [
                 weight.parameter
                 for weight in self._weights
@@ -333,7 +292,7 @@ class Layout:
             ]
             has_buffers = not first or not self._one_process
             device = self._devices[rank]
-            twins = MemberTwins(foreign, self._sharings, group, device, owned, has_buffers)
+            twins = MemberTwins(foreign, self.sharings, group, device, owned, has_buffers)
         self._twins[rank, first] = twins
         return twins
 
@@ -366,7 +325,7 @@ class Layout:
 
     def _own(self, layer: NamedLayer, rank: int, twins: Twins) -> NamedLayer:
         alone = not self._one_process or self._holders.runs_first(layer.module, rank)
-        if alone and self._sharings is None:
+        if alone and self.sharings is None:
             return layer
         return layer._replace(module=twins.of(layer))
 
@@ -388,20 +347,14 @@ class Layout:
                 place,
                 plan.versions.delay(place),
                 plan.replicas[stage] if by_microbatch else 1.0,
-                *self._divided(first, own),
+                *self._divided([(weight.parameter, own[weight.place]) for weight in first]),
             )
         return holdings
 
     def _divided(
-        self, weights: Iterable[_Weight], own: Mapping[int, nn.Parameter]
-    ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Of a member's parameters, those of whose gradients it has a term, and those of which it
-        has a part."""
-        if self._sharings is None:
-            return [], []
-        by_id = {id(weight.parameter): own[weight.place] for weight in weights}
-        terms = [one for key, one in by_id.items() if key in self._sharings.terms]
-        return terms, [one for key, one in by_id.items() if key in self._sharings.cuts]
+        self, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]
+    ) -> tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]]:
+        return ((), ()) if self.sharings is None else self.sharings.divided(pairs)
 
     def stores(
         self, stages: dict[int, Stage], optimizers: Mapping[int, torch.optim.Optimizer]

@@ -7,7 +7,7 @@ step and put back behind it, so that between steps the model has what was traine
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from penstock.run.twins import Twins
 from penstock.tensor.chain import LayerSharing, walk
 from penstock.tensor.channel_group import ChannelGroup
 from penstock.tensor.cuts import Cut
+from penstock.tensor.group import Group
 from penstock.tensor.patterns import check_used, inner_splits
 from penstock.tensor.sharing import cut_tensors, shared, terms
 
@@ -64,6 +65,11 @@ class Sharings:
         layers: of the whole model.
         plan: says how they are split.
 
+    Attributes:
+        cuts: how tensors of the model are divided, by their ids; of others, members have all.
+        terms: ids of parameters that members repeat, each with a term of the gradient.
+        cut_keys: as ``cuts``, by the keys of the model's state.
+
     Raises:
         ModelError: a layer cannot be split so, or layers that are tied say different things.
     """
@@ -84,6 +90,7 @@ class Sharings:
         self._by_name = dict(zip(names, walked, strict=True))
         self.cuts: dict[int, Cut] = {}
         self.terms: set[int] = set()
+        self.cut_keys: dict[str, Cut] = {}
         self._find(layers)
 
     def _find(self, layers: tuple[NamedLayer, ...]) -> None:
@@ -105,10 +112,55 @@ class Sharings:
                     )
             self.cuts |= cuts
             self.terms |= added
+            self.cut_keys |= {
+                layer.key(key): cuts[id(tensor)]
+                for key, tensor in _tensors_of(layer.module)
+                if id(tensor) in cuts
+            }
+
+    def divided(
+        self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]
+    ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Of a member's parameters, those of whose gradients it has a term, and those of which it
+        has a part.
+
+        Args:
+            pairs: the model's, and the member's.
+        """
+        known = [(id(theirs), ours) for theirs, ours in pairs]
+        terms = [ours for key, ours in known if key in self.terms]
+        return terms, [ours for key, ours in known if key in self.cuts]
+
+    def joined(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The state of a stage, of what its members have of it.
+
+        Args:
+            parts: by coordinate.
+        """
+        return {
+            key: self.cut_keys[key].joined([part[key] for part in parts])
+            if key in self.cut_keys
+            else value
+            for key, value in parts[0].items()
+        }
 
     def of(self, layer: NamedLayer) -> LayerSharing:
         """How a layer is shared."""
         return self._by_name[layer.name]
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def begin_equal(layers: Iterable[NamedLayer], group: Group) -> None:
+    """Give layers the values that a group's first member has, where each member has built the
+    model for itself."""
+    pairs = (pair for layer in layers for pair in _tensors_of(layer.module))
+    with torch.no_grad():
+        for tensor in {id(tensor): tensor for _, tensor in pairs}.values():
+            tensor.copy_(group.of_first(tensor.detach()))
 
 
 class MemberTwins(Twins):

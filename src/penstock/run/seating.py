@@ -20,18 +20,18 @@ class Seat(NamedTuple):
 
     Attributes:
         rank: of the plan.
-        index: the member's coordinate in the rank's group, from 0.
+        coordinate: the member's in the rank's group, from 0.
         size: how many members the group has.
     """
 
     rank: int
-    index: int = 0
+    coordinate: int = 0
     size: int = 1
 
     @property
     def number(self) -> int:
         """The seat's number among all; processes are numbered so."""
-        return self.rank * self.size + self.index
+        return self.rank * self.size + self.coordinate
 
     @classmethod
     def numbered(cls, number: int, size: int) -> Seat:
@@ -52,7 +52,7 @@ class Seat(NamedTuple):
         if self.size == 1:
             return None
         first = self.rank * self.size
-        return ChannelGroup(transport, range(first, first + self.size), self.index)
+        return ChannelGroup(transport, range(first, first + self.size), self.coordinate)
 
     def plane(self, transport: Transport) -> Transport:
         """Its channels, numbered by the plan's ranks."""
@@ -65,17 +65,27 @@ class PlaneTransport(OnTop):
     Args:
         inner: carries messages between seats.
         seat: the member's.
+
+    Attributes:
+        seat: as given.
     """
 
     def __init__(self, inner: Transport, seat: Seat) -> None:
         super().__init__(inner)
-        self._seat = seat
+        self.seat = seat
 
     def send(self, edge: Edge, number: int, value: Any) -> None:
-        self.inner.send(self._seat.edge(edge), number, value)
+        self.inner.send(self.seat.edge(edge), number, value)
 
     def recv(self, edge: Edge, number: int, waiting: str) -> Any:
-        return self.inner.recv(self._seat.edge(edge), number, waiting)
+        return self.inner.recv(self.seat.edge(edge), number, waiting)
 
     def fail(self, reason: str, edges: Iterable[Edge]) -> None:
-        self.inner.fail(reason, map(self._seat.edge, edges))
+        self.inner.fail(reason, map(self.seat.edge, edges))
+
+
+def seated(rank: int, transport: Transport) -> tuple[Seat, Transport]:
+    """Where a rank's transport sits, and the channels between seats under it."""
+    if isinstance(transport, PlaneTransport):
+        return transport.seat, transport.inner
+    return Seat(rank), transport

@@ -8,7 +8,7 @@ them in any layout; it gives what the next reader wants, as the planner's costs 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -82,16 +82,11 @@ def walk(
         sharing = _shared(layer, splits[index], inner[index], have, wanted)
         recalled = {key: skips.pop(key) for key in layer.recalls}
         skips |= dict.fromkeys(layer.stashes, sharing.gives)
-        if index == len(layers) - 1:
-            sharing = _with(sharing, leaves=WHOLE)
-        sharing = _with(sharing, recalls=recalled)
+        leaves = WHOLE if index == len(layers) - 1 else sharing.leaves
+        sharing = replace(sharing, leaves=leaves, recalls=recalled)
         walked.append(sharing)
         have = sharing.leaves
     return walked
-
-
-def _with(sharing: LayerSharing, **changed: object) -> LayerSharing:
-    return LayerSharing(**{**vars(sharing), **changed})  # type: ignore[arg-type]
 
 
 def _shared(

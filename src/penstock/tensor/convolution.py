@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from penstock.tensor.layouts import CHANNELS, as_copies, summed
+from penstock.tensor.layouts import as_copies, summed
 from penstock.tensor.membership import Member
 
 
@@ -14,9 +14,9 @@ class ColumnConv(Member, nn.modules.conv._ConvNd):
     def forward(self, input: Tensor) -> Tensor:
         """``[rows, in_channels, …] → [rows, part of out_channels, …]``."""
         here = self.membership
-        here.region.inside = True
+        here.region.enter()
         copies = as_copies(input, here.around, here.group)
-        return self._conv_forward(copies, self.weight, self.bias)  # type: ignore[no-any-return]
+        return self._conv_forward(copies, self.weight, self.bias)
 
 
 class RowConv(Member, nn.modules.conv._ConvNd):
@@ -26,9 +26,9 @@ class RowConv(Member, nn.modules.conv._ConvNd):
         """``[rows, part of in_channels, …] → [rows, out_channels, …]``, in the layout of the
         membership."""
         here = self.membership
-        here.region.inside = here.gives == CHANNELS
         term = self._conv_forward(input, self.weight, None)
         output = summed(term, here.gives, here.group)
+        here.region.leave()
         if self.bias is None:
             return output
         return output + self.bias.view(-1, *[1] * (output.dim() - 2))

@@ -39,7 +39,7 @@ class Cut(NamedTuple):
         """Write a member's part back into the whole."""
         pieces = self._pieces(whole, count, index)
         lengths = [piece.shape[self.dim] for piece in pieces]
-        for piece, own in zip(pieces, part.split(lengths, self.dim), strict=True):
+        for piece, own in zip(pieces, torch.split(part, lengths, self.dim), strict=True):
             piece.copy_(own)
 
     def joined(self, parts: list[Tensor]) -> Tensor:
@@ -47,11 +47,12 @@ class Cut(NamedTuple):
         if self.blocks == 1:
             return torch.cat(parts, self.dim)
         by_member = [part.chunk(self.blocks, self.dim) for part in parts]
-        return torch.cat([piece for block in zip(*by_member, strict=True) for piece in block], self.dim)
+        return torch.cat(
+            [piece for block in zip(*by_member, strict=True) for piece in block], self.dim
+        )
 
     def _pieces(self, whole: Tensor, count: int, index: int) -> list[Tensor]:
         size = whole.shape[self.dim]
         return [
-            whole.narrow(self.dim, own.start, own.length)
-            for own in self.bounds(size, count, index)
+            whole.narrow(self.dim, own.start, own.length) for own in self.bounds(size, count, index)
         ]

@@ -35,7 +35,8 @@ class PartDropout(Member, nn.Dropout):
         shape = [*input.shape]
         shape[dim] = sum(lengths)
         mask = F.dropout(torch.ones(shape, dtype=input.dtype, device=input.device), self.p)
-        return input * mask.split(lengths, dim)[group.index]
+        self.membership.region.drawn()
+        return input * torch.split(mask, lengths, dim)[group.index]
 
     def _layout(self) -> Layout:
         here = self.membership

@@ -89,9 +89,7 @@ class Group(ABC):
     def part(self, value: Tensor, dim: int) -> Tensor:
         """This member's part of a value that all have; a tensor of its own."""
         own = bounds(value.shape[dim], self.size, self.index)
-        return value.narrow(dim, own.start, own.length).clone(
-            memory_format=torch.contiguous_format
-        )
+        return value.narrow(dim, own.start, own.length).clone(memory_format=torch.contiguous_format)
 
     def of_first(self, value: Tensor) -> Tensor:
         """The first member's value, of the same shape everywhere."""

@@ -40,9 +40,7 @@ def converted(value: Any, have: Layout, want: Layout, group: Group, layer: str) 
         return value
     if type(value) is Tensor:
         return _converted(value, have, want, group, layer)
-    return tree.replace(
-        Tensor, lambda tensor: _converted(tensor, have, want, group, layer), value
-    )
+    return tree.replace(Tensor, lambda tensor: _converted(tensor, have, want, group, layer), value)
 
 
 def _converted(value: Tensor, have: Layout, want: Layout, group: Group, layer: str) -> Tensor:

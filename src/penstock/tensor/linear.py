@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.tensor.layouts import FEATURES, as_copies, summed
+from penstock.tensor.layouts import as_copies, summed
 from penstock.tensor.membership import Member
 
 
@@ -15,7 +15,7 @@ class ColumnLinear(Member, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """``[…, in_features] → […, part of out_features]``."""
         here = self.membership
-        here.region.inside = True
+        here.region.enter()
         return F.linear(as_copies(input, here.around, here.group), self.weight, self.bias)
 
 
@@ -25,6 +25,6 @@ class RowLinear(Member, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """``[…, part of in_features] → […, out_features]``, in the layout of the membership."""
         here = self.membership
-        here.region.inside = here.gives == FEATURES
         output = summed(F.linear(input, self.weight), here.gives, here.group)
+        here.region.leave()
         return output if self.bias is None else output + self.bias

@@ -35,9 +35,10 @@ class SharedLayer(nn.Module):
         value = converted(value, how.have, how.reads, group, name)
         for key, skip in recalled.items():
             recalled[key] = converted(skip, how.recalls[key], how.reads, group, name)
-        self.region.inside = False
+        self.region.inside = False  # an earlier forward may have failed in there
         output = super().forward(value, **recalled)
         gives = FEATURES if how.inner and self.region.inside else how.gives
+        self.region.leave()
         if gives == how.leaves:
             return output
         if getattr(self, "stashes", ()):
@@ -52,12 +53,12 @@ def shared(layer: nn.Module, sharing: LayerSharing, group: Group) -> nn.Module:
     Args:
         layer: changed, and given back.
     """
-    region = Region()
+    region = Region(sharing.name)
     for path, module in [*layer.named_modules()]:
         way = sharing.inner.get(path) if path else sharing.own
         name = f"{sharing.name}.{path}" if path else sharing.name
         gives = WHOLE if way is None else sharing.gives if way.adds else way.features
-        membership = Membership(group, name, sharing.reads, gives, region)
+        membership = Membership(group, name, region, sharing.reads, gives)
         if way is not None:
             _become(module, way.kind, membership)
         elif isinstance(module, nn.Dropout):
@@ -97,12 +98,9 @@ def cut_tensors(layer: nn.Module, sharing: LayerSharing) -> Iterator[tuple[Tenso
 def terms(layer: nn.Module, sharing: LayerSharing) -> Iterator[Tensor]:
     """The parameters of a layer that all members repeat, each with one term of the gradient."""
     cut = {id(tensor) for tensor, _ in cut_tensors(layer, sharing)}
-    if sharing.own is not None:
-        # What is added behind a sum sees the rows of the member only, or all of them.
-        yields = sharing.gives is not WHOLE
-    else:
-        yields = sharing.reads is not WHOLE
-    if yields:
+    # What a divided layer has besides is added behind a sum, where the output lies.
+    lies = sharing.reads if sharing.own is None else sharing.gives
+    if lies is not WHOLE:
         yield from (one for one in layer.parameters() if id(one) not in cut)
         return
     for path, way in sharing.inner.items():

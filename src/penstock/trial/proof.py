@@ -65,9 +65,10 @@ def prove(
     Both sides begin with equal weights and draw the same random numbers.
 
     Everything is expected to be equal to the bit, except where sums have another order: weights
-    that several layers share, replicas or copies of stages, slices of sequences, PipeMare's drift,
-    and predicted weights. There, a tensor may be off by √ε of the way that training has moved it (ε
-    of its dtype: 3e-4 in float32, 1.5e-8 in float64), or by 16 units in the last place.
+    that several layers share, replicas or copies of stages, tensor ranks, slices of sequences,
+    PipeMare's drift, and predicted weights. There, a tensor may be off by √ε of the way that
+    training has moved it (ε of its dtype: 3e-4 in float32, 1.5e-8 in float64), or by 16 units in
+    the last place.
 
     Args:
         plan: made for its model.
@@ -224,6 +225,8 @@ def _rounding(plan: Plan, modules: Sequence[nn.Module]) -> str:
                         "cannot: make the workload's model without dropout to prove its plan"
                     )
         return "one device runs whole sequences, not slices"
+    if plan.num_tensor_ranks > 1:
+        return "tensor ranks add what each of them has"
     if placement.weight_copies > 1:
         return "ranks that hold the same stage add their gradients"
     users = Counter(id(weight) for module in modules for weight in module.parameters())

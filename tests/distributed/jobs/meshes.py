@@ -1,4 +1,4 @@
-"""Every process is one tensor rank of a mesh; it trains, and reports what differs from one device."""
+"""Every process is a tensor rank of a mesh; it trains, and reports what differs from one device."""
 
 from __future__ import annotations
 

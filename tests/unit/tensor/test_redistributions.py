@@ -30,8 +30,8 @@ MAPS = {
     "gather": (lambda value, group: gather(value, group, 0), "part 0", "whole"),
     "gather copies": (lambda value, group: gather_copies(value, group, 1), "part 1", "copies"),
     "own part": (lambda value, group: own_part(value, group, 1), "whole", "part 1"),
-    "enter": (lambda value, group: enter(value, group), "whole", "copies"),
-    "leave": (lambda value, group: leave(value, group), "partial", "whole"),
+    "enter": (enter, "whole", "copies"),
+    "leave": (leave, "partial", "whole"),
     "scatter": (lambda value, group: scatter(value, group, 0), "partial", "part 0"),
     "turn": (lambda value, group: turn(value, group, 0, 1), "part 0", "part 1"),
 }

@@ -252,9 +252,7 @@ class ProcessDriver(Driver[ProcessTicket]):
         if self._records or self._worker.counts_memory:
             return frozenset(range(0, self._num_ranks, self._seat.size))
         last = segment.schedule.num_stages - 1
-        have_results = frozenset(
-            self._seat.size * rank for rank in segment.schedule.ranks_of(last)
-        )
+        have_results = frozenset(self._seat.size * rank for rank in segment.schedule.ranks_of(last))
         return have_results if self._share_results else frozenset()
 
     def _records_of(self, ticket: ProcessTicket, reports: list[RankReport]) -> list[RankRecord]:

@@ -61,7 +61,8 @@ class GroupGradients:
                     by_dtype[parameter.grad.dtype].append(parameter)
         for parameters in by_dtype.values():
             flat = torch.cat([_gradient(one).reshape(-1) for one in parameters])
-            pieces = self.group.all_reduce(flat).split([one.numel() for one in parameters])
+            sizes = [one.numel() for one in parameters]
+            pieces = torch.split(self.group.all_reduce(flat), sizes)
             for parameter, piece in zip(parameters, pieces, strict=True):
                 parameter.grad = piece.view_as(parameter)
 

@@ -18,7 +18,7 @@ from penstock.run.rank.program import SkipRoute
 from penstock.run.rank.updater import Updater
 from penstock.run.rank.work import AwaitedMark, Work
 from penstock.run.recipe import Recipe
-from penstock.run.seating import Seat
+from penstock.run.seating import seated
 from penstock.run.shared_state import SharedState
 from penstock.schedule.segment import Segment
 from penstock.stage.protocol import RunnableStage
@@ -38,11 +38,11 @@ class Worker:
         skips: values that travel beside the chain.
         stores: the versions of the weights of its stages, where there are several.
         shared: what others hold as well, so that no forward of this rank may write it.
-        seat: which member of the rank it is; by default it has no others.
-        channels: its end of all channels, numbered by seats; by default ``transport``.
 
     Attributes:
-        rank, stages, transport, updater, stores, seat, channels: as given.
+        rank, stages, transport, updater, stores: as given.
+        seat: which member of the rank it is.
+        channels: its end of all channels, numbered by seats.
         queue: its work on its device; ``None`` where all is done in main memory.
         num_runs: minibatches completed.
         num_attempts: streams begun, whether completed or not; a synchronous minibatch is one of its
@@ -59,12 +59,9 @@ class Worker:
         skips: Sequence[SkipRoute] = (),
         stores: Mapping[int, WeightStore] = MappingProxyType({}),
         shared: SharedState | None = None,
-        seat: Seat | None = None,
-        channels: Transport | None = None,
     ) -> None:
         self.rank = rank
-        self.seat = seat or Seat(rank)
-        self.channels = channels or transport
+        self.seat, self.channels = seated(rank, transport)
         self.stages = stages
         self.transport = transport
         self.updater = updater
