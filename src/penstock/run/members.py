@@ -86,7 +86,8 @@ class Sharings:
             patterns = {key: how for key, how in stage.splits.items() if key not in names}
             inner += [inner_splits(layer, patterns) for layer in own]
             given |= {key: how for key, how in stage.splits.items() if key in names}
-        walked = walk(layers, [given.get(name, "whole") for name in names], inner)
+        size = plan.num_tensor_ranks
+        walked = walk(layers, [given.get(name, "whole") for name in names], inner, size)
         self._by_name = dict(zip(names, walked, strict=True))
         self.cuts: dict[int, Cut] = {}
         self.terms: set[int] = set()
@@ -229,6 +230,8 @@ class MemberTwins(Twins):
         part = self._parts.get(id(buffer))
         if part is not None:
             return part.own
+        if self._has_buffers:
+            return buffer
         original, own = self._own_buffers.get(id(buffer), (None, None))
         if own is None or original is not buffer:
             own = buffer.detach().clone()

@@ -62,6 +62,7 @@ def walk(
     layers: Sequence[NamedLayer],
     splits: Sequence[str],
     inner: Sequence[Mapping[str, str]],
+    size: int,
 ) -> list[LayerSharing]:
     """How members share every layer of a model.
 
@@ -70,6 +71,7 @@ def walk(
         splits: how each is split: ``"data"``, ``"sequence"``, ``"column"``, ``"row"``, ``"any"`` or
             ``"whole"``.
         inner: how modules inside each of them are, by their names in the layer.
+        size: how many members a group has.
 
     Raises:
         ModelError: a layer cannot be split so.
@@ -77,9 +79,15 @@ def walk(
     walked: list[LayerSharing] = []
     skips: dict[str, Layout] = {}
     have: Layout = WHOLE
+    uneven = False
     for index, layer in enumerate(layers):
         wanted = _wanted(layers, splits, index + 1)
-        sharing = _shared(layer, splits[index], inner[index], have, wanted)
+        split = splits[index]
+        if uneven and have == CHANNELS and isinstance(layer.module, nn.Flatten):
+            split = "whole"  # behind it, parts of features would be other ones than of channels
+        sharing = _shared(layer, split, inner[index], have, wanted)
+        channels_out = getattr(layer.module, "out_channels", None)
+        uneven = uneven if channels_out is None else channels_out % size != 0
         recalled = {key: skips.pop(key) for key in layer.recalls}
         skips |= dict.fromkeys(layer.stashes, sharing.gives)
         leaves = WHOLE if index == len(layers) - 1 else sharing.leaves
