@@ -131,3 +131,32 @@ def test_two_versions_train_as_their_replay(data):
     expected = [*replay.train(batches()[:1]), *replay.train(batches()[1:])]
     assert same(losses, torch.stack(expected), TOLERANCE)
     assert_same(ours, theirs, TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((2, 1, 2), (1, 1, 1)), ((1, 1, 1), (2, 1, 2)), ((1, 1, 2), (2, 2, 3)), ((2, 2, 2), (1, 1, 2))],
+)
+def test_a_checkpoint_goes_on_in_any_mesh(before, after, tmp_path):
+    splits = {key: how for key, how in SPLITS.items() if how != "column/3" and "project" not in key}
+    splits["blocks.1"] = "data"
+    ours = make_net()
+    first, *rest = batches()
+    for sizes, own in ((before, [first]), (after, rest)):
+        model = ours if sizes is after else make_net()
+        plan = mesh(model, "1f1b", *sizes, splits=SPLITS if 3 not in after else splits)
+        with pk.Pipeline(
+            model,
+            plan,
+            loss=net_loss,
+            optimizer=momentum,
+            clip_norm=CLIP,
+            seed=3 if sizes is before else 4,  # that of the run goes on
+            deadline_seconds=DEADLINE_SECONDS,
+        ) as pipeline:
+            if sizes is after:
+                assert pipeline.load(tmp_path) == 1
+            for batch in own:
+                pipeline.step(*batch)
+            pipeline.save(tmp_path)
+    assert_same(ours, on_one_device()[1], TOLERANCE)

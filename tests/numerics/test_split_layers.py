@@ -157,7 +157,11 @@ REFUSED = {
         {"embed.tokens": "row"},
         "'embed.tokens.weight' and 'head.logits.weight' are the same parameter, but splits let",
     ),
-    "a skip by features": (make_net, {"down": "column"}, "layer 'down' has skips, which pass whole"),
+    "a skip by features": (
+        make_net,
+        {"down": "column"},
+        "layer 'down' has skips, which pass whole",
+    ),
     "nobody inside": (make_net, {"blocks.0.attention": "row"}, "means no layer and no module of"),
     "two patterns": (
         make_net,

@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock.checkpoint.division import DRIFT, OPTIMIZER, Division
 from penstock.checkpoint.header import Optimizing
 from penstock.checkpoint.plain import to_json
 from penstock.errors import InputError
 from penstock.stage.stage import Stage
 from penstock.values import shown
 from penstock.weights.store import WeightStore
-
-OPTIMIZER, DRIFT = "optimizer/", "drift/"
 
 
 class TrainedStage(NamedTuple):
@@ -28,6 +27,7 @@ class TrainedStage(NamedTuple):
         scheduler: of the optimizer's learning rates.
         rate: what the optimizer's learning rates were multiplied by when it was made.
         store: the versions of the stage's weights, where there are several.
+        division: which part of it this is, where tensor ranks share the stage.
     """
 
     stage: Stage
@@ -36,11 +36,23 @@ class TrainedStage(NamedTuple):
     scheduler: torch.optim.lr_scheduler.LRScheduler | None
     rate: float
     store: WeightStore | None
+    division: Division | None = None
 
     @property
     def whose(self) -> str:
         """How errors name the stage."""
-        return f"stage {self.stage.index}"
+        member = "" if self.division is None else f", tensor rank {self.division.coordinate}"
+        return f"stage {self.stage.index}{member}"
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        """What the stage has here of a whole tensor."""
+        return whole if self.division is None else self.division.own(name, whole)
+
+    def whole_shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
+        """The shape of the whole tensor of which the stage has this here."""
+        if self.division is None:
+            return tuple(tensor.shape)
+        return self.division.whole_shape(name, tensor)
 
 
 class StageState(NamedTuple):

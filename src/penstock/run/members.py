@@ -8,6 +8,7 @@ step and put back behind it, so that between steps the model has what was traine
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +70,8 @@ class Sharings:
         cuts: how tensors of the model are divided, by their ids; of others, members have all.
         terms: ids of parameters that members repeat, each with a term of the gradient.
         cut_keys: as ``cuts``, by the keys of the model's state.
+        shapes: of these tensors, whole, by the same keys.
+        num_blocks: by stage, the most blocks of which a tensor has a part each.
 
     Raises:
         ModelError: a layer cannot be split so, or layers that are tied say different things.
@@ -92,7 +95,11 @@ class Sharings:
         self.cuts: dict[int, Cut] = {}
         self.terms: set[int] = set()
         self.cut_keys: dict[str, Cut] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
         self._find(layers)
+        sizes = [len(stage.layers) for stage in plan.stages]
+        borders = pairwise(accumulate(sizes, initial=0))
+        self.num_blocks = [self._most_blocks(layers[a:b]) for a, b in borders]
 
     def _find(self, layers: tuple[NamedLayer, ...]) -> None:
         """What is divided, and of what members have terms; by ids of tensors."""
@@ -113,11 +120,16 @@ class Sharings:
                     )
             self.cuts |= cuts
             self.terms |= added
-            self.cut_keys |= {
-                layer.key(key): cuts[id(tensor)]
-                for key, tensor in _tensors_of(layer.module)
-                if id(tensor) in cuts
-            }
+            for own_key, tensor in _tensors_of(layer.module):
+                if id(tensor) in cuts:
+                    self.cut_keys[layer.key(own_key)] = cuts[id(tensor)]
+                    self.shapes[layer.key(own_key)] = tuple(tensor.shape)
+
+    def _most_blocks(self, layers: Sequence[NamedLayer]) -> int:
+        tensors = (one for layer in layers for _, one in _tensors_of(layer.module))
+        return max(
+            (self.cuts[id(one)].blocks for one in tensors if id(one) in self.cuts), default=1
+        )
 
     def divided(
         self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]
