@@ -491,10 +491,16 @@ class Pipeline:
         Raises:
             RunError: another rank did not call it.
         """
-        states = {index: stage.state_dict() for index, stage in self.stages.items()}
+        if self._parts.in_processes and self.plan.num_tensor_ranks > 1 and not whole:
+            raise InputError(
+                "this process has parts of its stages' layers, which it shares with other tensor "
+                "ranks; gather them with state_dict(whole=True), which every rank must call"
+            )
+        states = self._parts.states()
         if whole:
             with self._exclusively():
                 states = self._parts.driver.gather(states, self._parts.feed.expected())
+            states = self._parts.joined(states)
         return {key: value for _, state in sorted(states.items()) for key, value in state.items()}
 
     def save(

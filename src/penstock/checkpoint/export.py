@@ -11,10 +11,10 @@ from typing import Any
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from penstock.checkpoint.contents import Contents
+from penstock.checkpoint.division import OPTIMIZER
 from penstock.checkpoint.folder import Checkpoint
 from penstock.checkpoint.piece import write_tensors
 from penstock.checkpoint.plain import of_json
-from penstock.checkpoint.taking import OPTIMIZER
 from penstock.errors import FileError
 
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.contents import Contents
+from penstock.checkpoint.division import DRIFT, OPTIMIZER
 from penstock.checkpoint.piece import extent_of
 from penstock.checkpoint.plain import of_json, to_json
-from penstock.checkpoint.taking import DRIFT, OPTIMIZER, TrainedStage
+from penstock.checkpoint.taking import TrainedStage
 from penstock.errors import FileError, InputError
-from penstock.stage.stage import Stage
 from penstock.values import is_number, shown
 from penstock.weights.store import WeightStore
 
@@ -50,7 +50,7 @@ def check_fits(contents: Contents, trained: TrainedStage, *, weights_only: bool)
     folder = contents.checkpoint.folder
     for key, value in trained.stage.state_dict().items():
         if not _is_extra(key):  # of these only their module knows what they may be
-            _check_alike(contents, key, value)
+            _check_alike(contents, key, value, trained.whole_shape(key, value))
     if weights_only or trained.optimizer is None:
         return
     kind = type(trained.optimizer).__name__
@@ -111,16 +111,16 @@ def _is_extra(key: str) -> bool:
     return key.rpartition(".")[2] == "_extra_state"
 
 
-def _check_alike(contents: Contents, key: str, value: Tensor) -> None:
+def _check_alike(contents: Contents, key: str, value: Tensor, shape: tuple[int, ...]) -> None:
     extent = contents.extent(key)
     folder = contents.checkpoint.folder
     if extent is None:
         raise FileError(f"{folder} lacks {key!r}")
     own = extent_of(value)
-    if (extent.shape, extent.dtype) != (own.shape, own.dtype):
+    if (extent.shape, extent.dtype) != (shape, own.dtype):
         raise FileError(
             f"{folder} has {key!r} as {extent.dtype} of shape {extent.shape}, and the model as "
-            f"{own.dtype} of shape {own.shape}; build the model as it was trained"
+            f"{own.dtype} of shape {shape}; build the model as it was trained"
         )
 
 
@@ -147,7 +147,7 @@ def give(contents: Contents, trained: TrainedStage, *, weights_only: bool) -> No
         trained: the stage.
         weights_only: leave the optimizer and the scheduler as they are.
     """
-    _give_weights(contents, trained.stage)
+    _give_weights(contents, trained)
     if weights_only or trained.optimizer is None:
         return
     _give_optimizer(contents, trained)
@@ -157,12 +157,13 @@ def give(contents: Contents, trained: TrainedStage, *, weights_only: bool) -> No
         _give_corrections(contents, trained, trained.store)
 
 
-def _give_weights(contents: Contents, stage: Stage) -> None:
+def _give_weights(contents: Contents, trained: TrainedStage) -> None:
+    stage = trained.stage
     state = stage.state_dict()
     with torch.no_grad():
         for key, value in state.items():
             if not _is_extra(key):
-                value.copy_(contents.tensor(key))
+                value.copy_(trained.own(key, contents.tensor(key)))
     if not any(map(_is_extra, state)):
         return
     for layer in stage.layers:
@@ -182,7 +183,7 @@ def _give_corrections(contents: Contents, trained: TrainedStage, store: WeightSt
     for name, parameter in trained.named.items():
         drift = store.drift_of(parameter)
         if drift is not None and contents.extent(f"{DRIFT}{name}") is not None:
-            drift.copy_(contents.tensor(f"{DRIFT}{name}"))
+            drift.copy_(trained.own(name, contents.tensor(f"{DRIFT}{name}")))
 
 
 def _give_optimizer(contents: Contents, trained: TrainedStage) -> None:
@@ -198,7 +199,9 @@ def _give_optimizer(contents: Contents, trained: TrainedStage) -> None:
         for name, index in zip(names, own["params"], strict=True):
             parameter = trained.named[name]
             tensors[index] = {
-                key: _laid_out_like(parameter, contents.tensor(f"{OPTIMIZER}{name}/{key}"))
+                key: _laid_out_like(
+                    parameter, trained.own(name, contents.tensor(f"{OPTIMIZER}{name}/{key}"))
+                )
                 for key in contents.state_keys.get(name, ())
             }
             state[index] = {**contents.plain_state(name), **tensors[index]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.contents import Contents
+from penstock.checkpoint.division import Division, PartState
 from penstock.checkpoint.folder import (
     PLAN,
     Checkpoint,
@@ -47,6 +48,7 @@ from penstock.run.minibatch import Mark
 from penstock.run.rank.mail import Letter
 from penstock.run.rank.worker import Worker
 from penstock.run.recipe import LossScale
+from penstock.run.seating import Seat
 from penstock.stage.stage import Stage
 from penstock.values import flag, whole, write_atomically
 
@@ -197,8 +199,21 @@ class Keeper:
                         updater.rates[index],
                         worker.stores.get(index),
                         partial(_letters, worker),
+                        self._division(index, worker.seat),
                     ),
                 )
+
+    def _division(self, stage: int, seat: Seat) -> Division | None:
+        sharings = self._parts.layout.sharings
+        if sharings is None:
+            return None
+        return Division(
+            sharings.cut_keys,
+            sharings.shapes,
+            sharings.num_blocks[stage],
+            seat.coordinate,
+            seat.size,
+        )
 
     def _written_here(self) -> Iterator[TrainedStage]:
         """Of copies of a stage, which are equal, the first rank's is written."""
@@ -230,21 +245,31 @@ class Keeper:
 
     @property
     def _is_first(self) -> bool:
-        return any(worker.rank == 0 for worker in self._parts.workers)
+        return any(worker.seat.number == 0 for worker in self._parts.workers)
 
     def _write_piece(
         self, folder: Path, identity: Identity, trained: TrainedStage, state: StageState
     ) -> None:
         tensors, extra, optimizing, under_way = state
-        header = Header(
-            identity=identity,
-            stage=trained.stage.index,
-            tensors={name: extent_of(tensor) for name, tensor in tensors.items()},
-            extra=extra,
-            optimizing=optimizing,
-            under_way=under_way,
-        )
-        write_piece(folder, header, _apart(tensors))
+        if trained.division is None:
+            whole = {name: (extent_of(tensor), tensor) for name, tensor in tensors.items()}
+            pieces: Iterable[PartState] = [PartState(0, 1, whole)]
+        else:
+            pieces = trained.division.pieces(tensors)
+        for piece in pieces:
+            header = Header(
+                identity=identity,
+                stage=trained.stage.index,
+                part=piece.part,
+                num_parts=piece.num_parts,
+                tensors={name: extent for name, (extent, _) in piece.tensors.items()},
+                extra={} if piece.part else extra,
+                optimizing=None if piece.part else optimizing,
+                under_way=() if piece.part else under_way,
+            )
+            write_piece(
+                folder, header, _apart({name: one for name, (_, one) in piece.tensors.items()})
+            )
 
     def mark(self, wanted: Checkpoints, step: int, *, position: Any = None) -> Mark:
         """What saves every stage behind a minibatch of a stream that goes on.
@@ -257,6 +282,11 @@ class Keeper:
         Raises:
             FileError: an earlier checkpoint could not be written, or the folder is another run's.
         """
+        if self._parts.layout.sharings is not None:
+            raise InputError(
+                "the members of a group come to the end of a minibatch at different times, and "
+                "write one checkpoint; leave drain=False out, or plan with tensor_ranks=1"
+            )
         run = _run_folder(wanted.folder)
         self._saver.wait()  # or copies would pile up where the disk is slower than training
         self._check_own(run)
@@ -271,7 +301,16 @@ class Keeper:
 
     def _remove_foreign(self, folder: Path) -> None:
         """Pieces of an earlier attempt's plan with more stages."""
-        own = {piece_name(stage) for stage in range(len(self._parts.plan.stages))}
+        sharings = self._parts.layout.sharings
+        stages = range(len(self._parts.plan.stages))
+        own = {piece_name(stage) for stage in stages}
+        if sharings is not None:
+            counts = [self._parts.plan.num_tensor_ranks * many for many in sharings.num_blocks]
+            own = {
+                piece_name(stage, part, counts[stage])
+                for stage in stages
+                for part in range(counts[stage])
+            }
         for path in folder.iterdir():
             if is_piece_name(path.name) and path.name not in own:
                 path.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock.checkpoint.division import DRIFT, OPTIMIZER, UNDER_WAY, Division
 from penstock.checkpoint.header import Optimizing, UnderWay
 from penstock.checkpoint.plain import to_json
 from penstock.errors import InputError
@@ -15,8 +16,6 @@ from penstock.run.rank.mail import Letter
 from penstock.stage.stage import Stage
 from penstock.values import shown
 from penstock.weights.store import WeightStore
-
-OPTIMIZER, DRIFT, UNDER_WAY = "optimizer/", "drift/", "under-way/"
 
 
 class TrainedStage(NamedTuple):
@@ -31,6 +30,7 @@ class TrainedStage(NamedTuple):
         store: the versions of the stage's weights, where there are several.
         letters: gives the gradients that are on their way from the stage to those before it, where
             a stream is saved with them.
+        division: which part of it this is, where tensor ranks share the stage.
     """
 
     stage: Stage
@@ -40,11 +40,23 @@ class TrainedStage(NamedTuple):
     rate: float
     store: WeightStore | None
     letters: Callable[[], Sequence[Letter]] = tuple
+    division: Division | None = None
 
     @property
     def whose(self) -> str:
         """How errors name the stage."""
-        return f"stage {self.stage.index}"
+        member = "" if self.division is None else f", tensor rank {self.division.coordinate}"
+        return f"stage {self.stage.index}{member}"
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        """What the stage has here of a whole tensor."""
+        return whole if self.division is None else self.division.own(name, whole)
+
+    def whole_shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
+        """The shape of the whole tensor of which the stage has this here."""
+        if self.division is None:
+            return tuple(tensor.shape)
+        return self.division.whole_shape(name, tensor)
 
 
 class StageState(NamedTuple):

@@ -142,7 +142,7 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_width = width // heads
         self.queries_keys_values = nn.Linear(width, 3 * width)
         self.project = nn.Linear(width, width)
         self.dropout = nn.Dropout(dropout)
@@ -153,20 +153,20 @@ class Attention(nn.Module):
 
     def forward_slice(self, hidden: Tensor, past: KeysValues | None) -> tuple[Tensor, KeysValues]:
         """Run on a slice of the sequence; ``past`` has the keys and values of earlier positions."""
-        rows, length, width = hidden.shape
-        split = self.queries_keys_values(hidden).view(rows, length, 3, self.heads, -1)
+        # Shapes are those of what the projection gives: tensor ranks have some of the heads each.
+        split = self.queries_keys_values(hidden).unflatten(-1, (3, -1, self.head_width))
         queries, keys, values = split.permute(2, 0, 3, 1, 4)
         mask = None
         if past is not None:
             keys, values = torch.cat((past[0], keys), 2), torch.cat((past[1], values), 2)
             # is_causal would count queries from the first key on.
-            total = keys.shape[2]
+            length, total = queries.shape[2], keys.shape[2]
             mask = hidden.new_ones(length, total, dtype=torch.bool).tril(total - length)
         dropout = self.dropout.p if self.training else 0.0
         mixed = F.scaled_dot_product_attention(
             queries, keys, values, mask, dropout_p=dropout, is_causal=mask is None
         )
-        mixed = mixed.transpose(1, 2).reshape(rows, length, width)
+        mixed = mixed.transpose(1, 2).flatten(2)
         return self.dropout(self.project(mixed)), (keys, values)
 
 

@@ -96,6 +96,12 @@ def _with_default_generator(
         return func(*args, **kwargs)
 
 
+def current_stream() -> RandomStream | None:
+    """The stream from which this thread draws now; ``None`` where nobody redirects it."""
+    mode = _get_current_dispatch_mode()
+    return mode if isinstance(mode, RandomStream) else None
+
+
 class _RefusingDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises where an operation would draw."""
 

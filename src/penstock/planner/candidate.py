@@ -208,7 +208,6 @@ class Candidate(CutSetting):
             num_threads=task.graph.num_threads,
             microbatch_size=task.graph.microbatch_size,
             devices=tuple(part for device in setting.devices for part in task.devices_at(device)),
-            num_tensor_ranks=task.num_tensor_ranks,
             cost_model=task.communication.name,
             reason=reason,
             alternatives=alternatives,

@@ -73,6 +73,7 @@ class CutSetting:
             peak_activations=setting.peaks[rank],
             weight_versions=setting.weight_versions(index, task.num_microbatches),
             recompute=self.recomputes[index],
+            tensor_ranks=task.num_tensor_ranks,
             splits={}
             if task.groups is None
             else task.groups.splits([layer.name for layer in layers]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
 
 from penstock.cluster import Device
 from penstock.errors import InputError, ModelError
@@ -45,7 +46,9 @@ def check_layers(stages: Sequence[StagePlan], *, any_rank: bool) -> None:
                 f"stage {index} is on rank {stage.rank}, but {count_of(count, 'stage')} "
                 f"without replicas are on at most {count_of(count, 'rank')}"
             )
-        unknown = [name for name in stage.splits if name not in stage.layers]
+        unknown = [
+            key for key in stage.splits if not any(means(key, name) for name in stage.layers)
+        ]
         if unknown:
             raise InputError(
                 f"stage {index}: splits has {unknown[0]!r}, which is no layer of this stage"
@@ -54,6 +57,40 @@ def check_layers(stages: Sequence[StagePlan], *, any_rank: bool) -> None:
     repeated = sorted(name for name, count in counts.items() if count > 1)
     if repeated:
         raise InputError(f"layers {', '.join(repeated)} stand in more than one place")
+
+
+def means(key: str, layer: str) -> bool:
+    """Whether a key of ``splits`` means a layer, or modules inside it.
+
+    >>> means("blocks.*.mlp.0", "blocks.3"), means("blocks.3", "blocks.3"), means("*", "a.b")
+    (True, True, False)
+    """
+    if key == layer:
+        return True
+    wanted, given = key.split("."), layer.split(".")
+    return len(wanted) > len(given) and all(map(fnmatchcase, given, wanted))
+
+
+def check_groups(stages_of: Sequence[Sequence[int]], stages: Sequence[StagePlan]) -> None:
+    """Raise ``InputError`` unless the stages of a rank have as many tensor ranks, and layers are
+    split only where there are devices to split them over.
+
+    Args:
+        stages_of: the stages of every rank.
+    """
+    for rank, own in enumerate(stages_of):
+        sizes = sorted({stages[stage].tensor_ranks for stage in own})
+        if len(sizes) > 1:
+            raise InputError(
+                f"rank {rank} has stages of {' and '.join(map(str, sizes))} tensor ranks; all "
+                "stages of a rank are on the same devices, so give them the same number"
+            )
+    split = next((stage for stage in stages if stage.splits and stage.tensor_ranks == 1), None)
+    if split is not None:
+        raise InputError(
+            f"layer {next(iter(split.splits))!r} is split, but tensor_ranks of its stage is 1; "
+            "take the splits out, or give the stage several devices"
+        )
 
 
 def check_placement(schedule: Schedule, stages: Sequence[StagePlan], *, has_replicas: bool) -> None:
@@ -88,12 +125,9 @@ def check_replicas(replicas: Sequence[int], num_microbatches: int) -> None:
         )
 
 
-def check_devices(
-    devices: Sequence[Device], num_ranks: int, num_tensor_ranks: int, stages: Sequence[StagePlan]
-) -> None:
+def check_devices(devices: Sequence[Device], needed: int) -> None:
     """Raise ``InputError`` unless every rank and tensor rank has a device of its own, or nobody
-    says which, and layers are split only where there are devices to split them over."""
-    needed = num_ranks * num_tensor_ranks
+    says which."""
     if devices and len(devices) != needed:
         raise InputError(
             f"{needed} devices are needed, but {len(devices)} are named; name one for each rank "
@@ -103,12 +137,6 @@ def check_devices(
     twice = [name for name, count in names.items() if count > 1]
     if twice:
         raise InputError(f"device {twice[0]!r} is given to more than one rank; name another one")
-    split = next((stage for stage in stages if stage.splits), None)
-    if split is not None and num_tensor_ranks == 1:
-        raise InputError(
-            f"layer {next(iter(split.splits))!r} is split, but num_tensor_ranks is 1; take the "
-            "splits out, or give each rank several devices"
-        )
 
 
 def check_model(

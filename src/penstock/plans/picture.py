@@ -16,7 +16,16 @@ from penstock.units import format_bytes, format_rate, format_seconds, format_spe
 
 _COLUMNS = ("", "plan", "step", "bubble", "memory", "moved", "delay", "remark")
 _PALEST = 3
-_SPLITS = {"data": "by rows", "column": "by outputs", "row": "by inputs", "any": "either way"}
+_SPLITS = {
+    "data": "by rows",
+    "sequence": "by positions",
+    "column": "by outputs",
+    "row": "by inputs",
+    "any": "either way",
+    "whole": "repeated",
+    "features": "by features",
+    "heads": "by heads",
+}
 
 
 def picture_of(plan: Plan) -> pictured.PlanPicture:
@@ -90,9 +99,9 @@ def _marks(plan: Plan, stage: StagePlan) -> Iterator[str]:
     if stage.reduce_seconds:
         yield f"gradients summed in {format_seconds(stage.reduce_seconds)}"
     if stage.splits:
-        counts = Counter(stage.splits.values()).most_common()
+        counts = Counter(how.partition("/")[0] for how in stage.splits.values()).most_common()
         ways = ", ".join(f"{count} {_SPLITS[how]}" for how, count in counts)
-        yield f"layers over {plan.num_tensor_ranks} devices: {ways}"
+        yield f"layers over {stage.tensor_ranks} devices: {ways}"
     if stage.weight_versions > 1:
         yield f"{stage.weight_versions} weight versions"
     if stage.recompute != "none":
@@ -145,12 +154,13 @@ def _memory(stages: Sequence[StagePlan], num_bytes: int) -> tuple[int, ...]:
 def _devices(plan: Plan, rank: int) -> Iterator[pictured.DeviceRow]:
     stages = plan.placement.stages_of[rank]
     memory = _memory([plan.stages[stage] for stage in stages], plan.rank_bytes[rank])
-    count = plan.num_tensor_ranks
+    sizes = plan.group_sizes
+    count, first = sizes[rank], sum(sizes[:rank])
     if not plan.devices:
         for part in range(count):
             name = f"rank {rank}.{part}" if count > 1 else f"rank {rank}"
             yield pictured.DeviceRow(name, memory)
-    for device in plan.devices[rank * count : (rank + 1) * count]:
+    for device in plan.devices[first : first + count]:
         speed = "" if device.speed == 1 else f" ({device.speed:g}×)"
         yield pictured.DeviceRow(f"{device.name}{speed}", memory, device.memory_bytes)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import chain
+from itertools import accumulate, chain
 from math import inf
 from typing import Any, get_args
 
@@ -18,11 +18,13 @@ from penstock.plans.alternative import Alternative, argued
 from penstock.plans.consistency import (
     check_counts,
     check_devices,
+    check_groups,
     check_layers,
     check_model,
     check_options,
     check_placement,
     check_replicas,
+    means,
 )
 from penstock.plans.orders import (
     check_order_options,
@@ -32,7 +34,7 @@ from penstock.plans.orders import (
     written,
 )
 from penstock.plans.prediction import Latency, Prediction
-from penstock.plans.stage_plan import RecomputeWay, StagePlan, sizes_of
+from penstock.plans.stage_plan import RecomputeWay, Split, StagePlan, sizes_of
 from penstock.plans.summing import ReducerName, Summing
 from penstock.plans.table import render
 from penstock.plans.title import title
@@ -72,7 +74,6 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         microbatch_size: rows of a microbatch, as in the profile; 0 where nobody says.
         devices: the device of each rank, in order; with several tensor ranks, the devices of a
             rank follow one another. Empty where nobody says.
-        num_tensor_ranks: devices that share every layer of a stage (``StagePlan.splits``).
         summing: how ranks that hold the same weights sum their gradients.
         cost_model: the name of the one by which communication was counted.
         reason: one sentence on why this plan was chosen.
@@ -98,7 +99,6 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
     num_threads: int = 1
     microbatch_size: int = 0
     devices: tuple[Device, ...] = ()
-    num_tensor_ranks: int = 1
     summing: Summing = Summing()
     cost_model: str = "ring"
     reason: str = ""
@@ -106,19 +106,18 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
     contention: Contention = Contention()
     warnings: tuple[str, ...] = ()
     rate: float | None = None
-    version: int = 1
+    version: int = 2
 
     def __post_init__(self) -> None:
         self.check_fields()
-        if self.version != 1:
+        if self.version != 2:
             raise InputError(
-                f"the plan has version {self.version}; this Penstock reads version 1, so plan again"
+                f"the plan has version {self.version}; this Penstock reads version 2, so plan again"
             )
         check_counts(
             1,
             num_microbatches=self.num_microbatches,
             num_threads=self.num_threads,
-            num_tensor_ranks=self.num_tensor_ranks,
         )
         if self.rate is not None and not amount("rate", self.rate):
             raise InputError("rate is 0; give frames per second, or leave it out")
@@ -131,7 +130,8 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         check_placement(self._sample, self.stages, has_replicas=bool(self._given_replicas))
         if not self.versions.asynchronous:  # without a flush, a minibatch may end between replicas
             check_replicas(self.replicas, self.num_microbatches)
-        check_devices(self.devices, self.num_ranks, self.num_tensor_ranks, self.stages)
+        check_groups(self._sample.stages_of, self.stages)
+        check_devices(self.devices, self.num_seats)
         self._check_summing()
         check_policy(self.versions, self.schedule, self.replicas, self.num_microbatches)
         # Follows from the policy, whoever wrote the file.
@@ -147,6 +147,11 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
             raise InputError(
                 f"summing: bytes_per_second has {len(rates)} numbers for {self.num_ranks} ranks; "
                 "give one for each, or none"
+            )
+        if self.num_tensor_ranks > 1 and self.summing.reducer != "owners":
+            raise InputError(
+                f"stages of {self.num_tensor_ranks} tensor ranks sum the gradients of replicas by "
+                f"owners only, but the plan says {self.summing.reducer!r}; take 'owners'"
             )
         if self.summing.reducer == "sharded" and self.versions.asynchronous:
             raise InputError(
@@ -177,9 +182,33 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
     @property
     def _limits(self) -> list[float]:
         """Bytes that each rank may use; no limits where nobody says, or too many do."""
-        leaders = self.devices[:: self.num_tensor_ranks]
-        limits = [device.memory_bytes or inf for device in leaders]
+        limits = [device.memory_bytes or inf for device in self._leaders]
         return limits if len(limits) == self.num_ranks else [inf] * self.num_ranks
+
+    @cached_property
+    def group_sizes(self) -> tuple[int, ...]:
+        """How many devices each rank has, which share every layer of its stages."""
+        if self.num_tensor_ranks == 1:
+            return (1,) * self.num_ranks
+        return tuple(
+            self.stages[own[0]].tensor_ranks if own else 1 for own in self._sample.stages_of
+        )
+
+    @property
+    def num_seats(self) -> int:
+        """How many devices the plan takes: one for each tensor rank of each rank."""
+        return sum(self.group_sizes)
+
+    @property
+    def num_tensor_ranks(self) -> int:
+        """The most devices that share every layer of a stage."""
+        return max(stage.tensor_ranks for stage in self.stages)
+
+    @property
+    def _leaders(self) -> tuple[Device, ...]:
+        """The first device of every rank; none where nobody says."""
+        firsts = accumulate(self.group_sizes[:-1], initial=0)
+        return tuple(self.devices[first] for first in firsts) if self.devices else ()
 
     @property
     def num_ranks(self) -> int:
@@ -338,6 +367,39 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         )
         return replace(self, stages=tuple(changed))
 
+    def sharing(self, tensor_ranks: int, splits: Mapping[str, Split]) -> Plan:
+        """This plan with several tensor ranks for every stage, of a model that was profiled on one
+        device; predictions stay those of one.
+
+        Args:
+            tensor_ranks: devices that share every layer, at least 1.
+            splits: how they do, by names of layers, or by patterns of modules inside them (see
+                ``StagePlan``); what is not named is repeated on all of them.
+
+        Raises:
+            InputError: no such count or split, or a name that means no layer.
+        """
+        whole("tensor_ranks", tensor_ranks, 1)
+        unused = [key for key in splits if not any(means(key, name) for name in self.layers)]
+        if unused:
+            raise InputError(
+                f"splits has {unused[0]!r}, which means no layer, and nothing in one; the layers "
+                f"are {', '.join(map(repr, self.layers[:8]))}{' …' * (len(self.layers) > 8)}"
+            )
+        stages = tuple(
+            replace(
+                stage,
+                tensor_ranks=tensor_ranks,
+                splits={
+                    key: how
+                    for key, how in splits.items()
+                    if any(means(key, name) for name in stage.layers)
+                },
+            )
+            for stage in self.stages
+        )
+        return replace(self, stages=stages, devices=())
+
     def reading(self, versions: Policy) -> Plan:
         """This plan with another weight-version policy of its kind of schedule.
 
@@ -383,20 +445,12 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         sheet = render(title(self), self.prediction, self.one_device_seconds, self.rate)
         return argued(sheet, self.alternatives, self.reason, self.contention, self.warnings)
 
-    def check_runnable(self) -> None:
-        """Raise ``InputError`` if the runtime cannot perform this plan."""
-        if self.num_tensor_ranks > 1:
-            raise InputError(
-                f"the plan splits layers over {self.num_tensor_ranks} devices, which Penstock can "
-                "plan and draw but not run yet; plan with tensor_ranks=1"
-            )
-
     @cached_property
     def on_accelerator(self) -> tuple[bool, ...]:
         """For each rank, whether it was planned for an accelerator; not where nobody says."""
         if not self.devices:
             return (False,) * self.num_ranks
-        return tuple(device.kind == "gpu" for device in self.devices[:: self.num_tensor_ranks])
+        return tuple(device.kind == "gpu" for device in self._leaders)
 
     def check_model(self, names: Sequence[str], model_fingerprint: str) -> None:
         """Raise ``ModelError`` unless this plan was made for a model with these layers."""

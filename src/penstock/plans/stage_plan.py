@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import field
+from msgspec import Meta, field
 
 from penstock.errors import InputError
 from penstock.schedule import Schedule
@@ -15,7 +15,10 @@ from penstock.timing.costs import Costs
 from penstock.values import Value
 
 RecomputeWay = Literal["none", "stage", "layers"]
-Split = Literal["data", "column", "row", "any", "whole"]
+Split = Annotated[
+    str, Meta(pattern="^(data|sequence|column(/[1-9][0-9]?)?|row|any|whole|features|heads)$")
+]
+"""How tensor ranks share a layer, or a module inside it."""
 
 
 class StagePlan(Value, frozen=True, kw_only=True):
@@ -48,11 +51,15 @@ class StagePlan(Value, frozen=True, kw_only=True):
             corrections for delay need; 1 in a synchronous pipeline.
         recompute: what runs again before its backward, so that less is kept: ``"stage"`` all of it
             at once, ``"layers"`` layer by layer; ``"none"`` by default.
-        splits: how the tensor ranks of the stage share each layer, by its name: ``"data"`` (each
-            takes its part of the rows), ``"column"`` (of the outputs), ``"row"`` (of the inputs) or
-            ``"any"`` (whatever its neighbours do), or repeat it, each all of it (``"whole"``);
-            empty where the plan has one tensor rank. Times are then those of the group, bytes those
-            of each of its devices.
+        tensor_ranks: devices that share every layer of the stage.
+        splits: how they share each layer, by its name: ``"data"`` (each takes its part of the
+            rows), ``"sequence"`` (of the second dimension), ``"column"`` (of the outputs; of three
+            pieces that lie one behind another ``"column/3"``), ``"row"`` (of the inputs) or
+            ``"any"`` (whatever its neighbours do), or repeat it, each all of it (``"whole"``, as
+            what is not named). Modules inside a layer are named by patterns, in which ``*`` stands
+            for anything between two dots: ``"blocks.*.mlp.0": "column"``; between a ``"column"``
+            and its ``"row"`` also as ``"features"`` or ``"heads"``. Times are those of the group,
+            bytes those of each of its devices.
     """
 
     layers: tuple[str, ...]
@@ -79,6 +86,7 @@ class StagePlan(Value, frozen=True, kw_only=True):
     peak_activations: float = 0.0
     weight_versions: int = 1
     recompute: RecomputeWay = "none"
+    tensor_ranks: int = 1
     splits: dict[str, Split] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -87,6 +95,8 @@ class StagePlan(Value, frozen=True, kw_only=True):
             value = getattr(self, name)
             if isinstance(value, int | float) and value < 0:
                 raise InputError(f"{name} is {value}, but must be ≥ 0")
+        if self.tensor_ranks < 1:
+            raise InputError(f"tensor_ranks is {self.tensor_ranks}, but must be ≥ 1")
 
     @property
     def compute_seconds(self) -> float:

@@ -22,7 +22,7 @@ from penstock.reduce.owners import OwnerReducer
 from penstock.reduce.reducer import MakeReducer
 from penstock.run.cutter import Cutter
 from penstock.run.drive.clocks import offsets_of_clocks
-from penstock.run.drive.driver import Deadlines, Driver, told
+from penstock.run.drive.driver import Deadlines, Driver, StageStates, told
 from penstock.run.drive.joining import TransportName
 from penstock.run.drive.offers import agree
 from penstock.run.drive.processes import ProcessDriver
@@ -31,11 +31,13 @@ from penstock.run.feed import Feed
 from penstock.run.giving import DeviceGiver, Giver
 from penstock.run.layout import Layout
 from penstock.run.materialising import Init
+from penstock.run.members import begin_equal, check_shareable
 from penstock.run.rank.forward import Void
 from penstock.run.rank.updater import Updater
 from penstock.run.rank.worker import Worker
 from penstock.run.recipe import Recipe
 from penstock.run.seals import SealedTransport
+from penstock.run.seating import Seat
 from penstock.run.settling import building, draw_all, local_rank, place_all, queues_of
 from penstock.run.shared_state import SharedState
 from penstock.stage.stage import Stage
@@ -110,6 +112,30 @@ class Assembly:
     deadlines: Deadlines
     in_processes: bool
 
+    def states(self) -> StageStates:
+        """The state of this process's stages, under the model's keys: of a member of a group its
+        parts, numbered stage × members + coordinate."""
+        size = self.plan.num_tensor_ranks
+        if size == 1:
+            return {index: stage.state_dict() for index, stage in self.stages.items()}
+        if not self.in_processes:  # between steps, the model has what was trained
+            return {index: self.layout.own_state(index) for index in self.stages}
+        (worker,) = self.workers
+        return {
+            size * index + worker.seat.coordinate: stage.state_dict()
+            for index, stage in self.stages.items()
+        }
+
+    def joined(self, states: StageStates) -> StageStates:
+        """By stage, what all members of its group have of it; ``states`` of all are here."""
+        size, sharings = self.plan.num_tensor_ranks, self.layout.sharings
+        if sharings is None or not self.in_processes or not states:
+            return states
+        return {
+            stage: sharings.joined([states[size * stage + index] for index in range(size)])
+            for stage in range(len(self.plan.stages))
+        }
+
     def meet(self, purpose: str) -> Rendezvous | None:
         """A meeting of all processes, which must all come; ``None`` if there is only this one.
 
@@ -151,23 +177,34 @@ def _in_threads(
     streams = LayerStreams(running.seed)
     devices = devices_of_ranks(running.devices, plan.on_accelerator, range(plan.num_ranks))
     queues = queues_of(devices)
+    if plan.num_tensor_ranks > 1:
+        check_shareable(plan, recipe, on_host=not queues)
     draw_all(layers, plan, devices, queues, running.seed, running.init)
     layout = Layout(model, plan, layers, streams, one_process=True, devices=devices)
-    exchange = ThreadExchange(plan.num_ranks, running.deadlines.start.seconds)
-    stages = {rank: layout.stages(rank) for rank in range(plan.num_ranks)}
-    shared = {rank: layout.shared_state(stages[rank]) for rank in stages}
-    place_all(layout, stages, queues)
-    workers = [
-        _worker(
-            layout,
-            stages[rank],
-            rank,
-            recipe,
-            shared[rank],
-            _Connections(transport, queues.get(rank)),
-        )
-        for rank, transport in enumerate(exchange.transports)
-    ]
+    size = plan.num_tensor_ranks
+    exchange = ThreadExchange(plan.num_ranks * size, running.deadlines.start.seconds)
+    if size > 1:
+        members = [
+            _member(layout, Seat.numbered(number, size), transport, recipe)
+            for number, transport in enumerate(exchange.transports)
+        ]
+        workers = [worker for worker, _ in members]
+        stages = {worker.rank: held for worker, held in members[::size]}
+    else:
+        stages = {rank: layout.stages(rank) for rank in range(plan.num_ranks)}
+        shared = {rank: layout.shared_state(stages[rank]) for rank in stages}
+        place_all(layout, stages, queues)
+        workers = [
+            _worker(
+                layout,
+                stages[rank],
+                rank,
+                recipe,
+                shared[rank],
+                _Connections(transport, queues.get(rank)),
+            )
+            for rank, transport in enumerate(exchange.transports)
+        ]
     first_copies: dict[int, Stage] = {}
     for held in stages.values():
         first_copies = {**held, **first_copies}
@@ -200,12 +237,8 @@ def _in_processes(
     plan, seed, attempt = agree(
         meeting, plan, spine_fingerprint(layers), running.seed, _new_name(), settings
     )
-    if plan.num_ranks != meeting.num_ranks:
-        raise InputError(
-            f"the plan has {plan.num_ranks} ranks, but the job has {meeting.num_ranks} processes; "
-            f"start it with torchrun --nproc-per-node={plan.num_ranks}, or plan for "
-            f"{meeting.num_ranks} ranks (stages = ranks × stages per rank of the schedule)"
-        )
+    _check_processes(plan, meeting.num_ranks)
+    seat = Seat.numbered(meeting.rank, plan.num_tensor_ranks)
     assert running.transport != "threads"  # who asks for them meets nobody
     start = running.deadlines.start
     codec = Codec(_message_types(layers, running))
@@ -214,28 +247,36 @@ def _in_processes(
     try:
         streams = LayerStreams(seed)
         devices = devices_of_ranks(
-            running.devices, plan.on_accelerator, [meeting.rank], first=local_rank()
+            running.devices, plan.on_accelerator, [seat.rank], first=local_rank()
         )
         queues = queues_of(devices)
+        if seat.size > 1:
+            check_shareable(plan, recipe, on_host=not queues)
         draw_all(layers, plan, devices, queues, seed, running.init)
         layout = Layout(model, plan, layers, streams, one_process=False, devices=devices)
         sealed = SealedTransport(transport, meeting.rank)
-        stages = layout.stages(meeting.rank)
-        shared = layout.shared_state(stages)
-        place_all(layout, {meeting.rank: stages}, queues)
-        queue = queues.get(meeting.rank)
+        queue = queues.get(seat.rank)
         links = LinkedDevices()
-        if running.transport == "auto":
-            own_host = transport.hosts[meeting.rank]
-            device = devices[meeting.rank]
-            links = link_devices(meeting, own_host, device, queue, layout.neighbours, start.seconds)
-        make = ways.maker_of(plan.summing, attempt, layout.holders, start.seconds)
-        connections = _Connections(sealed, queue, links.of_rank, make)
-        worker = _worker(layout, stages, meeting.rank, recipe, shared, connections)
+        if seat.size > 1:
+            worker, stages = _member(layout, seat, sealed, recipe, equal=True)
+        else:
+            stages = layout.stages(meeting.rank)
+            shared = layout.shared_state(stages)
+            place_all(layout, {meeting.rank: stages}, queues)
+            if running.transport == "auto":
+                own_host = transport.hosts[meeting.rank]
+                device = devices[meeting.rank]
+                links = link_devices(
+                    meeting, own_host, device, queue, layout.neighbours, start.seconds
+                )
+            make = ways.maker_of(plan.summing, attempt, layout.holders, start.seconds)
+            connections = _Connections(sealed, queue, links.of_rank, make)
+            worker = _worker(layout, stages, meeting.rank, recipe, shared, connections)
         # The user's code has run: whoever fails in it says so here, before others wait for more.
         meeting.exchange(None, NoneType, "to start training")
         with building(queue):
             worker.updater.sums.begin_equal()
+            layout.let_go()  # what was made equal are copies, where a group has the model's layers
             worker.transport.hand_over()
         driver = ProcessDriver(
             worker,
@@ -346,6 +387,53 @@ class _Connections(NamedTuple):
         return self.transport
 
 
+def _check_processes(plan: Plan, count: int) -> None:
+    if plan.num_seats == count:
+        return
+    groups = ""
+    if plan.num_tensor_ranks > 1:
+        groups = f" of {plan.num_tensor_ranks} tensor ranks each"
+    raise InputError(
+        f"the plan has {plan.num_ranks} ranks{groups}, but the job has {count} processes; "
+        f"start it with torchrun --nproc-per-node={plan.num_seats}, or plan for "
+        f"{count} ranks (stages = ranks × stages per rank of the schedule)"
+    )
+
+
+def _member(
+    layout: Layout, seat: Seat, channels: Transport, recipe: Recipe, *, equal: bool = False
+) -> tuple[Worker, dict[int, Stage]]:
+    """The worker of one member of a rank that a group performs, and its stages.
+
+    Args:
+        equal: give it the values of the first member before.
+    """
+    group = seat.group(channels)
+    if equal and group is not None:
+        begin_equal(layout.layers_of(seat.rank), group)
+    stages, transport = layout.stages(seat.rank, group), seat.plane(channels)
+    updater = Updater(
+        seat.rank,
+        layout.num_ranks,
+        layout.holdings(seat.rank, stages),
+        transport,
+        recipe,
+        layout.shared(seat.rank, stages),
+        group,
+    )
+    worker = Worker(
+        seat.rank,
+        stages,
+        transport,
+        recipe,
+        updater,
+        layout.skips,
+        layout.stores(stages, updater.optimizers),
+        layout.shared_state(stages),
+    )
+    return worker, stages
+
+
 def _worker(
     layout: Layout,
     stages: dict[int, Stage],
@@ -363,7 +451,7 @@ def _worker(
             transport,
             recipe,
             layout.shared(rank, stages),
-            connections.make_reducer,
+            make_reducer=connections.make_reducer,
         )
         stores = layout.stores(stages, updater.optimizers)
         return Worker(rank, stages, transport, recipe, updater, layout.skips, stores, shared)

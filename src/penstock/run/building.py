@@ -50,10 +50,9 @@ def build(
         InputError: a number of processes that the plan does not have.
         PeerError, DeadlineError: another process failed or did not come.
     """
-    with joined(transport, deadlines.start.seconds, plan.num_ranks) as meeting:
+    with joined(transport, deadlines.start.seconds, plan.num_seats) as meeting:
         keep_freed_pages()
         layers = spine_of(model)
-        plan.check_runnable()
         plan.check_model([layer.name for layer in layers], spine_fingerprint(layers))
         outside = Outside(model, layers)
         outside.check()

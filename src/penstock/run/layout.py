@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.errors import ModelError
 from penstock.model.randomness import LayerStreams
@@ -22,6 +22,7 @@ from penstock.model.spine import NamedLayer
 from penstock.plans import Plan
 from penstock.reduce.reducer import SharedWeights
 from penstock.run.holders import Holders
+from penstock.run.members import MemberTwins, Sharings
 from penstock.run.placing import place_buffers, place_parameters
 from penstock.run.rank.program import SkipRoute
 from penstock.run.rank.updater import Holding
@@ -29,6 +30,7 @@ from penstock.run.shared_state import SharedState
 from penstock.run.twins import Twins
 from penstock.stage.slices import check_sliceable
 from penstock.stage.stage import Stage
+from penstock.tensor.channel_group import ChannelGroup
 from penstock.weights.store import WeightStore
 
 
@@ -65,7 +67,10 @@ class Layout:
         layers: its spine.
         streams: where layers draw random numbers.
         one_process: whether all ranks share this process.
-        devices: of the ranks of this process, by their numbers.
+        devices: of the ranks of this process, by their numbers; of groups, of their first members.
+
+    Attributes:
+        sharings: how groups share layers; ``None`` where every rank is one device.
 
     Raises:
         ModelError: something in the model cannot be spread as planned.
@@ -96,8 +101,10 @@ class Layout:
         self._check_buffers()
         if plan.versions.asynchronous:
             self._check_untied()
+        grouped = plan.num_tensor_ranks > 1
+        self.sharings = Sharings(tuple(layers), plan) if grouped else None
         self._check_hooks()
-        self._twins: dict[int, Twins] = {}
+        self._twins: dict[tuple[int, int], Twins] = {}
 
     def _find_weights(self, model: nn.Module) -> list[_Weight]:
         places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
@@ -144,7 +151,9 @@ class Layout:
             if not accumulated and not weight.parameter._backward_hooks:
                 continue
             stages = sorted({stage for _, stage in weight.users})
-            if len(stages) > 1:
+            if self.sharings is not None:
+                sees = "tensor ranks each have a part of it"
+            elif len(stages) > 1:
                 sees = f"stages {', '.join(map(str, stages))} each have a part of the gradient"
             elif self.num_slices > 1:
                 sees = "slices of a microbatch each have a part of the gradient"
@@ -231,9 +240,13 @@ class Layout:
             pairs += itertools.combinations(weight.ranks, 2)
         return frozenset((min(pair), max(pair)) for pair in pairs if pair[0] != pair[1])
 
-    def stages(self, rank: int) -> dict[int, Stage]:
-        """The stages of a rank, with twins where others hold the model's own parameters."""
-        twins = self._twins_of(rank)
+    def stages(self, rank: int, group: ChannelGroup | None = None) -> dict[int, Stage]:
+        """The stages of a rank, with twins where others hold the model's own parameters.
+
+        Args:
+            group: of the member whose stages they are, where a group performs the rank's ops.
+        """
+        twins = self._twins_of(rank, group)
         first = [0, *itertools.accumulate(map(len, self._layers_of))]
         return {
             stage: Stage(
@@ -250,10 +263,40 @@ class Layout:
             for stage in self._schedule.stages_of[rank]
         }
 
-    def _twins_of(self, rank: int) -> Twins:
+    def layers_of(self, rank: int) -> list[NamedLayer]:
+        """The model's layers that a rank runs."""
+        return [
+            layer for stage in self._schedule.stages_of[rank] for layer in self._layers_of[stage]
+        ]
+
+    def own_state(self, stage: int) -> dict[str, Tensor]:
+        """What the model itself has of a stage, under its keys."""
+        return {
+            layer.key(key): value
+            for layer in self._layers_of[stage]
+            for key, value in layer.module.state_dict().items()
+        }
+
+    def _twins_of(self, rank: int, group: ChannelGroup | None) -> Twins:
         """This rank's copies of what another one has the model's own of."""
-        foreign = (weight.parameter for weight in self._weights if rank in weight.ranks[1:])
-        twins = self._twins[rank] = Twins(foreign if self._one_process else (), self._devices[rank])
+        first = 0 if group is None else group.index
+        foreign = [
+            weight.parameter
+            for weight in self._weights
+            if self._one_process and rank in weight.ranks[0 if first else 1 :]
+        ]
+        twins = Twins(foreign, self._devices[rank])
+        if group is not None:
+            assert self.sharings is not None
+            owned = [
+                weight.parameter
+                for weight in self._weights
+                if not self._one_process or rank == weight.ranks[0]
+            ]
+            has_buffers = not first or not self._one_process
+            device = self._devices[rank]
+            twins = MemberTwins(foreign, self.sharings, group, device, owned, has_buffers)
+        self._twins[rank, first] = twins
         return twins
 
     def place(self, rank: int, stages: Mapping[int, Stage]) -> None:
@@ -279,12 +322,13 @@ class Layout:
 
     def place_twins(self, rank: int) -> None:
         """Give a rank's twins buffers on its device, once those of the model are on theirs."""
-        twins = self._twins[rank]
+        twins = self._twins[rank, 0]
         twins.share()
         twins.let_go()  # that the originals were moved is nothing to follow
 
     def _own(self, layer: NamedLayer, rank: int, twins: Twins) -> NamedLayer:
-        if not self._one_process or self._holders.runs_first(layer.module, rank):
+        alone = not self._one_process or self._holders.runs_first(layer.module, rank)
+        if alone and self.sharings is None:
             return layer
         return layer._replace(module=twins.of(layer))
 
@@ -307,8 +351,14 @@ class Layout:
                 plan.versions.delay(place),
                 plan.replicas[stage] if by_microbatch else 1.0,
                 plan.versions.damping(place),
+                *self._divided([(weight.parameter, own[weight.place]) for weight in first]),
             )
         return holdings
+
+    def _divided(
+        self, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]
+    ) -> tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]]:
+        return ((), ()) if self.sharings is None else self.sharings.divided(pairs)
 
     def stores(
         self, stages: dict[int, Stage], optimizers: Mapping[int, torch.optim.Optimizer]

@@ -10,6 +10,8 @@ AGREEMENT_TAG = REPORT_TAG + 1
 END_TAG = REPORT_TAG + 2
 STATE_TAG = REPORT_TAG + 3
 ORDER_TAG = REPORT_TAG + 4
+GROUP_TAG = REPORT_TAG + 5
+"""What the members of a group exchange while they share a layer."""
 SKIP_TAGS = 1 << 21
 """The first of them: two per skip."""
 SHARED_TAGS = 1 << 22

@@ -38,7 +38,7 @@ from penstock.trial.reference.sideways_replay import SidewaysReplay
 from penstock.trial.reference.single_device import SingleDevice
 from penstock.trial.verdict import Difference, Proof, ProofRow
 from penstock.trial.workload import Batch, Workload
-from penstock.versions import PipeMare, Predict, Sideways
+from penstock.versions import PipeMare, Policy, Predict, Sideways
 
 _SEED = 0
 _USUAL_STEPS = 5
@@ -66,9 +66,10 @@ def prove(
     Both sides begin with equal weights and draw the same random numbers.
 
     Everything is expected to be equal to the bit, except where sums have another order: weights
-    that several layers share, replicas or copies of stages, slices of sequences, PipeMare's drift,
-    and predicted weights. There, a tensor may be off by √ε of the way that training has moved it (ε
-    of its dtype: 3e-4 in float32, 1.5e-8 in float64), or by 16 units in the last place.
+    that several layers share, replicas or copies of stages, tensor ranks, slices of sequences,
+    PipeMare's drift, and predicted weights. There, a tensor may be off by √ε of the way that
+    training has moved it (ε of its dtype: 3e-4 in float32, 1.5e-8 in float64), or by 16 units in
+    the last place.
 
     Args:
         plan: made for its model.
@@ -222,7 +223,7 @@ class Sides:
 
 def _rounding(plan: Plan, modules: Sequence[nn.Module]) -> str:
     """Why sums have another order than the reference's, as the documents say."""
-    placement, policy = plan.placement, plan.versions
+    placement = plan.placement
     if placement.num_slices > 1:
         for module in modules:
             for part in module.modules():
@@ -232,11 +233,17 @@ def _rounding(plan: Plan, modules: Sequence[nn.Module]) -> str:
                         "cannot: make the workload's model without dropout to prove its plan"
                     )
         return "one device runs whole sequences, not slices"
+    if plan.num_tensor_ranks > 1:
+        return "tensor ranks add what each of them has"
     if placement.weight_copies > 1:
         return "ranks that hold the same stage add their gradients"
     users = Counter(id(weight) for module in modules for weight in module.parameters())
     if max(users.values(), default=1) > 1:
         return "layers share weights, whose gradients are added"
+    return _rounding_of(plan.versions)
+
+
+def _rounding_of(policy: Policy) -> str:
     if isinstance(policy, Predict):
         return "weights are predicted"
     if isinstance(policy, PipeMare) and policy.t2 is not None:

@@ -125,12 +125,6 @@ def test_what_is_refused(given, error, message):
         plan(large_layers(), four(), microbatches=2, tensor_ranks=given)
 
 
-def test_running_it_is_refused_later():
-    found = plan(large_layers(), four(), microbatches=2, tensor_ranks=2)
-    with pytest.raises(InputError, match="can plan and draw but not run yet"):
-        found.check_runnable()
-
-
 def test_splits_of_layers_that_are_not_there_are_refused():
     found = plan(large_layers(), four(), microbatches=2, tensor_ranks=2)
     stage = replace(found.stages[0], splits={"layer9": "column"})

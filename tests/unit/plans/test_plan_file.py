@@ -39,8 +39,10 @@ PLAN = Plan(
     schedule="1f1b",
     options={"replicas": "2-1"},
     num_microbatches=4,
-    stages=(stage(0, "embed", "block"), stage(2, "head", splits={"head": "column"})),
-    num_tensor_ranks=2,
+    stages=(
+        stage(0, "embed", "block", tensor_ranks=2),
+        stage(2, "head", tensor_ranks=2, splits={"head": "column"}),
+    ),
     devices=tuple(Device(name=f"gpu{index}", memory_bytes=1 << 30) for index in range(6)),
     alternatives=(Alternative(label="one device", description="1 stage", step_seconds=0.3),),
 )
@@ -74,7 +76,7 @@ WRONG = {
         [(("versions",), {"policy": "flush", "t": 1})], "unknown field `t` - at `$.versions`",
     ),
     "a missing key": ([(("model",), GONE)], "missing required field `model`"),
-    "another version": ([(("version",), 2)], "version 2; this Penstock reads version 1"),
+    "another version": ([(("version",), 1)], "version 1; this Penstock reads version 2"),
     "a text for a number": ([(("num_threads",), "2")], "`int`, got `str` - at `$.num_threads`"),
     "a name for a list": ([(("stages", 0, "layers"), "embed")], "at `$.stages[0].layers`"),
     "a way to recompute that is none": (
@@ -83,7 +85,7 @@ WRONG = {
     # Numbers.
     "no microbatch": ([(("num_microbatches",), 0)], "num_microbatches is 0, but must be ≥ 1"),
     "no thread": ([(("num_threads",), 0)], "num_threads is 0, but must be ≥ 1"),
-    "no tensor rank": ([(("num_tensor_ranks",), 0)], "num_tensor_ranks is 0, but must be ≥ 1"),
+    "no tensor rank": ([(("stages", 0, "tensor_ranks"), 0)], "tensor_ranks is 0, but must be ≥ 1"),
     "negative rows": ([(("microbatch_size",), -8)], "microbatch_size is -8, but must be ≥ 0"),
     "a negative time": (
         [(("stages", 1, "forward_seconds"), -1)], "forward_seconds is -1.0, but must be ≥ 0",
@@ -145,15 +147,15 @@ WRONG = {
         [(("devices", 0, "name"), "gpu3")], "device 'gpu3' is given to more than one rank; name",
     ),
     "splits without tensor ranks": (
-        [(("num_tensor_ranks",), 1), (("devices",), [])],
-        "layer 'head' is split, but num_tensor_ranks is 1; take the splits out",
+        [(("stages", 1, "tensor_ranks"), 1), (("devices",), [])],
+        "layer 'head' is split, but tensor_ranks of its stage is 1; take the splits out",
     ),
     "splits of another stage's layer": (
         [(("stages", 1, "splits"), {"embed": "row"})],
         "stage 1: splits has 'embed', which is no layer of this stage",
     ),
     "a split that is none": (
-        [(("stages", 1, "splits"), {"head": "diagonal"})], "'diagonal' - at `$.stages[1].splits",
+        [(("stages", 1, "splits"), {"head": "diagonal"})], "matching regex",
     ),
     # Weight versions.
     "an unknown policy": ([(("versions",), {"policy": "newest"})], "'newest' - at `$.versions.po"),

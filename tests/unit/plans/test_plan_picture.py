@@ -7,6 +7,7 @@ import re
 from xml.etree import ElementTree
 
 import pytest
+from msgspec.structs import replace
 
 from penstock import errors, versions
 from penstock.cluster import Device
@@ -135,10 +136,11 @@ def test_a_stage_with_copies_says_where_the_other_is():
 
 def test_devices_that_share_layers_have_one_block():
     base = made(ranks=2)
-    split = stage(1, 1, splits={"block.3": "column", "block.4": "row", "block.5": "row"})
+    splits = {"block.3": "column", "block.4": "row", "block.5": "row"}
+    split = stage(1, 1, tensor_ranks=2, splits=splits)
     plan = Plan(
-        model="m", schedule="1f1b", num_microbatches=8, num_tensor_ranks=2,
-        stages=(base.stages[0], split),
+        model="m", schedule="1f1b", num_microbatches=8,
+        stages=(replace(base.stages[0], tensor_ranks=2), split),
         devices=tuple(Device(name=f"gpu{k}", speed=1 + k % 2) for k in range(4)),
     )  # fmt: skip
     picture = picture_of(plan)

@@ -120,6 +120,7 @@ class ProcessDriver(Driver[ProcessTicket]):
         self._num_threads_before = torch.get_num_threads()
         torch.set_num_threads(num_threads)
         self._worker = worker
+        self._seat = worker.seat
         self._transport = transport
         self._num_ranks = meeting.num_ranks
         self._others = [rank for rank in range(meeting.num_ranks) if rank != meeting.rank]
@@ -144,7 +145,7 @@ class ProcessDriver(Driver[ProcessTicket]):
             self._worker.transport.hand_over()
             harvest.take_up()
             report = self._report(harvest)
-            if self._worker.rank in self._telling(segment):
+            if self._seat.number in self._telling(segment):
                 own = Noted(report.packed(), seal)
                 for edge in self._edges_to_all(REPORT_TAG):
                     self._transport.send(edge, FIRST_EXCHANGE + harvest.number, own)
@@ -157,10 +158,13 @@ class ProcessDriver(Driver[ProcessTicket]):
     def collect(self, ticket: ProcessTicket) -> MinibatchOutcome:
         segment, minibatch, harvest = ticket.segment, ticket.minibatch, ticket.harvest
         with self._telling_failures(segment, minibatch.step):
-            reports = self._reports(ticket)
+            told = self._reports(ticket)
+            # All members of a rank have the same results; the first one tells them.
+            firsts = [report for seat, report in told.items() if seat % self._seat.size == 0]
+            reports = firsts or [*told.values()]
             if not ticket.position.more_follow:
                 self._worker.transport.flush()
-        all_told = len(reports) == self._num_ranks
+        all_told = len(told) == self._num_ranks
         self._went_through(minibatch, num_proofs=2 if all_told else 1)
         return MinibatchOutcome.of(
             reports,
@@ -211,7 +215,7 @@ class ProcessDriver(Driver[ProcessTicket]):
 
     @contextmanager
     def _telling_failures(self, segment: Segment, step: int) -> Iterator[None]:
-        rank = self._worker.rank
+        rank = self._seat.number
         try:
             with naming(rank, step):
                 yield
@@ -228,9 +232,9 @@ class ProcessDriver(Driver[ProcessTicket]):
                 *self._edges_to_all(ORDER_TAG),
             ]
             # Others may have given up this attempt already: the notice must not seem a part of it.
-            self._worker.transport.discard(LARGEST_NUMBER)
+            self._worker.channels.discard(LARGEST_NUMBER)
             notice = failure_notice(rank, error)
-            self._worker.transport.fail(notice, edges)
+            self._worker.channels.fail(notice, edges)
             self._board.write(notice)
             if isinstance(error, PeerError | DeadlineError):
                 explained = self._board.explained(error)
@@ -251,16 +255,17 @@ class ProcessDriver(Driver[ProcessTicket]):
             results = {}, {}, {}
         return RankReport(times, versions, *results, harvest.peak, harvest.held)
 
-    def _reports(self, ticket: ProcessTicket) -> list[RankReport]:
-        """Every rank's report that holds anything; of the others nothing is sent."""
-        rank, harvest = self._worker.rank, ticket.harvest
+    def _reports(self, ticket: ProcessTicket) -> dict[int, RankReport]:
+        """By seat, in their order, every report that holds anything; of the others nothing is
+        sent."""
+        rank, harvest = self._seat.number, ticket.harvest
         own = ticket.report._replace(
             losses=harvest.losses, outputs=harvest.outputs, metrics=harvest.metrics
         )
-        return [
-            own if other == rank else self._report_of(other, ticket)
+        return {
+            other: own if other == rank else self._report_of(other, ticket)
             for other in sorted({rank} | self._telling(ticket.segment))
-        ]
+        }
 
     def _report_of(self, other: int, ticket: ProcessTicket) -> RankReport:
         """What another rank tells.
@@ -268,7 +273,7 @@ class ProcessDriver(Driver[ProcessTicket]):
         Raises:
             RunError: it was given something else than this rank.
         """
-        rank, step = self._worker.rank, ticket.minibatch.step
+        rank, step = self._seat.number, ticket.minibatch.step
         waiting = f"rank {rank}, waiting at the end of step {step} for rank {other}'s results"
         return RankReport.unpacked(
             self._told_by(other, ticket.harvest.number, ticket.seal, waiting)
@@ -280,7 +285,7 @@ class ProcessDriver(Driver[ProcessTicket]):
         Raises:
             RunError: it does something else.
         """
-        rank = self._worker.rank
+        rank = self._seat.number
         told = self._transport.recv(Edge(other, rank, REPORT_TAG), FIRST_EXCHANGE + number, waiting)
         if type(told) is Noted:
             told, its_seal = told
@@ -292,9 +297,9 @@ class ProcessDriver(Driver[ProcessTicket]):
         if not any(segment.ranks):
             return frozenset()  # others may be in the middle of something
         if self._records or self._worker.counts_memory:
-            return frozenset(range(self._num_ranks))
+            return frozenset(range(0, self._num_ranks, self._seat.size))
         last = segment.schedule.num_stages - 1
-        have_results = frozenset(segment.schedule.ranks_of(last))
+        have_results = frozenset(self._seat.size * rank for rank in segment.schedule.ranks_of(last))
         return have_results if self._share_results else frozenset()
 
     def _records_of(self, ticket: ProcessTicket, reports: list[RankReport]) -> list[RankRecord]:
@@ -309,7 +314,10 @@ class ProcessDriver(Driver[ProcessTicket]):
                 offset,
             )
             for ops, report, offset in zip(
-                ticket.segment.ranks, reports, self._clock_offsets, strict=True
+                ticket.segment.ranks,
+                reports,
+                self._clock_offsets[:: self._seat.size],
+                strict=True,
             )
             if report.times is not None and report.versions is not None
         ]
@@ -320,13 +328,13 @@ class ProcessDriver(Driver[ProcessTicket]):
         for rank, (ops, report) in enumerate(zip(ticket.segment.ranks, reports, strict=True)):
             if report.times is not None and report.times.shape[1] != len(ops):
                 raise RunError(
-                    f"at step {ticket.minibatch.step}, ranks {self._worker.rank} and {rank} are at "
+                    f"at step {ticket.minibatch.step}, ranks {self._seat.rank} and {rank} are at "
                     "different ends of their loops; give every rank as many minibatches, of as "
                     "many rows, and let all leave the loop at the same one"
                 )
 
     def _edges_to_all(self, tag: int) -> list[Edge]:
-        return [Edge(self._worker.rank, other, tag) for other in self._others]
+        return [Edge(self._seat.number, other, tag) for other in self._others]
 
     def gather(self, states: StageStates, expected: Segment) -> StageStates:
         self._check_usable()
@@ -334,15 +342,15 @@ class ProcessDriver(Driver[ProcessTicket]):
             number = self._worker.next_number()
             self._announce_gathering(number, expected)
             self._await_gathering(number)
-            for other in self._others if self._worker.rank == 0 else ():
+            for other in self._others if self._seat.number == 0 else ():
                 waiting = f"rank 0, waiting for rank {other}'s weights"
                 edge = Edge(other, 0, STATE_TAG)
                 states |= self._transport.recv(edge, FIRST_EXCHANGE + number, waiting)
-            if self._worker.rank:
-                edge = Edge(self._worker.rank, 0, STATE_TAG)
+            if self._seat.number:
+                edge = Edge(self._seat.number, 0, STATE_TAG)
                 self._transport.send(edge, FIRST_EXCHANGE + number, states)
             self._transport.flush()
-        return states if self._worker.rank == 0 else {}
+        return states if self._seat.number == 0 else {}
 
     def _announce_gathering(self, number: int, expected: Segment) -> None:
         """Tell the others, also those that do something else: they find it in the place of the
@@ -358,7 +366,7 @@ class ProcessDriver(Driver[ProcessTicket]):
     def _await_gathering(self, number: int) -> None:
         for other in self._others:
             waiting = (
-                f"rank {self._worker.rank}, waiting in state_dict(whole=True), which every rank "
+                f"rank {self._seat.number}, waiting in state_dict(whole=True), which every rank "
                 f"must call, for rank {other}"
             )
             self._told_by(other, number, Seal(Call.GATHER).packed(), waiting)
@@ -368,5 +376,5 @@ class ProcessDriver(Driver[ProcessTicket]):
         reason = f"after {self._worker.num_runs} steps{why and f', {why}'}"
         self._worker.updater.sums.close(failed=bool(self._failure or why))
         if not self._failure:
-            self._board.write(f"rank {self._worker.rank} closed its pipeline ({reason})")
+            self._board.write(f"rank {self._seat.number} closed its pipeline ({reason})")
         self._worker.transport.close(reason)

@@ -54,13 +54,13 @@ class ThreadDriver(Driver[ThreadTicket]):
     """One thread per rank, for the life of the pipeline.
 
     Args:
-        workers: in the order of their ranks; their transports are ``ThreadTransport``.
+        workers: in the order of their seats; their channels are ``ThreadTransport``.
         num_threads: torch's intra-op threads of each worker.
         deadlines: how long ranks wait for each other.
     """
 
     def __init__(self, workers: Sequence[Worker], num_threads: int, deadlines: Deadlines) -> None:
-        super().__init__([worker.transport for worker in workers], deadlines)
+        super().__init__([worker.channels for worker in workers], deadlines)
         self._workers = workers
         self._num_threads_before = torch.get_num_threads()
         self._inboxes: list[queue.SimpleQueue[tuple[Errand, Future[Harvest]] | None]] = []
@@ -74,7 +74,7 @@ class ThreadDriver(Driver[ThreadTicket]):
             thread = threading.Thread(
                 target=_serve,
                 args=(inbox, num_threads),
-                name=f"penstock rank {worker.rank}",
+                name=f"penstock rank {worker.seat.number}",
                 daemon=True,
             )
             self._inboxes.append(inbox)
@@ -142,7 +142,8 @@ class ThreadDriver(Driver[ThreadTicket]):
         self._went_through(ticket.minibatch, num_proofs=2)
         self._updates_before = ticket.num_updates
         self._unusable = None
-        return [future.result() for future in futures]
+        # All members of a rank have the same results; the first one tells them.
+        return [future.result() for future in futures[:: self._workers[0].seat.size]]
 
     def is_done(self, ticket: ThreadTicket) -> bool:
         return all(future.done() and not future.exception() for future in ticket.futures)
@@ -184,9 +185,9 @@ class ThreadDriver(Driver[ThreadTicket]):
         if self._failed:
             raise PeerError("the minibatch before this one failed")
         try:
-            with naming(worker.rank, minibatch.step):
+            with naming(worker.seat.number, minibatch.step):
                 harvest = worker.run(ticket.segment, minibatch, position, ticket.callers)
-            ticket.num_updates[worker.rank] = worker.updater.num_updates
+            ticket.num_updates[worker.seat.number] = worker.updater.num_updates
             if not position.more_follow:
                 self._await_next(worker, harvest, minibatch.step)
             return harvest
@@ -196,19 +197,19 @@ class ThreadDriver(Driver[ThreadTicket]):
                 # Others may have given up this attempt already: the notice must not seem a part of
                 # it. This rank takes no message any more, since no step will follow.
                 worker.transport.discard(LARGEST_NUMBER)
-            worker.transport.fail(failure_notice(worker.rank, error), ())
+            worker.channels.fail(failure_notice(worker.seat.number, error), ())
             raise
 
     def _await_next(self, worker: Worker, harvest: Harvest, step: int) -> None:
         """Wait until the next rank is through as well: nobody waits for its last ops, so otherwise
         nobody would notice if it hung in one of them."""
-        rank, count = worker.rank, len(self._workers)
+        rank, count = worker.seat.number, len(self._workers)
         if count > 1:
             number = FIRST_EXCHANGE + harvest.number
             after, before = (rank + 1) % count, (rank - 1) % count
-            worker.transport.send(Edge(rank, before, END_TAG), number, None)
+            worker.channels.send(Edge(rank, before, END_TAG), number, None)
             waiting = f"rank {rank}, waiting at the end of step {step} for rank {after}"
-            worker.transport.recv(Edge(after, rank, END_TAG), number, waiting)
+            worker.channels.recv(Edge(after, rank, END_TAG), number, waiting)
 
     def _come_to_rest(self) -> None:
         """Let cancelled workers stop; after a clean stop the next step may run."""

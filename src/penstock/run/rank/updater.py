@@ -46,9 +46,11 @@ from penstock.reduce.agreement import Share, Verdict, hear, tell, unscale
 from penstock.reduce.owners import OwnerReducer
 from penstock.reduce.reducer import MakeReducer, SharedWeights
 from penstock.reduce.sums import Sums
+from penstock.run.rank.group_gradients import GroupGradients
 from penstock.run.rank.undo import Undo
 from penstock.run.recipe import Recipe
-from penstock.transport import Transport
+from penstock.tensor.channel_group import ChannelGroup
+from penstock.transport import Edge, Transport
 from penstock.transport.tags import FIRST_EXCHANGE
 from penstock.versions import Place
 
@@ -66,6 +68,8 @@ class Holding:
         delay: how many updates old its gradients are when they are applied.
         rate: what its learning rates are multiplied by where gradients of replicas are averaged.
         damping: what they are multiplied by because its gradients are old.
+        terms: parameters of which every member of the rank's group has a term of the gradient.
+        parts: parameters of which every member has a part.
     """
 
     named: Mapping[str, nn.Parameter]
@@ -74,6 +78,8 @@ class Holding:
     delay: float = 0.0
     rate: float = 1.0
     damping: float = 1.0
+    terms: Sequence[nn.Parameter] = ()
+    parts: Sequence[nn.Parameter] = ()
 
 
 _NOTHING = Share({})
@@ -89,6 +95,7 @@ class Updater:
         transport: the rank's end of its channels.
         shared: weights of which this rank holds one of several copies.
         make_reducer: how their gradients are summed.
+        group: with whom the rank shares its layers; ``None`` if with nobody.
 
     Attributes:
         sums: the sums of the gradients of ``shared``.
@@ -109,6 +116,7 @@ class Updater:
         transport: Transport,
         recipe: Recipe,
         shared: Sequence[SharedWeights] = (),
+        group: ChannelGroup | None = None,
         make_reducer: MakeReducer = OwnerReducer,
     ) -> None:
         self.num_updates = 0
@@ -139,6 +147,7 @@ class Updater:
         # One holder keeps gradients that are only gathered, or the next sum would count them twice.
         everywhere = recipe.optimizer is not None
         self.sums = Sums(rank, shared, transport, everywhere=everywhere, make=make_reducer)
+        self._whole = None if group is None else GroupGradients(group, holdings)
         self._number = 0
         self._averages = False
         self._asynchronous = False
@@ -157,6 +166,8 @@ class Updater:
         """Start a minibatch, or a stream of them if it is asynchronous; ``number`` tells its
         messages from those of others."""
         self._asynchronous = asynchronous
+        if self._whole is not None:
+            self._whole.group.begin(number)
         self._averages = (
             asynchronous and self._recipe.averages and self._recipe.updates == "microbatch"
         )
@@ -165,17 +176,32 @@ class Updater:
     def _begin_round(self, number: int) -> None:
         self._number = number
         self.sums.begin(number, averages=self._averages)
+        if self._whole is not None:
+            self._whole.begin()
         self._to_update = set(self.holdings)
         self._verdict = None
         self._share = _NOTHING
         self._undo = {}
 
+    def of_members(self) -> set[Edge]:
+        """The channels on which other members of the rank's group may wait for this one."""
+        return set() if self._whole is None else self._whole.group.outgoing()
+
     def agree(self) -> None:
         """Wait for all ranks' norms, and make the gradients what the verdict says."""
-        self.sums.complete()
-        share = Share.of(self._counted(), self._unscaled(self.holdings))
+        self._complete()
+        share = self._of_group(Share.of(self._counted(), self._unscaled(self.holdings)))
         tell(self._transport, self._rank, self._num_ranks, self._number, share)
         self._judge(self._number, share)
+
+    def _complete(self, stage: int | None = None) -> None:
+        """Make gradients whole: of weights with several holders, and of a group's members."""
+        self.sums.complete(stage)
+        if self._whole is not None:
+            self._whole.complete(stage)
+
+    def _of_group(self, share: Share) -> Share:
+        return share if self._whole is None else self._whole.share(share, self._counted())
 
     def _judge(self, number: int, share: Share) -> Verdict:
         shares = hear(self._transport, self._rank, self._num_ranks, number, share)
@@ -216,7 +242,7 @@ class Updater:
         if self._recipe.post_validate:
             self._step_on_trust(stage)
             return
-        self.sums.complete(stage)
+        self._complete(stage)
         optimizer = self.optimizers.get(stage)
         learned = not self._recipe.skips_without_gradient or bool(self._gradients([stage]))
         if optimizer is not None and learned:
@@ -239,9 +265,16 @@ class Updater:
         optimizer.zero_grad(set_to_none=True)
 
     def _clip_stage(self, stage: int) -> None:
-        if self._recipe.clip_stage_norm is not None:
-            own = self.holdings[stage].named.values()
-            torch.nn.utils.clip_grad_norm_(own, self._recipe.clip_stage_norm)
+        limit = self._recipe.clip_stage_norm
+        if limit is None:
+            return
+        own = dict(enumerate(self.holdings[stage].named.values()))
+        if self._whole is None:
+            torch.nn.utils.clip_grad_norm_(own.values(), limit)
+            return
+        factor = Verdict.of([self._whole.share(Share.of(own), own)], limit).factor
+        for gradient in self._gradients([stage]):
+            gradient.mul_(factor)
 
     def _step_schedulers(self) -> None:
         for scheduler in self.schedulers.values():

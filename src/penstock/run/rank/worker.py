@@ -22,6 +22,7 @@ from penstock.run.rank.steps import UpdatesSoFar
 from penstock.run.rank.updater import Updater
 from penstock.run.rank.work import AwaitedMark, Seeds, Work
 from penstock.run.recipe import Recipe
+from penstock.run.seating import seated
 from penstock.run.shared_state import SharedState
 from penstock.schedule.segment import Segment
 from penstock.stage.protocol import RunnableStage
@@ -44,6 +45,8 @@ class Worker:
 
     Attributes:
         rank, stages, transport, updater, stores: as given.
+        seat: which member of the rank it is.
+        channels: its end of all channels, numbered by seats.
         queue: its work on its device; ``None`` where all is done in main memory.
         num_runs: minibatches completed.
         num_attempts: streams begun, whether completed or not; a synchronous minibatch is one of its
@@ -62,6 +65,7 @@ class Worker:
         shared: SharedState | None = None,
     ) -> None:
         self.rank = rank
+        self.seat, self.channels = seated(rank, transport)
         self.stages = stages
         self.transport = transport
         self.updater = updater
@@ -272,12 +276,15 @@ class Worker:
         return self._journal.text(self.rank)
 
     def first_units(self, segment: Segment) -> dict[Edge, int]:
-        """The number of the first message on every edge of the chain on which this rank sends."""
-        return self._compiler.program(segment).first_units()
+        """The number of the first message on every edge of the chain on which this rank sends; the
+        edges are those between seats."""
+        units = self._compiler.program(segment).first_units()
+        return {self.seat.edge(edge): unit for edge, unit in units.items()}
 
     def outgoing(self, segment: Segment) -> set[Edge]:
-        """The edges on which others wait for this rank."""
-        return self._compiler.program(segment).outgoing() | self.updater.sums.outgoing()
+        """The edges between seats on which others wait for this rank."""
+        between_ranks = self._compiler.program(segment).outgoing() | self.updater.sums.outgoing()
+        return {*map(self.seat.edge, between_ranks), *self.updater.of_members()}
 
 
 def moments_of(minibatch: Minibatch, workers: Iterable[Worker]) -> Moments:

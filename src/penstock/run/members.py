@@ -1,0 +1,267 @@
+"""The copies of layers that members of a group compute with, and how they stay the model's.
+
+Every member has copies of its own, with its parts of what is divided. Parts have memory of their
+own: versions of weights move, and the user's model must not. They are taken from the model before a
+step and put back behind it, so that between steps the model has what was trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import InputError, ModelError
+from penstock.model.spine import NamedLayer
+from penstock.plans import Plan
+from penstock.run.recipe import Recipe
+from penstock.run.twins import Twins
+from penstock.tensor.chain import LayerSharing, walk
+from penstock.tensor.channel_group import ChannelGroup
+from penstock.tensor.cuts import Cut
+from penstock.tensor.group import Group
+from penstock.tensor.patterns import check_used, inner_splits
+from penstock.tensor.sharing import cut_tensors, shared, terms
+
+
+def check_shareable(plan: Plan, recipe: Recipe, *, on_host: bool) -> None:
+    """Raise ``InputError`` for what groups cannot do yet.
+
+    Args:
+        on_host: whether all ranks compute in main memory.
+    """
+    refusals = {
+        "post_validate": (recipe.post_validate, "leave it out"),
+        "batch_norm='minibatch'": (recipe.batch_norm == "minibatch", "leave it out"),
+        "a loss without an optimizer": (
+            recipe.loss is not None and recipe.optimizer is None,
+            "gradients would be parts of the model's; give optimizer=…",
+        ),
+        "slices of sequences": (plan.placement.num_slices > 1, "plan without slices"),
+        "ranks on accelerators": (not on_host, "give devices='cpu'"),
+    }
+    for what, (wanted, remedy) in refusals.items():
+        if wanted:
+            raise InputError(
+                f"{what}: not with {plan.num_tensor_ranks} tensor ranks; {remedy}, or plan with "
+                "tensor_ranks=1"
+            )
+
+
+class _Part(NamedTuple):
+    """A member's part of a parameter or buffer of the model."""
+
+    original: Tensor
+    cut: Cut
+    own: Tensor
+
+
+class Sharings:
+    """How the members of all groups share the layers of a model.
+
+    Args:
+        layers: of the whole model.
+        plan: says how they are split.
+
+    Attributes:
+        cuts: how tensors of the model are divided, by their ids; of others, members have all.
+        terms: ids of parameters that members repeat, each with a term of the gradient.
+        cut_keys: as ``cuts``, by the keys of the model's state.
+        shapes: of these tensors, whole, by the same keys.
+        num_blocks: by stage, the most blocks of which a tensor has a part each.
+
+    Raises:
+        ModelError: a layer cannot be split so, or layers that are tied say different things.
+    """
+
+    def __init__(self, layers: tuple[NamedLayer, ...], plan: Plan) -> None:
+        names = [layer.name for layer in layers]
+        given: dict[str, str] = {}
+        inner: list[dict[str, str]] = []
+        start = 0
+        for stage in plan.stages:
+            own = layers[start : start + len(stage.layers)]
+            start += len(own)
+            check_used(own, stage.splits)
+            patterns = {key: how for key, how in stage.splits.items() if key not in names}
+            inner += [inner_splits(layer, patterns) for layer in own]
+            given |= {key: how for key, how in stage.splits.items() if key in names}
+        size = plan.num_tensor_ranks
+        walked = walk(layers, [given.get(name, "whole") for name in names], inner, size)
+        self._by_name = dict(zip(names, walked, strict=True))
+        self.cuts: dict[int, Cut] = {}
+        self.terms: set[int] = set()
+        self.cut_keys: dict[str, Cut] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._find(layers)
+        sizes = [len(stage.layers) for stage in plan.stages]
+        borders = pairwise(accumulate(sizes, initial=0))
+        self.num_blocks = [self._most_blocks(layers[a:b]) for a, b in borders]
+
+    def _find(self, layers: tuple[NamedLayer, ...]) -> None:
+        """What is divided, and of what members have terms; by ids of tensors."""
+        kinds: dict[int, tuple[object, str]] = {}
+        for layer in layers:
+            sharing = self.of(layer)
+            cuts = {id(tensor): cut for tensor, cut in cut_tensors(layer.module, sharing)}
+            added = {id(tensor) for tensor in terms(layer.module, sharing)}
+            for name, parameter in layer.module.named_parameters():
+                key = id(parameter)
+                kind = cuts.get(key, "terms" if key in added else "whole")
+                before, where = kinds.setdefault(key, (kind, layer.key(name)))
+                if before != kind:
+                    raise ModelError(
+                        f"{where!r} and {layer.key(name)!r} are the same parameter, but splits "
+                        "let members have different parts of it; split both layers alike, or "
+                        'repeat both ("whole")'
+                    )
+            self.cuts |= cuts
+            self.terms |= added
+            for own_key, tensor in _tensors_of(layer.module):
+                if id(tensor) in cuts:
+                    self.cut_keys[layer.key(own_key)] = cuts[id(tensor)]
+                    self.shapes[layer.key(own_key)] = tuple(tensor.shape)
+
+    def _most_blocks(self, layers: Sequence[NamedLayer]) -> int:
+        tensors = (one for layer in layers for _, one in _tensors_of(layer.module))
+        return max(
+            (self.cuts[id(one)].blocks for one in tensors if id(one) in self.cuts), default=1
+        )
+
+    def divided(
+        self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]
+    ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Of a member's parameters, those of whose gradients it has a term, and those of which it
+        has a part.
+
+        Args:
+            pairs: the model's, and the member's.
+        """
+        known = [(id(theirs), ours) for theirs, ours in pairs]
+        terms = [ours for key, ours in known if key in self.terms]
+        return terms, [ours for key, ours in known if key in self.cuts]
+
+    def joined(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The state of a stage, of what its members have of it.
+
+        Args:
+            parts: by coordinate.
+        """
+        return {
+            key: self.cut_keys[key].joined([part[key] for part in parts])
+            if key in self.cut_keys
+            else value
+            for key, value in parts[0].items()
+        }
+
+    def of(self, layer: NamedLayer) -> LayerSharing:
+        """How a layer is shared."""
+        return self._by_name[layer.name]
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def begin_equal(layers: Iterable[NamedLayer], group: Group) -> None:
+    """Give layers the values that a group's first member has, where each member has built the
+    model for itself."""
+    pairs = (pair for layer in layers for pair in _tensors_of(layer.module))
+    with torch.no_grad():
+        for tensor in {id(tensor): tensor for _, tensor in pairs}.values():
+            tensor.copy_(group.of_first(tensor.detach()))
+
+
+class MemberTwins(Twins):
+    """The copies of one member.
+
+    Args:
+        repeated: parameters of the model that another member, or rank, has the own ones of.
+        sharings: how layers are shared.
+        group: with whom.
+        device: of the rank.
+        owned: parameters of the model into which its parts are put back.
+        has_buffers: whether the model's own buffers are this member's: somebody's forwards must
+            move them.
+    """
+
+    def __init__(
+        self,
+        repeated: Iterable[nn.Parameter],
+        sharings: Sharings,
+        group: ChannelGroup,
+        device: torch.device,
+        owned: Iterable[nn.Parameter],
+        has_buffers: bool,
+    ) -> None:
+        super().__init__((one for one in repeated if id(one) not in sharings.cuts), device)
+        self._sharings = sharings
+        self._group = group
+        self._owned = {id(parameter) for parameter in owned}
+        self._has_buffers = has_buffers
+        self._parts: dict[int, _Part] = {}
+        self._own_buffers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(self, layer: NamedLayer) -> nn.Module:
+        sharing = self._sharings.of(layer)
+        for tensor, cut in cut_tensors(layer.module, sharing):
+            if id(tensor) not in self._parts:
+                self._parts[id(tensor)] = _Part(tensor, cut, self._new_part(tensor, cut))
+        return shared(super().of(layer), sharing, self._group)
+
+    def _new_part(self, tensor: Tensor, cut: Cut) -> Tensor:
+        part = cut.part(tensor.detach(), self._group.size, self._group.index)
+        if not isinstance(tensor, nn.Parameter):
+            return part
+        own = nn.Parameter(part, tensor.requires_grad)
+        vars(own).update(vars(tensor))  # what optimizers may be told by it
+        return own
+
+    def _memo(self, originals: Iterable[nn.Module]) -> dict[int, Any]:
+        parts = {key: part.own for key, part in self._parts.items()}
+        return {**super()._memo(originals), **parts}
+
+    def _share(self, pairs: Iterable[Any]) -> None:
+        super()._share(pairs)
+        for pair in pairs:
+            theirs: Mapping[str, Tensor | None] = pair.original._buffers
+            if theirs and not self._has_the_models(theirs.values()):
+                vars(pair.copied)["_buffers"] = {
+                    name: None if buffer is None else self._buffer(buffer)
+                    for name, buffer in theirs.items()
+                }
+
+    def _has_the_models(self, buffers: Iterable[Tensor | None]) -> bool:
+        return self._has_buffers and not any(id(buffer) in self._parts for buffer in buffers)
+
+    def _buffer(self, buffer: Tensor) -> Tensor:
+        part = self._parts.get(id(buffer))
+        if part is not None:
+            return part.own
+        if self._has_buffers:
+            return buffer
+        original, own = self._own_buffers.get(id(buffer), (None, None))
+        if own is None or original is not buffer:
+            own = buffer.detach().clone()
+            self._own_buffers[id(buffer)] = buffer, own
+        return own
+
+    def follow(self) -> None:
+        super().follow()
+        with torch.no_grad():
+            for original, cut, own in self._parts.values():
+                own.copy_(cut.part(original.detach(), self._group.size, self._group.index))
+                own.requires_grad_(original.requires_grad)
+            for buffer, own_buffer in self._own_buffers.values():
+                own_buffer.copy_(buffer)
+
+    def let_go(self) -> None:
+        super().let_go()
+        with torch.no_grad():
+            for original, cut, own in self._parts.values():
+                if id(original) in self._owned or not isinstance(original, nn.Parameter):
+                    cut.put(original.detach(), own.detach(), self._group.size, self._group.index)

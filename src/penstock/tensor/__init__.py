@@ -1,0 +1,26 @@
+"""One rank as a group of members that share its layers.
+
+A plan may give a rank several tensor ranks: threads or processes that perform the same ops, each on
+its part of every layer. ``channel_group`` is how members talk (``group`` what they say),
+``redistributions`` moves values between layouts with the adjoint for gradients, ``ways`` tells what
+a module can be divided into and ``chain`` in which layout each value of a chain of layers lies.
+``linear``, ``embedding``, ``convolution``, ``norms``, ``dropout`` and ``attention`` are torch's own
+modules with a part of the parameters; ``sharing`` makes them of a user's modules.
+
+Decisions:
+
+Members hold their part as ordinary ``nn.Parameter``s. Versions of weights, split backwards,
+optimizers and autocast then see what they always see. DTensor in this place was tried: a block of
+width 64 took 14.5 ms against 5.2, all weight gradients came in I, versions refused it.
+
+A value and its gradient lie in the same layout, and both are complete: partial sums exist only
+inside a layer. So any two layers fit together, and what passes between stages is a part that the
+member of equal coordinate takes up as it is.
+
+Collectives go over the rank's own transport. So they work between threads, through shared memory
+and over process groups, have its deadlines, and wake when any rank fails; sums are made by one
+owner per slice in the order of the members, with the same bits on all of them.
+
+A module is divided by changing the class of its copy to a subclass of its own. Names, hooks,
+attributes and ``isinstance`` stay what the user's code expects.
+"""

@@ -1,0 +1,162 @@
+"""In which layout every value of a chain of layers lies.
+
+Walked once from the first layer to the last: each reads its input in the layout that its split
+says, or in the one that the value has. A layer whose outputs are summed over the members can give
+them in any layout; it gives what the next reader wants, as the planner's costs assume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from penstock.errors import ModelError
+from penstock.model.spine import NamedLayer
+from penstock.tensor.layouts import CHANNELS, FEATURES, ROWS, SEQUENCE, WHOLE, Layout
+from penstock.tensor.ways import (
+    Way,
+    channels,
+    has_batch_statistics,
+    way,
+    works_on_channels,
+    works_on_features,
+)
+
+_DIVIDING = {"data": ROWS, "sequence": SEQUENCE, "whole": WHOLE}
+
+
+@dataclass(frozen=True)
+class LayerSharing:
+    """How members share one layer.
+
+    Attributes:
+        name: of the layer.
+        have: in which layout its input comes.
+        reads: in which it is wanted.
+        gives: in which the output comes out.
+        leaves: in which it leaves.
+        own: how the layer itself is divided, if it is.
+        inner: how modules in it are, by their names in the layer.
+        recalls: in which layouts skips come, by their keys.
+    """
+
+    name: str
+    have: Layout
+    reads: Layout
+    gives: Layout
+    leaves: Layout
+    own: Way | None = None
+    inner: Mapping[str, Way] = field(default_factory=dict)
+    recalls: Mapping[str, Layout] = field(default_factory=dict)
+
+    @property
+    def converts(self) -> bool:
+        """Whether anything has to be brought into another layout, before the layer or behind it."""
+        differs = self.have != self.reads or self.gives != self.leaves
+        return differs or bool(self.recalls) or bool(self.inner)
+
+
+def walk(
+    layers: Sequence[NamedLayer],
+    splits: Sequence[str],
+    inner: Sequence[Mapping[str, str]],
+    size: int,
+) -> list[LayerSharing]:
+    """How members share every layer of a model.
+
+    Args:
+        layers: of the whole model.
+        splits: how each is split: ``"data"``, ``"sequence"``, ``"column"``, ``"row"``, ``"any"`` or
+            ``"whole"``.
+        inner: how modules inside each of them are, by their names in the layer.
+        size: how many members a group has.
+
+    Raises:
+        ModelError: a layer cannot be split so.
+    """
+    walked: list[LayerSharing] = []
+    skips: dict[str, Layout] = {}
+    have: Layout = WHOLE
+    uneven = False
+    for index, layer in enumerate(layers):
+        wanted = _wanted(layers, splits, index + 1)
+        split = splits[index]
+        if uneven and have == CHANNELS and isinstance(layer.module, nn.Flatten):
+            split = "whole"  # behind it, parts of features would be other ones than of channels
+        sharing = _shared(layer, split, inner[index], have, wanted)
+        channels_out = getattr(layer.module, "out_channels", None)
+        uneven = uneven if channels_out is None else channels_out % size != 0
+        recalled = {key: skips.pop(key) for key in layer.recalls}
+        skips |= dict.fromkeys(layer.stashes, sharing.gives)
+        leaves = WHOLE if index == len(layers) - 1 else sharing.leaves
+        sharing = replace(sharing, leaves=leaves, recalls=recalled)
+        walked.append(sharing)
+        have = sharing.leaves
+    return walked
+
+
+def _shared(
+    layer: NamedLayer, split: str, inner: Mapping[str, str], have: Layout, wanted: Layout
+) -> LayerSharing:
+    module, name = layer.module, layer.name
+    _check_skips(layer, split)
+    if split == "any":
+        return _following(name, module, have)
+    if split in _DIVIDING:
+        works = _DIVIDING[split]
+        if works is not WHOLE and has_batch_statistics(module):
+            works = WHOLE  # its rows are normalised together, on one device
+        ways = {
+            path: way(module.get_submodule(path), how, layer.key(path))
+            for path, how in inner.items()
+        }
+        return LayerSharing(name, have, works, works, works, inner=ways)
+    if inner:
+        raise ModelError(
+            f"layer {name!r} is split as {split!r} itself, so that {next(iter(inner))!r} in it "
+            'cannot be split, too; split the layer as "whole", "data" or "sequence"'
+        )
+    own = way(module, split, name)
+    if not own.adds:
+        reads = WHOLE if isinstance(module, nn.Embedding) else have
+        return LayerSharing(name, have, reads, own.features, own.features, own)
+    reads = WHOLE if isinstance(module, nn.Embedding) else own.features
+    return LayerSharing(name, have, reads, wanted, wanted, own)
+
+
+def _check_skips(layer: NamedLayer, split: str) -> None:
+    if (layer.stashes or layer.recalls) and split not in _DIVIDING:
+        raise ModelError(
+            f"layer {layer.name!r} has skips, which pass whole or by rows only; split it as "
+            f'"whole" or "data", not {split!r}'
+        )
+
+
+def _following(name: str, module: nn.Module, have: Layout) -> LayerSharing:
+    """A layer that is split as ``"any"``: it takes its values as they come, if it can."""
+    own = None
+    works = have
+    if have == ROWS:
+        works = WHOLE if has_batch_statistics(module) else ROWS
+    elif have == FEATURES:
+        works = FEATURES if works_on_features(module) else WHOLE
+    elif have is not WHOLE:
+        works = have if works_on_channels(module) else WHOLE
+    if works == CHANNELS and has_batch_statistics(module):
+        own = channels(module)
+    return LayerSharing(name, have, works, works, works, own)
+
+
+def _wanted(layers: Sequence[NamedLayer], splits: Sequence[str], index: int) -> Layout:
+    """In which layout the next reader that does not take values as they come wants its input."""
+    for layer, split in zip(layers[index:], splits[index:], strict=True):
+        if split == "row" and not isinstance(layer.module, nn.Embedding):
+            return way(layer.module, split, layer.name).features
+        if split == "any":
+            if works_on_features(layer.module):
+                continue
+            return WHOLE
+        return _DIVIDING.get(split, WHOLE)
+    return WHOLE

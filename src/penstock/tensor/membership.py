@@ -1,0 +1,108 @@
+"""What a module knows of the group that shares it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from penstock.errors import ModelError
+from penstock.model.randomness import current_stream
+from penstock.tensor.group import Group
+from penstock.tensor.layouts import WHOLE, Layout
+
+
+class Region:
+    """Where the forward of a layer is: between a module that divides its outputs (``column``) and
+    the one that takes them up (``row``), values lie by features.
+
+    In there a module with parameters that nobody divides would get a term of its gradient and take
+    it for the sum, and what draws random numbers would draw the same for different features. So
+    both are told by where they are called, not by what they are called.
+
+    Attributes:
+        inside: whether it is there.
+    """
+
+    def __init__(self, layer: str) -> None:
+        self.inside = False
+        self._layer = layer
+        self._drew = False
+
+    def enter(self) -> None:
+        """A module has divided its outputs."""
+        stream = current_stream()
+        if not self.inside and stream is not None:
+            self._drew, stream.drew = stream.drew, False
+        self.inside = True
+
+    def drawn(self) -> None:
+        """What has just been drawn was meant for these features."""
+        stream = current_stream()
+        if self.inside and stream is not None:
+            self._drew, stream.drew = True, False
+
+    def leave(self) -> None:
+        """Values lie as they do around.
+
+        Raises:
+            ModelError: something has drawn random numbers in between.
+        """
+        stream = current_stream()
+        if self.inside and stream is not None:
+            drew, stream.drew = stream.drew, stream.drew or self._drew
+            if drew:
+                raise ModelError(
+                    f"layer {self._layer!r} draws random numbers where each tensor rank has its "
+                    'part of the features, between a "column" split and the "row" split behind '
+                    "it, so that different features would be dropped alike; drop out with an "
+                    'nn.Dropout that is split as "features" or "heads" (attention: its weights), '
+                    "or behind the row"
+                )
+        self.inside = False
+
+
+@dataclass(frozen=True)
+class Membership:
+    """How a module is shared.
+
+    Attributes:
+        group: with whom.
+        name: of the module, for errors.
+        region: of its layer.
+        around: the layout of the layer in which it is, outside of regions.
+        gives: the layout of its output.
+    """
+
+    group: Group
+    name: str
+    region: Region
+    around: Layout = WHOLE
+    gives: Layout = WHOLE
+
+
+class Member:
+    """What all modules have that members of a group share, beside ``nn.Module``."""
+
+    membership: Membership
+
+
+class Outside(Member, nn.Module):
+    """A module whose parameters nobody divides: it must not be called where values lie by
+    features."""
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """As its own class, outside of regions.
+
+        Raises:
+            ModelError: it is called between a ``column`` and a ``row``.
+        """
+        if self.membership.region.inside:
+            name = self.membership.name
+            raise ModelError(
+                f"{name!r} ({type(self).__bases__[-1].__name__}) is called where each tensor rank "
+                'has its part of the features: between a "column" split and the "row" split behind '
+                f'it. Say how its values lie there: split {name!r} as "heads" if it treats every '
+                'head alike, or as "features" if each feature has its own parameter'
+            )
+        return super().forward(*args, **kwargs)

@@ -1,0 +1,108 @@
+"""From a copy of a layer, with a member's parts of its parameters, to the layer of that member."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from penstock.tensor.chain import LayerSharing
+from penstock.tensor.cuts import Cut
+from penstock.tensor.dropout import PartDropout
+from penstock.tensor.group import Group
+from penstock.tensor.layouts import FEATURES, WHOLE, converted
+from penstock.tensor.membership import Member, Membership, Outside, Region
+
+
+class SharedLayer(nn.Module):
+    """A layer of a chain that takes its input in one layout and gives its output in another.
+
+    Attributes:
+        sharing: which they are.
+        sharers: the group.
+        region: where its forward is. If it ends behind a ``column`` that no ``row`` has taken up,
+            its output lies by features.
+    """
+
+    sharing: LayerSharing
+    sharers: Group
+    region: Region
+
+    def forward(self, value: Any, **recalled: Any) -> Any:
+        """As its own class, on the member's part of everything."""
+        how, group, name = self.sharing, self.sharers, self.sharing.name
+        value = converted(value, how.have, how.reads, group, name)
+        for key, skip in recalled.items():
+            recalled[key] = converted(skip, how.recalls[key], how.reads, group, name)
+        self.region.inside = False  # an earlier forward may have failed in there
+        output = super().forward(value, **recalled)
+        gives = FEATURES if how.inner and self.region.inside else how.gives
+        self.region.leave()
+        if gives == how.leaves:
+            return output
+        if getattr(self, "stashes", ()):
+            output, stashed = output
+            return converted(output, gives, how.leaves, group, name), stashed
+        return converted(output, gives, how.leaves, group, name)
+
+
+def shared(layer: nn.Module, sharing: LayerSharing, group: Group) -> nn.Module:
+    """Make a copy of a layer a member's own; its parameters must be parts already.
+
+    Args:
+        layer: changed, and given back.
+    """
+    region = Region(sharing.name)
+    for path, module in [*layer.named_modules()]:
+        way = sharing.inner.get(path) if path else sharing.own
+        name = f"{sharing.name}.{path}" if path else sharing.name
+        gives = WHOLE if way is None else sharing.gives if way.adds else way.features
+        membership = Membership(group, name, region, sharing.reads, gives)
+        if way is not None:
+            _become(module, way.kind, membership)
+        elif isinstance(module, nn.Dropout):
+            _become(module, PartDropout, membership)
+        elif sharing.inner and module._parameters:
+            _become(module, Outside, membership)
+    if sharing.converts:
+        kind = type(layer)
+        layer.__class__ = type(kind.__name__, (SharedLayer, kind), {})
+        outer = cast(SharedLayer, layer)
+        outer.sharing, outer.sharers, outer.region = sharing, group, region
+    return layer
+
+
+def _become(module: nn.Module, kind: type[Member], membership: Membership) -> None:
+    own = type(module)
+    module.__class__ = type(own.__name__, (kind, own), {})
+    cast(Member, module).membership = membership
+
+
+def cut_tensors(layer: nn.Module, sharing: LayerSharing) -> Iterator[tuple[Tensor, Cut]]:
+    """The parameters and buffers of a layer of which members have parts."""
+    ways = {**sharing.inner, **({"": sharing.own} if sharing.own else {})}
+    for path, way in ways.items():
+        module = layer.get_submodule(path)
+        held: Mapping[str, Tensor | None] = {**module._parameters, **module._buffers}
+        for key, cut in way.cuts.items():
+            tensor = held.get(key)
+            if tensor is not None:
+                yield tensor, cut
+        if way.bias and sharing.gives == way.features:  # it is added behind the sum
+            bias = held.get(way.bias)
+            if bias is not None:
+                yield bias, Cut(0)
+
+
+def terms(layer: nn.Module, sharing: LayerSharing) -> Iterator[Tensor]:
+    """The parameters of a layer that all members repeat, each with one term of the gradient."""
+    cut = {id(tensor) for tensor, _ in cut_tensors(layer, sharing)}
+    # What a divided layer has besides is added behind a sum, where the output lies.
+    lies = sharing.reads if sharing.own is None else sharing.gives
+    if lies is not WHOLE:
+        yield from (one for one in layer.parameters() if id(one) not in cut)
+        return
+    for path, way in sharing.inner.items():
+        if way.alike:
+            yield from layer.get_submodule(path).parameters()

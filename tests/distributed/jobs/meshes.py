@@ -1,0 +1,71 @@
+"""Every process is a tensor rank of a mesh; it trains, and reports what differs from one device."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import penstock as pk
+from penstock.errors import InputError
+from tests.kit.groups import make_net, net_loss
+from tests.kit.one_device import same
+from tests.numerics.test_meshes import (
+    CLIP,
+    TOLERANCE,
+    batches,
+    mesh,
+    momentum,
+    on_one_device,
+)
+
+
+def differences(schedule, sizes, transport):
+    torch.manual_seed(dist.get_rank())
+    model = make_net()
+    if dist.get_rank() % 2:  # what another member has built does not count
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+    plan = mesh(model, schedule, *sizes)
+    with pk.Pipeline(
+        model,
+        plan,
+        loss=net_loss,
+        optimizer=momentum,
+        clip_norm=CLIP,
+        seed=3,
+        transport=transport,
+        deadline_seconds=60,
+    ) as pipeline:
+        first, *rest = batches()
+        losses = [pipeline.step(*first), *pipeline.steps(rest)]
+        state = pipeline.state_dict(whole=True)
+        try:
+            pipeline.state_dict()
+        except InputError as error:
+            assert "whole=True" in str(error)
+        else:
+            yield "state_dict() of parts"
+        if pipeline.timeline.num_ranks != plan.num_ranks:
+            yield "timeline"
+    expected, theirs = on_one_device()
+    if not same(torch.stack(losses), expected, TOLERANCE):
+        yield "losses"
+    if dist.get_rank():
+        return
+    for key, value in theirs.state_dict().items():
+        if not same(state[key], value, TOLERANCE):
+            yield key
+
+
+if __name__ == "__main__":
+    _, schedule, sizes, transport, folder = sys.argv
+    dist.init_process_group("gloo")
+    found = [*differences(schedule, [int(size) for size in sizes.split("x")], transport)]
+    report = Path(folder) / f"report-{dist.get_rank()}.json"
+    report.write_text(json.dumps({"differences": found}))
+    dist.destroy_process_group()

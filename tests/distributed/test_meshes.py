@@ -1,0 +1,32 @@
+"""Meshes whose members are processes train what one device trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.kit.examples import more
+from tests.kit.launch import forked
+
+JOB = Path(__file__).parent / "jobs" / "meshes.py"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "sizes", "transport"),
+    [
+        ("1f1b", "2x1x2", "shared-memory"),
+        ("zb-h1", "1x1x2", "process-group"),
+        more("1f1b", "2x2x2", "shared-memory"),
+        more("1f1b", "2x2x2", "process-group"),
+        more("interleaved-1f1b", "2x1x2", "process-group"),
+    ],
+)
+def test_a_mesh_of_processes_trains_as_one_device(schedule, sizes, transport):
+    pipe, data, tensor = map(int, sizes.split("x"))
+    num_processes = pipe * data * tensor
+    job = forked(JOB, num_processes, schedule, sizes, transport)
+    assert job.returncode == 0, job.output
+    assert {number: report["differences"] for number, report in job.reports.items()} == {
+        number: [] for number in range(num_processes)
+    }

@@ -1,0 +1,167 @@
+"""Meshes of pipe × data × tensor train what one device trains."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+import penstock as pk
+from penstock.schedule import families
+from penstock.trial.reference.delayed_replay import DelayedReplay
+from penstock.trial.reference.single_device import SingleDevice
+from tests.kit.groups import SPLITS, make_net, net_batch, net_loss
+from tests.kit.helpers import make_plan
+from tests.kit.one_device import assert_same, same
+from tests.kit.training import DEADLINE_SECONDS
+
+TOLERANCE = 1e-12
+NUM_STEPS = 3
+MICROBATCHES = 4
+CLIP = 0.6
+
+
+def momentum(parameters, clip_norm=None):
+    # Not Adam: the bias of keys has a gradient of nothing but rounding, which it makes large.
+    parameters = list(parameters)
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    if clip_norm:
+
+        def clip(*_):
+            torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+
+        optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
+def batches():
+    return [net_batch(10, seed) for seed in range(NUM_STEPS)]
+
+
+@lru_cache
+def on_one_device():
+    model = make_net()
+    one = SingleDevice(model, MICROBATCHES, net_loss, partial(momentum, clip_norm=CLIP), seed=3)
+    return torch.stack([one.step(*batch) for batch in batches()]), model
+
+
+def mesh(model, schedule, pipe, data, tensor, recompute="none", splits=SPLITS):
+    plan = make_plan(model, pipe, MICROBATCHES, schedule, recompute=recompute)
+    if data > 1:
+        built = families.build(
+            schedule,
+            num_ranks=pipe * data,
+            num_microbatches=MICROBATCHES,
+            replicas=(data,) * pipe,
+        )
+        stages = [
+            replace(stage, rank=built.ranks_of(index)[0]) for index, stage in enumerate(plan.stages)
+        ]
+        plan = replace(plan, options={"replicas": [data] * pipe}, stages=tuple(stages))
+    return plan.sharing(tensor, splits) if tensor > 1 else plan
+
+
+def train(model, plan, **options):
+    given = {"loss": net_loss, "optimizer": momentum, "clip_norm": CLIP, "seed": 3}
+    with pk.Pipeline(
+        model, plan, deadline_seconds=DEADLINE_SECONDS, **{**given, **options}
+    ) as pipeline:
+        first, *rest = batches()
+        losses = [pipeline.step(*first), *pipeline.steps(rest)]
+        assert pipeline.timeline.num_ranks == plan.num_ranks
+    return torch.stack(losses)
+
+
+MESHES = [
+    (schedule, pipe, data, tensor)
+    for schedule in ("1f1b", "zb-h1", "interleaved-1f1b")
+    for pipe in (1, 2)
+    for data in (1, 2)
+    for tensor in (1, 2)
+    if (data == 1 or schedule == "1f1b") and pipe * data * tensor > 1
+    if pipe > 1 or schedule == "1f1b"
+]
+
+
+@pytest.mark.parametrize(("schedule", "pipe", "data", "tensor"), MESHES)
+def test_a_mesh_trains_as_one_device(schedule, pipe, data, tensor):
+    model = make_net()
+    losses = train(model, mesh(model, schedule, pipe, data, tensor))
+    expected, theirs = on_one_device()
+    assert same(losses, expected, TOLERANCE)
+    assert_same(model, theirs, TOLERANCE)
+
+
+@pytest.mark.parametrize("recompute", ["stage", "layers"])
+def test_what_runs_again_exchanges_again(recompute):
+    model = make_net()
+    losses = train(model, mesh(model, "zb-h1", 2, 1, 2, recompute))
+    expected, theirs = on_one_device()
+    assert same(losses, expected, TOLERANCE)
+    assert_same(model, theirs, TOLERANCE)
+
+
+def test_three_tensor_ranks_have_uneven_parts():
+    splits = {key: how for key, how in SPLITS.items() if "blocks" not in key}
+    splits |= {"blocks.0": "data", "blocks.*.mlp.0": "column"}
+    splits |= {"blocks.*.mlp.2": "features", "blocks.*.mlp.3": "row"}
+    model = make_net()
+    train(model, mesh(model, "1f1b", 2, 1, 3, splits=splits))
+    assert_same(model, on_one_device()[1], TOLERANCE)
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_two_versions_train_as_their_replay(data):
+    ours, theirs = make_net(tied=False), make_net(tied=False)
+    plan = mesh(ours, "pipedream-2bw", 2, data, 2)
+    losses = train(ours, plan, clip_norm=None, clip_stage_norm=CLIP)
+    replay = DelayedReplay(
+        theirs,
+        [len(stage.layers) for stage in plan.stages],
+        plan.versions,
+        plan.num_microbatches,
+        net_loss,
+        momentum,
+        replicas=plan.replicas,
+        clip_stage_norm=CLIP,
+        seed=3,
+    )
+    expected = [*replay.train(batches()[:1]), *replay.train(batches()[1:])]
+    assert same(losses, torch.stack(expected), TOLERANCE)
+    assert_same(ours, theirs, TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((2, 1, 2), (1, 1, 1)),
+        ((1, 1, 1), (2, 1, 2)),
+        ((1, 1, 2), (2, 2, 3)),
+        ((2, 2, 2), (1, 1, 2)),
+    ],
+)
+def test_a_checkpoint_goes_on_in_any_mesh(before, after, tmp_path):
+    splits = {key: how for key, how in SPLITS.items() if how != "column/3" and "project" not in key}
+    splits["blocks.1"] = "data"
+    ours = make_net()
+    first, *rest = batches()
+    for sizes, own in ((before, [first]), (after, rest)):
+        model = ours if sizes is after else make_net()
+        plan = mesh(model, "1f1b", *sizes, splits=SPLITS if 3 not in after else splits)
+        with pk.Pipeline(
+            model,
+            plan,
+            loss=net_loss,
+            optimizer=momentum,
+            clip_norm=CLIP,
+            seed=3 if sizes is before else 4,  # that of the run goes on
+            deadline_seconds=DEADLINE_SECONDS,
+        ) as pipeline:
+            if sizes is after:
+                assert pipeline.load(tmp_path) == 1
+            for batch in own:
+                pipeline.step(*batch)
+            pipeline.save(tmp_path)
+    assert_same(ours, on_one_device()[1], TOLERANCE)
