@@ -8,6 +8,7 @@ other.
 from __future__ import annotations
 
 from penstock.schedule.durations import Durations
+from penstock.schedule.op import RESIDENCE
 from penstock.schedule.schedule import MANY_OPS, Schedule
 from penstock.timing.costs import Costs
 from penstock.timing.simulator.events import by_events
@@ -43,7 +44,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     costs = Costs() if costs is None else costs
     expect(costs, Durations, "costs", "give a penstock.Costs")
     costs.check_stages(schedule.num_stages)
-    if schedule.num_ops >= MANY_OPS and not costs.has_busy_links:
+    followed = costs.has_busy_links or bool(RESIDENCE & schedule.kinds)
+    if schedule.num_ops >= MANY_OPS and not followed:
         # Only here, so that everything else starts without numpy.
         from penstock.timing.simulator.waves import by_waves
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from array import array
 
 from penstock.schedule.check import executable_order
-from penstock.schedule.op import COMMUNICATION, COMPUTE, Kind, Op
+from penstock.schedule.op import COMMUNICATION, COMPUTE, RESIDENCE, Kind, Op
 from penstock.schedule.schedule import Schedule
 from penstock.timing.costs import Costs
+from penstock.timing.simulator.tiers import Tiers
 from penstock.timing.spans import Row
 from penstock.timing.timeline import Timeline
 
@@ -20,6 +21,7 @@ def by_events(schedule: Schedule, costs: Costs) -> Timeline:
     free = [0.0] * schedule.num_ranks
     rows = [Row(ops, array("d"), array("d")) for ops in schedule.ranks]
     links = _Links(schedule, costs) if costs.has_busy_links else None
+    tiers = [Tiers(ops, costs) if RESIDENCE & {op.kind for op in ops} else None for ops in schedule.ranks]
     for rank, op in executable_order(schedule):
         ready = free[rank]
         for needed in schedule.dependencies(op):
@@ -28,6 +30,9 @@ def by_events(schedule: Schedule, costs: Costs) -> Timeline:
                 left = arrival if links is None else links.left.get(needed, arrival)
                 arrival = left + costs.delay(needed, op)
             ready = max(ready, arrival)
+        tier = tiers[rank]
+        if tier is not None:
+            ready = tier.ready(op, ready)
         # A message's time is the wait for it.
         rows[rank].starts.append(free[rank] if op.kind in COMMUNICATION else ready)
         duration = costs.duration(op)
