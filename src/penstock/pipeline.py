@@ -18,7 +18,7 @@ from penstock.checkpoint.wanted import Checkpoints
 from penstock.device.allocator import keep_freed_pages
 from penstock.device.placement import Devices
 from penstock.errors import FileError, InputError, RunError
-from penstock.model import microbatches
+from penstock.model import microbatches, tree
 from penstock.model.microbatches import Microbatches, Weight, Weighting
 from penstock.model.optimizer_factory import OptimizerFactory, SchedulerFactory
 from penstock.model.randomness import Audit
@@ -156,7 +156,8 @@ class Pipeline:
         expect(plan, Plan, "the plan", "make one with penstock.plan, or Plan.load a file")
         deadlines = Deadlines.of(deadline_seconds, startup_seconds)
         with joined(transport, deadlines.start.seconds, plan.num_ranks) as meeting:
-            keep_freed_pages()
+            if plan.spill is None:  # kept pages would be missing in a budget
+                keep_freed_pages()
             layers = spine_of(model)
             plan.check_runnable()
             plan.check_model([layer.name for layer in layers], spine_fingerprint(layers))
@@ -366,6 +367,7 @@ class Pipeline:
         """
         if self._joins_outputs is False and not isinstance(inputs, Microbatches):
             return self.evaluate(Microbatches([inputs]))[0]
+        self._settle()
         minibatch = self._parts.cutter.to_evaluate(inputs, step=self._step)
         layers = (layer.module for stage in self.stages.values() for layer in stage.layers)
         with (
@@ -494,11 +496,27 @@ class Pipeline:
         Raises:
             RunError: another rank did not call it.
         """
-        states = {index: stage.state_dict() for index, stage in self.stages.items()}
+        self._settle()
+        states = {index: self._state_of(index) for index in self.stages}
         if whole:
             with self._exclusively():
                 states = self._parts.driver.gather(states, self._parts.feed.expected())
         return {key: value for _, state in sorted(states.items()) for key, value in state.items()}
+
+    def _state_of(self, index: int) -> dict[str, Any]:
+        stage = self.stages[index]
+        for worker in self._parts.workers:
+            if worker.residence is not None and worker.stages.get(index) is stage:
+                with worker.visiting(index):
+                    return tree.replace(Tensor, Tensor.clone, stage.state_dict())  # type: ignore[no-any-return]
+        return stage.state_dict()
+
+    def _settle(self) -> None:
+        """Make updates that are late, where stages come and go."""
+        if self.plan.spill is not None:
+            with self._exclusively():
+                for worker in self._parts.workers:
+                    worker.settle()
 
     def save(
         self,
@@ -578,7 +596,11 @@ class Pipeline:
     def _close(self, why: str = "") -> None:
         if not self._closed:
             self._closed = True
-            self._parts.driver.close(why)
+            try:
+                self._parts.driver.close(why)
+            finally:
+                for worker in self._parts.workers:
+                    worker.close()
 
     def _check_open(self) -> None:
         if self._closed:

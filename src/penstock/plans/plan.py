@@ -32,6 +32,7 @@ from penstock.plans.orders import (
     written,
 )
 from penstock.plans.prediction import Prediction
+from penstock.plans.spilling import Spill, check_spill
 from penstock.plans.stage_plan import RecomputeWay, StagePlan, sizes_of
 from penstock.plans.table import render
 from penstock.plans.title import title
@@ -77,6 +78,8 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         alternatives: what else could have been done, and what it would have cost.
         contention: what ranks that share a machine were taken to cost each other.
         warnings: what makes the choice doubtful, in words.
+        spill: where the stages of a rank are while they are not in memory, if they come and go;
+            ``None`` where all of them stay.
         version: the number of this file format.
 
     Raises:
@@ -100,6 +103,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
     alternatives: tuple[Alternative, ...] = ()
     contention: Contention = Contention()
     warnings: tuple[str, ...] = ()
+    spill: Spill | None = None
     version: int = 1
 
     def __post_init__(self) -> None:
@@ -125,6 +129,8 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
             check_replicas(self.replicas, self.num_microbatches)
         check_devices(self.devices, self.num_ranks, self.num_tensor_ranks, self.stages)
         check_policy(self.versions, self.schedule, self.replicas, self.num_microbatches)
+        if self.spill is not None:
+            check_spill(self.placement, self.versions)
         # Follows from the policy, whoever wrote the file.
         stages = (
             replace(stage, weight_versions=weight_copies(self.versions, self.place(index)))
@@ -208,6 +214,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
             self.replicas,
             self.placement,
             self.build_schedule,
+            self.spill,
         )
 
     def place(self, stage: int) -> Place:

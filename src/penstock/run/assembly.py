@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType, NoneType
 from typing import Any, Literal, get_args
 
@@ -27,7 +28,7 @@ from penstock.run.drive.threads import ThreadDriver
 from penstock.run.feed import Feed
 from penstock.run.giving import DeviceGiver, Giver
 from penstock.run.layout import Layout
-from penstock.run.materialising import Init
+from penstock.run.materialising import Init, Initialiser
 from penstock.run.rank.forward import Void
 from penstock.run.rank.updater import Updater
 from penstock.run.rank.worker import Worker
@@ -35,6 +36,7 @@ from penstock.run.recipe import Recipe
 from penstock.run.seals import SealedTransport
 from penstock.run.settling import building, draw_all, local_rank, place_all, queues_of
 from penstock.run.shared_state import SharedState
+from penstock.run.spilling import check_spillable, settled_in
 from penstock.stage.stage import Stage
 from penstock.transport import Codec, ThreadExchange, ThreadTransport, Transport, connect
 from penstock.transport.device_link import DeviceLink
@@ -42,6 +44,7 @@ from penstock.transport.linking import LinkedDevices, link_devices
 from penstock.transport.on_devices import ProcessDeviceTransport, ThreadDeviceTransport
 from penstock.transport.rendezvous import Rendezvous
 from penstock.values import expect, flag, one_of, whole
+from penstock.weights.residence import Residence
 
 Results = Literal["every rank", "none"]
 
@@ -148,14 +151,18 @@ def _in_threads(
     streams = LayerStreams(running.seed)
     devices = devices_of_ranks(running.devices, plan.on_accelerator, range(plan.num_ranks))
     queues = queues_of(devices)
-    draw_all(layers, plan, devices, queues, running.seed, running.init)
+    if plan.spill is None:
+        draw_all(layers, plan, devices, queues, running.seed, running.init)
     layout = Layout(model, plan, layers, streams, one_process=True, devices=devices)
+    if plan.spill is not None:
+        check_spillable(plan, recipe, layout, devices)
     exchange = ThreadExchange(plan.num_ranks, running.deadlines.start.seconds)
     stages = {rank: layout.stages(rank) for rank in range(plan.num_ranks)}
     shared = {rank: layout.shared_state(stages[rank]) for rank in stages}
     place_all(layout, stages, queues)
+    build = partial(_worker, plan, layers, running, layout)
     workers = [
-        _worker(layout, stages[rank], rank, transport, recipe, shared[rank], queues.get(rank))
+        build(stages[rank], rank, transport, recipe, shared[rank], queues.get(rank))
         for rank, transport in enumerate(exchange.transports)
     ]
     first_copies: dict[int, Stage] = {}
@@ -207,8 +214,12 @@ def _in_processes(
             running.devices, plan.on_accelerator, [meeting.rank], first=local_rank()
         )
         queues = queues_of(devices)
-        draw_all(layers, plan, devices, queues, seed, running.init)
+        running = replace(running, seed=seed)
+        if plan.spill is None:
+            draw_all(layers, plan, devices, queues, seed, running.init)
         layout = Layout(model, plan, layers, streams, one_process=False, devices=devices)
+        if plan.spill is not None:
+            check_spillable(plan, recipe, layout, devices)
         sealed = SealedTransport(transport, meeting.rank)
         stages = layout.stages(meeting.rank)
         shared = layout.shared_state(stages)
@@ -219,7 +230,8 @@ def _in_processes(
             own_host = transport.hosts[meeting.rank]
             device = devices[meeting.rank]
             links = link_devices(meeting, own_host, device, queue, layout.neighbours, start.seconds)
-        worker = _worker(layout, stages, meeting.rank, sealed, recipe, shared, queue, links.of_rank)
+        build = partial(_worker, plan, layers, running, layout)
+        worker = build(stages, meeting.rank, sealed, recipe, shared, queue, links.of_rank)
         # The user's code has run: whoever fails in it says so here, before others wait for more.
         meeting.exchange(None, NoneType, "to start training")
         with building(queue):
@@ -309,6 +321,9 @@ def _message_types(layers: tuple[NamedLayer, ...], running: Running) -> list[typ
 
 
 def _worker(
+    plan: Plan,
+    layers: tuple[NamedLayer, ...],
+    running: Running,
     layout: Layout,
     stages: dict[int, Stage],
     rank: int,
@@ -322,14 +337,25 @@ def _worker(
         transport = ThreadDeviceTransport(transport, queue)
     elif isinstance(queue, AcceleratorQueue):
         transport = ProcessDeviceTransport(transport, queue, links)
+    holdings = layout.holdings(rank, stages)
+    residence: Residence | None = None
+    if plan.spill is not None:
+        draw = Initialiser(layers, running.seed, anew=running.init == "per-layer")
+        seconds = running.deadlines.step.seconds
+        residence = settled_in(plan, layout, stages, recipe, holdings, draw, seconds)
     with building(queue):
         updater = Updater(
             rank,
             layout.num_ranks,
-            layout.holdings(rank, stages),
+            holdings,
             transport,
             recipe,
             layout.shared(rank, stages),
+            late=residence is not None and recipe.needs_agreement,
         )
+        if residence is not None:
+            residence.follow(updater.optimizers, updater.owed)
         stores = layout.stores(stages, updater.optimizers)
-        return Worker(rank, stages, transport, recipe, updater, layout.skips, stores, shared)
+        return Worker(
+            rank, stages, transport, recipe, updater, layout.skips, stores, shared, residence
+        )

@@ -9,6 +9,7 @@ from penstock.run.rank.forward import Forward
 from penstock.run.rank.interpreter import RankStep
 from penstock.run.rank.observers import Observers
 from penstock.run.rank.program import RankProgram, SkipRoute
+from penstock.run.rank.residing import Fetch, LateUpdate, Leave, Resident, ResidentUpdate
 from penstock.run.rank.steps import (
     Agree,
     Backward,
@@ -35,11 +36,12 @@ from penstock.schedule import Kind, Op
 from penstock.schedule.op import COMPUTE
 from penstock.schedule.segment import Segment
 from penstock.stage.protocol import RunnableStage
+from penstock.weights.residence import Residence
 from penstock.weights.store import WeightStore
 
 _MOST_PROGRAMS = 64
 _READING_WEIGHTS = COMPUTE | {Kind.RECOMPUTE}
-_CHANGING_WEIGHTS = frozenset({Kind.REDUCE, Kind.AGREE, Kind.UPDATE})
+_CHANGING_WEIGHTS = frozenset({Kind.REDUCE, Kind.AGREE, Kind.UPDATE, Kind.LATE_UPDATE})
 
 
 class Compiler:
@@ -54,6 +56,7 @@ class Compiler:
         shared: what forwards must not write; looked at before weights change, too.
         observers: look on while stages compute.
         post_validate: whether updates are made on trust.
+        residence: which stages are in memory, if they come and go.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Compiler:
         observers: Observers,
         *,
         post_validate: bool,
+        residence: Residence | None = None,
     ) -> None:
         self._rank = rank
         self._skips = tuple(skips)
@@ -75,6 +79,7 @@ class Compiler:
         self._stores = stores
         self._shared = shared
         self._observers = observers
+        self._residence = residence
         self._agree = Settle if post_validate else Agree
         self.program = lru_cache(_MOST_PROGRAMS)(self._program)
         self.steps = lru_cache(_MOST_PROGRAMS)(self._steps)
@@ -91,6 +96,8 @@ class Compiler:
 
     def _bound(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
         step = _BINDINGS[op.kind](self, op, program, store)
+        if self._residence is not None and op.kind in _READING_WEIGHTS:
+            return Resident(op, program.unit(op), step, self._observers, self._residence)
         if op.kind in _READING_WEIGHTS:
             if store is not None:
                 return Versioned(op, program.unit(op), step, self._observers, store)
@@ -154,7 +161,24 @@ class Compiler:
     def _update(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
         if store is not None:
             return NewVersion(op, self._updater, store)
+        if self._residence is not None:
+            return ResidentUpdate(op, self._updater, self._residence)
         return UpdateWeights(op, self._updater)
+
+    def _late_update(
+        self, op: Op, program: RankProgram, _: WeightStore | None
+    ) -> RankStep[Work]:
+        assert self._residence is not None
+        return LateUpdate(op, self._updater, self._residence)
+
+    def _fetch(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+        assert self._residence is not None
+        return Fetch(op, program.stays[op], self._residence)
+
+    def _leave(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+        assert self._residence is not None
+        notes = op in program.last_leaves
+        return Leave(op, program.stays[op], self._residence, self._updater, notes)
 
 
 _Binding = Callable[[Compiler, Op, RankProgram, WeightStore | None], RankStep[Work]]
@@ -174,6 +198,11 @@ _BINDINGS: Mapping[Kind, _Binding] = {
     Kind.REDUCE: Compiler._reduce,
     Kind.AGREE: Compiler._agreement,
     Kind.UPDATE: Compiler._update,
+    Kind.LATE_UPDATE: Compiler._late_update,
+    Kind.FETCH_FORWARD: Compiler._fetch,
+    Kind.FETCH_BACKWARD: Compiler._fetch,
+    Kind.LEAVE_FORWARD: Compiler._leave,
+    Kind.LEAVE_BACKWARD: Compiler._leave,
 }
 KINDS = frozenset(_BINDINGS)
 """The kinds of op that a rank can perform."""

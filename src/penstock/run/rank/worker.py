@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 
 from penstock.device.queue import NOTHING_ASKED, Moments, moments_of_caller
@@ -15,6 +16,7 @@ from penstock.run.rank.journal import Journal
 from penstock.run.rank.mail import Mail
 from penstock.run.rank.observers import Observers
 from penstock.run.rank.program import SkipRoute
+from penstock.run.rank.residing import pay
 from penstock.run.rank.updater import Updater
 from penstock.run.rank.work import AwaitedMark, Work
 from penstock.run.recipe import Recipe
@@ -22,6 +24,7 @@ from penstock.run.shared_state import SharedState
 from penstock.schedule.segment import Segment
 from penstock.stage.protocol import RunnableStage
 from penstock.transport import Edge, Transport
+from penstock.weights.residence import Residence
 from penstock.weights.store import WeightStore
 
 NUMBERS_PER_RUN = 1 << 32
@@ -37,9 +40,10 @@ class Worker:
         skips: values that travel beside the chain.
         stores: the versions of the weights of its stages, where there are several.
         shared: what others hold as well, so that no forward of this rank may write it.
+        residence: which of its stages are in memory, if they come and go.
 
     Attributes:
-        rank, stages, transport, updater, stores: as given.
+        rank, stages, transport, updater, stores, residence: as given.
         queue: its work on its device; ``None`` where all is done in main memory.
         num_runs: minibatches completed.
         num_attempts: streams begun, whether completed or not; a synchronous minibatch is one of its
@@ -56,6 +60,7 @@ class Worker:
         skips: Sequence[SkipRoute] = (),
         stores: Mapping[int, WeightStore] = MappingProxyType({}),
         shared: SharedState | None = None,
+        residence: Residence | None = None,
     ) -> None:
         self.rank = rank
         self.stages = stages
@@ -65,6 +70,7 @@ class Worker:
         self.num_runs = self.num_attempts = 0
         self._recipe = recipe
         self.stores = stores
+        self.residence = residence
         self._shared = shared or SharedState({})
         self._observers = Observers(stages, recipe)
         self._compiler = Compiler(
@@ -76,6 +82,7 @@ class Worker:
             self._shared,
             self._observers,
             post_validate=recipe.post_validate,
+            residence=residence,
         )
         self._journal = Journal()
         self._mail = Mail(transport, 0)
@@ -134,6 +141,9 @@ class Worker:
             if minibatch.trains:
                 # What was accumulated must not leak into the next minibatch's gradients.
                 self.updater.drop_gradients()
+            if self.residence is not None:
+                self.forget()  # what failed still sees the weights that leave
+                self.residence.forget()
             raise
         finally:
             if ends:
@@ -214,6 +224,32 @@ class Worker:
             stage.forget()
         self._mail = Mail(self.transport, 0)
         self._journal.end()
+
+    @contextmanager
+    def visiting(self, stage: int, *, changes: bool = False) -> Iterator[None]:
+        """Have a stage in memory between steps, wherever it is, for whoever reads its weights and
+        what its optimizer keeps.
+
+        Args:
+            changes: whether these become others.
+        """
+        if self.residence is None:
+            yield
+            return
+        with self.residence.visiting(stage, changes=changes):
+            yield
+
+    def settle(self) -> None:
+        """Make the updates that are late, between steps."""
+        if self.residence is not None:
+            for stage in [*self.updater.owed]:
+                with self.residence.visiting(stage):
+                    pay(stage, self.updater, self.residence)
+
+    def close(self) -> None:
+        """Give back what is kept outside of memory."""
+        if self.residence is not None:
+            self.residence.close()
 
     def dump(self) -> str:
         """This rank's last ops and what it does now; may be asked from any thread."""
