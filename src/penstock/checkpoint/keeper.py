@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +43,7 @@ from penstock.errors import FileError, InputError
 from penstock.run.assembly import Assembly
 from penstock.run.drive.driver import told
 from penstock.run.minibatch import Mark
+from penstock.run.rank.worker import Worker
 from penstock.run.recipe import LossScale
 from penstock.stage.stage import Stage
 from penstock.values import flag, whole, write_atomically
@@ -123,6 +124,12 @@ class Keeper:
         self._saver.wait()
         self._check_own(run)
         identity = self._identity(step, position)
+        if self._parts.plan.spill is not None:
+            # One stage at a time is in memory, so its piece is written before the next one comes.
+            for worker in self._parts.workers:
+                worker.settle()
+            self._write(run, identity, self._in_turn(), keep)
+            return
         states = [(trained, self._state(trained)) for trained in self._written_here()]
         if background:
             states = [
@@ -134,6 +141,12 @@ class Keeper:
             self._saver.begin(write)
         else:
             write()
+
+    def _in_turn(self) -> Iterator[tuple[TrainedStage, StageState]]:
+        """The state of each stage that comes and goes, while it is in memory."""
+        for worker, trained in self._held_here():
+            with worker.visiting(trained.stage.index):
+                yield trained, self._state(trained)
 
     def _copied(self, trained: TrainedStage, state: StageState) -> dict[str, Tensor]:
         return self._saver.copied(trained.whose, state.tensors)
@@ -178,14 +191,14 @@ class Keeper:
             scaler=scaler,
         )
 
-    def _trained(self) -> Iterator[tuple[int, TrainedStage]]:
+    def _trained(self) -> Iterator[tuple[Worker, TrainedStage]]:
         """The stages of each rank of this process."""
         for worker in self._parts.workers:
             updater = worker.updater
             for index, stage in worker.stages.items():
                 assert isinstance(stage, Stage)
                 yield (
-                    worker.rank,
+                    worker,
                     TrainedStage(
                         stage,
                         updater.holdings[index].named,
@@ -198,9 +211,13 @@ class Keeper:
 
     def _written_here(self) -> Iterator[TrainedStage]:
         """Of copies of a stage, which are equal, the first rank's is written."""
-        for rank, trained in self._trained():
-            if min(self._parts.plan.placement.ranks_of(trained.stage.index)) == rank:
-                yield trained
+        return (trained for _, trained in self._held_here())
+
+    def _held_here(self) -> Iterator[tuple[Worker, TrainedStage]]:
+        """The stages that are written here, and the workers that have them."""
+        for worker, trained in self._trained():
+            if min(self._parts.plan.placement.ranks_of(trained.stage.index)) == worker.rank:
+                yield worker, trained
 
     def _state(self, trained: TrainedStage) -> StageState:
         first = self._parts.layout.first_stages
@@ -211,7 +228,7 @@ class Keeper:
         self,
         run: Path,
         identity: Identity,
-        states: list[tuple[TrainedStage, StageState]],
+        states: Iterable[tuple[TrainedStage, StageState]],
         keep: int | None,
     ) -> None:
         folder = self._folder(run, identity.step)
@@ -291,8 +308,11 @@ class Keeper:
         contents, found = self._agreed(folder, weights_only=weights_only)
         if contents is None:
             return None
-        for _, trained in self._trained():
-            give(contents, trained, weights_only=weights_only)
+        for worker in self._parts.workers:
+            worker.drop()
+        for worker, trained in self._trained():
+            with worker.visiting(trained.stage.index, changes=True):
+                give(contents, trained, weights_only=weights_only)
         if weights_only:
             self._parts.feed.resume(0)
             return Loaded(0, 0)

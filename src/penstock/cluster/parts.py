@@ -1,4 +1,4 @@
-"""What a cluster is made of: ``Device``, ``Link``, ``Group``, ``Wire``, ``SpareMachine``, ``Tier``."""
+"""A cluster's parts: ``Device``, ``Link``, ``Group``, ``Wire``, ``SpareMachine``, ``Tier``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans whose ranks have more stages than their memory: what comes and goes, and what that takes."""
+"""Plans whose ranks have more than fits into memory: what comes and goes, and what that takes."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType, NoneType
 from typing import Any, Literal, get_args
 
@@ -36,7 +35,7 @@ from penstock.run.recipe import Recipe
 from penstock.run.seals import SealedTransport
 from penstock.run.settling import building, draw_all, local_rank, place_all, queues_of
 from penstock.run.shared_state import SharedState
-from penstock.run.spilling import check_spillable, settled_in
+from penstock.run.spilling import Settling, check_spillable, settled_in
 from penstock.stage.stage import Stage
 from penstock.transport import Codec, ThreadExchange, ThreadTransport, Transport, connect
 from penstock.transport.device_link import DeviceLink
@@ -154,17 +153,17 @@ def _in_threads(
     if plan.spill is None:
         draw_all(layers, plan, devices, queues, running.seed, running.init)
     layout = Layout(model, plan, layers, streams, one_process=True, devices=devices)
-    if plan.spill is not None:
-        check_spillable(plan, recipe, layout, devices)
     exchange = ThreadExchange(plan.num_ranks, running.deadlines.start.seconds)
     stages = {rank: layout.stages(rank) for rank in range(plan.num_ranks)}
     shared = {rank: layout.shared_state(stages[rank]) for rank in stages}
     place_all(layout, stages, queues)
-    build = partial(_worker, plan, layers, running, layout)
+    residences = _residences(layers, plan, recipe, running, layout, stages)
     workers = [
-        build(stages[rank], rank, transport, recipe, shared[rank], queues.get(rank))
+        _worker(layout, stages[rank], rank, transport, recipe, shared[rank], queues.get(rank))
         for rank, transport in enumerate(exchange.transports)
     ]
+    for rank, residence in residences.items():
+        workers[rank].settle_in(residence)
     first_copies: dict[int, Stage] = {}
     for held in stages.values():
         first_copies = {**held, **first_copies}
@@ -214,12 +213,9 @@ def _in_processes(
             running.devices, plan.on_accelerator, [meeting.rank], first=local_rank()
         )
         queues = queues_of(devices)
-        running = replace(running, seed=seed)
         if plan.spill is None:
             draw_all(layers, plan, devices, queues, seed, running.init)
         layout = Layout(model, plan, layers, streams, one_process=False, devices=devices)
-        if plan.spill is not None:
-            check_spillable(plan, recipe, layout, devices)
         sealed = SealedTransport(transport, meeting.rank)
         stages = layout.stages(meeting.rank)
         shared = layout.shared_state(stages)
@@ -230,8 +226,11 @@ def _in_processes(
             own_host = transport.hosts[meeting.rank]
             device = devices[meeting.rank]
             links = link_devices(meeting, own_host, device, queue, layout.neighbours, start.seconds)
-        build = partial(_worker, plan, layers, running, layout)
-        worker = build(stages, meeting.rank, sealed, recipe, shared, queue, links.of_rank)
+        alike = replace(running, seed=seed)
+        residences = _residences(layers, plan, recipe, alike, layout, {meeting.rank: stages})
+        worker = _worker(layout, stages, meeting.rank, sealed, recipe, shared, queue, links.of_rank)
+        for residence in residences.values():
+            worker.settle_in(residence)
         # The user's code has run: whoever fails in it says so here, before others wait for more.
         meeting.exchange(None, NoneType, "to start training")
         with building(queue):
@@ -268,6 +267,27 @@ def _in_processes(
         running.deadlines,
         in_processes=has_peers,
     )
+
+
+def _residences(
+    layers: tuple[NamedLayer, ...],
+    plan: Plan,
+    recipe: Recipe,
+    running: Running,
+    layout: Layout,
+    stages: Mapping[int, Mapping[int, Stage]],
+) -> dict[int, Residence]:
+    """Where stages come and go: of each rank of this process, which are in memory."""
+    if plan.spill is None:
+        return {}
+    check_spillable(plan, recipe, layout)
+    initialiser = Initialiser(layers, running.seed, anew=running.init == "per-layer")
+    return {
+        rank: settled_in(
+            Settling(plan, layout, recipe, initialiser, running.deadlines.step.seconds), rank, own
+        )
+        for rank, own in stages.items()
+    }
 
 
 def _sentence(parts: Iterable[str]) -> str:
@@ -321,9 +341,6 @@ def _message_types(layers: tuple[NamedLayer, ...], running: Running) -> list[typ
 
 
 def _worker(
-    plan: Plan,
-    layers: tuple[NamedLayer, ...],
-    running: Running,
     layout: Layout,
     stages: dict[int, Stage],
     rank: int,
@@ -337,25 +354,14 @@ def _worker(
         transport = ThreadDeviceTransport(transport, queue)
     elif isinstance(queue, AcceleratorQueue):
         transport = ProcessDeviceTransport(transport, queue, links)
-    holdings = layout.holdings(rank, stages)
-    residence: Residence | None = None
-    if plan.spill is not None:
-        draw = Initialiser(layers, running.seed, anew=running.init == "per-layer")
-        seconds = running.deadlines.step.seconds
-        residence = settled_in(plan, layout, stages, recipe, holdings, draw, seconds)
     with building(queue):
         updater = Updater(
             rank,
             layout.num_ranks,
-            holdings,
+            layout.holdings(rank, stages),
             transport,
             recipe,
             layout.shared(rank, stages),
-            late=residence is not None and recipe.needs_agreement,
         )
-        if residence is not None:
-            residence.follow(updater.optimizers, updater.owed)
         stores = layout.stores(stages, updater.optimizers)
-        return Worker(
-            rank, stages, transport, recipe, updater, layout.skips, stores, shared, residence
-        )
+        return Worker(rank, stages, transport, recipe, updater, layout.skips, stores, shared)

@@ -182,9 +182,12 @@ class Layout:
 
     @property
     def _tied(self) -> list[_Weight]:
-        return [
-            weight for weight in self._weights if len({stage for _, stage in weight.users}) > 1
-        ]
+        return [weight for weight in self._weights if len({stage for _, stage in weight.users}) > 1]
+
+    @property
+    def devices(self) -> Iterable[torch.device]:
+        """Those of the ranks of this process."""
+        return self._devices.values()
 
     @property
     def modules(self) -> Iterator[nn.Module]:

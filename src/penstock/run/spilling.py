@@ -7,22 +7,22 @@ with nothing, a stage at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
 from penstock.device.accelerators import is_on_host
-from penstock.errors import FileError, InputError, ModelError
+from penstock.errors import InputError, ModelError
 from penstock.model.optimizer_factory import Parameters, make_optimizer
-from penstock.model.spine import NamedLayer
 from penstock.plans import Plan
 from penstock.plans.spilling import with_residence
 from penstock.run.layout import Layout
-from penstock.run.materialising import Init, Initialiser
-from penstock.run.rank.updater import Holding, Updater
+from penstock.run.materialising import Initialiser
+from penstock.run.rank.updater import Holding
 from penstock.run.recipe import Recipe
 from penstock.schedule.residence import StageBytes, resident_bytes
 from penstock.stage.stage import Stage
@@ -32,9 +32,7 @@ from penstock.weights.slabs import Slabs
 from penstock.weights.tiers import opened
 
 
-def check_spillable(
-    plan: Plan, recipe: Recipe, layout: Layout, devices: Mapping[int, torch.device]
-) -> None:
+def check_spillable(plan: Plan, recipe: Recipe, layout: Layout) -> None:
     """Raise ``InputError`` or ``ModelError`` if the stages of a plan cannot come and go."""
     remedy = 'leave spill out (spill="never" when planning)'
     if recipe.loss is not None and recipe.optimizer is None:
@@ -47,7 +45,7 @@ def check_spillable(
             "post_validate keeps a copy of weights and optimizer state, which stages that leave "
             f"memory have no room for; leave it out, or {remedy}"
         )
-    other = next((device for device in devices.values() if not is_on_host(device)), None)
+    other = next((device for device in layout.devices if not is_on_host(device)), None)
     if other is not None:
         raise InputError(
             f"stages come and go between main memory and a tier, and a rank computes on {other}; "
@@ -56,8 +54,8 @@ def check_spillable(
     for module in layout.modules:
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise ModelError(
-                f"{type(module).__name__} has sparse=True: gradients whose size nobody knows before "
-                f"cannot leave memory; take sparse=False, or {remedy}"
+                f"{type(module).__name__} has sparse=True, and gradients whose size nobody knows "
+                f"before cannot leave memory; take sparse=False, or {remedy}"
             )
     if layout.tied and plan.schedule != "spilled":
         raise ModelError(
@@ -71,39 +69,47 @@ def check_spillable(
         )
 
 
-def settled_in(
-    plan: Plan,
-    layout: Layout,
-    stages: Mapping[int, Stage],
-    recipe: Recipe,
-    holdings: Mapping[int, Holding],
-    draw: Initialiser,
-    seconds: float,
-) -> Residence:
+@dataclass(frozen=True)
+class Settling:
+    """What ranks settle in with.
+
+    Attributes:
+        initialiser: gives layers on ``meta`` their values, right before these leave.
+        seconds: how long a transfer may take.
+    """
+
+    plan: Plan
+    layout: Layout
+    recipe: Recipe
+    initialiser: Initialiser
+    seconds: float
+
+
+def settled_in(settling: Settling, rank: int, stages: Mapping[int, Stage]) -> Residence:
     """Move a rank's stages to its tier, one at a time, and make room for what will be kept there.
 
     Args:
         stages: the rank's.
-        holdings: what each of them trains.
-        draw: gives layers on ``meta`` their values, right before these leave.
-        seconds: how long a transfer may take.
 
     Raises:
         FileError: the tier has no room for weights or optimizer state.
         ModelError: a layer has no way to its values.
     """
+    plan, recipe = settling.plan, settling.recipe
     assert plan.spill is not None
-    pinned = layout.tied_ids
+    holdings = settling.layout.holdings(rank, dict(stages))
+    pinned = settling.layout.tied_ids
     weights = {
         index: [one for one in stage.parameters() if id(one) not in pinned]
         for index, stage in stages.items()
     }
     first = [0, *accumulate(len(stage.layers) for stage in plan.stages)]
-    residence = Residence(opened(plan.spill.tier), Slabs(float("inf")), weights, seconds=seconds)
+    store = opened(plan.spill.tier)
+    residence = Residence(store, Slabs(float("inf")), weights, settling.seconds)
     try:
         for index in stages:
             for layer in range(first[index], first[index + 1]):
-                draw.draw(layer)
+                settling.initialiser.draw(layer)
             residence.take_in(index)
         residence.slabs.clear()
         state = {
@@ -166,9 +172,7 @@ def _stepped_once(
         for name, one in holding.named.items()
     ]
     travels = [
-        copy
-        for (_, copy), one in zip(named, holding.named.values(), strict=True)
-        if id(one) in own
+        copy for (_, copy), one in zip(named, holding.named.values(), strict=True) if id(one) in own
     ]
     place = holding.place
     optimizer = make_optimizer(
@@ -182,15 +186,3 @@ def _stepped_once(
         optimizer.step()
     tensors: list[Tensor] = state_tensors(optimizer, travels)
     return Group("", tensors).num_bytes
-
-
-def checked_optimizers(updater: Updater) -> None:
-    """Raise ``InputError`` if an optimizer keeps what belongs to no parameter of its stage."""
-    for stage, optimizer in updater.optimizers.items():
-        own = {id(one) for one in updater.holdings[stage].named.values()}
-        if any(id(key) not in own for key in optimizer.state):
-            raise InputError(
-                f"{type(optimizer).__name__} keeps something for the whole of stage {stage}, or "
-                "beyond it, and only what belongs to a parameter can come and go with it; take "
-                'another optimizer, or plan with spill="never"'
-            )

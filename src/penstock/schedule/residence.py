@@ -261,6 +261,7 @@ class _Account:
     def __init__(self, sizes: StageBytes, stays: Mapping[Op, Stay]) -> None:
         self._sizes = sizes
         self._stays = stays
+        self._spilled = {stay.stage for stay in stays.values()}
         self._weights: dict[int, int] = {}
         self._gradients: dict[int, int] = {}
         self._state: dict[int, int] = {}
@@ -276,9 +277,8 @@ class _Account:
                 self._state[stage] = sizes.state[stage]
             if stay.late:
                 self._gradients[stage] = sizes.gradients[stage]
-        elif op.kind in _GRADIENTS:
-            if any(stay.stage == stage for stay in self._stays.values()):
-                self._gradients[stage] = sizes.gradients[stage]  # [2]
+        elif op.kind in _GRADIENTS and stage in self._spilled:
+            self._gradients[stage] = sizes.gradients[stage]  # [2]
         held = self._held
         if op.kind in UPDATES:
             self._gradients.pop(stage, None)

@@ -26,7 +26,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import DeadlineError, ModelError
+from penstock.errors import DeadlineError, InputError, ModelError
+from penstock.model import tree
 from penstock.schedule.residence import Stay
 from penstock.weights.group import Elsewhere, Group
 from penstock.weights.lane import Lane
@@ -95,9 +96,7 @@ class Residence:
             group.slab = None
             self.slabs.give(slab)
 
-    def follow(
-        self, optimizers: Mapping[int, torch.optim.Optimizer], owed: Container[int]
-    ) -> None:
+    def follow(self, optimizers: Mapping[int, torch.optim.Optimizer], owed: Container[int]) -> None:
         """Let what optimizers keep travel as well.
 
         Args:
@@ -229,9 +228,7 @@ class Residence:
 
     def instead(self, stage: int) -> Instead:
         """What autograd is to save in the place of a stage's weights. [4]"""
-        there = [
-            (group, group.slab) for group in self._weights[stage] if group.slab is not None
-        ]
+        there = [(group, group.slab) for group in self._weights[stage] if group.slab is not None]
 
         def substitute(tensor: Tensor) -> Elsewhere | None:
             if tensor.layout is torch.strided:
@@ -261,10 +258,8 @@ class Residence:
         """Let what an optimizer keeps travel, also if it is another object than before."""
         tensors = state_tensors(self._optimizers.get(stage), self._parameters[stage])
         known = self._state.get(stage)
-        if known is not None and known.slab is not None and known.is_in(known.slab):
-            if _same(known.tensors, tensors):
-                return
-        if not tensors:
+        here = known is not None and known.slab is not None and known.is_in(known.slab)
+        if not tensors or (known is not None and here and _same(known.tensors, tensors)):
             return
         group = Group(f"optimizer state of stage {stage}", tensors)
         slab = None
@@ -441,12 +436,23 @@ def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return len(some) == len(others) and all(map(lambda a, b: a is b, some, others))
 
 
+def _hides_tensors(value: object) -> bool:
+    return isinstance(value, list | tuple | dict) and bool(tree.tensors(value))
+
+
 def state_tensors(
     optimizer: torch.optim.Optimizer | None, parameters: Sequence[nn.Parameter]
 ) -> list[Tensor]:
     """What an optimizer keeps of parameters in tensors; single numbers are not worth the way."""
     if optimizer is None:
         return []
+    for key, kept in optimizer.state.items():
+        if not isinstance(key, nn.Parameter) or any(map(_hides_tensors, kept.values())):
+            raise InputError(
+                f"{type(optimizer).__name__} keeps tensors that belong to no parameter of its "
+                "stage, or several in a list, and these cannot come and go with it; take another "
+                'optimizer, or plan with spill="never"'
+            )
     own = {id(parameter) for parameter in parameters}
     return [
         value

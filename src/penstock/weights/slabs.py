@@ -103,9 +103,9 @@ class Slabs:
                 self._mapped -= other
         if self._mapped + size > self.budget_bytes:
             raise RunError(
-                f"no room for {format_bytes(size)} of {whose}: {format_bytes(self._used)} of the "
-                f"{format_bytes(self.budget_bytes)} for stages that come and go are in use; plan with "
-                "more memory_bytes"
+                f"no room for {format_bytes(size)} of {whose}: of the "
+                f"{format_bytes(self.budget_bytes)} for stages that come and go, "
+                f"{format_bytes(self._used)} are in use; plan with more memory_bytes"
             )
 
     def count(self, num_bytes: int, whose: str = "") -> None:

@@ -26,7 +26,7 @@ from penstock.errors import FileError
 from penstock.units import format_bytes
 
 PAGE = 4096
-"""What lies in a tier, and slabs in memory, begin and end with pages: direct transfers need that."""
+"""Whatever lies in a tier or a slab begins and ends with pages: direct transfers need that."""
 _MOST_AT_ONCE = 64 << 20
 _WORD = 8
 _Move = Callable[[int, list[memoryview], int], int]

@@ -56,7 +56,10 @@ class Compiler:
         shared: what forwards must not write; looked at before weights change, too.
         observers: look on while stages compute.
         post_validate: whether updates are made on trust.
-        residence: which stages are in memory, if they come and go.
+
+    Attributes:
+        residence: which stages are in memory, if they come and go; to be set before anything is
+            compiled.
     """
 
     def __init__(
@@ -70,7 +73,6 @@ class Compiler:
         observers: Observers,
         *,
         post_validate: bool,
-        residence: Residence | None = None,
     ) -> None:
         self._rank = rank
         self._skips = tuple(skips)
@@ -79,7 +81,7 @@ class Compiler:
         self._stores = stores
         self._shared = shared
         self._observers = observers
-        self._residence = residence
+        self.residence: Residence | None = None
         self._agree = Settle if post_validate else Agree
         self.program = lru_cache(_MOST_PROGRAMS)(self._program)
         self.steps = lru_cache(_MOST_PROGRAMS)(self._steps)
@@ -96,8 +98,8 @@ class Compiler:
 
     def _bound(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
         step = _BINDINGS[op.kind](self, op, program, store)
-        if self._residence is not None and op.kind in _READING_WEIGHTS:
-            return Resident(op, program.unit(op), step, self._observers, self._residence)
+        if self.residence is not None and op.kind in _READING_WEIGHTS:
+            return Resident(op, program.unit(op), step, self._observers, self.residence)
         if op.kind in _READING_WEIGHTS:
             if store is not None:
                 return Versioned(op, program.unit(op), step, self._observers, store)
@@ -161,24 +163,22 @@ class Compiler:
     def _update(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
         if store is not None:
             return NewVersion(op, self._updater, store)
-        if self._residence is not None:
-            return ResidentUpdate(op, self._updater, self._residence)
+        if self.residence is not None:
+            return ResidentUpdate(op, self._updater, self.residence)
         return UpdateWeights(op, self._updater)
 
-    def _late_update(
-        self, op: Op, program: RankProgram, _: WeightStore | None
-    ) -> RankStep[Work]:
-        assert self._residence is not None
-        return LateUpdate(op, self._updater, self._residence)
+    def _late_update(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+        assert self.residence is not None
+        return LateUpdate(op, self._updater, self.residence)
 
     def _fetch(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
-        assert self._residence is not None
-        return Fetch(op, program.stays[op], self._residence)
+        assert self.residence is not None
+        return Fetch(op, program.stays[op], self.residence)
 
     def _leave(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
-        assert self._residence is not None
+        assert self.residence is not None
         notes = op in program.last_leaves
-        return Leave(op, program.stays[op], self._residence, self._updater, notes)
+        return Leave(op, program.stays[op], self.residence, self._updater, notes)
 
 
 _Binding = Callable[[Compiler, Op, RankProgram, WeightStore | None], RankStep[Work]]

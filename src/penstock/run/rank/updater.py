@@ -85,7 +85,6 @@ class Updater:
         holdings: what each stage of the rank trains.
         transport: the rank's end of its channels.
         shared: weights of which this rank holds one of several copies.
-        late: whether updates on which ranks agree come with the next minibatch.
 
     Attributes:
         sums: the sums of the gradients of ``shared``.
@@ -93,6 +92,7 @@ class Updater:
         optimizers: by stage; a stage without parameters has none.
         schedulers: of the optimizers, by stage, if there are any.
         rates: what the learning rates of each stage were multiplied by when it was built.
+        late: whether updates on which ranks agree come with the next minibatch.
         owed: of stages whose gradients have left memory before all ranks could agree on them, what
             they agreed on; the update comes when the stage does.
         num_updates: steps begun so far, over all stages.
@@ -108,10 +108,9 @@ class Updater:
         transport: Transport,
         recipe: Recipe,
         shared: Sequence[SharedWeights] = (),
-        *,
-        late: bool = False,
     ) -> None:
         self.num_updates = 0
+        self.late = False
         self.owed: dict[int, Verdict] = {}
         self.loss_scale = recipe.loss_scale
         self.norm: Tensor | None = None
@@ -136,7 +135,6 @@ class Updater:
         self.holdings = holdings
         self._transport = transport
         self._recipe = recipe
-        self._late = late
         # One holder keeps gradients that are only gathered, or the next sum would count them twice.
         everywhere = recipe.optimizer is not None
         self.sums = Sums(rank, shared, transport, everywhere=everywhere)
@@ -175,11 +173,11 @@ class Updater:
         """Wait for all ranks' norms, and make the gradients what the verdict says."""
         self.sums.complete()
         share = Share.of(self._counted(), self._unscaled(self.holdings))
-        if self._late:  # of gradients that have left, the norms are noted
+        if self.late:  # of gradients that have left, the norms are noted
             share = self._share.with_that_of(share)
         tell(self._transport, self._rank, self._num_ranks, self._number, share)
         verdict = self._judge(self._number, share)
-        if self._late:
+        if self.late:
             self.owed.update(dict.fromkeys(self.optimizers, verdict))
 
     def note(self, stage: int, leaving: Iterable[nn.Parameter]) -> None:

@@ -40,10 +40,10 @@ class Worker:
         skips: values that travel beside the chain.
         stores: the versions of the weights of its stages, where there are several.
         shared: what others hold as well, so that no forward of this rank may write it.
-        residence: which of its stages are in memory, if they come and go.
 
     Attributes:
-        rank, stages, transport, updater, stores, residence: as given.
+        rank, stages, transport, updater, stores: as given.
+        residence: which of its stages are in memory, if they come and go (``settle_in``).
         queue: its work on its device; ``None`` where all is done in main memory.
         num_runs: minibatches completed.
         num_attempts: streams begun, whether completed or not; a synchronous minibatch is one of its
@@ -60,7 +60,6 @@ class Worker:
         skips: Sequence[SkipRoute] = (),
         stores: Mapping[int, WeightStore] = MappingProxyType({}),
         shared: SharedState | None = None,
-        residence: Residence | None = None,
     ) -> None:
         self.rank = rank
         self.stages = stages
@@ -70,7 +69,7 @@ class Worker:
         self.num_runs = self.num_attempts = 0
         self._recipe = recipe
         self.stores = stores
-        self.residence = residence
+        self.residence: Residence | None = None
         self._shared = shared or SharedState({})
         self._observers = Observers(stages, recipe)
         self._compiler = Compiler(
@@ -82,11 +81,16 @@ class Worker:
             self._shared,
             self._observers,
             post_validate=recipe.post_validate,
-            residence=residence,
         )
         self._journal = Journal()
         self._mail = Mail(transport, 0)
         self._marks: list[AwaitedMark] = []
+
+    def settle_in(self, residence: Residence) -> None:
+        """Let the rank's stages come and go, from the first step on."""
+        self.residence = self._compiler.residence = residence
+        self.updater.late = self._recipe.needs_agreement
+        residence.follow(self.updater.optimizers, self.updater.owed)
 
     @property
     def counts_memory(self) -> bool:
@@ -245,6 +249,12 @@ class Worker:
             for stage in [*self.updater.owed]:
                 with self.residence.visiting(stage):
                     pay(stage, self.updater, self.residence)
+
+    def drop(self) -> None:
+        """Forget what late updates still wait for: other weights come."""
+        if self.residence is not None:
+            self.updater.owed.clear()
+            self.residence.forget()
 
     def close(self) -> None:
         """Give back what is kept outside of memory."""

@@ -21,7 +21,9 @@ def by_events(schedule: Schedule, costs: Costs) -> Timeline:
     free = [0.0] * schedule.num_ranks
     rows = [Row(ops, array("d"), array("d")) for ops in schedule.ranks]
     links = _Links(schedule, costs) if costs.has_busy_links else None
-    tiers = [Tiers(ops, costs) if RESIDENCE & {op.kind for op in ops} else None for ops in schedule.ranks]
+    tiers = [
+        Tiers(ops, costs) if RESIDENCE & {op.kind for op in ops} else None for ops in schedule.ranks
+    ]
     for rank, op in executable_order(schedule):
         ready = free[rank]
         for needed in schedule.dependencies(op):
