@@ -238,6 +238,7 @@ class Keeper:
             self._remove_foreign(folder)
         for trained, state in states:
             self._write_piece(folder, identity, trained, state)
+            del state  # a stage that comes and goes must not be seen when it leaves
         if self._is_first and keep is not None:
             prune(run, keep)
 

@@ -226,6 +226,10 @@ class Residence:
         """Bytes of all weights of a stage that come and go."""
         return sum(group.num_bytes for group in self._weights[stage])
 
+    def state_bytes(self, stage: int) -> int:
+        """Bytes of what the optimizer keeps of a stage, as far as it comes and goes."""
+        return self._state[stage].num_bytes if stage in self._state else 0
+
     def instead(self, stage: int) -> Instead:
         """What autograd is to save in the place of a stage's weights. [4]"""
         there = [(group, group.slab) for group in self._weights[stage] if group.slab is not None]

@@ -203,6 +203,8 @@ class Updater:
         self._step(stage, verdict)
         if stage in self.schedulers:
             self.schedulers[stage].step()
+        # What has been made for good belongs to no step that may fail later.
+        self.num_updates -= 1
 
     def _judge(self, number: int, share: Share) -> Verdict:
         shares = hear(self._transport, self._rank, self._num_ranks, number, share)
