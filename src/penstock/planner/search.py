@@ -22,10 +22,11 @@ from penstock.planner.offers import PLAIN, REPLICATED
 from penstock.planner.race import Race, closest
 from penstock.planner.reordering import in_other_orders, learned
 from penstock.planner.shortfall import shortfall
+from penstock.planner.spilling import offered, spilled_plan
 from penstock.planner.task import Task
 from penstock.planner.tensor_groups import in_groups, widths
 from penstock.planner.why import alternatives_of, coarsely, possible, reason_for, rivals
-from penstock.planner.wish import RecomputeRule, Wish
+from penstock.planner.wish import RecomputeRule, SpillRule, Wish
 from penstock.plans.plan import Plan
 from penstock.schedule import families
 from penstock.schedule.families.replicated import read_replicas
@@ -52,6 +53,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     tensor_ranks: int | Literal["any"] = 1,
     order: Literal["execution", "any"] = "execution",
     placement: Literal["exact", "reinforce"] = "exact",
+    spill: SpillRule = "where-needed",
 ) -> Plan:
     """Find the plan with the shortest predicted step that fits in memory.
 
@@ -94,6 +96,9 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
             it).
         placement: ``"reinforce"`` lets a policy learn which device takes which layers of a
             branching model (``docs/learned-placement.md``); ``"exact"`` cuts chains best.
+        spill: whether stages may come from one of the cluster's tiers and leave again
+            (``docs/larger-than-memory.md``): ``"where-needed"``, if nothing fits otherwise;
+            ``"never"`` or ``"always"``.
 
     Returns:
         The plan; ``print`` shows it, ``save`` keeps it, ``reason`` and ``alternatives`` tell why it
@@ -112,6 +117,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     one_of("recompute", recompute, get_args(RecomputeRule))
     one_of("order", order, ("execution", "any"))
     one_of("placement", placement, ("exact", "reinforce"))
+    one_of("spill", spill, get_args(SpillRule))
     flag("asynchronous", asynchronous)
     expect(cuts, list | tuple, "cuts", "give a list of layers, as in cuts=[3]")
     _check_counts(graph, microbatches, minibatch, stages, memory_bytes)
@@ -145,7 +151,10 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         asynchronous="also" if asynchronous else "no",
         cuts=given,
         recompute=recompute,
+        spill=spill,
     )
+    if spill == "always":
+        return _spilled(single, wish)
     if placement == "reinforce":
         _check_learnable(wish)
         return _learned(tasks, wish)
@@ -155,6 +164,22 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     if never and recompute in ("stage", "layers"):
         raise InputError("stages do not run forward twice where the pipeline never flushes")
     return _solve(tasks, wish)
+
+
+def _spilled(tasks: Sequence[Task], wish: Wish) -> Plan:
+    """The plan whose stages come and go, since somebody asks for it."""
+    tiers = tasks[0].cluster.tiers
+    if not tiers:
+        raise PlanError(
+            'spill="always" needs a tier to which stages go; give the cluster one, as in '
+            "Cluster.local(tiers=[Tier(folder=…)]), or --tier FOLDER"
+        )
+    if not wish.may_spill:
+        raise InputError(
+            "stages that come and go are planned as a whole; leave out schedule, stages, cuts, "
+            'replicas and versions, or take spill="never"'
+        )
+    return spilled_plan(tasks, wish, tiers)
 
 
 def _check_learnable(wish: Wish) -> None:
@@ -227,9 +252,18 @@ def _solve(tasks: Sequence[Task], wish: Wish) -> Plan:
             raise race.failure
         nearest = closest(tasks, wish)
         if nearest is None or not nearest.fits:
-            raise PlanError(shortfall(nearest, tasks, wish))
+            return _fits_nowhere(nearest, tasks, wish)
         chosen = nearest if nearest.setting.is_final else nearest.with_final_order()
     return _explained(chosen, race.contenders, tasks, wish, race.num_skipped)
+
+
+def _fits_nowhere(nearest: Candidate | None, tasks: Sequence[Task], wish: Wish) -> Plan:
+    """A plan whose stages come and go, if it may be one; else what would have to change."""
+    if wish.spill == "never" or not wish.may_spill:
+        raise PlanError(shortfall(nearest, tasks, wish))
+    if tasks[0].cluster.tiers:
+        return spilled_plan(tasks, wish, tasks[0].cluster.tiers)
+    raise PlanError(shortfall(nearest, tasks, wish) + offered(tasks, wish))
 
 
 def _read_cuts(graph: LayerGraph, cuts: Sequence[int | str]) -> tuple[int, ...]:

@@ -99,7 +99,7 @@ def bytes_of_spilled_ranks(
         activations = accumulate(change for _, change in steps)
         resident = resident_bytes(ops, own_bytes)
         worst = max(map(sum, zip(resident, activations, strict=True)), default=0)
-        always = sum(stages[stage].buffer_bytes for stage in own)
+        always = sum(stages[stage].buffer_bytes + stages[stage].sum_bytes for stage in own)
         ranks.append(ceil(worst) + always + max(stages[stage].workspace_bytes for stage in own))
     return tuple(ranks)
 
