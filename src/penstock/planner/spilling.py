@@ -125,6 +125,8 @@ def _promising(task: Task, wish: Wish, tier: Tier) -> Iterator[Spilled]:
             for way in _ways(wish):
                 number, last = 0, None
                 for count in _counts(task.num_layers // num_ranks):
+                    if _is_hopeless(task, num_ranks, count):
+                        continue
                     spilled = _spilled(task, tier, num_ranks, count, way, ahead)
                     if spilled is None:
                         continue
@@ -136,6 +138,15 @@ def _promising(task: Task, wish: Wish, tier: Tier) -> Iterator[Spilled]:
                         break
                 if not number and last is not None:
                     yield last
+
+
+def _is_hopeless(task: Task, num_ranks: int, count: int) -> bool:
+    """Whether so many stages per rank need not be built, since one of them alone is too large; the
+    most that there can be are, for what is then told."""
+    most = task.num_layers // num_ranks
+    sizes, cuts = _layer_bytes(task), _even_cuts(task, num_ranks * count)
+    largest = max(sum(sizes[start:stop]) for start, stop in pairwise(cuts))
+    return count < most and largest > max(_limits(task, num_ranks))
 
 
 def _ways(wish: Wish) -> tuple[RecomputeWay, ...]:
