@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import nn
 
 import penstock as pk
@@ -342,6 +343,36 @@ def test_a_model_on_meta_is_drawn_stage_by_stage():
             return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Linear(32, 4))
 
     assert_alike(trained(meta(), Spill(tier=HOST)), trained(meta(), None))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("spill", [Spill(tier=HOST), None])
+def test_weights_come_from_files(tmp_path, spill, parts):
+    whole = make_net(seed=7)
+    items = sorted(whole.state_dict().items())
+    for part in range(parts):
+        save_file(dict(items[part::parts]), tmp_path / f"part-{part}.safetensors")
+    with torch.device("meta"):
+        meta = make_net()
+    path = tmp_path if parts > 1 else tmp_path / "part-0.safetensors"
+    ours = trained(meta, spill, options={"weights": path})
+    assert_alike(ours, trained(make_net(seed=7), None))
+
+
+def test_weights_of_another_model_are_refused(tmp_path):
+    path = tmp_path / "model.safetensors"
+    state = make_net().state_dict()
+    for wrong, match in (
+        ({key: value for key, value in state.items() if key != "3.bias"}, r"lacks '3.bias'"),
+        ({**state, "more": torch.zeros(2)}, "has, beside the model's, 'more'"),
+        ({**state, "3.bias": torch.zeros(3)}, r"'3.bias' as torch.float32 of shape \(3,\)"),
+    ):
+        save_file(wrong, path)
+        with pytest.raises(FileError, match=match):
+            spilled_pipeline(make_net(), options={"weights": path})
+    path.write_text("nothing")
+    with pytest.raises(FileError, match="cannot read the weights"):
+        spilled_pipeline(make_net(), options={"weights": path})
 
 
 REFUSED = {

@@ -116,28 +116,35 @@ def spilled_plan(tasks: Sequence[Task], wish: Wish, tiers: Sequence[Tier]) -> Pl
 
 
 def _promising(task: Task, wish: Wish, tier: Tier) -> Iterator[Spilled]:
-    """Candidates of each way that fit; where none does, the one that misses by the fewest bytes."""
+    """Candidates of each way that fit, ahead if there is room for that; of a way in which none
+    does, the one with most stages."""
     for num_ranks in sorted({1, len(task.cluster.devices)}):
-        fitting = False
         for ahead in (1, 0):
+            fitting = False
+            for way in _ways(wish):
+                for spilled in _fitting(task, tier, num_ranks, way, ahead):
+                    fitting = fitting or spilled.excess <= 0
+                    yield spilled
             if fitting:
                 break
-            for way in _ways(wish):
-                number, last = 0, None
-                for count in _counts(task.num_layers // num_ranks):
-                    if _is_hopeless(task, num_ranks, count):
-                        continue
-                    spilled = _spilled(task, tier, num_ranks, count, way, ahead)
-                    if spilled is None:
-                        continue
-                    last = spilled
-                    if spilled.excess <= 0:
-                        yield spilled
-                        fitting, number = True, number + 1
-                    if number == _SIMULATED:
-                        break
-                if not number and last is not None:
-                    yield last
+
+
+def _fitting(
+    task: Task, tier: Tier, num_ranks: int, way: RecomputeWay, ahead: int
+) -> Iterator[Spilled]:
+    """The candidates with the fewest stages that fit; if none does, the one with most."""
+    number, last = 0, None
+    for count in _counts(task.num_layers // num_ranks):
+        if _is_hopeless(task, num_ranks, count):
+            continue
+        last = _spilled(task, tier, num_ranks, count, way, ahead)
+        if last is not None and last.excess <= 0:
+            yield last
+            number += 1
+        if number == _SIMULATED:
+            break
+    if not number and last is not None:
+        yield last
 
 
 def _is_hopeless(task: Task, num_ranks: int, count: int) -> bool:

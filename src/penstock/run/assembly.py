@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,9 +26,10 @@ from penstock.run.drive.offers import agree
 from penstock.run.drive.processes import ProcessDriver
 from penstock.run.drive.threads import ThreadDriver
 from penstock.run.feed import Feed
+from penstock.run.given_weights import GivenWeights
 from penstock.run.giving import DeviceGiver, Giver
 from penstock.run.layout import Layout
-from penstock.run.materialising import Init, Initialiser
+from penstock.run.materialising import Init, Initialiser, Values
 from penstock.run.rank.forward import Void
 from penstock.run.rank.updater import Updater
 from penstock.run.rank.worker import Worker
@@ -61,6 +63,7 @@ class Running:
     init: Init = "given"
     message_types: Sequence[type] = ()
     compare_data: bool = True
+    weights: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         one_of("results", self.results, get_args(Results))
@@ -68,7 +71,19 @@ class Running:
         expect(self.message_types, Sequence, "message_types", "give a list of classes")
         whole("seed", self.seed, -(2**63), 2**64 - 1)
         flag("record", self.record)
+        if self.weights is not None and self.init == "per-layer":
+            raise InputError('init="per-layer" draws what weights=… gives; leave one of them out')
         Codec(self.message_types)  # refuses in threads what processes would refuse
+
+    def values(self, layers: Sequence[NamedLayer]) -> Values:
+        """Where the layers of a model have their initial values from.
+
+        Raises:
+            FileError: from files that are of another model.
+        """
+        if self.weights is not None:
+            return GivenWeights(layers, self.weights)
+        return Initialiser(layers, self.seed, anew=self.init == "per-layer")
 
     @property
     def settings(self) -> dict[str, str]:
@@ -151,7 +166,7 @@ def _in_threads(
     devices = devices_of_ranks(running.devices, plan.on_accelerator, range(plan.num_ranks))
     queues = queues_of(devices)
     if plan.spill is None:
-        draw_all(layers, plan, devices, queues, running.seed, running.init)
+        draw_all(layers, plan, devices, queues, running.values(layers))
     layout = Layout(model, plan, layers, streams, one_process=True, devices=devices)
     exchange = ThreadExchange(plan.num_ranks, running.deadlines.start.seconds)
     stages = {rank: layout.stages(rank) for rank in range(plan.num_ranks)}
@@ -214,7 +229,7 @@ def _in_processes(
         )
         queues = queues_of(devices)
         if plan.spill is None:
-            draw_all(layers, plan, devices, queues, seed, running.init)
+            draw_all(layers, plan, devices, queues, replace(running, seed=seed).values(layers))
         layout = Layout(model, plan, layers, streams, one_process=False, devices=devices)
         sealed = SealedTransport(transport, meeting.rank)
         stages = layout.stages(meeting.rank)
@@ -281,10 +296,10 @@ def _residences(
     if plan.spill is None:
         return {}
     check_spillable(plan, recipe, layout)
-    initialiser = Initialiser(layers, running.seed, anew=running.init == "per-layer")
+    values = running.values(layers)
     return {
         rank: settled_in(
-            Settling(plan, layout, recipe, initialiser, running.deadlines.step.seconds), rank, own
+            Settling(plan, layout, recipe, values, running.deadlines.step.seconds), rank, own
         )
         for rank, own in stages.items()
     }

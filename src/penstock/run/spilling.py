@@ -21,7 +21,7 @@ from penstock.model.optimizer_factory import Parameters, make_optimizer
 from penstock.plans import Plan
 from penstock.plans.spilling import with_residence
 from penstock.run.layout import Layout
-from penstock.run.materialising import Initialiser
+from penstock.run.materialising import Values
 from penstock.run.rank.updater import Holding
 from penstock.run.recipe import Recipe
 from penstock.schedule.residence import StageBytes, resident_bytes
@@ -74,14 +74,14 @@ class Settling:
     """What ranks settle in with.
 
     Attributes:
-        initialiser: gives layers on ``meta`` their values, right before these leave.
+        values: where layers have their initial values from, right before these leave.
         seconds: how long a transfer may take.
     """
 
     plan: Plan
     layout: Layout
     recipe: Recipe
-    initialiser: Initialiser
+    values: Values
     seconds: float
 
 
@@ -109,7 +109,7 @@ def settled_in(settling: Settling, rank: int, stages: Mapping[int, Stage]) -> Re
     try:
         for index in stages:
             for layer in range(first[index], first[index + 1]):
-                settling.initialiser.draw(layer)
+                settling.values.draw(layer)
             residence.take_in(index)
         residence.slabs.clear()
         state = {
