@@ -246,6 +246,12 @@ def test_counted_memory_is_what_the_order_says(clip):
         assert slabs.peak_bytes <= slabs.budget_bytes
 
 
+def test_a_plan_that_allows_too_little_is_refused_before_the_first_step():
+    spill = Spill(tier=HOST, memory_bytes=50_000)
+    with pytest.raises(InputError, match=r"rank 0 would hold .* and the plan allows 48.8 KiB"):
+        spilled_pipeline(make_net(), spill)
+
+
 def test_what_has_left_cannot_be_read():
     model = make_net()
     with spilled_pipeline(model) as pipeline:

@@ -66,11 +66,15 @@ class Spilled:
         """Predicted memory of each rank."""
         return bytes_of_spilled_ranks(self.stages, self.candidate.schedule, self.spill)
 
-    @property
+    @cached_property
     def excess(self) -> float:
-        """Bytes by which the rank that misses its limit most does; ≤ 0 if all fit."""
-        pairs = zip(self.rank_bytes, self.limits, strict=True)
-        return max(held - limit for held, limit in pairs)
+        """Bytes by which the rank that misses its limit most does; ≤ 0 if all fit, whether
+        gradients will be clipped or not: a plan is for both."""
+        clipped = bytes_of_spilled_ranks(
+            self.stages, self.candidate.schedule, self.spill, agrees=True
+        )
+        held = map(max, self.rank_bytes, clipped)
+        return max(most - limit for most, limit in zip(held, self.limits, strict=True))
 
     @cached_property
     def prediction(self) -> Prediction:
@@ -314,12 +318,13 @@ def _too_little(nearest: Spilled | None) -> str:
     task = nearest.candidate.task
     sizes = _layer_bytes(task)
     largest = max(range(len(sizes)), key=sizes.__getitem__)
+    least = min(nearest.limits)
     name, needs = task.graph.layers[largest].name, format_bytes(sizes[largest])
     return (
         f"no plan fits in memory, also with {count_of(len(nearest.stages), 'stage')} that come "
         f"from {nearest.spill.tier} and leave again: layer {name!r} alone needs {needs} for "
         f"weights, gradients and optimizer state ({sizes[largest] / sum(sizes):.0%} of the "
-        f"model's); the least budget is {format_bytes(max(nearest.rank_bytes))} on a rank, so "
+        f"model's); the least budget is {format_bytes(nearest.excess + least)} on a rank, so "
         "allow that, split that layer, or take smaller microbatches"
     )
 

@@ -83,25 +83,39 @@ def stage_bytes(stages: Sequence[StagePlan]) -> StageBytes:
 
 
 def bytes_of_spilled_ranks(
-    stages: Sequence[StagePlan], schedule: Schedule, spill: Spill
+    stages: Sequence[StagePlan], schedule: Schedule, spill: Spill, *, agrees: bool = False
 ) -> tuple[int, ...]:
     """Predicted memory of each rank at its worst moment: the stages that are there, what the order
     of its ops keeps of activations, buffers of all its stages and room to work.
 
     Args:
         schedule: with the recomputes that the stages want.
+        agrees: whether updates depend on all gradients, and so come late.
     """
-    lowered = with_residence(schedule, spill)
-    sizes, own_bytes = sizes_of(stages), stage_bytes(stages)
-    ranks = []
-    for ops, own in zip(lowered.ranks, lowered.stages_of, strict=True):
-        steps = changes(ops, sizes, schedule.num_slices)
-        activations = accumulate(change for _, change in steps)
-        resident = resident_bytes(ops, own_bytes)
-        worst = max(map(sum, zip(resident, activations, strict=True)), default=0)
-        always = sum(stages[stage].buffer_bytes + stages[stage].sum_bytes for stage in own)
-        ranks.append(ceil(worst) + always + max(stages[stage].workspace_bytes for stage in own))
-    return tuple(ranks)
+    return tuple(
+        most_held(stages, schedule, spill, stage_bytes(stages), rank, agrees=agrees)
+        for rank in range(schedule.num_ranks)
+    )
+
+
+def most_held(
+    stages: Sequence[StagePlan],
+    schedule: Schedule,
+    spill: Spill,
+    own_bytes: StageBytes,
+    rank: int,
+    *,
+    agrees: bool,
+) -> int:
+    """As ``bytes_of_spilled_ranks``, for one rank, of whose stages somebody knows the bytes."""
+    ops = with_residence(schedule, spill, agrees=agrees).ranks[rank]
+    steps = changes(ops, sizes_of(stages), schedule.num_slices)
+    activations = accumulate(change for _, change in steps)
+    resident = resident_bytes(ops, own_bytes)
+    worst = max(map(sum, zip(resident, activations, strict=True)), default=0)
+    own = [stages[stage] for stage in schedule.stages_of[rank]]
+    always = sum(stage.buffer_bytes + stage.sum_bytes for stage in own)
+    return ceil(worst) + always + max(stage.workspace_bytes for stage in own)
 
 
 def spilled_costs(costs: Costs, stages: Sequence[StagePlan], spill: Spill) -> Costs:

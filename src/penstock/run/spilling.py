@@ -19,17 +19,20 @@ from penstock.device.accelerators import is_on_host
 from penstock.errors import InputError, ModelError
 from penstock.model.optimizer_factory import Parameters, make_optimizer
 from penstock.plans import Plan
-from penstock.plans.spilling import with_residence
+from penstock.plans.spilling import most_held, with_residence
 from penstock.run.layout import Layout
 from penstock.run.materialising import Values
 from penstock.run.rank.updater import Holding
 from penstock.run.recipe import Recipe
 from penstock.schedule.residence import StageBytes, resident_bytes
 from penstock.stage.stage import Stage
+from penstock.units import format_bytes
 from penstock.weights.group import Group
 from penstock.weights.residence import Residence, state_tensors
 from penstock.weights.slabs import Slabs
 from penstock.weights.tiers import opened
+
+_ROUNDED = 1.01
 
 
 def check_spillable(plan: Plan, recipe: Recipe, layout: Layout) -> None:
@@ -129,7 +132,13 @@ def settled_in(settling: Settling, rank: int, stages: Mapping[int, Stage]) -> Re
         _by_stage(num_stages, {index: residence.gradient_bytes(index) for index in stages}),
         _by_stage(num_stages, state),
     )
-    residence.slabs.budget_bytes = most_resident(plan, recipe, min(stages), sizes)
+    try:
+        check_budget(plan, recipe, rank, sizes)
+    except BaseException:
+        residence.close()
+        raise
+    schedule = with_residence(plan.placement, plan.spill, agrees=recipe.needs_agreement)
+    residence.slabs.budget_bytes = max(resident_bytes(schedule.ranks[rank], sizes), default=0)
     return residence
 
 
@@ -137,12 +146,23 @@ def _by_stage(num_stages: int, known: Mapping[int, int]) -> list[int]:
     return [known.get(stage, 0) for stage in range(num_stages)]
 
 
-def most_resident(plan: Plan, recipe: Recipe, stage: int, sizes: StageBytes) -> int:
-    """The most bytes of its stages that the rank of a stage holds at once."""
+def check_budget(plan: Plan, recipe: Recipe, rank: int, sizes: StageBytes) -> None:
+    """Raise ``InputError`` if a rank would hold more than its plan allows.
+
+    Args:
+        sizes: of all stages, as they were weighed.
+    """
     assert plan.spill is not None
-    rank = plan.placement.ranks_of(stage)[0]
-    schedule = with_residence(plan.placement, plan.spill, agrees=recipe.needs_agreement)
-    return max(resident_bytes(schedule.ranks[rank], sizes), default=0)
+    agrees, limit = recipe.needs_agreement, plan.spill.memory_bytes
+    held = most_held(plan.stages, plan.placement, plan.spill, sizes, rank, agrees=agrees)
+    # Pages are whole; what the profile said of activations is not counted again here.
+    if limit and held > limit * _ROUNDED:
+        late = " with clipping, whose updates are late," if agrees else ""
+        raise InputError(
+            f"rank {rank} would hold {format_bytes(held)}{late} and the plan allows "
+            f"{format_bytes(limit)}; plan again with this model and optimizer profiled, or with "
+            "more memory_bytes"
+        )
 
 
 def state_bytes(
