@@ -13,7 +13,7 @@ from penstock.lazily import loaded_when_used
 if TYPE_CHECKING:
     from penstock import errors, optimizers, versions
     from penstock.checkpoint.wanted import Checkpoints
-    from penstock.cluster import Cluster, Device, Link
+    from penstock.cluster import Cluster, Device, Link, Tier
     from penstock.drawing import draw
     from penstock.graph import Layer, LayerGraph
     from penstock.live.opening import stream
@@ -52,6 +52,7 @@ __all__ = [
     "Schedule",
     "Sizes",
     "Span",
+    "Tier",
     "Timeline",
     "capture",
     "check",
@@ -79,7 +80,7 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
         __name__,
         {
             "penstock.checkpoint.wanted": ("Checkpoints",),
-            "penstock.cluster": ("Cluster", "Device", "Link"),
+            "penstock.cluster": ("Cluster", "Device", "Link", "Tier"),
             "penstock.drawing": ("draw",),
             "penstock.graph": ("Layer", "LayerGraph"),
             "penstock.live.opening": ("stream",),

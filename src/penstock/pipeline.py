@@ -17,7 +17,7 @@ from penstock.checkpoint.keeper import Keeper
 from penstock.checkpoint.wanted import Checkpoints
 from penstock.device.placement import Devices
 from penstock.errors import FileError, InputError, RunError
-from penstock.model import microbatches
+from penstock.model import microbatches, tree
 from penstock.model.microbatches import Microbatches, Weight, Weighting
 from penstock.model.optimizer_factory import OptimizerFactory, SchedulerFactory
 from penstock.model.randomness import Audit
@@ -84,6 +84,9 @@ class Pipeline:
             ``meta`` gets new ones. ``"per-layer"``: every layer draws its parameters anew by the
             ``reset_parameters`` of its modules, from the ``seed`` and its number in the model, so
             that the same model on ``meta`` would get the same values.
+        weights: a safetensors file, or a folder of several, with the model's initial values under
+            the keys of its ``state_dict``; the model may be on ``meta``, and no more than a layer
+            is read at a time.
         transport: ``"threads"``; ``"shared-memory"`` or ``"process-group"`` between processes;
             ``"auto"``: threads if the job has one process, else shared memory between ranks of one
             host and the process group between hosts; tensors go straight from one accelerator to
@@ -142,6 +145,7 @@ class Pipeline:
         batch_norm: BatchNormStatistics = "microbatch",
         devices: Devices | None = None,
         init: Init = "given",
+        weights: str | os.PathLike[str] | None = None,
         transport: TransportName = "auto",
         seed: int | None = None,
         reduction: Literal["mean", "sum"] = "mean",
@@ -180,6 +184,7 @@ class Pipeline:
                 results=results,
                 devices=devices,
                 init=init,
+                weights=weights,
                 message_types=message_types,
                 compare_data=compare_data,
             )
@@ -363,6 +368,7 @@ class Pipeline:
         """
         if self._joins_outputs is False and not isinstance(inputs, Microbatches):
             return self.evaluate(Microbatches([inputs]))[0]
+        self._settle()
         minibatch = self._parts.cutter.to_evaluate(inputs, step=self._step)
         layers = (layer.module for stage in self.stages.values() for layer in stage.layers)
         with (
@@ -496,12 +502,31 @@ class Pipeline:
                 "this process has parts of its stages' layers, which it shares with other tensor "
                 "ranks; gather them with state_dict(whole=True), which every rank must call"
             )
-        states = self._parts.states()
+        self._settle()
+        if self.plan.spill is None:
+            states = self._parts.states()
+        else:
+            states = {index: self._state_of(index) for index in self.stages}
         if whole:
             with self._exclusively():
                 states = self._parts.driver.gather(states, self._parts.feed.expected())
             states = self._parts.joined(states)
         return {key: value for _, state in sorted(states.items()) for key, value in state.items()}
+
+    def _state_of(self, index: int) -> dict[str, Any]:
+        stage = self.stages[index]
+        for worker in self._parts.workers:
+            if worker.residence is not None and worker.stages.get(index) is stage:
+                with worker.visiting(index):
+                    return tree.replace(Tensor, Tensor.clone, stage.state_dict())  # type: ignore[no-any-return]
+        return stage.state_dict()
+
+    def _settle(self) -> None:
+        """Make updates that are late, where stages come and go."""
+        if self.plan.spill is not None:
+            with self._exclusively():
+                for worker in self._parts.workers:
+                    worker.settle()
 
     def save(
         self,
@@ -581,7 +606,11 @@ class Pipeline:
     def _close(self, why: str = "") -> None:
         if not self._closed:
             self._closed = True
-            self._parts.driver.close(why)
+            try:
+                self._parts.driver.close(why)
+            finally:
+                for worker in self._parts.workers:
+                    worker.close()
 
     def _check_open(self) -> None:
         if self._closed:

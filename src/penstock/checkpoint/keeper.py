@@ -128,6 +128,12 @@ class Keeper:
         self._saver.wait()
         self._check_own(run)
         identity = self._identity(step, position)
+        if self._parts.plan.spill is not None:
+            # One stage at a time is in memory, so its piece is written before the next one comes.
+            for worker in self._parts.workers:
+                worker.settle()
+            self._write(run, identity, self._in_turn(), keep)
+            return
         states = [(trained, self._state(trained)) for trained in self._written_here()]
         if background:
             states = [
@@ -139,6 +145,12 @@ class Keeper:
             self._saver.begin(write)
         else:
             write()
+
+    def _in_turn(self) -> Iterator[tuple[TrainedStage, StageState]]:
+        """The state of each stage that comes and goes, while it is in memory."""
+        for worker, trained in self._held_here():
+            with worker.visiting(trained.stage.index):
+                yield trained, self._state(trained)
 
     def _copied(self, trained: TrainedStage, state: StageState) -> dict[str, Tensor]:
         return self._saver.copied(trained.whose, state.tensors)
@@ -183,14 +195,14 @@ class Keeper:
             scaler=scaler,
         )
 
-    def _trained(self) -> Iterator[tuple[int, TrainedStage]]:
+    def _trained(self) -> Iterator[tuple[Worker, TrainedStage]]:
         """The stages of each rank of this process."""
         for worker in self._parts.workers:
             updater = worker.updater
             for index, stage in worker.stages.items():
                 assert isinstance(stage, Stage)
                 yield (
-                    worker.rank,
+                    worker,
                     TrainedStage(
                         stage,
                         updater.holdings[index].named,
@@ -217,9 +229,13 @@ class Keeper:
 
     def _written_here(self) -> Iterator[TrainedStage]:
         """Of copies of a stage, which are equal, the first rank's is written."""
-        for rank, trained in self._trained():
-            if min(self._parts.plan.placement.ranks_of(trained.stage.index)) == rank:
-                yield trained
+        return (trained for _, trained in self._held_here())
+
+    def _held_here(self) -> Iterator[tuple[Worker, TrainedStage]]:
+        """The stages that are written here, and the workers that have them."""
+        for worker, trained in self._trained():
+            if min(self._parts.plan.placement.ranks_of(trained.stage.index)) == worker.rank:
+                yield worker, trained
 
     def _state(self, trained: TrainedStage) -> StageState:
         first = self._parts.layout.first_stages
@@ -230,7 +246,7 @@ class Keeper:
         self,
         run: Path,
         identity: Identity,
-        states: list[tuple[TrainedStage, StageState]],
+        states: Iterable[tuple[TrainedStage, StageState]],
         keep: int | None,
     ) -> None:
         folder = self._folder(run, identity.step)
@@ -240,6 +256,7 @@ class Keeper:
             self._remove_foreign(folder)
         for trained, state in states:
             self._write_piece(folder, identity, trained, state)
+            del state  # a stage that comes and goes must not be seen when it leaves
         if self._is_first and keep is not None:
             prune(run, keep)
 
@@ -336,8 +353,11 @@ class Keeper:
         contents, found = self._agreed(folder, weights_only=weights_only)
         if contents is None:
             return None
-        for _, trained in self._trained():
-            give(contents, trained, weights_only=weights_only)
+        for worker in self._parts.workers:
+            worker.drop()
+        for worker, trained in self._trained():
+            with worker.visiting(trained.stage.index, changes=True):
+                give(contents, trained, weights_only=weights_only)
         if weights_only:
             self._parts.feed.resume(0)
             return Loaded(0, 0)

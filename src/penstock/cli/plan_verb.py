@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import click
+from msgspec.structs import replace
 
 from penstock import planner
 from penstock.cli import options, show
-from penstock.cluster import Cluster
+from penstock.cluster import Cluster, Tier
 from penstock.cluster.subset import only
+from penstock.cluster.tier_speed import measured
 from penstock.errors import InputError
 from penstock.graph import LayerGraph
 from penstock.partition.cost_models import COST_MODELS
-from penstock.planner.wish import RecomputeRule
+from penstock.planner.wish import RecomputeRule, SpillRule
 from penstock.values import shown
 
 
@@ -58,6 +60,16 @@ def _parse_tensor_ranks(_: click.Context, __: click.Parameter, text: str) -> int
 )
 @click.option("--replicas", help="Ranks of each stage, as in 2-1-1, or any.")
 @click.option("--memory", callback=options.parse_bytes, help="Limit per rank, for example 8GiB.")
+@click.option(
+    "--tier", "tiers", multiple=True, help="Folder to which stages may go, or host: main memory."
+)
+@click.option(
+    "--spill",
+    type=click.Choice(get_args(SpillRule)),
+    default="where-needed",
+    show_default=True,
+    help="Whether stages may come from a tier and leave again.",
+)
 @click.option("--async", "asynchronous", is_flag=True, help="Also schedules that never flush.")
 @click.option(
     "--recompute",
@@ -113,6 +125,7 @@ def plan(
     stages: int | None,
     replicas: str | None,
     memory: int | None,
+    tiers: tuple[str, ...],
     what_if: str | None,
     output: str | None,
     as_json: bool,
@@ -128,6 +141,8 @@ def plan(
     there = Cluster.load(cluster) if cluster else Cluster.local(num_devices)
     if cluster and ranks is not None:
         there = _first_devices(there, ranks)
+    if tiers:
+        there = replace(there, tiers=(*there.tiers, *(measured(_tier(name)) for name in tiers)))
     from penstock.planner.live import is_live
 
     live = is_live(request["schedule"], request["versions"], request["rate"])
@@ -154,6 +169,10 @@ def plan(
         show.print_json(chosen)
     else:
         click.echo(text)
+
+
+def _tier(name: str) -> Tier:
+    return Tier(kind="host") if name == "host" else Tier(folder=name)
 
 
 def _first_devices(cluster: Cluster, count: int) -> Cluster:

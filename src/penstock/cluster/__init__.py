@@ -8,7 +8,7 @@ both, unless a wire of their own is named.
 from __future__ import annotations
 
 from penstock.cluster.cluster import Cluster
-from penstock.cluster.parts import Device, Group, Link, SpareMachine, Wire
+from penstock.cluster.parts import Device, Group, Link, SpareMachine, Tier, Wire
 from penstock.cluster.topology import Topology
 
-__all__ = ["Cluster", "Device", "Group", "Link", "SpareMachine", "Topology", "Wire"]
+__all__ = ["Cluster", "Device", "Group", "Link", "SpareMachine", "Tier", "Topology", "Wire"]

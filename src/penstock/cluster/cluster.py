@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from penstock.cluster import local
 from penstock.cluster.checks import MOST_DEVICES, check_groups, check_names, check_wires
-from penstock.cluster.parts import Device, DeviceKind, Group, Link, SpareMachine, Wire
+from penstock.cluster.parts import Device, DeviceKind, Group, Link, SpareMachine, Tier, Wire
+from penstock.cluster.tier_speed import measured
 from penstock.errors import InputError
 from penstock.values import Value, expect, read_text, refused_as, whole
 
@@ -27,6 +28,7 @@ class Cluster(Value, frozen=True, kw_only=True):
         groups: servers, racks and so on; nobody is a member twice.
         wires: pairs of devices with a link of their own.
         spares: machines that can sum gradients.
+        tiers: where ranks may keep stages that are not in memory (``docs/larger-than-memory.md``).
 
     Raises:
         InputError: no device, a negative memory, a name that two have, a member or the end of a
@@ -39,6 +41,7 @@ class Cluster(Value, frozen=True, kw_only=True):
     groups: tuple[Group, ...] = ()
     wires: tuple[Wire, ...] = ()
     spares: tuple[SpareMachine, ...] = ()
+    tiers: tuple[Tier, ...] = ()
 
     def __post_init__(self) -> None:
         self.check_fields()
@@ -117,7 +120,13 @@ class Cluster(Value, frozen=True, kw_only=True):
         return cls(devices=devices, link=links[-1], groups=tuple(groups))
 
     @classmethod
-    def local(cls, num_devices: int | None = None, kind: DeviceKind = "cpu") -> Cluster:
+    def local(
+        cls,
+        num_devices: int | None = None,
+        kind: DeviceKind = "cpu",
+        *,
+        tiers: Sequence[Tier] = (),
+    ) -> Cluster:
         """This machine: the CPU cores that this process may use, or its accelerators.
 
         Links are without cost, since nobody has measured them (``penstock measure-cluster`` does).
@@ -128,12 +137,19 @@ class Cluster(Value, frozen=True, kw_only=True):
             kind: ``"cpu"`` for cores, which share the host's memory, or ``"gpu"`` for accelerators
                 of any make, each with its own. Where the driver has no program that tells of them,
                 a second process asks torch, which takes seconds.
+            tiers: where ranks may keep stages that are not in memory. Speeds that are not written
+                down are measured, with a file of 64 MiB.
 
         Raises:
             InputError: ``num_devices`` is below 1, no such kind, or not so many accelerators.
+            FileError: a tier's folder cannot be written to.
         """
         devices, memory_bytes = local.devices(num_devices, kind)
-        return cls(devices=devices, memory_bytes=memory_bytes)
+        expect(tiers, list | tuple, "tiers", "give a list, as in [pk.Tier(folder='/scratch')]")
+        for tier in tiers:
+            expect(tier, Tier, "one of tiers", "give a penstock.Tier for each")
+        timed = tuple(map(measured, tiers))
+        return cls(devices=devices, memory_bytes=memory_bytes, tiers=timed)
 
 
 def _check_levels(counts: Sequence[int], links: Sequence[Link]) -> None:

@@ -1,4 +1,4 @@
-"""What a cluster is made of: ``Device``, ``Link``, ``Group``, ``Wire``, ``SpareMachine``."""
+"""A cluster's parts: ``Device``, ``Link``, ``Group``, ``Wire``, ``SpareMachine``, ``Tier``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from penstock.values import Value, number, shown
 _LEAST_SPEED, _MOST_SPEED = 1e-6, 1e6
 
 DeviceKind = Literal["cpu", "gpu"]
+TierKind = Literal["disk", "host"]
 
 
 class Device(Value, frozen=True, kw_only=True):
@@ -136,3 +137,41 @@ class SpareMachine(Value, frozen=True, kw_only=True):
         whose = f"spare machine {shown(self.name)}"
         self.check_fields(whose)
         number(f"{whose}: bytes_per_second", self.bytes_per_second, positive=True)
+
+
+class Tier(Value, frozen=True, kw_only=True):
+    """Where a rank keeps what of its stages is not in memory.
+
+    Attributes:
+        kind: ``"disk"``, or ``"host"`` for main memory.
+        folder: of a disk, where the spill file is; by default the system's for temporary files.
+        read_bytes_per_second, write_bytes_per_second: 0 means that nobody has measured them, and so
+            high that they do not count.
+
+    Raises:
+        InputError: main memory with a folder, or a negative speed.
+    """
+
+    kind: TierKind = "disk"
+    folder: str = ""
+    read_bytes_per_second: float = 0.0
+    write_bytes_per_second: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.check_fields("tier")
+        if self.kind == "host" and self.folder:
+            raise InputError(
+                f"tier: main memory has no folder {shown(self.folder)}; leave it out, or say "
+                'kind="disk"'
+            )
+
+    def __str__(self) -> str:
+        return "main memory" if self.kind == "host" else f"disk ({self.folder or 'temporary'})"
+
+    def read_seconds(self, num_bytes: float) -> float:
+        """Seconds to read so many bytes."""
+        return num_bytes / self.read_bytes_per_second if self.read_bytes_per_second else 0.0
+
+    def write_seconds(self, num_bytes: float) -> float:
+        """Seconds to write so many bytes."""
+        return num_bytes / self.write_bytes_per_second if self.write_bytes_per_second else 0.0

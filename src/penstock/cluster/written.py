@@ -12,7 +12,16 @@ from typing import Any
 import msgspec
 
 from penstock.cluster.checks import MOST_DEVICES
-from penstock.cluster.parts import Device, DeviceKind, Group, Link, SpareMachine, Wire
+from penstock.cluster.parts import (
+    Device,
+    DeviceKind,
+    Group,
+    Link,
+    SpareMachine,
+    Tier,
+    TierKind,
+    Wire,
+)
 from penstock.errors import InputError
 from penstock.units import is_time, to_bytes, to_bytes_per_second, to_seconds
 from penstock.values import whole
@@ -150,6 +159,25 @@ class WrittenSpare(_Table, frozen=True):
             yield SpareMachine(name=name, bytes_per_second=rate, address=self.address)
 
 
+class WrittenTier(_Table, frozen=True):
+    """Where ranks may keep stages that are not in memory."""
+
+    kind: TierKind = "disk"
+    folder: str = ""
+    read: Rate = Rate(0)
+    write: Rate = Rate(0)
+
+    @property
+    def tier(self) -> Tier:
+        """The same with plain numbers."""
+        return Tier(
+            kind=self.kind,
+            folder=self.folder,
+            read_bytes_per_second=float(self.read),
+            write_bytes_per_second=float(self.write),
+        )
+
+
 class WrittenMatrix(_Table, frozen=True):
     """Bandwidth, and perhaps latency, of every pair, as measuring programs print them."""
 
@@ -196,6 +224,7 @@ class WrittenCluster(_Table, frozen=True):
     wires: tuple[WrittenWire, ...] = ()
     matrix: WrittenMatrix | None = None
     spares: tuple[WrittenSpare, ...] = ()
+    tiers: tuple[WrittenTier, ...] = ()
 
 
 def read(text: str) -> dict[str, Any]:
@@ -241,6 +270,7 @@ def read(text: str) -> dict[str, Any]:
         "memory_bytes": int(written_cluster.shared_memory),
         "groups": tuple(groups),
         "wires": tuple(wires),
+        "tiers": tuple(written.tier for written in written_cluster.tiers),
         "spares": tuple(spare for written in written_cluster.spares for spare in written.parts()),
     }
 

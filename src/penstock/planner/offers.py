@@ -26,9 +26,10 @@ REPLICATED = (PLAIN, "gpipe", "pipedream", "pipedream-2bw")
 """The families whose stages may have replicas."""
 
 _STAGES_PER_RANK = (2, 3, 4)
-_UNASKED_NEVER = frozenset({*families.SEARCHED, *USUAL, "chimera", "seq1f1b"})
+_UNASKED_NEVER = frozenset({*families.SEARCHED, *USUAL, "chimera", "seq1f1b", "spilled"})
 """Searched orders take time; Chimera needs two copies of each stage; not every model is capable of
-slices; what never flushes changes what is learned."""
+slices; what never flushes changes what is learned; what brings weights in and out again is planned
+where they do not fit (``spilling``)."""
 
 
 _ALL_NUMBERS = 16

@@ -26,10 +26,11 @@ from penstock.planner.offers import PLAIN, REPLICATED
 from penstock.planner.race import Race, closest, fastest
 from penstock.planner.reordering import in_other_orders, learned
 from penstock.planner.shortfall import shortfall
+from penstock.planner.spilling import offered, spilled_plan
 from penstock.planner.task import Task
 from penstock.planner.tensor_groups import in_groups, widths
 from penstock.planner.why import alternatives_of, coarsely, possible, reason_for, rivals
-from penstock.planner.wish import RecomputeRule, Wish
+from penstock.planner.wish import RecomputeRule, SpillRule, Wish
 from penstock.plans.plan import Plan
 from penstock.schedule import families
 from penstock.schedule.families.replicated import read_replicas
@@ -66,6 +67,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     order: Literal["execution", "any"] = "execution",
     placement: Literal["exact", "reinforce"] = "exact",
     rate: float | None = None,
+    spill: SpillRule = "where-needed",
 ) -> Plan:
     """Find the plan with the shortest predicted step that fits in memory.
 
@@ -112,6 +114,9 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         rate: frames per second of a live source, each frame a microbatch. The plan then has the
             fewest devices that keep up with it; the schedule is ``partime`` unless another one that
             never flushes is asked for. By default, as many as make it fastest.
+        spill: whether stages may come from one of the cluster's tiers and leave again
+            (``docs/larger-than-memory.md``): ``"where-needed"``, if nothing fits otherwise;
+            ``"never"`` or ``"always"``.
 
     Returns:
         The plan; ``print`` shows it, ``save`` keeps it, ``reason`` and ``alternatives`` tell why it
@@ -131,6 +136,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     one_of("recompute", recompute, get_args(RecomputeRule))
     one_of("order", order, ("execution", "any"))
     one_of("placement", placement, ("exact", "reinforce"))
+    one_of("spill", spill, get_args(SpillRule))
     flag("asynchronous", asynchronous)
     expect(cuts, list | tuple, "cuts", "give a list of layers, as in cuts=[3]")
     _check_counts(graph, microbatches, minibatch, stages, memory_bytes)
@@ -168,7 +174,10 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         asynchronous="also" if asynchronous else "no",
         cuts=given,
         recompute=recompute,
+        spill=spill,
     )
+    if spill == "always":
+        return _spilled(single, wish)
     if placement == "reinforce":
         _check_learnable(wish)
         return _learned(tasks, wish)
@@ -199,6 +208,22 @@ def _solve_for_rate(tasks: Sequence[Task], wish: Wish, rate: float) -> Plan:
         tuple(doubts_about(kept.chosen, [])),
     )
     return replace(plan, rate=rate)
+
+
+def _spilled(tasks: Sequence[Task], wish: Wish) -> Plan:
+    """The plan whose stages come and go, since somebody asks for it."""
+    tiers = tasks[0].cluster.tiers
+    if not tiers:
+        raise PlanError(
+            'spill="always" needs a tier to which stages go; give the cluster one, as in '
+            "Cluster.local(tiers=[Tier(folder=…)]), or --tier FOLDER"
+        )
+    if not wish.may_spill:
+        raise InputError(
+            "stages that come and go are planned as a whole; leave out schedule, stages, cuts, "
+            'replicas and versions, or take spill="never"'
+        )
+    return spilled_plan(tasks, wish, tiers)
 
 
 def _check_learnable(wish: Wish) -> None:
@@ -271,9 +296,18 @@ def _solve(tasks: Sequence[Task], wish: Wish) -> Plan:
             raise race.failure
         nearest = closest(tasks, wish)
         if nearest is None or not nearest.fits:
-            raise PlanError(shortfall(nearest, tasks, wish))
+            return _fits_nowhere(nearest, tasks, wish)
         chosen = nearest if nearest.setting.is_final else nearest.with_final_order()
     return _explained(chosen, race.contenders, tasks, wish, race.num_skipped)
+
+
+def _fits_nowhere(nearest: Candidate | None, tasks: Sequence[Task], wish: Wish) -> Plan:
+    """A plan whose stages come and go, if it may be one; else what would have to change."""
+    if wish.spill == "never" or not wish.may_spill:
+        raise PlanError(shortfall(nearest, tasks, wish))
+    if tasks[0].cluster.tiers:
+        return spilled_plan(tasks, wish, tasks[0].cluster.tiers)
+    raise PlanError(shortfall(nearest, tasks, wish) + offered(tasks, wish))
 
 
 def _read_cuts(graph: LayerGraph, cuts: Sequence[int | str]) -> tuple[int, ...]:

@@ -10,6 +10,10 @@ from penstock.versions import Policy
 RecomputeRule = Literal["where-needed", "never", "stage", "layers"]
 """Whether stages may run forward twice: where they would not fit otherwise, never, or always."""
 
+SpillRule = Literal["where-needed", "never", "always"]
+"""Whether stages may come from a tier and leave again: where nothing fits otherwise, never, or
+always."""
+
 
 @dataclass(frozen=True)
 class Wish:
@@ -25,6 +29,7 @@ class Wish:
         least_stages: the fewest stages.
         cuts: where stages begin, as ``Candidate.cuts``; none, and the best are found.
         recompute: what may run forward twice.
+        spill: whether stages may come from a tier and leave again.
     """
 
     schedule: str | None = None
@@ -36,6 +41,14 @@ class Wish:
     least_stages: int = 1
     cuts: tuple[int, ...] = ()
     recompute: RecomputeRule = "where-needed"
+    spill: SpillRule = "where-needed"
+
+    @property
+    def may_spill(self) -> bool:
+        """Whether nothing is asked for that decides about stages already."""
+        pinned = (self.stages, *self.cuts, *self.replicas)
+        flushes = self.versions is None or not self.versions.asynchronous
+        return self.schedule in (None, "spilled") and pinned == (None,) and flushes
 
     def allows(self, num_stages: int) -> bool:
         """Whether a plan may have ``num_stages``."""

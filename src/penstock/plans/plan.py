@@ -34,6 +34,7 @@ from penstock.plans.orders import (
     written,
 )
 from penstock.plans.prediction import Latency, Prediction
+from penstock.plans.spilling import Spill, check_spill
 from penstock.plans.stage_plan import RecomputeWay, Split, StagePlan, sizes_of
 from penstock.plans.summing import ReducerName, Summing
 from penstock.plans.table import render
@@ -82,6 +83,8 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         warnings: what makes the choice doubtful, in words.
         rate: frames per second of the live source that the plan is to keep up with; ``None`` where
             nobody says.
+        spill: where the stages of a rank are while they are not in memory, if they come and go;
+            ``None`` where all of them stay.
         version: the number of this file format.
 
     Raises:
@@ -106,6 +109,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
     contention: Contention = Contention()
     warnings: tuple[str, ...] = ()
     rate: float | None = None
+    spill: Spill | None = None
     version: int = 2
 
     def __post_init__(self) -> None:
@@ -134,6 +138,13 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         check_devices(self.devices, self.num_seats)
         self._check_summing()
         check_policy(self.versions, self.schedule, self.replicas, self.num_microbatches)
+        if self.spill is not None:
+            check_spill(self.placement, self.versions)
+            if self.num_tensor_ranks > 1:
+                raise InputError(
+                    f"stages of {self.num_tensor_ranks} tensor ranks cannot come and go; leave "
+                    "spill out, or plan with tensor_ranks=1"
+                )
         # Follows from the policy, whoever wrote the file.
         stages = (
             replace(stage, weight_versions=weight_copies(self.versions, self.place(index)))
@@ -259,6 +270,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
             self.replicas,
             self.placement,
             self.build_schedule,
+            self.spill,
         )
 
     def place(self, stage: int) -> Place:

@@ -8,6 +8,12 @@ from functools import cached_property
 from math import ceil, inf
 from typing import NamedTuple
 
+from penstock.plans.spilling import (
+    Spill,
+    bytes_of_spilled_ranks,
+    spilled_costs,
+    with_residence,
+)
 from penstock.plans.stage_plan import StagePlan, bytes_of_ranks, costs_of
 from penstock.plans.steady import steady_seconds, stream_of
 from penstock.schedule import Schedule
@@ -48,6 +54,7 @@ class Prediction:
         placement: a schedule in which every rank has something to do: of one minibatch where the
             pipeline drains, of a stream as long as fills it where it never does.
         build: makes the schedule of another number of microbatches.
+        spill: where stages are while they are not in memory, if they leave it.
     """
 
     stages: tuple[StagePlan, ...]
@@ -56,6 +63,7 @@ class Prediction:
     replicas: tuple[int, ...]
     placement: Schedule
     build: Callable[[int], Schedule]
+    spill: Spill | None = None
 
     @property
     def flushes(self) -> bool:
@@ -65,12 +73,15 @@ class Prediction:
     @cached_property
     def costs(self) -> Costs:
         """The duration of each op, stage by stage."""
-        return costs_of(self.stages)
+        costs = costs_of(self.stages)
+        return costs if self.spill is None else spilled_costs(costs, self.stages, self.spill)
 
     @cached_property
     def timeline(self) -> Timeline:
         """One step with its update; where the pipeline never drains, the beginning and end of a
         stream that is long enough to show the steady state."""
+        if self.spill is not None:
+            return simulate(with_residence(self.placement, self.spill), self.costs)
         if self.flushes:
             return simulate(add_update(self.placement), self.costs)
         if self.is_live:
@@ -150,6 +161,8 @@ class Prediction:
     @cached_property
     def rank_bytes(self) -> tuple[int, ...]:
         """Bytes of memory that each rank needs at its worst moment."""
+        if self.spill is not None:
+            return bytes_of_spilled_ranks(self.stages, self.placement, self.spill)
         return bytes_of_ranks(self.stages, self.placement)
 
     @property

@@ -39,7 +39,8 @@ class StagePlan(Value, frozen=True, kw_only=True):
         optimizer_bytes: optimizer state.
         buffer_bytes: the model's state that is no weight.
         sum_bytes: what a rank keeps besides while gradients of weights with several holders are
-            summed: those that it gets and the sum, together as much as these weights.
+            summed: those that it gets and the sum, together as much as these weights. Where stages
+            come and go, what stays of weights that several of them use.
         workspace_bytes: what the hungriest of its layers needs for itself while it runs.
         activation_bytes: kept from forward to backward, per microbatch in flight.
         weight_kept_bytes: kept between the two halves of a split backward.

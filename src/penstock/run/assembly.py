@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,9 +29,10 @@ from penstock.run.drive.offers import agree
 from penstock.run.drive.processes import ProcessDriver
 from penstock.run.drive.threads import ThreadDriver
 from penstock.run.feed import Feed
+from penstock.run.given_weights import GivenWeights
 from penstock.run.giving import DeviceGiver, Giver
 from penstock.run.layout import Layout
-from penstock.run.materialising import Init
+from penstock.run.materialising import Init, Initialiser, Values
 from penstock.run.members import begin_equal, check_shareable
 from penstock.run.rank.forward import Void
 from penstock.run.rank.updater import Updater
@@ -40,6 +42,7 @@ from penstock.run.seals import SealedTransport
 from penstock.run.seating import Seat
 from penstock.run.settling import building, draw_all, local_rank, place_all, queues_of
 from penstock.run.shared_state import SharedState
+from penstock.run.spilling import Settling, check_spillable, settled_in
 from penstock.stage.stage import Stage
 from penstock.transport import Codec, ThreadExchange, ThreadTransport, Transport, connect
 from penstock.transport.device_link import DeviceLink
@@ -47,6 +50,7 @@ from penstock.transport.linking import LinkedDevices, link_devices
 from penstock.transport.on_devices import ProcessDeviceTransport, ThreadDeviceTransport
 from penstock.transport.rendezvous import Rendezvous
 from penstock.values import expect, flag, one_of, whole
+from penstock.weights.residence import Residence
 
 Results = Literal["every rank", "none"]
 
@@ -64,6 +68,7 @@ class Running:
     init: Init = "given"
     message_types: Sequence[type] = ()
     compare_data: bool = True
+    weights: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         one_of("results", self.results, get_args(Results))
@@ -71,7 +76,19 @@ class Running:
         expect(self.message_types, Sequence, "message_types", "give a list of classes")
         whole("seed", self.seed, -(2**63), 2**64 - 1)
         flag("record", self.record)
+        if self.weights is not None and self.init == "per-layer":
+            raise InputError('init="per-layer" draws what weights=… gives; leave one of them out')
         Codec(self.message_types)  # refuses in threads what processes would refuse
+
+    def values(self, layers: Sequence[NamedLayer]) -> Values:
+        """Where the layers of a model have their initial values from.
+
+        Raises:
+            FileError: from files that are of another model.
+        """
+        if self.weights is not None:
+            return GivenWeights(layers, self.weights)
+        return Initialiser(layers, self.seed, anew=self.init == "per-layer")
 
     @property
     def settings(self) -> dict[str, str]:
@@ -179,7 +196,8 @@ def _in_threads(
     queues = queues_of(devices)
     if plan.num_tensor_ranks > 1:
         check_shareable(plan, recipe, on_host=not queues)
-    draw_all(layers, plan, devices, queues, running.seed, running.init)
+    if plan.spill is None:
+        draw_all(layers, plan, devices, queues, running.values(layers))
     layout = Layout(model, plan, layers, streams, one_process=True, devices=devices)
     size = plan.num_tensor_ranks
     exchange = ThreadExchange(plan.num_ranks * size, running.deadlines.start.seconds)
@@ -194,6 +212,7 @@ def _in_threads(
         stages = {rank: layout.stages(rank) for rank in range(plan.num_ranks)}
         shared = {rank: layout.shared_state(stages[rank]) for rank in stages}
         place_all(layout, stages, queues)
+        residences = _residences(layers, plan, recipe, running, layout, stages)
         workers = [
             _worker(
                 layout,
@@ -205,6 +224,8 @@ def _in_threads(
             )
             for rank, transport in enumerate(exchange.transports)
         ]
+        for rank, residence in residences.items():
+            workers[rank].settle_in(residence)
     first_copies: dict[int, Stage] = {}
     for held in stages.values():
         first_copies = {**held, **first_copies}
@@ -250,9 +271,11 @@ def _in_processes(
             running.devices, plan.on_accelerator, [seat.rank], first=local_rank()
         )
         queues = queues_of(devices)
+        alike = replace(running, seed=seed)
         if seat.size > 1:
             check_shareable(plan, recipe, on_host=not queues)
-        draw_all(layers, plan, devices, queues, seed, running.init)
+        if plan.spill is None:
+            draw_all(layers, plan, devices, queues, alike.values(layers))
         layout = Layout(model, plan, layers, streams, one_process=False, devices=devices)
         sealed = SealedTransport(transport, meeting.rank)
         queue = queues.get(seat.rank)
@@ -269,9 +292,12 @@ def _in_processes(
                 links = link_devices(
                     meeting, own_host, device, queue, layout.neighbours, start.seconds
                 )
+            residences = _residences(layers, plan, recipe, alike, layout, {meeting.rank: stages})
             make = ways.maker_of(plan.summing, attempt, layout.holders, start.seconds)
             connections = _Connections(sealed, queue, links.of_rank, make)
             worker = _worker(layout, stages, meeting.rank, recipe, shared, connections)
+            for residence in residences.values():
+                worker.settle_in(residence)
         # The user's code has run: whoever fails in it says so here, before others wait for more.
         meeting.exchange(None, NoneType, "to start training")
         with building(queue):
@@ -311,6 +337,27 @@ def _in_processes(
         running.deadlines,
         in_processes=has_peers,
     )
+
+
+def _residences(
+    layers: tuple[NamedLayer, ...],
+    plan: Plan,
+    recipe: Recipe,
+    running: Running,
+    layout: Layout,
+    stages: Mapping[int, Mapping[int, Stage]],
+) -> dict[int, Residence]:
+    """Where stages come and go: of each rank of this process, which are in memory."""
+    if plan.spill is None:
+        return {}
+    check_spillable(plan, recipe, layout)
+    values = running.values(layers)
+    return {
+        rank: settled_in(
+            Settling(plan, layout, recipe, values, running.deadlines.step.seconds), rank, own
+        )
+        for rank, own in stages.items()
+    }
 
 
 def _sentence(parts: Iterable[str]) -> str:

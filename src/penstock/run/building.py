@@ -51,7 +51,8 @@ def build(
         PeerError, DeadlineError: another process failed or did not come.
     """
     with joined(transport, deadlines.start.seconds, plan.num_seats) as meeting:
-        keep_freed_pages()
+        if plan.spill is None:  # kept pages would be missing in a budget
+            keep_freed_pages()
         layers = spine_of(model)
         plan.check_model([layer.name for layer in layers], spine_fingerprint(layers))
         outside = Outside(model, layers)

@@ -179,6 +179,31 @@ class Layout:
         """By the name of each parameter, the first of the stages that use it."""
         return {weight.name: min(stage for _, stage in weight.users) for weight in self._weights}
 
+    @cached_property
+    def tied(self) -> tuple[str, ...]:
+        """Names of the weights that several stages use."""
+        return tuple(weight.name for weight in self._tied)
+
+    @cached_property
+    def tied_ids(self) -> frozenset[int]:
+        """The identities of these weights."""
+        return frozenset(id(weight.parameter) for weight in self._tied)
+
+    @property
+    def _tied(self) -> list[_Weight]:
+        return [weight for weight in self._weights if len({stage for _, stage in weight.users}) > 1]
+
+    @property
+    def devices(self) -> Iterable[torch.device]:
+        """Those of the ranks of this process."""
+        return self._devices.values()
+
+    @property
+    def modules(self) -> Iterator[nn.Module]:
+        """All modules of all layers."""
+        layers = itertools.chain.from_iterable(self._layers_of)
+        return itertools.chain.from_iterable(layer.module.modules() for layer in layers)
+
     @property
     def keys(self) -> set[str]:
         """Of all stages' parameters and buffers, as the unsplit model names them."""
@@ -209,7 +234,7 @@ class Layout:
     def needs_order(self) -> bool:
         """Whether a weight belongs to several stages: then no stage may update before all of its
         rank's gradients are complete."""
-        return any(len({stage for _, stage in weight.users}) > 1 for weight in self._weights)
+        return bool(self._tied)
 
     @cached_property
     def skips(self) -> tuple[SkipRoute, ...]:

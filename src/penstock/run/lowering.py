@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.plans import Plan
+from penstock.plans.spilling import with_residence
 from penstock.run.layout import Layout
 from penstock.run.recipe import Recipe
 from penstock.schedule import Schedule
@@ -15,6 +16,7 @@ from penstock.schedule.lower import (
     first_microbatches,
     forward_only,
 )
+from penstock.schedule.residence import add_residence
 from penstock.schedule.rounds import Rounds
 
 
@@ -24,6 +26,11 @@ def synchronous(
     """What the ranks perform for one flushed minibatch; with ``update``, weights change at its
     end."""
     schedule = plan.build_schedule(num_microbatches)
+    if plan.spill is not None:
+        agrees = recipe.needs_agreement
+        return add_communication(
+            with_residence(schedule, plan.spill, agrees=agrees, updates=update)
+        )
     if update:
         agrees, late = recipe.needs_agreement, recipe.post_validate
         schedule = add_reduce(schedule, layout.shared_stages)
@@ -41,4 +48,7 @@ def asynchronous(plan: Plan, num_microbatches: int, rounds: Rounds) -> Schedule:
 def forwards(plan: Plan, num_microbatches: int) -> Schedule:
     """What the ranks perform to evaluate; replicas without a microbatch have nothing to do."""
     schedule = plan.build_schedule(max(num_microbatches, *plan.replicas))
-    return add_communication(forward_only(first_microbatches(schedule, num_microbatches)))
+    schedule = forward_only(first_microbatches(schedule, num_microbatches))
+    if plan.spill is not None:
+        schedule = add_residence(schedule, ahead=plan.spill.ahead)
+    return add_communication(schedule)

@@ -9,7 +9,7 @@ belongs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,13 @@ Init = Literal["given", "per-layer"]
 """Which initial values a model has: those that it was given, or new ones, drawn layer by layer."""
 
 _DRAWING = -1  # the step before the first, for seeds
+
+
+class Values(Protocol):
+    """Where layers have their initial values from."""
+
+    def draw(self, index: int) -> bool:
+        """Give the layer with this number its values; whether there was anything to do."""
 
 
 class Initialiser:
@@ -155,6 +162,12 @@ def _held(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 def _may_be_nan(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def emptied(module: nn.Module, key: str, tensor: Tensor) -> Tensor:
+    """What a module holds under a name, with memory for its values."""
+    _empty(module, key, tensor)
+    return dict(_held(module))[key]
 
 
 def _empty(module: nn.Module, key: str, tensor: Tensor) -> None:

@@ -18,7 +18,7 @@ from penstock.errors import InputError
 from penstock.model.spine import NamedLayer
 from penstock.plans import Plan
 from penstock.run.layout import Layout
-from penstock.run.materialising import Init, Initialiser
+from penstock.run.materialising import Values
 from penstock.run.placing import place_buffers, place_parameters
 from penstock.stage.stage import Stage
 
@@ -35,8 +35,7 @@ def draw_all(
     plan: Plan,
     devices: Mapping[int, torch.device],
     queues: Mapping[int, DeviceQueue],
-    seed: int,
-    init: Init,
+    values: Values,
 ) -> None:
     """Give the layers of this process that are to be drawn their values, each on the way to its
     device: those on ``meta`` or, with ``init="per-layer"``, all.
@@ -45,12 +44,11 @@ def draw_all(
         layers: of the whole model.
         devices: of the ranks of this process, by their numbers.
         queues: their work, if any of them is an accelerator.
-        seed: of the whole model.
+        values: where they have them from.
 
     Raises:
         ModelError: a layer has no way to its values.
     """
-    initialiser = Initialiser(layers, seed, anew=init == "per-layer")
     first = [0, *accumulate(len(stage.layers) for stage in plan.stages)]
     places = [
         (index, rank)
@@ -60,7 +58,7 @@ def draw_all(
     ]
     # In the model's order, since what is tied has the values of its first layer.
     for index, rank in sorted(places):
-        if initialiser.draw(index) and queues:
+        if values.draw(index) and queues:
             module = layers[index].module
             with building(queues[rank]):
                 place_parameters(module, devices[rank])

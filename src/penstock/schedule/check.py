@@ -1,10 +1,10 @@
 """Prove that a schedule can run before a device is touched.
 
-Three proofs: every piece of work is there exactly once; all work of one (stage, microbatch) is on
-one rank; and some order of events satisfies every rank's order and every data dependency, also when
-a channel between two stages holds only ``capacity`` messages, or when messages pass in the order of
-their sends and nothing holds them until their receives are posted (a capacity of 0), as where
-accelerators exchange them directly.
+Four proofs: every piece of work is there exactly once; all work of one (stage, microbatch) is on
+one rank; where stages leave memory, every op finds its weights there; and some order of events
+satisfies every rank's order and every data dependency, also when a channel between two stages holds
+only ``capacity`` messages, or when messages pass in the order of their sends and nothing holds them
+until their receives are posted (a capacity of 0), as where accelerators exchange them directly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from itertools import islice
 from penstock.errors import ScheduleError
 from penstock.schedule.channels import check_capacity, other_end, room_needed
 from penstock.schedule.lower import add_communication, last_gradients
-from penstock.schedule.op import COMMUNICATION, COMPUTE, RELEASING, Kind, Op
+from penstock.schedule.op import COMMUNICATION, COMPUTE, RELEASING, RESIDENCE, Kind, Op
+from penstock.schedule.residence import check_residence
 from penstock.schedule.schedule import MANY_OPS, Schedule
 from penstock.values import expect
 
@@ -58,6 +59,7 @@ def check_each_op(schedule: Schedule) -> None:
     _check_memory(schedule)
     _check_updates(schedule)
     _check_communication(schedule)
+    check_residence(schedule)
     _check_progress(schedule, None)
 
 
@@ -65,6 +67,8 @@ def _proven_at_once(schedule: Schedule, capacity: int | None) -> bool:
     """Whether a large schedule is known to be right; op by op, that takes twenty times as long."""
     # Columns know channels that hold messages, not those that hand them over.
     if schedule.num_ops < MANY_OPS or schedule.columns is None or capacity == 0:
+        return False
+    if RESIDENCE & schedule.kinds:  # which is followed op by op
         return False
     # Only here, so that small schedules are checked before numpy is there.
     from penstock.schedule.columns.proof import is_proven

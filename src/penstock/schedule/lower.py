@@ -187,6 +187,30 @@ def add_agreement(schedule: Schedule, *, late: bool = False) -> Schedule:
     return schedule.with_ranks(map(lowered, schedule.ranks))
 
 
+def add_late_update(schedule: Schedule) -> Schedule:
+    """Let each stage begin a minibatch with the update of the one before: where stages leave
+    memory, an update that all ranks must agree on comes when the stage does."""
+    _refuse_twice(schedule, {Kind.UPDATE, Kind.LATE_UPDATE})
+
+    def lowered(ops: tuple[Op, ...]) -> Iterator[Op]:
+        begun: set[int] = set()
+        for op in ops:
+            if op.kind is Kind.FORWARD and op.stage not in begun:
+                begun.add(op.stage)
+                yield op._replace(kind=Kind.LATE_UPDATE)
+            yield op
+
+    return Schedule.of(map(lowered, schedule.ranks), schedule.name)
+
+
+def add_late_agreement(schedule: Schedule) -> Schedule:
+    """Let each rank end with the agreement on which the late updates of the next minibatch depend,
+    named after its last gradient."""
+    _refuse_twice(schedule, {Kind.AGREE})
+    ranks = ((*ops, last_gradients(ops)[-1]._replace(kind=Kind.AGREE)) for ops in schedule.ranks)
+    return Schedule.of(ranks, schedule.name)
+
+
 def add_communication(schedule: Schedule, capacity: int | None = None) -> Schedule:
     """Put a send right behind each op whose result another rank needs, and a receive right before
     the op that needs it.

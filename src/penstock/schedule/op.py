@@ -45,6 +45,19 @@ class Kind(StrEnum):
     what clipping and skipping an update depend on."""
     UPDATE = "UPDATE"
     """Apply the gradients of all microbatches up to this one to the stage's weights."""
+    LATE_UPDATE = "LATE_UPDATE"
+    """Apply the gradients of the minibatch before, which had to leave memory before all ranks could
+    agree on them."""
+    FETCH_FORWARD = "FETCH_F"
+    """Begin to bring a stage's weights into memory, for forwards."""
+    FETCH_BACKWARD = "FETCH_B"
+    """Begin to bring in a stage's weights, and what its backwards and its update need besides."""
+    LEAVE_FORWARD = "LEAVE_F"
+    """Let a stage's weights go; they have not changed, so nothing is written (but behind a late
+    update)."""
+    LEAVE_BACKWARD = "LEAVE_B"
+    """Let a stage go behind backwards, and write what changed: weights and optimizer state behind
+    an update, gradients where none has come yet."""
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
@@ -59,6 +72,12 @@ WAITING = COMMUNICATION | {Kind.AGREE}
 """Kinds whose time is spent waiting for other ranks."""
 RELEASING = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 """Kinds after which a microbatch's activations at this stage are no longer needed."""
+FETCHES = frozenset({Kind.FETCH_FORWARD, Kind.FETCH_BACKWARD})
+"""Kinds that bring a stage into memory."""
+LEAVES = frozenset({Kind.LEAVE_FORWARD, Kind.LEAVE_BACKWARD})
+"""Kinds that let a stage go out of memory."""
+RESIDENCE = FETCHES | LEAVES
+"""Kinds that say when a stage is in memory."""
 OF_A_ROUND = frozenset({Kind.REDUCE, Kind.UPDATE})
 """Kinds that stand once for all microbatches of a round, in the name of one of them."""
 
@@ -129,6 +148,8 @@ NEEDS: dict[Kind, tuple[tuple[tuple[int, Kind], ...], ...]] = {
     Kind.REDUCE: (_WEIGHT_GRADIENT,),
     Kind.AGREE: (),
     Kind.UPDATE: (_WEIGHT_GRADIENT,),
+    Kind.LATE_UPDATE: (),
+    **dict.fromkeys(RESIDENCE, ()),
 }
 """What each kind needs. Every need lists (stages further, kind) of the ops that can meet it; the
 first that is present does."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from penstock.errors import InputError
 from penstock.schedule.op import Kind, Op
+from penstock.schedule.residence import Stay
 from penstock.values import amount, is_number, items_of, shown
 
 PerStage = float | Sequence[float]
@@ -32,6 +33,9 @@ class Costs:
         backward: a full backward B; by default ``backward_input + backward_weight``.
         reduce: from the moment the last copy of a stage has handed in its gradients until their
             sum is there; overlaps with compute.
+        fetch, leave: until a stage's weights (or as many gradients) have come into memory, or were
+            written behind it; a rank reads one thing at a time and writes one, beside compute.
+        fetch_state, leave_state: the same for what the optimizer keeps of a stage.
 
     Raises:
         InputError: a cost is no number, negative, or neither 0 nor between 1e-30 and 1e30.
@@ -46,6 +50,10 @@ class Costs:
     reduce: PerStage = 0.0
     backward: PerStage | None = None
     link: PerStage = 0.0
+    fetch: PerStage = 0.0
+    leave: PerStage = 0.0
+    fetch_state: PerStage = 0.0
+    leave_state: PerStage = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -90,7 +98,7 @@ class Costs:
                 taken = self.backward
             case Kind.BACKWARD:
                 return _at(self.backward_input, op.stage) + _at(self.backward_weight, op.stage)
-            case Kind.UPDATE:
+            case Kind.UPDATE | Kind.LATE_UPDATE:
                 taken = self.update
             case _:
                 taken = 0.0
@@ -110,6 +118,21 @@ class Costs:
     def occupies(self, first_stage: int) -> float:
         """How long a message keeps the link between a stage and the next one busy."""
         return _at(self.link, first_stage)
+
+    def fetching(self, stay: Stay) -> float:
+        """How long a stage takes to come into memory for a stay."""
+        weights, state = _at(self.fetch, stay.stage), _at(self.fetch_state, stay.stage)
+        return weights * (1 + stay.late) + state * stay.changes
+
+    def weights_seconds(self, stage: int) -> float:
+        """How long the weights of a stage take to come into memory."""
+        return _at(self.fetch, stage)
+
+    def leaving(self, stay: Stay) -> float:
+        """How long it takes to write what a stay has changed."""
+        weights, state = _at(self.leave, stay.stage), _at(self.leave_state, stay.stage)
+        gradients = stay.backward and not stay.updates
+        return weights * (stay.changes + gradients) + state * stay.changes
 
     def spread(self, stages_per_rank: float) -> Costs:
         """The costs of each stage where plain numbers are those of a whole rank's layers, so that

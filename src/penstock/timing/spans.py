@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from penstock.schedule.op import COMPUTE, Kind, Op
 
-BUSY = COMPUTE | {Kind.RECOMPUTE, Kind.UPDATE}
+BUSY = COMPUTE | {Kind.RECOMPUTE, Kind.UPDATE, Kind.LATE_UPDATE}
 """Kinds that count as work; sends and receives are waiting."""
 
 Source = Literal["predicted", "measured"]

@@ -1,10 +1,19 @@
-"""A stage's weights in as many versions as its policy needs.
+"""A stage's weights: in as many versions as its policy needs, and in memory when they are needed.
 
 ``store`` keeps them and says which a pass reads; ``leaves`` puts other tensors in the place of
 parameters while it reads them; ``prediction`` foresees where an optimizer is heading, and
 ``pipemare`` has the two corrections of that name.
 
+``residence`` brings stages in from a tier and lets them go: ``tiers`` are a disk or main memory,
+``slabs`` the memory into which a ``group`` of tensors comes, ``lane`` a thread that transfers.
+
 Decisions:
+
+Parameters stay the objects that they are while their values come and go; what has left is NaN, so
+that nobody computes with it unnoticed. Slabs are counted, and given back at fixed points of a
+rank's program, not when a transfer happens to end: what a rank holds at once follows from the order
+of its ops alone, and a plan can promise it. Only steps of a rank know a residence; stages, updaters
+and autograd do not.
 
 A weight version is a set of leaves, not a buffer that is copied in and out: parameters that share
 memory with the model's until these move on. They are put in the place of the model's parameters for

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,15 @@ from penstock.weights.prediction import check_predictable, predicted
 
 _FORWARDS = (Kind.FORWARD, Kind.RECOMPUTE)
 
-Instead = Callable[[Tensor], "Later | Saved | None"]
+
+class StandsIn(Protocol):
+    """What autograd saves in the place of a tensor."""
+
+    def unpack(self) -> Tensor:
+        """The tensor that a backward gets."""
+
+
+Instead = Callable[[Tensor], StandsIn | None]
 """What to save instead of a tensor, if anything."""
 
 

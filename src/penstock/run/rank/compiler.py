@@ -9,6 +9,7 @@ from penstock.run.rank.forward import Forward
 from penstock.run.rank.interpreter import RankStep
 from penstock.run.rank.observers import Observers
 from penstock.run.rank.program import RankProgram, SkipRoute
+from penstock.run.rank.residing import Fetch, LateUpdate, Leave, Resident, ResidentUpdate
 from penstock.run.rank.steps import (
     Agree,
     Backward,
@@ -37,11 +38,12 @@ from penstock.schedule import Kind, Op
 from penstock.schedule.op import COMPUTE
 from penstock.schedule.segment import Segment
 from penstock.stage.protocol import RunnableStage
+from penstock.weights.residence import Residence
 from penstock.weights.store import WeightStore
 
 _MOST_PROGRAMS = 64
 _READING_WEIGHTS = COMPUTE | {Kind.RECOMPUTE}
-_CHANGING_WEIGHTS = frozenset({Kind.REDUCE, Kind.AGREE, Kind.UPDATE})
+_CHANGING_WEIGHTS = frozenset({Kind.REDUCE, Kind.AGREE, Kind.UPDATE, Kind.LATE_UPDATE})
 _VERSIONED = _READING_WEIGHTS | {Kind.UPDATE}
 
 
@@ -58,6 +60,10 @@ class Compiler:
         observers: look on while stages compute.
         post_validate: whether updates are made on trust.
         updates: counts updates where weights have one version and passes of several ages read it.
+
+    Attributes:
+        residence: which stages are in memory, if they come and go; to be set before anything is
+            compiled.
     """
 
     def __init__(  # noqa: PLR0913 - all that steps are bound to
@@ -81,6 +87,7 @@ class Compiler:
         self._shared = shared
         self._observers = observers
         self._updates = updates
+        self.residence: Residence | None = None
         self._agree = Settle if post_validate else Agree
         self.program = lru_cache(_MOST_PROGRAMS)(self._program)
         self.steps = lru_cache(_MOST_PROGRAMS)(self._steps)
@@ -103,6 +110,8 @@ class Compiler:
 
     def _checked(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
         step = _BINDINGS[op.kind](self, op, program, store)
+        if self.residence is not None and op.kind in _READING_WEIGHTS:
+            return Resident(op, program.unit(op), step, self._observers, self.residence)
         if op.kind in _READING_WEIGHTS:
             if store is not None:
                 return Versioned(op, program.unit(op), step, self._observers, store)
@@ -166,7 +175,22 @@ class Compiler:
     def _update(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
         if store is not None:
             return NewVersion(op, self._updater, store)
+        if self.residence is not None:
+            return ResidentUpdate(op, self._updater, self.residence)
         return UpdateWeights(op, self._updater)
+
+    def _late_update(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+        assert self.residence is not None
+        return LateUpdate(op, self._updater, self.residence)
+
+    def _fetch(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+        assert self.residence is not None
+        return Fetch(op, program.stays[op], self.residence)
+
+    def _leave(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+        assert self.residence is not None
+        notes = op in program.last_leaves
+        return Leave(op, program.stays[op], self.residence, self._updater, notes)
 
 
 _Binding = Callable[[Compiler, Op, RankProgram, WeightStore | None], RankStep[Work]]
@@ -186,6 +210,11 @@ _BINDINGS: Mapping[Kind, _Binding] = {
     Kind.REDUCE: Compiler._reduce,
     Kind.AGREE: Compiler._agreement,
     Kind.UPDATE: Compiler._update,
+    Kind.LATE_UPDATE: Compiler._late_update,
+    Kind.FETCH_FORWARD: Compiler._fetch,
+    Kind.FETCH_BACKWARD: Compiler._fetch,
+    Kind.LEAVE_FORWARD: Compiler._leave,
+    Kind.LEAVE_BACKWARD: Compiler._leave,
 }
 KINDS = frozenset(_BINDINGS)
 """The kinds of op that a rank can perform."""

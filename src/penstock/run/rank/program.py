@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from penstock.schedule import Kind, Op
 from penstock.schedule.channels import RECEIVES, SENDS, other_end
-from penstock.schedule.op import BACKWARD
+from penstock.schedule.op import BACKWARD, RESIDENCE
+from penstock.schedule.residence import stays_of
 from penstock.schedule.segment import Segment
 from penstock.stage.protocol import Keep
 from penstock.transport import Edge
@@ -68,6 +70,7 @@ class RankProgram:
         keeps_again: what its recomputation keeps.
         edges: the edge of every send and receive.
         waiting: for every receive, what to say if nothing comes.
+        stays: what each fetch and leave is for.
         stashes, recalls: the skip routes that begin and end at a stage, in the order in which the
             model recalls them.
     """
@@ -82,6 +85,7 @@ class RankProgram:
         self.last_stage = schedule.num_stages - 1
         self.num_slices = schedule.num_slices
         self.keeps, self.keeps_again = self._keeps()
+        self.stays = stays_of(self._all_ops) if RESIDENCE & schedule.kinds else {}
         self.edges: dict[Op, Edge] = {}
         self.waiting: dict[Op, str] = {}
         for op in self._all_ops:
@@ -91,6 +95,15 @@ class RankProgram:
         for route in skips:
             self.stashes[route.source].append(route)
             self.recalls[route.target].append(route)
+
+    @cached_property
+    def last_leaves(self) -> frozenset[Op]:
+        """The leaves with which gradients go out that are complete, and on which all ranks will
+        agree."""
+        if all(op.kind is not Kind.AGREE for op in self._all_ops):
+            return frozenset()
+        leaves = {op.stage: op for op in self._all_ops if op.kind is Kind.LEAVE_BACKWARD}
+        return frozenset(leaves.values())
 
     def unit(self, op: Op) -> int:
         """The number of the microbatch, or of its slice, that an op works on; from the beginning

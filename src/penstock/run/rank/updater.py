@@ -103,6 +103,9 @@ class Updater:
         optimizers: by stage; a stage without parameters has none.
         schedulers: of the optimizers, by stage, if there are any.
         rates: what the learning rates of each stage were multiplied by when it was built.
+        late: whether updates on which ranks agree come with the next minibatch.
+        owed: of stages whose gradients have left memory before all ranks could agree on them, what
+            they agreed on; the update comes when the stage does.
         num_updates: steps begun so far, over all stages.
         loss_scale: as of the last verdict.
         norm: that of all gradients at the last verdict, before clipping; ``None`` before any.
@@ -120,6 +123,8 @@ class Updater:
         make_reducer: MakeReducer = OwnerReducer,
     ) -> None:
         self.num_updates = 0
+        self.late = False
+        self.owed: dict[int, Verdict] = {}
         self.loss_scale = recipe.loss_scale
         self.norm: Tensor | None = None
         # Where gradients of replicas are averaged, there are so many times fewer updates.
@@ -191,8 +196,38 @@ class Updater:
         """Wait for all ranks' norms, and make the gradients what the verdict says."""
         self._complete()
         share = self._of_group(Share.of(self._counted(), self._unscaled(self.holdings)))
+        if self.late:  # of gradients that have left, the norms are noted
+            share = self._share.with_that_of(share)
         tell(self._transport, self._rank, self._num_ranks, self._number, share)
-        self._judge(self._number, share)
+        verdict = self._judge(self._number, share)
+        if self.late:
+            self.owed.update(dict.fromkeys(self.optimizers, verdict))
+
+    def note(self, stage: int, leaving: Iterable[nn.Parameter]) -> None:
+        """Note the norms of a stage's complete gradients, which leave memory.
+
+        Args:
+            leaving: the weights whose gradients leave.
+        """
+        own = {id(parameter) for parameter in leaving}
+        held = self.holdings[stage]
+        overflow = None
+        if self.loss_scale is not None:
+            gradients = [one.grad for one in held.named.values() if id(one) in own]
+            given = [gradient for gradient in gradients if gradient is not None]
+            overflow = unscale(given, self.loss_scale.inverse)
+        counted = {place: one for place, one in held.counted.items() if id(one) in own}
+        self._share = self._share.with_that_of(Share.of(counted, overflow))
+
+    def update_late(self, stage: int) -> None:
+        """Step one stage with the gradients of the minibatch before, as its verdict says."""
+        verdict = self.owed.pop(stage)
+        self.num_updates += 1
+        self._step(stage, verdict)
+        if stage in self.schedulers:
+            self.schedulers[stage].step()
+        # What has been made for good belongs to no step that may fail later.
+        self.num_updates -= 1
 
     def _complete(self, stage: int | None = None) -> None:
         """Make gradients whole: of weights with several holders, and of a group's members."""
@@ -322,9 +357,10 @@ class Updater:
         return stands
 
     def drop_gradients(self) -> None:
-        """Forget what a failed step has accumulated."""
-        for optimizer in self.optimizers.values():
-            optimizer.zero_grad(set_to_none=True)
+        """Forget what a failed step has accumulated; not what a late update still waits for."""
+        for stage, optimizer in self.optimizers.items():
+            if stage not in self.owed:
+                optimizer.zero_grad(set_to_none=True)
 
 
 def _optimizer(

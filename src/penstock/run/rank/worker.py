@@ -18,6 +18,7 @@ from penstock.run.rank.journal import Journal
 from penstock.run.rank.mail import Letter, Mail
 from penstock.run.rank.observers import Observers
 from penstock.run.rank.program import SkipRoute
+from penstock.run.rank.residing import pay
 from penstock.run.rank.steps import UpdatesSoFar
 from penstock.run.rank.updater import Updater
 from penstock.run.rank.work import AwaitedMark, Seeds, Work
@@ -27,6 +28,7 @@ from penstock.run.shared_state import SharedState
 from penstock.schedule.segment import Segment
 from penstock.stage.protocol import RunnableStage
 from penstock.transport import Edge, Transport
+from penstock.weights.residence import Residence
 from penstock.weights.store import Held, WeightStore
 
 NUMBERS_PER_RUN = 1 << 32
@@ -47,6 +49,7 @@ class Worker:
         rank, stages, transport, updater, stores: as given.
         seat: which member of the rank it is.
         channels: its end of all channels, numbered by seats.
+        residence: which of its stages are in memory, if they come and go (``settle_in``).
         queue: its work on its device; ``None`` where all is done in main memory.
         num_runs: minibatches completed.
         num_attempts: streams begun, whether completed or not; a synchronous minibatch is one of its
@@ -73,6 +76,7 @@ class Worker:
         self.num_runs = self.num_attempts = 0
         self._recipe = recipe
         self.stores = stores
+        self.residence: Residence | None = None
         self._shared = shared or SharedState({})
         self._observers = Observers(stages, recipe)
         self._newest = recipe.versions.activations == "newest"
@@ -96,6 +100,12 @@ class Worker:
         ]
         self._resent: Sequence[Letter] = ()
         self._seeds: Seeds = {}
+
+    def settle_in(self, residence: Residence) -> None:
+        """Let the rank's stages come and go, from the first step on."""
+        self.residence = self._compiler.residence = residence
+        self.updater.late = self._recipe.needs_agreement
+        residence.follow(self.updater.optimizers, self.updater.owed)
 
     @property
     def counts_memory(self) -> bool:
@@ -150,6 +160,9 @@ class Worker:
             if minibatch.trains:
                 # What was accumulated must not leak into the next minibatch's gradients.
                 self.updater.drop_gradients()
+            if self.residence is not None:
+                self.forget()  # what failed still sees the weights that leave
+                self.residence.forget()
             raise
         finally:
             if ends:
@@ -270,6 +283,38 @@ class Worker:
             stage.forget()
         self._mail = Mail(self.transport, 0)
         self._journal.end()
+
+    @contextmanager
+    def visiting(self, stage: int, *, changes: bool = False) -> Iterator[None]:
+        """Have a stage in memory between steps, wherever it is, for whoever reads its weights and
+        what its optimizer keeps.
+
+        Args:
+            changes: whether these become others.
+        """
+        if self.residence is None:
+            yield
+            return
+        with self.residence.visiting(stage, changes=changes):
+            yield
+
+    def settle(self) -> None:
+        """Make the updates that are late, between steps."""
+        if self.residence is not None:
+            for stage in [*self.updater.owed]:
+                with self.residence.visiting(stage):
+                    pay(stage, self.updater, self.residence)
+
+    def drop(self) -> None:
+        """Forget what late updates still wait for: other weights come."""
+        if self.residence is not None:
+            self.updater.owed.clear()
+            self.residence.forget()
+
+    def close(self) -> None:
+        """Give back what is kept outside of memory."""
+        if self.residence is not None:
+            self.residence.close()
 
     def dump(self) -> str:
         """This rank's last ops and what it does now; may be asked from any thread."""

@@ -42,6 +42,7 @@ from penstock.schedule.families.partime import partime
 from penstock.schedule.families.pipedream import pipedream
 from penstock.schedule.families.pipedream_2bw import pipedream_2bw
 from penstock.schedule.families.seq1f1b import seq1f1b
+from penstock.schedule.families.spilled import spilled
 from penstock.schedule.families.v_half import v_half
 from penstock.schedule.families.v_min import v_min
 from penstock.schedule.families.zb_auto import zb_auto
@@ -67,6 +68,7 @@ FAMILIES: dict[str, Callable[..., Schedule]] = {
     "chimera": chimera,
     "hanayo": hanayo,
     "seq1f1b": seq1f1b,
+    "spilled": spilled,
     "pipedream": pipedream,
     "pipedream-2bw": pipedream_2bw,
     "partime": partime,

@@ -8,6 +8,7 @@ other.
 from __future__ import annotations
 
 from penstock.schedule.durations import Durations
+from penstock.schedule.op import RESIDENCE
 from penstock.schedule.schedule import MANY_OPS, Schedule
 from penstock.timing.costs import Costs
 from penstock.timing.simulator.arrivals import Arrivals
@@ -53,7 +54,8 @@ def simulate(
     costs.check_stages(schedule.num_stages)
     if arrivals is not None:
         return by_events(schedule, costs, Arrivals.of(schedule, costs, arrivals))
-    if schedule.num_ops >= MANY_OPS and not costs.has_busy_links:
+    followed = costs.has_busy_links or bool(RESIDENCE & schedule.kinds)
+    if schedule.num_ops >= MANY_OPS and not followed:
         # Only here, so that everything else starts without numpy.
         from penstock.timing.simulator.waves import by_waves
 

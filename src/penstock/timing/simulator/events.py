@@ -5,10 +5,11 @@ from __future__ import annotations
 from array import array
 
 from penstock.schedule.check import executable_order
-from penstock.schedule.op import COMMUNICATION, COMPUTE, Kind, Op
+from penstock.schedule.op import COMMUNICATION, COMPUTE, RESIDENCE, Kind, Op
 from penstock.schedule.schedule import Schedule
 from penstock.timing.costs import Costs
 from penstock.timing.simulator.arrivals import Arrivals
+from penstock.timing.simulator.tiers import Tiers
 from penstock.timing.spans import Row
 from penstock.timing.timeline import Timeline
 
@@ -22,6 +23,9 @@ def by_events(schedule: Schedule, costs: Costs, arrivals: Arrivals | None = None
     free = [0.0] * schedule.num_ranks
     rows = [Row(ops, array("d"), array("d")) for ops in schedule.ranks]
     links = _Links(schedule, costs) if costs.has_busy_links else None
+    tiers = [
+        Tiers(ops, costs) if RESIDENCE & {op.kind for op in ops} else None for ops in schedule.ranks
+    ]
     for rank, op in executable_order(schedule, waits_for):
         ready = free[rank]
         if arrivals is not None:
@@ -34,6 +38,9 @@ def by_events(schedule: Schedule, costs: Costs, arrivals: Arrivals | None = None
                 left = arrival if links is None else links.left.get(needed, arrival)
                 arrival = left + costs.delay(needed, op)
             ready = max(ready, arrival)
+        tier = tiers[rank]
+        if tier is not None:
+            ready = tier.ready(op, ready)
         # A message's time is the wait for it.
         rows[rank].starts.append(free[rank] if op.kind in COMMUNICATION else ready)
         duration = costs.duration(op)

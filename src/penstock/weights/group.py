@@ -1,0 +1,129 @@
+"""Tensors that travel together: between a slab of memory and an extent of a tier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import RunError
+from penstock.weights.slabs import Slab
+from penstock.weights.tiers import Extent, whole_pages
+
+_ALIGNED = 64
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in its group."""
+
+    tensor: Tensor
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class Group:
+    """Tensors of one stage that come and go together. They stay the objects that they are; what
+    changes is where their values lie.
+
+    Args:
+        whose: what they are, for errors.
+        tensors: in main memory; those that hold their values densely keep their strides.
+
+    Attributes:
+        whose: as given.
+        num_bytes: of the extent and of the slab that they need; 0 without tensors.
+        extent: where they lie in the tier, once that is reserved.
+        slab: where they lie in memory, if they are there or on their way.
+        arriving: ends when what is on its way has come.
+        writing: ends when the tier has what was written last.
+    """
+
+    def __init__(self, whose: str, tensors: Sequence[Tensor]) -> None:
+        self.whose = whose
+        self.places: list[Place] = []
+        end = 0
+        for tensor in tensors:
+            stride = torch.empty_like(tensor, device="meta").stride()
+            self.places.append(Place(tensor, end, tensor.size(), stride))
+            end += -(-tensor.numel() * tensor.itemsize // _ALIGNED) * _ALIGNED
+        self.num_bytes = whole_pages(end)
+        self.extent: Extent | None = None
+        self.slab: Slab | None = None
+        self.arriving: Future[None] | None = None
+        self.writing: Future[None] | None = None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether an update changes its values: what is frozen has none."""
+        first = self.places[0].tensor if self.places else None
+        return not isinstance(first, nn.Parameter) or first.requires_grad
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them, in order."""
+        return [place.tensor for place in self.places]
+
+    def lies_in(self, slab: Slab, place: Place) -> Tensor:
+        """What the slab has of one of the tensors."""
+        return slab.tensor(place.offset, place.tensor.dtype, place.size, place.stride)
+
+    def move_in(self, slab: Slab) -> None:
+        """Copy all values into a slab, in which they are from now on; memory that they leave is
+        free at once, tensor by tensor."""
+        self.slab = slab
+        for place in self.places:
+            inside = self.lies_in(slab, place)
+            inside.copy_(place.tensor.detach())
+            place.tensor.data = inside
+
+    def point(self) -> None:
+        """Let the tensors have the values that their slab has."""
+        assert self.slab is not None
+        for place in self.places:
+            place.tensor.data = self.lies_in(self.slab, place)
+
+    def blank(self) -> None:
+        """Take the values away: shape and type stay, and whoever reads them sees NaN."""
+        for place in self.places:
+            place.tensor.data = nothing_like(place.tensor)
+
+    def is_in(self, slab: Slab) -> bool:
+        """Whether the values of all tensors are where this group has put them."""
+        return all(
+            place.tensor.data_ptr() == slab.start + place.offset or not place.tensor.numel()
+            for place in self.places
+        )
+
+
+def nothing_like(tensor: Tensor) -> Tensor:
+    """A tensor of this shape and type that takes no memory and has no values."""
+    fills = tensor.is_floating_point() or tensor.is_complex()
+    filled = torch.full((), torch.nan if fills else 0, dtype=tensor.dtype, device=tensor.device)
+    return filled.expand(tensor.shape)
+
+
+class Elsewhere:
+    """Stands for a part of a group that a backward will read where the group lies then."""
+
+    __slots__ = ("_dtype", "_group", "_offset", "_size", "_stride")
+
+    def __init__(self, group: Group, slab: Slab, tensor: Tensor) -> None:
+        self._group = group
+        self._offset = tensor.data_ptr() - slab.start
+        self._dtype = tensor.dtype
+        self._size = tensor.size()
+        self._stride = tensor.stride()
+
+    def unpack(self) -> Tensor:
+        """The same part of the same tensors, now."""
+        slab = self._group.slab
+        if slab is None or self._group.arriving is not None:
+            raise RunError(
+                f"a backward reads the {self._group.whose}, which are not in memory; this is a "
+                "mistake of Penstock's: report it with the schedule"
+            )
+        return slab.tensor(self._offset, self._dtype, self._size, self._stride)

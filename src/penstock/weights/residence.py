@@ -1,0 +1,467 @@
+"""Which stages of a rank are in memory: they come from a tier before they are needed, and leave.
+
+The life of a stage that comes and goes; the numbers stand at the lines below:
+
+1. When the pipeline is built, its weights go to the tier and are blank from then on.
+2. A fetch takes a slab and lets the reader fill it. If the tier is still to get what was written
+   there last, the reader waits for that.
+3. The first op that needs the weights waits until they have come, and points the parameters there.
+4. What autograd would save of weights in a forward is noted as a place, and looked up where they
+   lie when the backward asks. Without that, a backward reads a slab in which something else is.
+5. Optimizer state is found behind the first update, and travels from then on.
+6. A stage that has changed is written; its slab is used again once that is done, which the next
+   leave waits for. One that has not changes nothing on the tier.
+7. Gradients without an update leave, too, and come back before more is added to them.
+8. A slab that any other tensor still sees would give it another stage's values: that is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager, suppress
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import DeadlineError, InputError, ModelError
+from penstock.model import tree
+from penstock.schedule.residence import Stay
+from penstock.weights.group import Elsewhere, Group
+from penstock.weights.lane import Lane
+from penstock.weights.slabs import Slab, Slabs
+from penstock.weights.store import Instead
+from penstock.weights.tiers import Store
+
+
+class Residence:
+    """The stages of one rank that come and go.
+
+    Args:
+        store: the rank's tier.
+        slabs: memory for what is here.
+        weights: by stage, the parameters that leave with it, each of one stage only.
+        seconds: how long a transfer may take.
+
+    Attributes:
+        store, slabs: as given.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        slabs: Slabs,
+        weights: Mapping[int, Sequence[nn.Parameter]],
+        seconds: float = 300.0,
+    ) -> None:
+        self.store = store
+        self.slabs = slabs
+        self._optimizers: Mapping[int, torch.optim.Optimizer] = {}
+        self._owed: Container[int] = ()
+        self._parameters = weights
+        self._seconds = seconds
+        self._weights: dict[int, list[Group]] = {}
+        self._state: dict[int, Group] = {}
+        self._gradients: dict[int, tuple[Group, list[nn.Parameter]]] = {}
+        self._spent: dict[int, Group] = {}
+        """Gradients that are used up, whose extents the next ones get."""
+        self._adding: dict[int, int] = {}
+        """Bytes of gradients that are being added up, by stage."""
+        self._changed: set[int] = set()
+        self._leaving: list[tuple[Group, Slab]] = []
+        self._reader = Lane("penstock-fetching")
+        self._writer = Lane("penstock-writing")
+
+    def take_in(self, stage: int) -> None:
+        """Move a stage's weights to the tier: it is built. [1]
+
+        Raises:
+            FileError: the tier has no room.
+        """
+        parameters = self._parameters[stage]
+        groups = [
+            Group(f"{what} of stage {stage}", chosen)
+            for what, trained in (("weights", True), ("frozen weights", False))
+            if (chosen := [one for one in parameters if one.requires_grad is trained])
+        ]
+        self._weights[stage] = groups
+        for group in groups:
+            group.extent = self.store.reserve(group.whose, group.num_bytes)
+            slab = self.slabs.take(group.num_bytes, group.whose)
+            group.move_in(slab)
+            self.store.write(group.extent, slab.view)
+            group.blank()
+            group.slab = None
+            self.slabs.give(slab)
+
+    def follow(self, optimizers: Mapping[int, torch.optim.Optimizer], owed: Container[int]) -> None:
+        """Let what optimizers keep travel as well.
+
+        Args:
+            optimizers: by stage.
+            owed: the stages whose update is late, for which their gradients are on the tier; the
+                caller's own, which is asked again and again.
+        """
+        self._optimizers, self._owed = optimizers, owed
+        for stage in self._weights:
+            self._find_state(stage)  # some keep something from the beginning
+            if self._state[stage].slab is not None:
+                self._let_go(self._state[stage], writes=True, keeps=False)
+                self.finish()
+
+    def reserve_state(self, stage: int, num_bytes: int) -> None:
+        """Make room on the tier for optimizer state that is still to be made.
+
+        Raises:
+            FileError: the tier has no room.
+        """
+        group = self._state[stage] = Group(f"optimizer state of stage {stage}", [])
+        group.extent = self.store.reserve(group.whose, num_bytes)
+
+    def reserve_gradients(self, stage: int) -> None:
+        """Make room on the tier for gradients that leave without an update.
+
+        Raises:
+            FileError: the tier has no room.
+        """
+        group = self._spent[stage] = Group(f"gradients of stage {stage}", [])
+        group.num_bytes = self.gradient_bytes(stage)
+        group.extent = self.store.reserve(group.whose, group.num_bytes)
+
+    @property
+    def stages(self) -> Sequence[int]:
+        """Those that come and go."""
+        return tuple(self._weights)
+
+    def parameters(self, stage: int) -> Sequence[nn.Parameter]:
+        """The weights of a stage that come and go."""
+        return self._parameters[stage]
+
+    def fetch(self, stage: int, stay: Stay) -> None:
+        """Begin to bring a stage in; for an update, with what the optimizer keeps of it. [2]"""
+        for group in self._weights[stage]:
+            self._begin(group)
+        owes = stay.late and stage in self._owed
+        if (stay.updates or owes) and stage in self._state:
+            self._begin(self._state[stage])
+        if owes and stage in self._gradients:
+            self._begin(self._gradients[stage][0])
+
+    def _begin(self, group: Group) -> None:
+        if group.slab is not None or not group.places:
+            return
+        slab = group.slab = self.slabs.take(group.num_bytes, group.whose)
+        group.arriving = self._reader.begin(partial(self._read, group, slab, group.writing))
+
+    def _read(self, group: Group, slab: Slab, before: Future[None] | None) -> None:
+        if before is not None:
+            before.result(self._seconds)
+        assert group.extent is not None
+        self.store.read(group.extent, slab.view)
+
+    def arrive(self, stage: int) -> None:
+        """Wait until a stage's weights are here. [3]
+
+        Raises:
+            FileError: they could not be read, or are not what was written.
+            DeadlineError: they do not come.
+        """
+        for group in self._weights[stage]:
+            self._begin(group)
+            self._arrive(group)
+
+    def _arrive(self, group: Group) -> None:
+        if group.arriving is not None:
+            self._await(group.arriving, group, "have not come from")
+            group.arriving = None
+            group.point()
+
+    def _await(self, future: Future[None], group: Group, what: str) -> None:
+        try:
+            future.result(self._seconds)
+        except FutureTimeoutError:
+            raise DeadlineError(
+                f"the {group.whose} {what} {self.store} within {self._seconds:g} s; raise "
+                "deadline_seconds, or take a faster tier"
+            ) from None
+
+    def arrive_with_state(self, stage: int) -> None:
+        """Wait until a stage is here with all that its update needs."""
+        self.arrive(stage)
+        group = self._state.get(stage)
+        if group is not None:
+            self._begin(group)
+            self._arrive(group)
+
+    def bring_gradients(self, stage: int) -> None:
+        """Give parameters the gradients that have left before, if there are any. [7]"""
+        if stage not in self._gradients:
+            return
+        group, parameters = self._gradients[stage]
+        if group.slab is not None and group.arriving is None:
+            return
+        self._begin(group)
+        self._arrive(group)
+        for parameter, gradient in zip(parameters, group.tensors, strict=True):
+            parameter.grad = gradient
+
+    def begin_adding(self, stage: int) -> None:
+        """Before a backward: bring in what was added up before, or count what will be."""
+        if stage in self._gradients:
+            self.bring_gradients(stage)
+        elif stage not in self._adding:
+            self._adding[stage] = self.gradient_bytes(stage)
+            self.slabs.count(self._adding[stage], f"gradients of stage {stage}")
+
+    def _add_no_more(self, stage: int) -> None:
+        self.slabs.count(-self._adding.pop(stage, 0))
+
+    def gradient_bytes(self, stage: int) -> int:
+        """Bytes of the gradients of a stage's trained weights."""
+        return sum(group.num_bytes for group in self._weights[stage] if group.is_trained)
+
+    def weight_bytes(self, stage: int) -> int:
+        """Bytes of all weights of a stage that come and go."""
+        return sum(group.num_bytes for group in self._weights[stage])
+
+    def state_bytes(self, stage: int) -> int:
+        """Bytes of what the optimizer keeps of a stage, as far as it comes and goes."""
+        return self._state[stage].num_bytes if stage in self._state else 0
+
+    def instead(self, stage: int) -> Instead:
+        """What autograd is to save in the place of a stage's weights. [4]"""
+        there = [(group, group.slab) for group in self._weights[stage] if group.slab is not None]
+
+        def substitute(tensor: Tensor) -> Elsewhere | None:
+            if tensor.layout is torch.strided:
+                address = tensor.untyped_storage().data_ptr()
+                for group, slab in there:
+                    if address == slab.start:
+                        return Elsewhere(group, slab, tensor)
+            return None
+
+        return substitute
+
+    def updated(self, stage: int) -> None:
+        """The optimizer has stepped: gradients are spent, and its state may be new. [5]"""
+        self._changed.add(stage)
+        spent = self._gradients.pop(stage, None)
+        if spent is not None and spent[0].slab is not None:
+            group, slab = spent[0], spent[0].slab
+            group.blank()
+            group.slab = None
+            self._give(slab)
+        if spent is not None:
+            self._spent[stage] = spent[0]
+        self._add_no_more(stage)
+        self._find_state(stage)
+
+    def _find_state(self, stage: int) -> None:
+        """Let what an optimizer keeps travel, also if it is another object than before."""
+        tensors = state_tensors(self._optimizers.get(stage), self._parameters[stage])
+        known = self._state.get(stage)
+        here = known is not None and known.slab is not None and known.is_in(known.slab)
+        if not tensors or (known is not None and here and _same(known.tensors, tensors)):
+            return
+        group = Group(f"optimizer state of stage {stage}", tensors)
+        slab = None
+        if known is not None:
+            slab, known.slab = known.slab, None
+            if known.extent is not None and known.extent.num_bytes >= group.num_bytes:
+                group.extent, group.writing = known.extent, known.writing
+        if slab is not None and slab.num_bytes != group.num_bytes:
+            self.slabs.drop(slab)  # some of the tensors may lie there still
+            slab = None
+        if group.extent is None or group.extent.num_bytes != group.num_bytes:
+            group.extent = self.store.reserve(group.whose, group.num_bytes)
+        if slab is not None:
+            # Values may lie there still, where others are to go.
+            for tensor in tensors:
+                tensor.data = tensor.detach().clone()
+        group.move_in(slab or self.slabs.take(group.num_bytes, group.whose))
+        self._state[stage] = group
+
+    def leave(self, stage: int, stay: Stay) -> None:
+        """Let a stage go, and begin to write what has changed. [6]
+
+        Raises:
+            ModelError: something still sees the weights.
+            FileError: what left before could not be written.
+        """
+        self.finish()
+        changed = stage in self._changed
+        self._changed.discard(stage)
+        for group in self._weights[stage]:
+            writes = changed and group.is_trained
+            self._let_go(group, writes=writes, keeps=stay.keeps)
+        if stage in self._state:
+            self._let_go(self._state[stage], writes=changed, keeps=False)
+        self._send_gradients(stage)
+
+    def _let_go(self, group: Group, *, writes: bool, keeps: bool) -> None:
+        slab = group.slab
+        if slab is None:
+            return
+        if group.arriving is not None:
+            self._arrive(group)
+        if writes:
+            assert group.extent is not None
+            group.writing = self._writer.begin(partial(self.store.write, group.extent, slab.view))
+        if keeps:
+            return
+        group.blank()
+        group.slab = None
+        if writes:
+            self._leaving.append((group, slab))
+            return
+        if group.writing is not None:  # what was kept here may still be on its way
+            self._await(group.writing, group, "were not written to")
+        self._give(slab, group)
+
+    def _give(self, slab: Slab, group: Group | None = None) -> None:
+        if not slab.is_held:
+            self.slabs.give(slab)
+            return
+        self.slabs.drop(slab)  # [8]
+        if group is not None and group.whose.startswith(("weights", "frozen")):
+            raise ModelError(
+                f"something still sees the {group.whose} when they leave memory: a layer hands on "
+                "a view of a parameter, or keeps one; let it hand on a copy (parameter.clone()), "
+                "or put it into one stage with those that read it"
+            )
+
+    def _send_gradients(self, stage: int) -> None:
+        parameters = [one for one in self._parameters[stage] if one.grad is not None]
+        if not parameters:
+            return
+        known = self._gradients.get(stage)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if known is not None and known[0].slab is not None and _same(known[0].tensors, gradients):
+            group = known[0]
+        else:
+            group = Group(f"gradients of stage {stage}", gradients)
+            before = known[0] if known is not None else self._spent.get(stage)
+            if before is not None and before.num_bytes == group.num_bytes:
+                group.extent, group.writing = before.extent, before.writing
+            else:
+                group.extent = self.store.reserve(group.whose, group.num_bytes)
+            if known is not None and known[0].slab is not None:
+                self.slabs.drop(known[0].slab)
+            self._add_no_more(stage)  # what is moved in is free at once
+            group.move_in(self.slabs.take(group.num_bytes, group.whose))
+        self._gradients[stage] = group, parameters
+        for parameter in parameters:
+            parameter.grad = None
+        self._let_go(group, writes=True, keeps=False)
+
+    def finish(self) -> None:
+        """Wait until what has left is written, and take its slabs back.
+
+        Raises:
+            FileError: it could not be written.
+            DeadlineError: it takes too long.
+        """
+        leaving, self._leaving = self._leaving, []
+        for group, slab in leaving:
+            assert group.writing is not None
+            try:
+                self._await(group.writing, group, "were not written to")
+            except BaseException:
+                self.slabs.drop(slab)
+                raise
+            self._give(slab, group)
+
+    @contextmanager
+    def visiting(self, stage: int, *, changes: bool = False) -> Iterator[None]:
+        """Have a stage in memory, between steps, with all that belongs to it.
+
+        Args:
+            changes: whether values become others meanwhile, which are then written.
+        """
+        here = any(group.slab is not None for group in self._weights[stage])
+        self.arrive_with_state(stage)
+        try:
+            yield
+        finally:
+            if changes:
+                self._find_state(stage)
+                self._changed.add(stage)
+            self.leave(stage, Stay(stage, keeps=here))
+            self.finish()
+
+    def forget(self) -> None:
+        """A step has failed, or another kind of step begins: let all go that is here. What has
+        changed is written; gradients that no update waits for are dropped."""
+        with suppress(Exception):  # what failed has been told
+            self.finish()
+        for stage in self._weights:
+            self._forget(stage)
+
+    def _forget(self, stage: int) -> None:
+        changed = stage in self._changed
+        self._changed.discard(stage)
+        groups = [*self._weights[stage], *filter(None, [self._state.get(stage)])]
+        for group in groups:
+            slab = group.slab
+            if slab is None:
+                continue
+            with suppress(Exception):
+                self._arrive(group)
+                if changed and group.is_trained:
+                    assert group.extent is not None
+                    self.store.write(group.extent, slab.view)
+            group.arriving = None
+            group.blank()
+            group.slab = None
+            self.slabs.drop(slab)  # what has failed may still see it
+        self._add_no_more(stage)
+        if stage in self._gradients and stage not in self._owed:
+            group, parameters = self._gradients.pop(stage)
+            self._spent[stage] = group
+            for parameter in parameters:
+                parameter.grad = None
+            if group.slab is not None:
+                self.slabs.drop(group.slab)
+                group.slab = None
+                group.arriving = None
+
+    def close(self) -> None:
+        """End the transfers, and give back the tier and the memory. Weights stay blank."""
+        self.forget()
+        self._reader.close()
+        self._writer.close()
+        self.slabs.clear()
+        self.store.close()
+
+
+def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(lambda a, b: a is b, some, others))
+
+
+def _hides_tensors(value: object) -> bool:
+    return isinstance(value, list | tuple | dict) and bool(tree.tensors(value))
+
+
+def state_tensors(
+    optimizer: torch.optim.Optimizer | None, parameters: Sequence[nn.Parameter]
+) -> list[Tensor]:
+    """What an optimizer keeps of parameters in tensors; single numbers are not worth the way."""
+    if optimizer is None:
+        return []
+    for key, kept in optimizer.state.items():
+        if not isinstance(key, nn.Parameter) or any(map(_hides_tensors, kept.values())):
+            raise InputError(
+                f"{type(optimizer).__name__} keeps tensors that belong to no parameter of its "
+                "stage, or several in a list, and these cannot come and go with it; take another "
+                'optimizer, or plan with spill="never"'
+            )
+    own = {id(parameter) for parameter in parameters}
+    return [
+        value
+        for parameter, state in optimizer.state.items()
+        if id(parameter) in own
+        for value in state.values()
+        if isinstance(value, Tensor) and value.dim() and value.layout is torch.strided
+    ]

@@ -1,0 +1,137 @@
+"""Slabs: pieces of aligned memory into which stages come, used again and again.
+
+Memory that is mapped anew costs a fault for each page when it is first touched; in the steady state
+of training no slab is new. What is free counts towards the budget, too, since the system does not
+have it back; free slabs of other sizes go when room is needed.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from penstock.errors import RunError
+from penstock.units import format_bytes
+from penstock.weights.tiers import whole_pages
+
+
+class Slab:
+    """A piece of memory of whole pages.
+
+    Args:
+        num_bytes: at least one page.
+
+    Attributes:
+        num_bytes: its size.
+        view: the memory, for reading and writing.
+        bytes: the same as a tensor.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        memory = mmap.mmap(-1, num_bytes)
+        self.view = memoryview(memory)
+        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self._alone = self._num_holders()
+
+    def tensor(
+        self, offset: int, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...]
+    ) -> Tensor:
+        """The tensor that lies at an offset, which is one of its type's alignment."""
+        end = self.num_bytes - (self.num_bytes - offset) % dtype.itemsize
+        return self.bytes[offset:end].view(dtype).as_strided(size, stride)
+
+    @property
+    def start(self) -> int:
+        """The address of its first byte."""
+        return self.bytes.data_ptr()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether any tensor but its own still sees this memory."""
+        return self._num_holders() > self._alone
+
+    def _num_holders(self) -> int:
+        storage = self.bytes.untyped_storage()
+        count: int = torch._C._storage_Use_Count(storage._cdata)
+        return count
+
+
+class Slabs:
+    """The slabs of one rank, within a budget.
+
+    Args:
+        budget_bytes: the most that all of them together may have, free ones included.
+
+    Attributes:
+        budget_bytes: as given.
+        peak_bytes: the most that they have had.
+        used_peak_bytes: the most that has been in use at once.
+    """
+
+    def __init__(self, budget_bytes: float) -> None:
+        self.budget_bytes = budget_bytes
+        self._free: dict[int, list[Slab]] = defaultdict(list)
+        self._mapped = self._used = 0
+        self.peak_bytes = self.used_peak_bytes = 0
+
+    def take(self, num_bytes: int, whose: str) -> Slab:
+        """A slab for so many bytes; what is in it is anything.
+
+        Raises:
+            RunError: the budget has no room for it.
+        """
+        size = max(whole_pages(num_bytes), whole_pages(1))
+        if self._free[size]:
+            slab = self._free[size].pop()
+        else:
+            self._make_room(size, whose)
+            slab = Slab(size)
+            self._mapped += size
+        self._used += size
+        self.peak_bytes = max(self.peak_bytes, self._mapped)
+        self.used_peak_bytes = max(self.used_peak_bytes, self._used)
+        return slab
+
+    def _make_room(self, size: int, whose: str) -> None:
+        for other in sorted((size for size, free in self._free.items() if free), reverse=True):
+            while self._mapped + size > self.budget_bytes and self._free[other]:
+                self._free[other].pop()
+                self._mapped -= other
+        if self._mapped + size > self.budget_bytes:
+            raise RunError(
+                f"no room for {format_bytes(size)} of {whose}: of the "
+                f"{format_bytes(self.budget_bytes)} for stages that come and go, "
+                f"{format_bytes(self._used)} are in use; plan with more memory_bytes"
+            )
+
+    def count(self, num_bytes: int, whose: str = "") -> None:
+        """Let memory that is no slab count as used, or, if negative, as free again.
+
+        Raises:
+            RunError: the budget has no room for it.
+        """
+        if num_bytes > 0:
+            self._make_room(num_bytes, whose)
+        self._mapped += num_bytes
+        self._used += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self._mapped)
+        self.used_peak_bytes = max(self.used_peak_bytes, self._used)
+
+    def give(self, slab: Slab) -> None:
+        """Take a slab back."""
+        self._used -= slab.num_bytes
+        self._free[slab.num_bytes].append(slab)
+
+    def drop(self, slab: Slab) -> None:
+        """Let a slab go for good: somebody may still see it, so it must not be used again."""
+        self._used -= slab.num_bytes
+        self._mapped -= slab.num_bytes
+
+    def clear(self) -> None:
+        """Give all free memory back to the system."""
+        self._mapped -= sum(size * len(free) for size, free in self._free.items())
+        self._free.clear()
