@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from penstock.cluster import Cluster, Device, Link
     from penstock.drawing import draw
     from penstock.graph import Layer, LayerGraph
+    from penstock.live.opening import stream
     from penstock.model.microbatches import Microbatches
     from penstock.model.spine import run_spine
     from penstock.pipeline import Pipeline
@@ -64,6 +65,7 @@ __all__ = [
     "run_spine",
     "schedules",
     "simulate",
+    "stream",
     "versions",
 ]
 
@@ -80,6 +82,7 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
             "penstock.cluster": ("Cluster", "Device", "Link"),
             "penstock.drawing": ("draw",),
             "penstock.graph": ("Layer", "LayerGraph"),
+            "penstock.live.opening": ("stream",),
             "penstock.model.microbatches": ("Microbatches",),
             "penstock.model.spine": ("run_spine",),
             "penstock.pipeline": ("Pipeline",),

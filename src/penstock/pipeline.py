@@ -15,25 +15,24 @@ from torch import Tensor, nn
 
 from penstock.checkpoint.keeper import Keeper
 from penstock.checkpoint.wanted import Checkpoints
-from penstock.device.allocator import keep_freed_pages
 from penstock.device.placement import Devices
 from penstock.errors import FileError, InputError, RunError
 from penstock.model import microbatches
 from penstock.model.microbatches import Microbatches, Weight, Weighting
 from penstock.model.optimizer_factory import OptimizerFactory, SchedulerFactory
 from penstock.model.randomness import Audit
-from penstock.model.spine import evaluation_mode, spine_fingerprint, spine_of
+from penstock.model.spine import evaluation_mode
 from penstock.plans import Plan
-from penstock.run.assembly import Results, Running, assemble
+from penstock.run.assembly import Results, Running
+from penstock.run.building import build
 from penstock.run.counting import Peak
 from penstock.run.drive.driver import Deadlines, told
-from penstock.run.drive.joining import TransportName, joined
+from penstock.run.drive.joining import TransportName
 from penstock.run.elsewhere import Elsewhere
 from penstock.run.history import History
 from penstock.run.materialising import Init
 from penstock.run.minibatch import Minibatch, StreamPosition
 from penstock.run.outcome import MinibatchOutcome
-from penstock.run.outside import Outside
 from penstock.run.recipe import BatchNormStatistics, Loss, LossScale, Metric, Recipe
 from penstock.timing.timeline import Timeline
 from penstock.values import MOST_AMOUNT, expect, flag, number
@@ -155,15 +154,10 @@ class Pipeline:
     ) -> None:
         expect(plan, Plan, "the plan", "make one with penstock.plan, or Plan.load a file")
         deadlines = Deadlines.of(deadline_seconds, startup_seconds)
-        with joined(transport, deadlines.start.seconds, plan.num_ranks) as meeting:
-            keep_freed_pages()
-            layers = spine_of(model)
-            plan.check_runnable()
-            plan.check_model([layer.name for layer in layers], spine_fingerprint(layers))
-            self._outside = Outside(model, layers)
-            self._outside.check()
+
+        def described() -> tuple[Recipe, Running]:
             loss_scale = None if grad_scaler is None else LossScale.of(grad_scaler)
-            self._recipe = Recipe(
+            recipe = Recipe(
                 loss=loss,
                 optimizer=optimizer,
                 lr_scheduler=lr_scheduler,
@@ -189,7 +183,10 @@ class Pipeline:
                 message_types=message_types,
                 compare_data=compare_data,
             )
-            self._parts = assemble(model, layers, plan, self._recipe, running, meeting)
+            return recipe, running
+
+        built = build(model, plan, transport, deadlines, described)
+        self._parts, self._recipe, self._outside = built
         self.plan = self._parts.plan
         self.stages = self._parts.stages
         self.transport = self._parts.transport

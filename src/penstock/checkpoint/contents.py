@@ -13,8 +13,10 @@ from penstock.checkpoint.folder import Checkpoint
 from penstock.checkpoint.header import Extent, Optimizing
 from penstock.checkpoint.piece import Piece, assembled
 from penstock.checkpoint.plain import of_json
-from penstock.checkpoint.taking import DRIFT, OPTIMIZER
+from penstock.checkpoint.taking import DRIFT, OPTIMIZER, UNDER_WAY
 from penstock.errors import FileError
+from penstock.run.rank.mail import Letter
+from penstock.transport import Edge
 
 
 class Contents:
@@ -44,8 +46,8 @@ class Contents:
     @cached_property
     def weights(self) -> tuple[str, ...]:
         """Keys of the model's parameters and buffers."""
-        names = [name for name in self._pieces_with if not name.startswith((OPTIMIZER, DRIFT))]
-        return tuple(names)
+        others = (OPTIMIZER, DRIFT, UNDER_WAY)
+        return tuple(name for name in self._pieces_with if not name.startswith(others))
 
     @cached_property
     def extra(self) -> dict[str, Any]:
@@ -70,6 +72,28 @@ class Contents:
         pieces = self._pieces_with[name]
         shape = pieces[0].header.tensors[name].shape
         return assembled(name, pieces, (0,) * len(shape), shape)
+
+    def letters(self, rank: int) -> list[Letter]:
+        """Gradients that were on their way from a rank when a live stream was saved.
+
+        Raises:
+            FileError: their tensors are missing.
+        """
+        return [
+            Letter(
+                Edge(told.source, told.target, told.tag),
+                told.unit,
+                [None if name is None else self._gradient(name) for name in told.gradients],
+            )
+            for piece in self.checkpoint.pieces
+            for told in piece.header.under_way
+            if told.source == rank
+        ]
+
+    def _gradient(self, name: str) -> Tensor:
+        if name not in self._pieces_with:
+            raise FileError(f"{self.checkpoint.folder} lacks {name!r}, which its head names")
+        return self.tensor(name).clone()  # its memory may be the file's
 
     @cached_property
     def state_keys(self) -> dict[str, list[str]]:

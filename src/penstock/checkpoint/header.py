@@ -110,6 +110,28 @@ class Optimizing(Value, frozen=True, kw_only=True):
             raise ValueError(f"rate is {self.rate}, num_lowered {self.num_lowered}")
 
 
+class UnderWay(Value, frozen=True, kw_only=True):
+    """Gradients that one rank had sent to another when a live stream was saved, and that the other
+    had not taken yet.
+
+    Attributes:
+        source, target: the ranks.
+        tag: which of the ways between them it was.
+        unit: the frame that they are of.
+        gradients: the name of each one's tensor; ``None`` where nothing flows back.
+    """
+
+    source: int
+    target: int
+    tag: int
+    unit: int
+    gradients: tuple[str | None, ...]
+
+    def __post_init__(self) -> None:
+        if min(self.source, self.target, self.tag, self.unit) < 0:
+            raise ValueError(f"{self} has a negative number")
+
+
 class Header(Value, frozen=True, kw_only=True):
     """The head of one piece.
 
@@ -121,6 +143,7 @@ class Header(Value, frozen=True, kw_only=True):
         tensors: where each tensor of the file lies in the whole one.
         extra: entries of the stage's ``state_dict`` that are no tensors.
         optimizing: the stage's optimizer; ``None`` if it has none.
+        under_way: gradients on their way from this stage, where a live stream was saved.
     """
 
     identity: Identity
@@ -130,6 +153,7 @@ class Header(Value, frozen=True, kw_only=True):
     tensors: dict[str, Extent]
     extra: dict[str, Any] = field(default_factory=dict)
     optimizing: Optimizing | None = None
+    under_way: tuple[UnderWay, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.part < self.num_parts:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +44,8 @@ from penstock.errors import FileError, InputError
 from penstock.run.assembly import Assembly
 from penstock.run.drive.driver import told
 from penstock.run.minibatch import Mark
+from penstock.run.rank.mail import Letter
+from penstock.run.rank.worker import Worker
 from penstock.run.recipe import LossScale
 from penstock.stage.stage import Stage
 from penstock.values import flag, whole, write_atomically
@@ -193,6 +196,7 @@ class Keeper:
                         updater.schedulers.get(index),
                         updater.rates[index],
                         worker.stores.get(index),
+                        partial(_letters, worker),
                     ),
                 )
 
@@ -231,22 +235,24 @@ class Keeper:
     def _write_piece(
         self, folder: Path, identity: Identity, trained: TrainedStage, state: StageState
     ) -> None:
-        tensors, extra, optimizing = state
+        tensors, extra, optimizing, under_way = state
         header = Header(
             identity=identity,
             stage=trained.stage.index,
             tensors={name: extent_of(tensor) for name, tensor in tensors.items()},
             extra=extra,
             optimizing=optimizing,
+            under_way=under_way,
         )
         write_piece(folder, header, _apart(tensors))
 
-    def mark(self, wanted: Checkpoints, step: int) -> Mark:
+    def mark(self, wanted: Checkpoints, step: int, *, position: Any = None) -> Mark:
         """What saves every stage behind a minibatch of a stream that goes on.
 
         Args:
             wanted: where to save.
             step: how many minibatches will have been trained on then.
+            position: where the run is in its data; by default the step.
 
         Raises:
             FileError: an earlier checkpoint could not be written, or the folder is another run's.
@@ -255,7 +261,7 @@ class Keeper:
         self._saver.wait()  # or copies would pile up where the disk is slower than training
         self._check_own(run)
         stages = {trained.stage.index: trained for trained in self._written_here()}
-        identity = self._identity(step, None)
+        identity = self._identity(step, position)
 
         def write(states: Mapping[int, StageState]) -> None:
             pairs = [(stages[index], state) for index, state in states.items()]
@@ -302,12 +308,29 @@ class Keeper:
         self._resumed, self._steps = run_of(folder), frozenset(found.steps)
         self._attempts = {self._parts.attempt, *found.attempts}
         self._parts.streams.seed = identity.seed
-        self._parts.feed.resume(identity.step)
+        self._resume(contents, identity)
         if self._grad_scaler is not None and identity.scaler:
             self._grad_scaler.load_state_dict(identity.scaler)
             for worker in self._parts.workers:
                 worker.updater.loss_scale = LossScale.of(self._grad_scaler)
         return Loaded(identity.step, contents.position)
+
+    def _resume(self, contents: Contents, identity: Identity) -> None:
+        feed = self._parts.feed
+        letters = {worker.rank: contents.letters(worker.rank) for worker in self._parts.workers}
+        if not any(piece.header.under_way for piece in contents.checkpoint.pieces):
+            feed.resume(identity.step)
+        elif identity.plan == digest(self._parts.plan):
+            for worker in self._parts.workers:
+                worker.resend(letters[worker.rank])
+            feed.resume_within(identity.step)
+        else:
+            feed.resume(identity.step)
+            warnings.warn(
+                f"{contents.checkpoint.folder} was saved within a stream of another plan; the "
+                "gradients that were on their way are of its stages, and are dropped",
+                stacklevel=4,
+            )
 
     def _fitting(self, path: Path, *, weights_only: bool) -> Contents | None:
         """What the checkpoint holds that a path names, if it fits this process's stages."""
@@ -366,6 +389,10 @@ class Keeper:
             FileError: it could not be written.
         """
         self._saver.close()
+
+
+def _letters(worker: Worker) -> Sequence[Letter]:
+    return worker.letters
 
 
 def _run_folder(path: object) -> Path:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from penstock.checkpoint.header import Optimizing
+from penstock.checkpoint.header import Optimizing, UnderWay
 from penstock.checkpoint.plain import to_json
 from penstock.errors import InputError
+from penstock.run.rank.mail import Letter
 from penstock.stage.stage import Stage
 from penstock.values import shown
 from penstock.weights.store import WeightStore
 
-OPTIMIZER, DRIFT = "optimizer/", "drift/"
+OPTIMIZER, DRIFT, UNDER_WAY = "optimizer/", "drift/", "under-way/"
 
 
 class TrainedStage(NamedTuple):
@@ -28,6 +29,8 @@ class TrainedStage(NamedTuple):
         scheduler: of the optimizer's learning rates.
         rate: what the optimizer's learning rates were multiplied by when it was made.
         store: the versions of the stage's weights, where there are several.
+        letters: gives the gradients that are on their way from the stage to those before it, where
+            a stream is saved with them.
     """
 
     stage: Stage
@@ -36,6 +39,7 @@ class TrainedStage(NamedTuple):
     scheduler: torch.optim.lr_scheduler.LRScheduler | None
     rate: float
     store: WeightStore | None
+    letters: Callable[[], Sequence[Letter]] = tuple
 
     @property
     def whose(self) -> str:
@@ -50,11 +54,13 @@ class StageState(NamedTuple):
         tensors: by their names in the file; still the engine's own.
         extra: entries of the stage's ``state_dict`` that are no tensors.
         optimizing: the optimizer, but for its tensors.
+        under_way: gradients on their way to other stages, but for their tensors.
     """
 
     tensors: dict[str, Tensor]
     extra: dict[str, Any]
     optimizing: Optimizing | None
+    under_way: tuple[UnderWay, ...] = ()
 
 
 def state_of(trained: TrainedStage, elsewhere: Collection[str]) -> StageState:
@@ -70,7 +76,7 @@ def state_of(trained: TrainedStage, elsewhere: Collection[str]) -> StageState:
     tensors: dict[str, Tensor] = {}
     extra: dict[str, Any] = {}
     for key, value in trained.stage.state_dict().items():
-        if key.startswith((OPTIMIZER, DRIFT)):
+        if key.startswith((OPTIMIZER, DRIFT, UNDER_WAY)):
             raise InputError(
                 f"the model's {key!r} has a name that checkpoints need for something else; rename "
                 f"the module {key.partition('.')[0]!r}"
@@ -104,7 +110,21 @@ def state_of(trained: TrainedStage, elsewhere: Collection[str]) -> StageState:
             ),
             num_lowered=0 if trained.store is None else trained.store.num_lowered,
         )
-    return StageState(tensors, extra, optimizing)
+    under_way = tuple(_under_way(letter, tensors) for letter in trained.letters())
+    return StageState(tensors, extra, optimizing, under_way)
+
+
+def _under_way(letter: Letter, tensors: dict[str, Tensor]) -> UnderWay:
+    """The head of gradients that are on their way; their tensors go to the others."""
+    (source, target, tag), unit, _ = letter
+    names: list[str | None] = []
+    for number, gradient in enumerate(letter.value):
+        name = None
+        if gradient is not None:
+            name = f"{UNDER_WAY}{source}.{target}.{tag}.{unit}.{number}"
+            tensors[name] = gradient
+        names.append(name)
+    return UnderWay(source=source, target=target, tag=tag, unit=unit, gradients=tuple(names))
 
 
 def _check_own_memory(key: str, value: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,8 @@ from penstock.model import microbatches, tree
 from penstock.model.autocast import autocast_here
 from penstock.model.microbatches import Microbatches, Weighting
 from penstock.run.giving import Giver
-from penstock.run.minibatch import Minibatch, StreamPosition
-from penstock.run.seals import digest, modes_of
+from penstock.run.minibatch import FrameListener, Minibatch, StreamPosition
+from penstock.run.seals import Modes, digest, modes_of
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,52 @@ class Cutter:
             autocast=autocast_here(),
             inputs_moments=inputs_moments,
             targets_moments=targets_moments,
+        )
+
+    def frame(
+        self,
+        frame: Any,
+        target: Any,
+        *,
+        step: int,
+        learns: bool,
+        listener: FrameListener,
+        autocast: Mapping[str, torch.dtype],
+    ) -> Minibatch:
+        """One frame of a live stream, which is a minibatch of one microbatch.
+
+        Args:
+            frame: what the first stage takes; ``None`` where that is in another process.
+            target: what the frame should give, ``None`` if nobody says.
+            step: its number in the stream.
+            learns: whether anything may be learned from it.
+            listener: wants to know what the model gives.
+            autocast: as for the minibatch.
+
+        Raises:
+            InputError: the frame or the target holds no tensor.
+        """
+        parts, wanted = [frame], [target]
+        inputs_moments: list[torch.Event] = []
+        targets_moments: list[torch.Event] = []
+        if frame is not None:
+            parts = _cut(Microbatches(parts), "inputs", 1)
+            parts, inputs_moments = _given(parts, self.gives_inputs)
+        if target is not None:
+            wanted = _cut(Microbatches(wanted), "targets", 1)
+            wanted, targets_moments = _given(wanted, self.gives_targets)
+        self._settle()
+        return Minibatch(
+            step,
+            parts,
+            wanted,
+            [1.0],
+            modes=Modes.NOT_COMPARED,
+            autocast=autocast,
+            inputs_moments=inputs_moments,
+            targets_moments=targets_moments,
+            learns=learns,
+            listener=listener,
         )
 
     def minibatches(

@@ -7,7 +7,7 @@ are segments of one stream, which goes on until nothing more is fed and then dra
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from math import ceil
@@ -36,6 +36,8 @@ class Feed:
 
     Attributes:
         under_way: the driver's ticket for each minibatch that has been begun and not collected.
+        most_under_way: of a stream that ``go_on`` continues, how many minibatches behind the first
+            rank the last one may be.
     """
 
     def __init__(self, plan: Plan, layout: Layout, recipe: Recipe, driver: Driver[Any]) -> None:
@@ -46,6 +48,7 @@ class Feed:
         self._flushed = lru_cache(maxsize=32)(self._synchronous)
         self._evaluated = lru_cache(maxsize=32)(self._forwards)
         self.under_way: deque[Any] = deque()
+        self.most_under_way = 0
         self._windows: Windows | None = None
         self._num_synchronous = 0
         self._restart()
@@ -69,9 +72,20 @@ class Feed:
         policy = self._plan.versions
         self._num_synchronous = max(0, policy.t3 - step) if isinstance(policy, PipeMare) else 0
 
+    def resume_within(self, step: int) -> None:
+        """What comes next is the minibatch with this number, of a stream whose microbatches before
+        it, one to a minibatch, have left gradients that are still under way."""
+        self.resume(step)
+        assert self._windows is not None
+        self._sizes[:] = [1] * min(step, self._windows.num_in_flight)
+        self._index = self._first = step
+        self._base = step - len(self._sizes)
+        self._resumes = step > 0
+
     def _restart(self) -> None:
         """Nothing is in flight."""
         self._sizes: list[int] = []
+        self._resumes = False
         self._index = self._first = self._base = 0
 
     def train(
@@ -95,7 +109,7 @@ class Feed:
                 self._submit(segment, minibatch, position)
                 most = self._most_under_way(minibatch, position) if position.more_follow else 0
                 while len(self.under_way) > most:
-                    outcome = self._collect()
+                    outcome = self.collect()
                     if not self.under_way:
                         self._logbook.reach(minibatch.step + 1)
                     yield outcome
@@ -108,6 +122,36 @@ class Feed:
                 raise
             if position.failure is not None:
                 raise position.failure
+
+    def go_on(self, minibatch: Minibatch) -> None:
+        """Begin the next minibatch of a stream of which nobody knows yet how it goes on."""
+        position = StreamPosition(in_loop=True, more_follow=True)
+        if minibatch.inputs:
+            segment, position = self._segment(minibatch, position)
+        else:
+            position = replace(position, index=self._index, first=self._first, synchronous=False)
+            nothing = Segment.whole(Schedule(((),) * self._plan.num_ranks))
+            segment = replace(nothing, begins=False, ends=False)
+        self._submit(segment, minibatch, position)
+        if minibatch.inputs:
+            self.most_under_way = self._most_under_way(minibatch, position)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a minibatch is done that nobody has collected."""
+        return bool(self.under_way) and self._driver.is_done(self.under_way[0])
+
+    def collect(self) -> MinibatchOutcome:
+        """Wait for the minibatch that has been under way for longest.
+
+        Raises:
+            RunError: the first failure of any rank.
+        """
+        return self._collected(self._driver.collect)
+
+    def retire(self) -> MinibatchOutcome:
+        """As ``collect``; what came out of it may be left out."""
+        return self._collected(self._driver.retire)
 
     def drain(self, step: int) -> Iterator[MinibatchOutcome]:
         """Let what is under way come to its end.
@@ -125,14 +169,14 @@ class Feed:
             self._submit(segment, ending, here)
             self._restart()
             while len(self.under_way) > 1:
-                yield self._collect()
+                yield self.collect()
         else:
             while self.under_way:
-                yield self._collect()
+                yield self.collect()
             nothing = Schedule(((),) * self._plan.num_ranks)
             empty = Minibatch(step, (), trains=False)
             self._submit(Segment.whole(nothing), empty, StreamPosition())
-        self._collect()
+        self.collect()
 
     def _submit(self, segment: Segment, minibatch: Minibatch, position: StreamPosition) -> None:
         try:
@@ -141,9 +185,9 @@ class Feed:
             self._restart()  # nothing is in flight after a failure
             raise
 
-    def _collect(self) -> MinibatchOutcome:
+    def _collected(self, collect: Callable[[Any], MinibatchOutcome]) -> MinibatchOutcome:
         try:
-            return self._driver.collect(self.under_way.popleft())
+            return collect(self.under_way.popleft())
         except BaseException:
             self._restart()
             raise
@@ -178,6 +222,8 @@ class Feed:
         last = not given.more_follow or not self._goes_on_after(count)
         self._sizes.append(count)
         segment = self._next(self._windows, len(self._sizes) - 1, last=last)
+        if self._resumes:  # ranks have nothing of what came before
+            segment, self._resumes = replace(segment, begins=True), False
         position = replace(
             given, index=self._index, first=self._first, base=self._base, synchronous=False
         )

@@ -243,6 +243,9 @@ class Layout:
                 self._streams,
                 self._plan.stages[stage].recompute == "layers",
                 self.num_slices,
+                self._plan.place(stage).warm_up
+                if self._plan.versions.activations == "newest"
+                else None,
             )
             for stage in self._schedule.stages_of[rank]
         }
@@ -303,6 +306,7 @@ class Layout:
                 place,
                 plan.versions.delay(place),
                 plan.replicas[stage] if by_microbatch else 1.0,
+                plan.versions.damping(place),
             )
         return holdings
 
@@ -311,8 +315,8 @@ class Layout:
     ) -> dict[int, WeightStore]:
         """Where the versions of a rank's weights are kept, if there are several."""
         plan = self._plan
-        if not plan.versions.asynchronous:
-            return {}
+        if not plan.versions.asynchronous or plan.versions.activations == "newest":
+            return {}  # forwards and backwards read what is there
         return {
             index: WeightStore(
                 [module for layer in stage.layers for module in layer.module.modules()],

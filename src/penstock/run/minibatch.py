@@ -36,6 +36,19 @@ class Mark(Protocol):
         optimizer are as if the stream ended here."""
 
 
+class FrameListener(Protocol):
+    """Who wants to know what the model gives for one frame as soon as it has been given."""
+
+    def __call__(self, output: Any, loss: Tensor | None, moment: torch.Event | None) -> None:
+        """Called in the thread of the last stage's rank, before the frame's backward.
+
+        Args:
+            output: the model's, detached.
+            loss: that of the output; ``None`` if there is no target.
+            moment: when both are made, where an accelerator makes them.
+        """
+
+
 @dataclass(frozen=True)
 class Minibatch:
     """One minibatch, cut into microbatches, and these into slices if they have any.
@@ -58,6 +71,10 @@ class Minibatch:
             where the rank fetches it itself.
         targets_moments: likewise.
         mark: who wants the state behind it; ``None`` if nobody does.
+        learns: whether anything may be learned from it; if not, modules are in evaluation mode.
+            Only within a live stream; elsewhere ``trains`` says so.
+        listener: who wants the output and the loss of the one microbatch of a frame; without, of
+            minibatches that train only losses are kept.
     """
 
     step: int
@@ -74,6 +91,8 @@ class Minibatch:
     inputs_moments: Sequence[torch.Event] = ()
     targets_moments: Sequence[torch.Event] = ()
     mark: Mark | None = None
+    learns: bool = True
+    listener: FrameListener | None = None
 
     @property
     def num_microbatches(self) -> int:

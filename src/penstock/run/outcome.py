@@ -105,6 +105,13 @@ class MinibatchOutcome(NamedTuple):
     begins: bool
 
     @classmethod
+    def of_records(
+        cls, records: Sequence[RankRecord], held: tuple[Held, ...], *, begins: bool
+    ) -> MinibatchOutcome:
+        """What ranks did, without what came out of it."""
+        return cls(None, (), {}, records, None, (), held, begins)
+
+    @classmethod
     def of(
         cls,
         parts: Sequence[Part],

@@ -96,6 +96,7 @@ class Recipe:
         versions: which weights passes read.
         weighting: how much each microbatch counts.
         batch_norm: whether running statistics follow each microbatch or each minibatch.
+        live: minibatches are frames of a live stream, of which not all have targets.
     """
 
     loss: Loss | None = None
@@ -111,6 +112,13 @@ class Recipe:
     count_memory: bool = False
     versions: Policy = field(default_factory=Flush)
     weighting: Weighting = field(default_factory=Weighting)
+    live: bool = False
+
+    @property
+    def skips_without_gradient(self) -> bool:
+        """Whether a stage makes no update where nothing has come back: nobody has said what a frame
+        should have given, or a stream begins or ends."""
+        return self.live or self.versions.activations == "newest"
 
     @property
     def settings(self) -> dict[str, str]:

@@ -44,6 +44,7 @@ from penstock.stage.microbatch_graph import (
     sent,
     trained,
 )
+from penstock.stage.newest_graph import NewestGraph
 from penstock.stage.protocol import NO_SKIPS, Criterion, Keep, Produced
 from penstock.stage.slices import Relay, slice_name
 
@@ -76,6 +77,8 @@ class Stage:
             forward hooks of users may fire in both.
         num_slices: how many slices a microbatch has. With more than one, the number of a microbatch
             stands for that of a slice in all functions: microbatch × ``num_slices`` + slice.
+        age: how many microbatches older gradients are than the forward through which they go back:
+            the newest, of which alone anything is kept. ``None``: each goes through its own.
 
     Attributes:
         index: the stage's number.
@@ -92,10 +95,12 @@ class Stage:
         streams: LayerStreams,
         recompute_layers: bool = False,
         num_slices: int = 1,
+        age: int | None = None,
     ) -> None:
         if not layers:
             raise InputError(f"stage {index} has no layers")
         self.index = index
+        self._newest = None if age is None else NewestGraph(index, age)
         self.layers = tuple(layers)
         self._first_layer = first_layer
         self._criterion_index = first_layer + len(self.layers)
@@ -122,7 +127,14 @@ class Stage:
     @property
     def in_flight(self) -> int:
         """Microbatches of which anything is still kept."""
-        return len({*self._graphs, *self._past, *self._deferred})
+        kept = {*self._graphs, *self._past, *self._deferred}
+        return len(kept) + (self._newest is not None and self._newest.there)
+
+    @property
+    def num_dropped(self) -> int:
+        """Backwards that had gradients and nothing to go through, so that the gradients ended
+        here; always 0 where each goes through its own forward."""
+        return 0 if self._newest is None else self._newest.num_dropped
 
     def forward(
         self,
@@ -163,8 +175,7 @@ class Stage:
             produced = self._forward_keeping_input(given)
         else:
             produced, graph = self._run(given, keep)
-            if torch.is_grad_enabled():
-                self._graphs[microbatch] = graph
+            self._keep(microbatch, graph if torch.is_grad_enabled() else None)
         return produced._replace(skips=self._carried.leave(microbatch, produced.skips))
 
     def recompute(self, microbatch: int, keep: Keep = Keep.EVERYTHING) -> None:
@@ -201,9 +212,15 @@ class Stage:
                 If several are of one value, they are summed in this order: the last reader's first.
 
         Raises:
-            InputError: there is nothing to go back through.
+            InputError: there is nothing to go back through, or the gradients have other shapes than
+                what the newest forward has made.
         """
-        graph = self._take(self._graphs, microbatch, "backward", "a forward")
+        if self._newest is not None:
+            graph = self._newest.take(microbatch, gradients, skip_gradients)
+            if graph is None:
+                return InputGradients([None], {key: [None] for key in self.recalls})
+        else:
+            graph = self._take(self._graphs, microbatch, "backward", "a forward")
         result = self._go_back(microbatch, graph, gradients, skip_gradients)
         if graph.deferral is not None:
             graph.deferral.run()
@@ -247,8 +264,10 @@ class Stage:
         if microbatch in self._past:
             given, _ = self._past[microbatch]
             held += [given.inputs, dict(given.skips)]
-        if microbatch in self._graphs:
-            graph = self._graphs[microbatch]
+        graph = self._graphs.get(microbatch)
+        if self._newest is not None:
+            graph = self._newest.of(microbatch)
+        if graph is not None:
             held += [graph.inputs, graph.recalled]
         if microbatch in self._deferred:
             held += self._deferred[microbatch].held()
@@ -258,6 +277,8 @@ class Stage:
         """Drop what unfinished microbatches have left, after a failed step."""
         for kept in (self._graphs, self._past, self._deferred):
             kept.clear()
+        if self._newest is not None:
+            self._newest.replace(0, None)
         self._carried.forget()
         self._carried_back.forget()
 
@@ -297,8 +318,9 @@ class Stage:
                 value = module(value)
             if criterion is not None:
                 value = scalar(criterion(value), wants).clone()
+        graph = None
         if wants:
-            self._graphs[microbatch] = MicrobatchGraph(
+            graph = MicrobatchGraph(
                 inputs=[leaf],
                 recalled=NO_SKIPS,
                 outputs=edges(value),
@@ -307,7 +329,15 @@ class Stage:
                 deferral=deferral,
                 parameters=trained(self._modules),
             )
+        self._keep(microbatch, graph)
         return Produced(self._leaving(value), {})
+
+    def _keep(self, microbatch: int, graph: MicrobatchGraph | None) -> None:
+        """Keep what a forward leaves for a backward; ``None``: there will be none."""
+        if self._newest is not None:
+            self._newest.replace(microbatch, graph)
+        elif graph is not None:
+            self._graphs[microbatch] = graph
 
     def _take(self, kept: dict[int, K], microbatch: int, what: str, wanted: str) -> K:
         if microbatch not in kept:

@@ -9,6 +9,7 @@ REPORT_TAG = 1 << 20
 AGREEMENT_TAG = REPORT_TAG + 1
 END_TAG = REPORT_TAG + 2
 STATE_TAG = REPORT_TAG + 3
+ORDER_TAG = REPORT_TAG + 4
 SKIP_TAGS = 1 << 21
 """The first of them: two per skip."""
 SHARED_TAGS = 1 << 22

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from penstock.errors import InputError
 from penstock.schedule.schedule import Activations
 from penstock.values import Value, is_number, is_whole, one_of, shown
 
 Updates = Literal["microbatch", "minibatch"]
+Rates = Literal["divided", "given"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,10 @@ class _Policy(Value, frozen=True, tag_field="policy"):
         """Updates between the version that a forward reads and the one that its gradient is applied
         to, in the steady state; a mean where microbatches of a minibatch read different ones."""
         return place.warm_up / place.per_update
+
+    def damping(self, place: Place) -> float:
+        """What the learning rates of a stage are multiplied by because its gradients are old."""
+        return 1.0
 
     def versions_held(self, place: Place) -> int:
         """The most versions of a stage's weights that are alive at once."""
@@ -375,16 +380,27 @@ class Sideways(_Policy, frozen=True, tag="sideways"):
     Paper: Malinowski et al., "Sideways: Depth-Parallel Training of Video Models", CVPR 2020, arXiv
     2001.06232; Meloni et al., "PARTIME: Scalable and Parallel Processing Over Time with Deep Neural
     Networks", arXiv 2210.09147.
+
+    Attributes:
+        rates: ``"divided"``: a stage's learning rates are divided by max(1, 2(p−1−s)), how many
+            frames old its gradients are, so that what is stable on one device stays so;
+            ``"given"``: they stay as they are.
     """
 
     stashes: ClassVar[bool] = False
     activations: ClassVar[Activations] = "newest"
     ahead: ClassVar[int] = 2
     family: ClassVar[str] = "partime"
+    rates: Rates = "divided"
 
     def __post_init__(self) -> None:
+        one_of("rates", self.rates, get_args(Rates))
         if self.updates != "microbatch":
             raise InputError("sideways updates after each frame; leave updates out")
+
+    def damping(self, place: Place) -> float:
+        """1/max(1, 2(p−1−s)), unless rates are to be as they are given."""
+        return 1.0 if self.rates == "given" else 1 / max(1, place.warm_up)
 
     def versions_held(self, place: Place) -> int:
         """1."""

@@ -163,6 +163,11 @@ class WeightStore:
         return -(-end // self._replicas[self._place.stage])
 
     @property
+    def num_updates(self) -> int:
+        """How many updates the stream has made."""
+        return self._book.newest
+
+    @property
     def _live(self) -> Leaves:
         return self._sockets.live
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -25,7 +25,13 @@ from penstock.schedule.segment import Segment
 from penstock.transport import Edge, Noted
 from penstock.transport.base import LARGEST_NUMBER
 from penstock.transport.rendezvous import Rendezvous
-from penstock.transport.tags import AGREEMENT_TAG, FIRST_EXCHANGE, REPORT_TAG, STATE_TAG
+from penstock.transport.tags import (
+    AGREEMENT_TAG,
+    FIRST_EXCHANGE,
+    ORDER_TAG,
+    REPORT_TAG,
+    STATE_TAG,
+)
 from penstock.weights.store import Held
 
 _MOST_SEGMENTS = 64
@@ -164,6 +170,45 @@ class ProcessDriver(Driver[ProcessTicket]):
             begins=segment.begins,
         )
 
+    def is_done(self, ticket: ProcessTicket) -> bool:
+        return self._telling(ticket.segment) <= {self._worker.rank}
+
+    def watch(
+        self,
+        ticket: ProcessTicket,
+        first_is_through: Callable[[], None],
+        failed: Callable[[], None],
+    ) -> None:
+        first_is_through()  # this rank is, and it begins nothing before others are ready for it
+
+    def announce(self, number: int, orders: Mapping[int, Any], expected: Segment) -> None:
+        """Tell other ranks what to do next, where one of them leads.
+
+        Args:
+            number: how many orders came before.
+            orders: by rank.
+            expected: as for ``gather``.
+
+        Raises:
+            PeerError, DeadlineError: one of them is gone.
+        """
+        with self._telling_failures(expected, self._worker.num_runs):
+            for rank, order in orders.items():
+                edge = Edge(self._worker.rank, rank, ORDER_TAG)
+                self._transport.send(edge, FIRST_EXCHANGE + number, order)
+            self._worker.transport.hand_over()
+
+    def announced(self, number: int, expected: Segment) -> Any:
+        """Wait for what rank 0 tells this one to do next; arguments as for ``announce``.
+
+        Raises:
+            PeerError, DeadlineError: rank 0 is gone, or says nothing.
+        """
+        rank = self._worker.rank
+        waiting = f"rank {rank}, waiting for rank 0 to begin with the next frame"
+        with self._telling_failures(expected, self._worker.num_runs):
+            return self._transport.recv(Edge(0, rank, ORDER_TAG), FIRST_EXCHANGE + number, waiting)
+
     @contextmanager
     def _telling_failures(self, segment: Segment, step: int) -> Iterator[None]:
         rank = self._worker.rank
@@ -179,6 +224,7 @@ class ProcessDriver(Driver[ProcessTicket]):
                 *self._edges_to_all(AGREEMENT_TAG),
                 *self._edges_to_all(REPORT_TAG),
                 *self._edges_to_all(STATE_TAG),
+                *self._edges_to_all(ORDER_TAG),
             ]
             # Others may have given up this attempt already: the notice must not seem a part of it.
             self._worker.transport.discard(LARGEST_NUMBER)

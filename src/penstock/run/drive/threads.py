@@ -105,6 +105,26 @@ class ThreadDriver(Driver[ThreadTicket]):
         return ticket
 
     def collect(self, ticket: ThreadTicket) -> MinibatchOutcome:
+        harvests = self._await(ticket)
+        for harvest in harvests:
+            harvest.take_up()
+        return MinibatchOutcome.of(
+            harvests,
+            ticket.minibatch.weights,
+            _records(ticket, harvests),
+            harvests[0].norm,
+            begins=ticket.segment.begins,
+        )
+
+    def retire(self, ticket: ThreadTicket) -> MinibatchOutcome:
+        harvests = self._await(ticket)
+        held = tuple(harvest.held for harvest in harvests if harvest.held is not None)
+        return MinibatchOutcome.of_records(
+            _records(ticket, harvests), held, begins=ticket.segment.begins
+        )
+
+    def _await(self, ticket: ThreadTicket) -> list[Harvest]:
+        """Wait until all ranks are through with a minibatch."""
         futures = ticket.futures
         if ticket not in self._under_way:
             raise RunError("this step was cancelled because the one before it failed")
@@ -122,27 +142,22 @@ class ThreadDriver(Driver[ThreadTicket]):
         self._went_through(ticket.minibatch, num_proofs=2)
         self._updates_before = ticket.num_updates
         self._unusable = None
-        harvests = [future.result() for future in futures]
-        for harvest in harvests:
-            harvest.take_up()
-        records = [
-            RankRecord(
-                ops,
-                harvest.starts,
-                harvest.ends,
-                harvest.versions,
-                ticket.position.base,
-                stamps=harvest.stamps,
-            )
-            for ops, harvest in zip(ticket.segment.ranks, harvests, strict=True)
-        ]
-        return MinibatchOutcome.of(
-            harvests,
-            ticket.minibatch.weights,
-            records,
-            harvests[0].norm,
-            begins=ticket.segment.begins,
-        )
+        return [future.result() for future in futures]
+
+    def is_done(self, ticket: ThreadTicket) -> bool:
+        return all(future.done() and not future.exception() for future in ticket.futures)
+
+    def watch(
+        self, ticket: ThreadTicket, first_is_through: Callable[[], None], failed: Callable[[], None]
+    ) -> None:
+        def told(future: Future[Harvest]) -> None:
+            if future.exception() is not None:
+                failed()
+            elif future is ticket.futures[0]:
+                first_is_through()
+
+        for future in ticket.futures:
+            future.add_done_callback(told)
 
     @contextmanager
     def _until_we_know_better(self) -> Iterator[None]:
@@ -260,6 +275,20 @@ class ThreadDriver(Driver[ThreadTicket]):
             thread.join(timeout=max(0.0, end - time.monotonic()))
         self._go_on_behind()
         torch.set_num_threads(self._num_threads_before)
+
+
+def _records(ticket: ThreadTicket, harvests: Sequence[Harvest]) -> list[RankRecord]:
+    return [
+        RankRecord(
+            ops,
+            harvest.starts,
+            harvest.ends,
+            harvest.versions,
+            ticket.position.base,
+            stamps=harvest.stamps,
+        )
+        for ops, harvest in zip(ticket.segment.ranks, harvests, strict=True)
+    ]
 
 
 def _end(inboxes: Sequence[queue.SimpleQueue[Any]]) -> None:

@@ -17,6 +17,7 @@ from penstock.run.rank.steps import (
     Checked,
     Freed,
     NewVersion,
+    Noted,
     ReceiveGradients,
     ReceiveValue,
     Recompute,
@@ -24,6 +25,7 @@ from penstock.run.rank.steps import (
     SendGradients,
     SendValue,
     Settle,
+    UpdatesSoFar,
     UpdateWeights,
     Versioned,
     Watched,
@@ -40,6 +42,7 @@ from penstock.weights.store import WeightStore
 _MOST_PROGRAMS = 64
 _READING_WEIGHTS = COMPUTE | {Kind.RECOMPUTE}
 _CHANGING_WEIGHTS = frozenset({Kind.REDUCE, Kind.AGREE, Kind.UPDATE})
+_VERSIONED = _READING_WEIGHTS | {Kind.UPDATE}
 
 
 class Compiler:
@@ -54,9 +57,10 @@ class Compiler:
         shared: what forwards must not write; looked at before weights change, too.
         observers: look on while stages compute.
         post_validate: whether updates are made on trust.
+        updates: counts updates where weights have one version and passes of several ages read it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all that steps are bound to
         self,
         rank: int,
         skips: Sequence[SkipRoute],
@@ -67,6 +71,7 @@ class Compiler:
         observers: Observers,
         *,
         post_validate: bool,
+        updates: UpdatesSoFar | None = None,
     ) -> None:
         self._rank = rank
         self._skips = tuple(skips)
@@ -75,6 +80,7 @@ class Compiler:
         self._stores = stores
         self._shared = shared
         self._observers = observers
+        self._updates = updates
         self._agree = Settle if post_validate else Agree
         self.program = lru_cache(_MOST_PROGRAMS)(self._program)
         self.steps = lru_cache(_MOST_PROGRAMS)(self._steps)
@@ -90,6 +96,12 @@ class Compiler:
         return tuple(self._bound(op, program, stores.get(op.stage)) for op in program.ops)
 
     def _bound(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
+        step = self._checked(op, program, store)
+        if self._updates is not None and op.kind in _VERSIONED:
+            return Noted(op, step, self._updates)
+        return step
+
+    def _checked(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
         step = _BINDINGS[op.kind](self, op, program, store)
         if op.kind in _READING_WEIGHTS:
             if store is not None:

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.run.rank.program import SkipChannel
 from penstock.stage.microbatch_graph import Gradients
 from penstock.transport import Edge, Transport
+
+
+class Letter(NamedTuple):
+    """What one rank has sent to another.
+
+    Attributes:
+        edge: the way that it went.
+        unit: what it belongs to.
+        value: the gradients of the leaves of one value, ``None`` where nothing flows back.
+    """
+
+    edge: Edge
+    unit: int
+    value: Gradients
 
 
 class Mail:
@@ -18,6 +33,8 @@ class Mail:
     Args:
         transport: to the other ranks.
         number: tells the messages of this attempt at a stream from all others.
+        remembers: whether gradients are remembered while they are on their way, so that a stream
+            can be saved with them: a stage takes them two frames later for each stage between.
 
     Attributes:
         number: as given.
@@ -25,16 +42,29 @@ class Mail:
         gradients: those of stages' outputs, by stage and unit.
     """
 
-    def __init__(self, transport: Transport, number: int) -> None:
+    def __init__(self, transport: Transport, number: int, *, remembers: bool = False) -> None:
         self.number = number
         self.values: dict[tuple[int, int], Any] = {}
         self.gradients: dict[tuple[int, int], Gradients] = {}
         self._transport = transport
         self._skips: dict[tuple[int, int, bool], Any] = {}
+        self._remembers = remembers
+        self._on_their_way: dict[Edge, deque[Letter]] = {}
 
     def send(self, edge: Edge, unit: int, value: Any) -> None:
         """Hand something to another rank."""
         self._transport.send(edge, self.number + unit, value)
+        if self._remembers and edge.source > edge.target:
+            letters = self._on_their_way.get(edge)
+            if letters is None:
+                letters = deque(maxlen=2 * (edge.source - edge.target))
+                self._on_their_way[edge] = letters
+            letters.append(Letter(edge, unit, value))
+
+    @property
+    def letters(self) -> list[Letter]:
+        """What is on its way back to other ranks, where that is remembered."""
+        return [letter for letters in self._on_their_way.values() for letter in letters]
 
     def receive(self, edge: Edge, unit: int, waiting: str) -> Any:
         """Wait for something from another rank; ``waiting`` says for what, in errors."""

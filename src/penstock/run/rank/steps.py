@@ -24,6 +24,25 @@ from penstock.weights.store import WeightStore
 _FORWARDS = frozenset({Kind.FORWARD, Kind.RECOMPUTE})
 
 
+class UpdatesSoFar:
+    """How many updates each stage of a rank has come to since its stream began, where there is one
+    version of its weights, which every pass reads."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """A stream begins."""
+        self._of.clear()
+
+    def note(self, op: Op) -> int:
+        """The version that an op reads; of an update, how many came before it."""
+        version = self._of.get(op.stage, 0)
+        if op.kind is Kind.UPDATE:
+            self._of[op.stage] = version + 1
+        return version
+
+
 @dataclass(frozen=True, slots=True)
 class Recompute:
     """R: run a forward again that had kept its input only."""
@@ -229,6 +248,19 @@ class NewVersion:
             self.updater.update(self.op.stage)
         work.versions[self.op] = version
         work.updated(self.op.stage, version + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """A step that reads or makes the one version of its stage's weights; which that is is noted."""
+
+    op: Op
+    step: RankStep[Work]
+    updates: UpdatesSoFar
+
+    def perform(self, work: Work) -> None:
+        work.versions[self.op] = self.updates.note(self.op)
+        self.step.perform(work)
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,8 @@ class Holding:
             one of its holders does.
         place: where the stage stands in the pipeline.
         delay: how many updates old its gradients are when they are applied.
-        rate: what its learning rates are multiplied by.
+        rate: what its learning rates are multiplied by where gradients of replicas are averaged.
+        damping: what they are multiplied by because its gradients are old.
     """
 
     named: Mapping[str, nn.Parameter]
@@ -71,6 +72,7 @@ class Holding:
     place: Place = field(default_factory=lambda: Place(0, 1, 0))
     delay: float = 0.0
     rate: float = 1.0
+    damping: float = 1.0
 
 
 _NOTHING = Share({})
@@ -111,7 +113,8 @@ class Updater:
         self.norm: Tensor | None = None
         # Where gradients of replicas are averaged, there are so many times fewer updates.
         self.rates = {
-            stage: held.rate if recipe.averages else 1.0 for stage, held in holdings.items()
+            stage: held.damping * (held.rate if recipe.averages else 1.0)
+            for stage, held in holdings.items()
         }
         self.optimizers = {
             stage: made
@@ -212,12 +215,14 @@ class Updater:
             return
         self.sums.complete(stage)
         optimizer = self.optimizers.get(stage)
-        if optimizer is not None:
+        learned = not self._recipe.skips_without_gradient or bool(self._gradients([stage]))
+        if optimizer is not None and learned:
             self.num_updates += 1
             self._clip_stage(stage)
             self._step(stage, self._verdict)
         if not self._to_update:
-            self._step_schedulers()
+            if learned:
+                self._step_schedulers()
             if self._asynchronous:
                 self._begin_round(self._number + 1)
 

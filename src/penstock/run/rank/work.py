@@ -15,12 +15,16 @@ from penstock.device.queue import DeviceQueue
 from penstock.errors import InputError, StageError
 from penstock.model import tree
 from penstock.model.copying import copy_of
-from penstock.run.minibatch import Harvest, Mark, Minibatch, StreamPosition
+from penstock.run.minibatch import FrameListener, Harvest, Mark, Minibatch, StreamPosition
 from penstock.run.rank.mail import Mail
 from penstock.run.recipe import Recipe
 from penstock.schedule import Op
 from penstock.stage.protocol import Criterion
 from penstock.values import shown
+
+Seeds = dict[tuple[Any, ...], Tensor]
+"""Gradients of losses, by weight, scale, dtype and device."""
+_MOST_SEEDS = 64
 
 
 class AwaitedMark(NamedTuple):
@@ -38,6 +42,7 @@ class Work:
         mail: what passes between stages, for as long as the stream lasts.
         marks: of minibatches up to this one, behind whose last update the state is wanted.
         queue: the rank's work on its device; ``None`` where all is done in main memory.
+        seeds: gradients of losses that earlier minibatches have made.
 
     Attributes:
         minibatch, position, mail: as given.
@@ -55,6 +60,7 @@ class Work:
         mail: Mail,
         queue: DeviceQueue | None = None,
         marks: Sequence[AwaitedMark] = (),
+        seeds: Seeds | None = None,
     ) -> None:
         self.minibatch = minibatch
         self.position = position
@@ -65,7 +71,7 @@ class Work:
         self._recipe = recipe
         self._queue = queue
         self._marks = marks
-        self._seeds: dict[tuple[Any, ...], Tensor] = {}
+        self._seeds = {} if seeds is None else seeds
         self._first_unit = position.first * minibatch.num_slices
         self._base_unit = position.base * minibatch.num_slices
 
@@ -106,8 +112,12 @@ class Work:
             return None
         number = unit - self._first_unit
         targets = self._here(self.minibatch.targets, self.minibatch.targets_moments, number)
+        if self.minibatch.listener is not None and targets is None:
+            return None  # nobody has said what this frame should give
 
         def criterion(outputs: Any) -> Tensor:
+            if self.minibatch.listener is not None:
+                self.harvest.outputs[number] = _apart(outputs)
             if metrics:
                 with torch.no_grad():
                     for name, metric in metrics.items():
@@ -124,9 +134,23 @@ class Work:
             ArithmeticError: the loss is not finite, and is to stop the run.
         """
         number = unit - self._first_unit
-        if not self.minibatch.trains:
+        if self.minibatch.listener is not None:
+            self._keep_frame(number, produced, self.minibatch.listener)
+        elif not self.minibatch.trains:
             self.harvest.outputs[number] = produced
-            return
+        else:
+            self._keep_loss(number, produced)
+
+    def _keep_frame(self, number: int, produced: Any, listener: FrameListener) -> None:
+        has_loss = number in self.harvest.outputs  # the criterion has put it there
+        if has_loss:
+            self._keep_loss(number, produced)
+        else:
+            self.harvest.outputs[number] = produced
+        moment = None if self._queue is None else self._queue.moment()
+        listener(self.harvest.outputs[number], produced if has_loss else None, moment)
+
+    def _keep_loss(self, number: int, produced: Tensor) -> None:
         # The mean of no terms is NaN, and counts for nothing.
         looks = self._recipe.stop_at_nan and self.minibatch.weights[number]
         # On an accelerator the host would have to wait for it.
@@ -152,15 +176,25 @@ class Work:
         if weight and not self.position.synchronous and self._recipe.updates == "microbatch":
             weight = 1.0  # it is a minibatch of its own
         weight *= self.minibatch.share
-        if not weight:
+        if not weight or number not in self.harvest.losses or not self.minibatch.learns:
             return None
         loss = self.harvest.losses[number]
         kind = weight, scale, loss.dtype, loss.device
         seed = self._seeds.get(kind)
         if seed is None or seed._version:  # a backward of the user's may have overwritten it
+            if len(self._seeds) >= _MOST_SEEDS:  # minibatches of many sizes weigh differently
+                self._seeds.clear()
             seed = torch.full_like(loss, weight)
             self._seeds[kind] = seed = seed if scale is None else seed * scale
         return seed
+
+
+def _apart(outputs: Any) -> Any:
+    """What leaves the model while its graph is still needed: the values, in memory that no later
+    forward writes."""
+    return tree.replace(
+        Tensor, lambda tensor: tensor.detach() if tensor.requires_grad else copy_of(tensor), outputs
+    )
 
 
 def _number(name: str, measured: Any) -> Tensor:

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from types import MappingProxyType
 
 from penstock.device.queue import NOTHING_ASKED, Moments, moments_of_caller
 from penstock.model import tree
 from penstock.model.replay import SavedBuffer, put_back, saved_buffers
+from penstock.model.spine import evaluation_mode
 from penstock.run.minibatch import Harvest, Mark, Minibatch, StreamPosition, modes
 from penstock.run.rank.compiler import Compiler
 from penstock.run.rank.interpreter import Restart, perform_all
 from penstock.run.rank.journal import Journal
-from penstock.run.rank.mail import Mail
+from penstock.run.rank.mail import Letter, Mail
 from penstock.run.rank.observers import Observers
 from penstock.run.rank.program import SkipRoute
+from penstock.run.rank.steps import UpdatesSoFar
 from penstock.run.rank.updater import Updater
-from penstock.run.rank.work import AwaitedMark, Work
+from penstock.run.rank.work import AwaitedMark, Seeds, Work
 from penstock.run.recipe import Recipe
 from penstock.run.shared_state import SharedState
 from penstock.schedule.segment import Segment
 from penstock.stage.protocol import RunnableStage
 from penstock.transport import Edge, Transport
-from penstock.weights.store import WeightStore
+from penstock.weights.store import Held, WeightStore
 
 NUMBERS_PER_RUN = 1 << 32
 
@@ -67,6 +71,8 @@ class Worker:
         self.stores = stores
         self._shared = shared or SharedState({})
         self._observers = Observers(stages, recipe)
+        self._newest = recipe.versions.activations == "newest"
+        self._updates = UpdatesSoFar()
         self._compiler = Compiler(
             rank,
             skips,
@@ -76,10 +82,16 @@ class Worker:
             self._shared,
             self._observers,
             post_validate=recipe.post_validate,
+            updates=self._updates if self._newest else None,
         )
         self._journal = Journal()
         self._mail = Mail(transport, 0)
         self._marks: list[AwaitedMark] = []
+        self._layer_modules = [
+            module for stage in stages.values() for module in stage.layer_modules
+        ]
+        self._resent: Sequence[Letter] = ()
+        self._seeds: Seeds = {}
 
     @property
     def counts_memory(self) -> bool:
@@ -120,7 +132,7 @@ class Worker:
         ends = True
         try:
             self._observers.attend(minibatch)
-            with modes(minibatch.trains):
+            with self._modes_for(minibatch):
                 while True:
                     try:
                         harvest = self._attempt(segment, minibatch, position)
@@ -145,7 +157,9 @@ class Worker:
             self._begin(minibatch, position)
         if minibatch.mark is not None:
             self._await(minibatch.mark, minibatch, position)
-        work = Work(minibatch, position, self._recipe, self._mail, self.queue, self._marks)
+        work = Work(
+            minibatch, position, self._recipe, self._mail, self.queue, self._marks, self._seeds
+        )
         for store in self.stores.values():
             store.synchronous = position.synchronous
             if minibatch.inputs:
@@ -160,7 +174,30 @@ class Worker:
         if minibatch.mark is not None:
             for stage in self.stages:
                 minibatch.mark.forwards_done(stage)
+                if self._newest:  # no update of this frame or of an earlier one is to come
+                    minibatch.mark.updated(stage)
         return self._harvested(segment, work)
+
+    def _modes_for(self, minibatch: Minibatch) -> AbstractContextManager[object]:
+        if minibatch.learns:
+            return modes(minibatch.trains)
+        return self._predicting(minibatch)
+
+    @contextmanager
+    def _predicting(self, minibatch: Minibatch) -> Iterator[None]:
+        """A frame of which only the output is wanted, among others from which stages learn."""
+        # Backwards of earlier frames, which come meanwhile, need the graphs of their own forwards.
+        with modes(minibatch.trains and not self._newest), evaluation_mode(*self._layer_modules):
+            yield
+
+    @property
+    def letters(self) -> list[Letter]:
+        """Gradients that are on their way from this rank to others, where they are remembered."""
+        return self._mail.letters
+
+    def resend(self, letters: Sequence[Letter]) -> None:
+        """When the next stream begins, send what was on its way when this one was saved."""
+        self._resent = letters
 
     def _await(self, mark: Mark, minibatch: Minibatch, position: StreamPosition) -> None:
         end = position.first + minibatch.num_microbatches
@@ -169,12 +206,19 @@ class Worker:
             for stage, store in self.stores.items()
         }
         self._marks.append(AwaitedMark(mark, counts))
+        for stage, count in counts.items():
+            if self.stores[stage].num_updates == count:  # nothing of it is under way
+                mark.updated(stage)
 
     def _begin(self, minibatch: Minibatch, position: StreamPosition) -> None:
         number = self.next_number()
         self.updater.begin(number, asynchronous=not position.synchronous)
-        self._mail = Mail(self.transport, number)
+        self._mail = Mail(self.transport, number, remembers=self._newest)
+        for letter in self._resent:
+            self._mail.send(*letter)
+        self._resent = ()
         if minibatch.trains:
+            self._updates.begin()
             for store in self.stores.values():
                 store.begin()
         self._observers.begin()
@@ -183,9 +227,11 @@ class Worker:
         harvest = work.harvest
         harvest.starts, harvest.ends = self._journal.starts, self._journal.ends
         harvest.stamps = self._journal.stamps
-        if self.stores and work.minibatch.trains:
+        if (self.stores or self._newest) and work.minibatch.trains:
             harvest.versions = [work.versions.get(op, -1) for op in segment.ranks[self.rank]]
-            harvest.held = max(store.most for store in self.stores.values())
+            harvest.held = max(
+                (store.most for store in self.stores.values()), default=self._one_version
+            )
         self._observers.commit()
         if not work.position.more_follow:
             self.updater.settle()
@@ -193,6 +239,12 @@ class Worker:
         harvest.peak = self._observers.peak(segment.schedule.num_slices)
         self.num_runs += 1
         return harvest
+
+    @cached_property
+    def _one_version(self) -> Held:
+        """What is held of weights that have no further versions."""
+        parameters = (p for module in self._layer_modules for p in module.parameters())
+        return Held(1, sum({id(p): p.nbytes for p in parameters}.values()), 0)
 
     def next_number(self) -> int:
         """What tells the messages of this attempt from all others, on every rank alike; those of

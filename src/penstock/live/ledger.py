@@ -1,0 +1,150 @@
+"""What a live stream has done so far: rates, drops, latency, losses, and how fast frames change."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.live.frames import Frame, Result
+from penstock.live.report import StreamReport
+from penstock.model import tree
+
+_MOST_LATENCIES = 10_000
+_LOOK_EVERY = 16
+_LEAST_LOOKS = 8
+FAST_CHANGE = 0.5
+"""From so much change on, measured beside a frame's own size, a gradient says little about the
+frame that it goes through: cosines below 0.7 in docs/streams.md."""
+
+
+class Ledger:
+    """Keeps account of a stream; any thread may use it.
+
+    Args:
+        age: how many frames old the oldest gradients are when a stage learns from them.
+        through_newest: whether they go through the activations of the newest frame.
+    """
+
+    def __init__(self, age: int, *, through_newest: bool) -> None:
+        self._age = age
+        self._through_newest = through_newest
+        self._lock = threading.Lock()
+        self._num_given = self._num_results = self._num_labelled = 0
+        self._loss_sum = 0.0
+        self._first_given: float | None = None
+        self._first_result = self._last_result = 0.0
+        self._latencies: deque[float] = deque(maxlen=_MOST_LATENCIES)
+        self._remembered: tuple[int, list[Tensor]] | None = None
+        self._num_changes = 0
+        self._change_sum = 0.0
+        self._has_warned = False
+
+    def given(self, frame: Frame) -> None:
+        """Somebody has given a frame."""
+        with self._lock:
+            self._num_given += 1
+            if self._first_given is None:
+                self._first_given = frame.arrived_seconds
+            self._look(frame)
+
+    def _look(self, frame: Frame) -> None:
+        """Compare a frame with the one that the oldest gradient belongs to; not each, since that
+        reads both."""
+        if not self._age:
+            return
+        if self._remembered is None:
+            if frame.number % _LOOK_EVERY == 0:
+                copies = [tensor.detach().clone() for tensor in _numbers(frame.value)]
+                self._remembered = frame.number, copies
+            return
+        number, before = self._remembered
+        if frame.number >= number + self._age:
+            self._remembered = None
+            change = _change(before, _numbers(frame.value))
+            if change is not None:
+                self._num_changes += 1
+                self._change_sum += change
+                self._warn()
+
+    def _warn(self) -> None:
+        mean = self._change_sum / self._num_changes
+        if (
+            not self._through_newest
+            or self._has_warned
+            or self._num_changes < _LEAST_LOOKS
+            or mean <= FAST_CHANGE
+        ):
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"frames change by {mean:.0%} of their size while a gradient is on its way "
+            f"({self._age} frames), so that the first stages learn from gradients of other "
+            "pictures; raise the frame rate, use fewer stages, or plan with "
+            "versions=penstock.versions.Stash(), which keeps the weights of every frame in flight",
+            stacklevel=2,
+        )
+
+    def told(self, result: Result, loss: float | None) -> None:
+        """Somebody has got a result."""
+        now = time.perf_counter()
+        with self._lock:
+            self._num_results += 1
+            if self._num_results == 1:
+                self._first_result = now
+            self._last_result = now
+            self._latencies.append(result.latency_seconds)
+            if loss is not None:
+                self._num_labelled += 1
+                self._loss_sum += loss
+
+    def report(
+        self, *, num_dropped: int, num_late: int, num_waiting: int, longest_queue: int
+    ) -> StreamReport:
+        """All of it, as of now."""
+        with self._lock:
+            latencies = sorted(self._latencies)
+            results, labelled, changes = self._num_results, self._num_labelled, self._num_changes
+            seconds = self._last_result - self._first_result
+            return StreamReport(
+                num_given=self._num_given,
+                num_dropped=num_dropped,
+                num_late=num_late,
+                num_results=results,
+                num_labelled=labelled,
+                num_waiting=num_waiting,
+                longest_queue=longest_queue,
+                frames_per_second=(results - 1) / seconds if results > 1 and seconds else None,
+                latency_p50_seconds=_quantile(latencies, 0.5),
+                latency_p95_seconds=_quantile(latencies, 0.95),
+                latency_p99_seconds=_quantile(latencies, 0.99),
+                mean_loss=self._loss_sum / labelled if labelled else None,
+                gradient_age=self._age,
+                mean_change=self._change_sum / changes if changes else None,
+            )
+
+
+def _numbers(value: Any) -> list[Tensor]:
+    return [tensor for tensor in tree.tensors(value) if tensor.is_floating_point()]
+
+
+def _change(before: list[Tensor], after: list[Tensor]) -> float | None:
+    """‖after − before‖/‖after‖; ``None`` where that means nothing."""
+    pairs = list(zip(before, after, strict=False))
+    if not pairs or any(a.shape != b.shape or a.device != b.device for a, b in pairs):
+        return None
+    with torch.no_grad():
+        difference = sum(float((a - b).double().square().sum()) for b, a in pairs)
+        size = sum(float(a.double().square().sum()) for _, a in pairs)
+    return (difference / size) ** 0.5 if size else None
+
+
+def _quantile(ascending: list[float], share: float) -> float | None:
+    if not ascending:
+        return None
+    return ascending[min(len(ascending) - 1, int(share * len(ascending)))]

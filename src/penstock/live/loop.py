@@ -1,0 +1,171 @@
+"""Lets frames into the pipeline as soon as its first stage is free for them."""
+
+from __future__ import annotations
+
+import queue
+import time
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.checkpoint.keeper import Keeper
+from penstock.checkpoint.wanted import Checkpoints
+from penstock.live.frames import Frame, News, Result, WhenLate
+from penstock.live.intake import Intake
+from penstock.run.assembly import Assembly
+from penstock.run.history import History
+from penstock.run.minibatch import Minibatch
+from penstock.run.outcome import MinibatchOutcome
+
+
+class Saving(NamedTuple):
+    """A wish to save behind the frames that the first stage has begun.
+
+    Attributes:
+        folder: of the run.
+        keep: how many complete checkpoints stay; ``None``: all.
+        position: where the caller's data are; ``None``: how many frames were learned from.
+    """
+
+    folder: str
+    keep: int | None
+    position: Any
+
+
+class Admitted(NamedTuple):
+    """A frame that waits for the first stage.
+
+    Attributes:
+        frame: as it was given.
+        minibatch: the same, copied for the ranks of this process; its number is not known yet.
+    """
+
+    frame: Frame
+    minibatch: Minibatch
+
+
+class Arrival(NamedTuple):
+    """An output that has left the last stage.
+
+    Attributes:
+        result: all but when it came, where an accelerator still works on it.
+        frame: the one that it is of.
+        moment: when the accelerator is through.
+    """
+
+    result: Result
+    frame: Frame
+    moment: torch.Event | None
+
+    def settled(self) -> Result:
+        """The result, when it is there."""
+        if self.moment is None:
+            return self.result
+        self.moment.synchronize()
+        return self.result._replace(
+            latency_seconds=time.perf_counter() - self.frame.arrived_seconds
+        )
+
+
+class Loop(ABC):
+    """What threads and processes have in common.
+
+    Args:
+        parts: the pipeline.
+        history: what is remembered of it.
+        keeper: saves its state.
+
+    Attributes:
+        intake: frames that wait for the first stage.
+        arrivals: outputs in the order of their frames, and news between them.
+        num_begun: frames that the first stage has begun with, those of the run before included.
+    """
+
+    def __init__(self, parts: Assembly, history: History, keeper: Keeper) -> None:
+        self.intake: Intake[Admitted] = Intake(self._changed)
+        self.arrivals: queue.SimpleQueue[Arrival | News] = queue.SimpleQueue()
+        self.num_begun = 0
+        self._parts = parts
+        self._history = history
+        self._keeper = keeper
+
+    def put(self, frame: Frame, when_late: WhenLate) -> bool:
+        """Let a frame wait for the first stage; see ``Intake.put``.
+
+        Raises:
+            InputError: it holds no tensor.
+        """
+        minibatch = self._parts.cutter.frame(
+            frame.value,
+            frame.target,
+            step=-1,
+            learns=frame.learns,
+            listener=partial(self._heard, frame),
+            autocast=frame.autocast,
+        )
+        return self.intake.put(Admitted(frame, minibatch), when_late)
+
+    def _heard(
+        self, frame: Frame, output: Any, loss: Tensor | None, moment: torch.Event | None
+    ) -> None:
+        latency = time.perf_counter() - frame.arrived_seconds
+        self.arrivals.put(Arrival(Result(frame.number, output, loss, latency), frame, moment))
+
+    def _remember(self, outcome: MinibatchOutcome) -> None:
+        # What the model gave for a frame is its caller's; of long streams it would fill the memory.
+        self._history.add(outcome._replace(outputs=()))
+
+    def _numbered(self, minibatch: Minibatch) -> Minibatch:
+        """The next frame for the first stage."""
+        self.num_begun += 1
+        return replace(minibatch, step=self.num_begun - 1)
+
+    def _mark(self, saving: Saving) -> Minibatch:
+        """What makes every stage save itself behind the frames that were begun."""
+        wanted = Checkpoints(saving.folder, every=1, keep=saving.keep)
+        mark = self._keeper.mark(wanted, self.num_begun, position=saving.position)
+        return Minibatch(self.num_begun, (), mark=mark)
+
+    @property
+    def follows(self) -> bool:
+        """Whether frames are given to another process, which tells this one."""
+        return False
+
+    def pause(self) -> None:  # noqa: B027 - most have nobody to tell
+        """All results so far are taken: let other processes know."""
+
+    @abstractmethod
+    def _changed(self) -> None:
+        """A frame has come to wait."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Frames will come; called before the first one, and again without effect."""
+
+    @abstractmethod
+    def save(self, saving: Saving) -> None:
+        """Let every stage save itself behind the frames that the first stage has begun."""
+
+    @abstractmethod
+    def raise_failure(self) -> None:
+        """Raise what has gone wrong, if anything has.
+
+        Raises:
+            RunError: the first failure of any rank.
+        """
+
+    @abstractmethod
+    def end(self) -> None:
+        """Let stages finish what they have begun; nothing may be put any more.
+
+        Raises:
+            RunError: the first failure of any rank, if nobody has heard of it yet.
+        """
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Begin nothing any more."""

@@ -1,0 +1,228 @@
+"""Frames for ranks that are processes: rank 0 has the frames, and tells the others of each.
+
+All ranks begin frames, and collect their results, in the order that rank 0 says. So nobody but rank
+0 needs a camera, and all agree on which frames were dropped.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from enum import IntEnum
+from functools import partial
+from typing import Any
+
+import torch
+
+from penstock.checkpoint.keeper import Keeper
+from penstock.live.frames import Frame, News, Result
+from penstock.live.loop import Admitted, Arrival, Loop, Saving
+from penstock.run.assembly import Assembly
+from penstock.run.drive.processes import ProcessDriver
+from penstock.run.history import History
+from penstock.run.minibatch import Minibatch
+from penstock.run.outcome import MinibatchOutcome
+
+_JOIN_SECONDS = 1.0
+
+
+class _Order(IntEnum):
+    """What rank 0 tells the others to do next."""
+
+    BEGIN = 0
+    COLLECT = 1
+    SAVE = 2
+    PAUSE = 3
+    WAIT = 4
+    END = 5
+
+
+class ProcessLoop(Loop):
+    """A thread of each process that does all that has to do with other ranks.
+
+    Args:
+        parts: the pipeline; its driver is a ``ProcessDriver``.
+    """
+
+    def __init__(self, parts: Assembly, history: History, keeper: Keeper) -> None:
+        super().__init__(parts, history, keeper)
+        assert isinstance(parts.driver, ProcessDriver)
+        self._driver = parts.driver
+        self._rank = parts.workers[0].rank
+        self._last_rank = parts.plan.placement.ranks_of(len(parts.plan.stages) - 1)[0]
+        self._wishes: deque[Saving | News | None] = deque()  # ``None``: to end
+        self._news = threading.Condition()
+        self._begun: deque[Frame | None] = deque()  # ``None``: no frame, but a mark
+        self._num_orders = 0
+        self._abandoned = self._is_told = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="penstock stream", daemon=True)
+
+    @property
+    def follows(self) -> bool:
+        return self._rank > 0
+
+    def start(self) -> None:
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    def put(self, frame: Frame, when_late: Any) -> bool:
+        return True if self.follows else super().put(frame, when_late)
+
+    def _changed(self) -> None:
+        with self._news:
+            self._news.notify_all()
+
+    def _wish(self, wish: Saving | News | None) -> None:
+        with self._news:
+            self._wishes.append(wish)
+            self._news.notify_all()
+
+    def save(self, saving: Saving) -> None:
+        self.raise_failure()
+        if not self.follows:
+            self._wish(saving)
+
+    def pause(self) -> None:
+        if not self.follows:
+            self._wish(News.PAUSED)
+
+    def end(self) -> None:
+        if not self.follows:
+            self._wish(None)
+        self._thread.join()
+        if not self._is_told:
+            self.raise_failure()
+
+    def abandon(self) -> None:
+        self._abandoned = True
+        self._changed()
+        if self._thread.is_alive():
+            self._thread.join(0.0 if self.follows else _JOIN_SECONDS)
+
+    def raise_failure(self) -> None:
+        if self._failure is not None:
+            self._is_told = True
+            raise self._failure
+
+    def _run(self) -> None:
+        try:
+            (self._follow if self.follows else self._lead)()
+        except BaseException as error:
+            if not self._abandoned:
+                self._failure = error
+                self.arrivals.put(News.CHANGED)
+
+    # Rank 0
+
+    def _lead(self) -> None:
+        # Others wait for an order no longer than for any message, whether a frame comes or not.
+        idle_seconds = self._parts.deadlines.step.seconds / 4
+        while not self._abandoned:
+            if self._wishes:
+                wish = self._wishes.popleft()
+                self._grant(wish)
+                if wish is None:
+                    return
+            elif (admitted := self.intake.take()) is not None:
+                self._lead_with(admitted)
+            elif self._parts.feed.under_way:
+                self._tell(_Order.COLLECT)
+                self._collect()
+            else:
+                with self._news:
+                    has_news = self._news.wait_for(self._has_news, idle_seconds)
+                if not has_news:
+                    self._tell(_Order.WAIT)
+
+    def _has_news(self) -> bool:
+        return bool(self._wishes or len(self.intake) or self._abandoned)
+
+    def _grant(self, wish: Saving | News | None) -> None:
+        if isinstance(wish, Saving):
+            self._tell(_Order.SAVE, tuple(wish))
+            self._begin(self._mark(wish), None)
+        elif wish is News.PAUSED:
+            self._tell(_Order.PAUSE)
+        else:
+            self._tell(_Order.END)
+            self._end()
+
+    def _lead_with(self, admitted: Admitted) -> None:
+        frame = admitted.frame
+        autocast = {
+            kind: str(dtype).removeprefix("torch.") for kind, dtype in frame.autocast.items()
+        }
+        told = frame.number, frame.learns, autocast
+        self._tell(_Order.BEGIN, told, to_last=frame.target)
+        self._begin(self._numbered(admitted.minibatch), frame)
+
+    def _tell(self, order: _Order, what: Any = None, to_last: Any = None) -> None:
+        """Give an order to all other ranks; only the last one needs a target."""
+        orders = {
+            rank: (int(order), what, to_last if rank == self._last_rank else None)
+            for rank in range(1, self._parts.plan.num_ranks)
+        }
+        self._driver.announce(self._num_orders, orders, self._parts.feed.expected())
+        self._num_orders += 1
+
+    # The others
+
+    def _follow(self) -> None:
+        while True:
+            heard, what, target = self._driver.announced(
+                self._num_orders, self._parts.feed.expected()
+            )
+            self._num_orders += 1
+            order = _Order(heard)
+            if order is _Order.BEGIN:
+                self._follow_with(what, target)
+            elif order is _Order.COLLECT:
+                self._collect()
+            elif order is _Order.SAVE:
+                self._begin(self._mark(Saving(*what)), None)
+            elif order is _Order.PAUSE:
+                self.arrivals.put(News.PAUSED)
+            elif order is _Order.END:
+                self._end()
+                return
+
+    def _follow_with(self, told: Any, target: Any) -> None:
+        number, learns, autocast = told
+        dtypes = {kind: getattr(torch, dtype) for kind, dtype in autocast.items()}
+        frame = Frame(number, None, target, learns, time.perf_counter(), dtypes)
+        minibatch = self._parts.cutter.frame(
+            None,
+            target,
+            step=-1,
+            learns=learns,
+            listener=partial(self._heard, frame),
+            autocast=dtypes,
+        )
+        self._begin(self._numbered(minibatch), frame)
+
+    # All
+
+    def _begin(self, minibatch: Minibatch, frame: Frame | None) -> None:
+        self._begun.append(frame)
+        self._parts.feed.go_on(minibatch)
+        while len(self._parts.feed.under_way) > self._parts.feed.most_under_way:
+            self._collect()
+
+    def _collect(self) -> None:
+        self._remember(self._parts.feed.collect())
+
+    def _remember(self, outcome: MinibatchOutcome) -> None:
+        frame = self._begun.popleft() if self._begun else None
+        # The rank of the last stage has heard of it already.
+        if frame is not None and self._rank != self._last_rank:
+            (output,) = outcome.outputs
+            latency = time.perf_counter() - frame.arrived_seconds
+            result = Result(frame.number, output, outcome.loss, latency)
+            self.arrivals.put(Arrival(result, frame, None))
+        super()._remember(outcome)
+
+    def _end(self) -> None:
+        for outcome in self._parts.feed.drain(self.num_begun):
+            self._remember(outcome)

@@ -1,0 +1,101 @@
+"""Frames for ranks that are threads of this process."""
+
+from __future__ import annotations
+
+import threading
+
+from penstock.checkpoint.keeper import Keeper
+from penstock.live.frames import News
+from penstock.live.loop import Loop, Saving
+from penstock.run.assembly import Assembly
+from penstock.run.history import History
+from penstock.run.minibatch import Minibatch
+
+
+class ThreadLoop(Loop):
+    """Whoever brings news begins the next frame: the caller, with a frame, or the thread of the
+    first rank, when it is through with the last one."""
+
+    def __init__(self, parts: Assembly, history: History, keeper: Keeper) -> None:
+        super().__init__(parts, history, keeper)
+        # Nobody who holds it waits for a rank: the first rank's thread waits for it.
+        self._turn = threading.RLock()
+        self._asking = threading.Lock()  # who reads a source asks, too
+        self._is_free = True
+        self._ended = False
+        self._has_failed = self._is_told = False
+        self._failure: BaseException | None = None
+
+    def start(self) -> None:
+        """The ranks' threads wait for frames already."""
+
+    def _changed(self) -> None:
+        with self._turn:
+            try:
+                while self._goes_on and self._parts.feed.has_news:
+                    self._remember(self._parts.feed.retire())
+                while self._goes_on and self._is_free and len(self.intake):
+                    self._begin_next()
+            except BaseException as error:  # in the thread of a rank nobody would hear of it
+                self._fail(error)
+
+    @property
+    def _goes_on(self) -> bool:
+        return not (self._ended or self._has_failed)
+
+    def _begin_next(self) -> None:
+        admitted = self.intake.take()
+        if admitted is not None:
+            self._is_free = False
+            self._begin(self._numbered(admitted.minibatch))
+
+    def _begin(self, minibatch: Minibatch) -> None:
+        self._parts.feed.go_on(minibatch)
+        through = self._first_is_through if minibatch.inputs else _nothing
+        self._parts.driver.watch(self._parts.feed.under_way[-1], through, self._fail)
+
+    def _first_is_through(self) -> None:
+        with self._turn:
+            self._is_free = True
+        self._changed()
+
+    def _fail(self, error: BaseException | None = None) -> None:
+        with self._turn:
+            self._has_failed = True
+            self._failure = self._failure or error
+        self.arrivals.put(News.CHANGED)
+
+    def save(self, saving: Saving) -> None:
+        self.raise_failure()
+        with self._turn:
+            self._begin(self._mark(saving))
+
+    def raise_failure(self) -> None:
+        if not self._has_failed:
+            return
+        with self._asking:
+            if self._failure is None:
+                try:
+                    while self._parts.feed.under_way:
+                        self._parts.feed.collect()
+                except BaseException as error:
+                    self._failure = error
+        if self._failure is not None:
+            self._is_told = True
+            raise self._failure
+
+    def end(self) -> None:
+        self.abandon()
+        if self._is_told:
+            return
+        self.raise_failure()
+        for outcome in self._parts.feed.drain(self.num_begun):
+            self._remember(outcome)
+
+    def abandon(self) -> None:
+        with self._turn:
+            self._ended = True
+
+
+def _nothing() -> None:
+    """Nobody waits for the first rank."""

@@ -1,0 +1,272 @@
+"""What a live stream is proven against: the same frames, tick by tick, in one loop.
+
+Stage s of N works on frame k at tick k + s, and does three things there, in this order:
+
+1. F: it runs its layers on what stage s−1 made of frame k a tick ago.
+2. B: the gradient of frame k − 2(N−1−s), which stage s+1 made a tick ago, goes back *through the
+   graph of step 1*: that of another, newer frame. The last stage goes back from its own loss.
+3. Its optimizer steps, if a gradient came.
+
+So a stage has one version of its weights and one graph, however many stages there are, and the
+gradients of stage s are 2(N−1−s) frames old. A frame without a target gives no gradient, so no
+stage steps for it. While the stream begins, stages only run forwards. When it has ended, forwards
+go on to the last stage; gradients that are still on their way find no graph and are dropped.
+
+Malinowski et al., "Sideways: Depth-Parallel Training of Video Models", CVPR 2020, arXiv 2001.06232;
+Meloni et al., "PARTIME: Scalable and Parallel Processing Over Time with Deep Neural Networks",
+arXiv 2210.09147.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import InputError
+from penstock.model.optimizer_factory import OptimizerFactory
+from penstock.model.randomness import LayerStreams
+from penstock.model.spine import evaluation_mode, spine_of
+from penstock.trial.reference.sideways_stage import Gradients, SidewaysStage, detached
+from penstock.values import one_of
+from penstock.versions import Rates
+
+
+class Seen(NamedTuple):
+    """What a stream tells of one frame.
+
+    Attributes:
+        frame: its number among the frames of the stream, from 0.
+        output: of the last stage.
+        loss: before the frame was learned from; ``None`` without a target.
+    """
+
+    frame: int
+    output: Any
+    loss: Tensor | None
+
+
+class Borrowed(NamedTuple):
+    """One backward: whose gradient went through whose graph.
+
+    Attributes:
+        stage: where.
+        gradient: the frame that the gradient is of.
+        graph: the frame that the stage had just run.
+    """
+
+    stage: int
+    gradient: int
+    graph: int
+
+    @property
+    def age(self) -> int:
+        """How many frames older the gradient is than the graph."""
+        return self.graph - self.gradient
+
+
+class SidewaysReplay:
+    """Learn from a stream of frames as PARTIME does, without a pipeline.
+
+    A frame is one minibatch of one microbatch. ``push`` is one tick of the stream; ``train`` pushes
+    all frames and finishes.
+
+    Args:
+        model: as given to ``stream``; trained in place. State that its layers carry from frame to
+            frame, in buffers or attributes, must be detached by them.
+        cuts: how many layers of the spine each stage has.
+        loss: from (output, target) of a frame to a scalar.
+        optimizer: makes the optimizer of a stage; called once for each stage with parameters.
+        rates: ``"divided"``: the learning rates of stage s are those that the optimizer was made
+            with, divided by max(1, 2(N−1−s)), as a gradient so old allows no larger ones;
+            ``"given"``: they are left alone.
+        seed: seeds dropout; a stream with the same seed draws the same. Default: torch's.
+
+    Attributes:
+        borrowed: the backwards of the last stream, in the order in which they ran.
+        dropped: by stage, the gradients of the last stream that reached it and found no graph to
+            go through, because the stream had ended or the newest frame is not learned from.
+
+    Raises:
+        InputError: cuts that do not fit the model, or unknown rates.
+        ModelError: the model has no spine, or two stages share a parameter.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cuts: Sequence[int],
+        loss: Callable[[Any, Any], Tensor],
+        optimizer: OptimizerFactory,
+        *,
+        rates: Rates = "divided",
+        seed: int | None = None,
+    ) -> None:
+        layers = spine_of(model)
+        _check(cuts, len(layers), rates)
+        self._loss = loss
+        self._loss_index = len(layers)
+        self._streams = LayerStreams(torch.initial_seed() if seed is None else seed)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._stages: list[SidewaysStage] = []
+        for index, (first, end) in enumerate(pairwise(accumulate(cuts, initial=0))):
+            age = 2 * (len(cuts) - 1 - index)
+            stage = SidewaysStage(index, len(cuts), layers[first:end], first, age)
+            stage.take_optimizer(names, optimizer, divided=rates == "divided")
+            self._stages.append(stage)
+        self._num_drawn = 0
+        self._frames: dict[int, _Frame] = {}
+        self.borrowed: list[Borrowed] = []
+        self.dropped: list[int] = []
+        self._begin()
+
+    def train(self, frames: Iterable[tuple[Any, Any]]) -> list[Seen]:
+        """Learn from one stream.
+
+        Args:
+            frames: (frame, target) of each; a target may be ``None``.
+
+        Returns:
+            What the stream tells of each frame, in order.
+        """
+        seen = [self.push(frame, target) for frame, target in frames]
+        return [told for told in seen if told is not None] + self.finish()
+
+    def push(self, frame: Any, target: Any = None, *, learn: bool = True) -> Seen | None:
+        """Admit a frame, and run one tick.
+
+        Args:
+            frame: the input of the first stage.
+            target: what the loss compares with; ``None``: the frame gives no gradient.
+            learn: whether the frame may be learned from. If not, layers are in evaluation mode, and
+                it leaves no graph: gradients of earlier frames that meet it are dropped.
+
+        Returns:
+            What came out: of the frame that was admitted N−1 ticks ago, or ``None``.
+        """
+        if self._ended:
+            self._begin()
+        self._admitted += 1
+        self._frames[self._admitted - 1] = _Frame(frame, target, learn)
+        return self._tick()
+
+    def finish(self) -> list[Seen]:
+        """End the stream; the next frame begins another, with the weights and optimizers as they
+        are.
+
+        Returns:
+            What came out of the frames that were under way.
+        """
+        # The last frame needs N−1 ticks to the last stage, and its gradient as many to the first.
+        seen = [self._tick() for _ in range(2 * (len(self._stages) - 1))]
+        self._num_drawn += self._admitted
+        self._ended = True
+        return [told for told in seen if told is not None]
+
+    def _begin(self) -> None:
+        self._admitted = self._now = 0
+        self._ended = False
+        self._frames, self.borrowed, self.dropped = {}, [], [0] * len(self._stages)
+
+    def _tick(self) -> Seen | None:
+        # All that a stage reads was made in the last tick: of a frame by the stage before, of a
+        # gradient by the stage behind, which has another frame now. So their order is free.
+        seen = None
+        for stage in self._stages:
+            number = self._now - stage.index
+            stage.graph = None
+            if 0 <= number < self._admitted:
+                seen = self._forward(stage, number)
+            self._backward(stage, number - stage.age)
+        self._now += 1
+        return seen
+
+    def _forward(self, stage: SidewaysStage, number: int) -> Seen | None:
+        """F; what the stream tells of the frame, if this is the last stage."""
+        frame = self._frames[number]
+        is_last = stage is self._stages[-1]
+        draw = partial(_draw, self._streams, self._num_drawn + number)
+        modes = nullcontext() if frame.learn else evaluation_mode(*stage.modules)
+        with torch.set_grad_enabled(frame.learn), modes:
+            graph = stage.run(number, frame.value, frame.skips, draw)
+            loss = None
+            if is_last and frame.target is not None:
+                compare = partial(self._loss, graph.output)
+                loss = draw(self._loss_index, True, compare, frame.target)
+        frame.value, frame.skips = detached(graph.output), detached(graph.skips)
+        stage.graph = graph if frame.learn else None
+        if not is_last:
+            return None
+        if frame.learn and loss is not None:
+            # The stage goes back from the loss, not from the output.
+            stage.graph = graph._replace(output=loss)
+            frame.gradients = [torch.ones_like(loss)]
+        return Seen(number, frame.value, None if loss is None else loss.detach())
+
+    def _backward(self, stage: SidewaysStage, number: int) -> None:
+        """B and UPDATE, if a gradient of the frame has come and finds a graph."""
+        frame = self._frames.get(number)
+        if frame is None:
+            return
+        gradients, frame.gradients = frame.gradients, None
+        behind = frame.skip_gradients
+        own = {key: behind.pop(key) for key in stage.stashes & behind.keys()}
+        if gradients is not None or own:
+            if stage.graph is None:
+                self.dropped[stage.index] += 1
+            else:
+                self.borrowed.append(Borrowed(stage.index, number, stage.graph.frame))
+                frame.gradients = stage.go_back(gradients, own, behind)
+        if stage.index == 0:
+            del self._frames[number]  # nothing of it is on its way any more
+
+
+@dataclass
+class _Frame:
+    """What is on its way of one frame.
+
+    Attributes:
+        value: what the last stage that ran made of it, detached.
+        target: for the loss; ``None`` if there is none.
+        learn: whether it may leave graphs.
+        skips: what layers stashed for later stages.
+        gradients: of the output of the stage that goes back next, or of the loss.
+        skip_gradients: those of what stages in front of that one stashed.
+    """
+
+    value: Any
+    target: Any
+    learn: bool
+    skips: dict[str, Any] = field(default_factory=dict)
+    gradients: Gradients | None = None
+    skip_gradients: dict[str, Gradients] = field(default_factory=dict)
+
+
+def _draw(
+    streams: LayerStreams,
+    frame: int,
+    layer: int,
+    training: bool,
+    run: Callable[[Any], Any],
+    value: Any,
+) -> Any:
+    """Run a layer, or the loss as if it were one more, where it draws its random numbers."""
+    with streams.stream(layer, training, frame, 0) as stream:
+        result = run(value)
+    streams.learn(layer, training, stream)
+    return result
+
+
+def _check(cuts: Sequence[int], num_layers: int, rates: object) -> None:
+    if not cuts or min(cuts) < 1 or sum(cuts) != num_layers:
+        raise InputError(
+            f"cuts are {list(cuts)}; give how many layers each stage has, at least one, and "
+            f"{num_layers} in all"
+        )
+    one_of("rates", rates, get_args(Rates))

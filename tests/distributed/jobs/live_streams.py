@@ -1,0 +1,157 @@
+"""Ranks learn from a live stream that rank 0 alone has, and report what differs from the replay."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from penstock.errors import RunError
+from tests.kit.live import (
+    LEARN,
+    PREDICT,
+    UNLABELLED,
+    differences,
+    frames_of,
+    live_plan,
+    replayed,
+    stream_of,
+)
+from tests.kit.streams import layered_model
+
+FRAMES = frames_of([LEARN, UNLABELLED, LEARN, PREDICT, LEARN] * 8)
+TAKEN = [number for number, given in enumerate(FRAMES) if given.learn]
+LABELLED = [FRAMES[number][:2] for number in TAKEN]
+
+
+def equality(transport, folder):
+    """Frames are pushed, played and dropped; what was saved in between, another stream resumes."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    model = layered_model()
+    plan = live_plan(model, num_ranks)
+    how = {"transport": transport, "deadline_seconds": 60}
+    results, mine = [], rank == 0
+    with stream_of(model, plan, **how) as stream:
+        for frame, target, learn in FRAMES:
+            given = (frame, target) if mine else (None, None)
+            result = stream(*given, learn=learn)
+            results += [] if result is None else [result]
+        results += stream.rest()
+        stream.save(folder)
+        behind = list(stream.over(LABELLED if mine else None, rate=300, when_late="drop-oldest"))
+        kept = [TAKEN[result.frame - len(FRAMES)] for result in behind]
+        told = [kept]
+        dist.broadcast_object_list(told)
+        admitted = [*FRAMES, *(FRAMES[number] for number in told[0])]
+    seen, reference, _ = replayed(plan, admitted)
+    yield from differences([*results, *behind], seen)
+    expected = reference.state_dict()
+    own = stream.state_dict()
+    yield from (name for name, value in own.items() if not torch.equal(value, expected[name]))
+    other = layered_model()
+    with stream_of(other, plan, **how) as stream:
+        at = stream.load(folder)
+        again = list(stream.over(LABELLED[:9] if mine else None))
+    first, _, _ = replayed(plan, [*FRAMES, *(FRAMES[number] for number in TAKEN[:9])])
+    if at != len(FRAMES):
+        yield f"resumed at {at}"
+    yield from differences(again, first[len(FRAMES) :])
+
+
+def idle(transport):
+    """A source that gives nothing for longer than the deadline is slow, and not dead."""
+    num_ranks, mine = dist.get_world_size(), dist.get_rank() == 0
+    model = layered_model()
+
+    def source():
+        yield from LABELLED[:4]
+        time.sleep(6)
+        yield from LABELLED[4:8]
+
+    plan = live_plan(model, num_ranks)
+    with stream_of(model, plan, transport=transport, deadline_seconds=3) as stream:
+        results = list(stream.over(source() if mine else None))
+    if len(results) != 8:
+        yield f"{len(results)} results"
+
+
+def failing(transport):
+    """A loss that is no number on the last rank: all hear of it, and nobody hangs."""
+    num_ranks, mine = dist.get_world_size(), dist.get_rank() == 0
+    model = layered_model()
+
+    def source():
+        for number, (frame, target) in enumerate(LABELLED):
+            yield frame, None if target is None else target * (float("nan") if number == 6 else 1)
+
+    try:
+        with stream_of(model, live_plan(model, num_ranks), transport=transport) as stream:
+            list(stream.over(source() if mine else None))
+        yield "nothing failed"
+    except RunError as error:
+        if "the loss is nan" not in str(error):
+            yield f"rank {dist.get_rank()}: {error}"
+
+
+def leaving(transport):
+    """A source that raises on rank 0 ends the stream there, and the others hear that it is over."""
+    num_ranks, mine = dist.get_world_size(), dist.get_rank() == 0
+    model = layered_model()
+
+    def source():
+        yield from LABELLED[:3]
+        raise OSError("the camera is gone")
+
+    try:
+        plan = live_plan(model, num_ranks)
+        with stream_of(model, plan, transport=transport, deadline_seconds=20) as stream:
+            list(stream.over(source() if mine else None))
+        yield "nothing failed"
+    except OSError:
+        if not mine:
+            yield "the source is rank 0's"
+    except RunError as error:
+        if mine:
+            yield f"rank 0: {error}"
+
+
+def killed(transport, report):
+    """A rank that dies in the middle: the others raise at once."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    model = layered_model()
+    begin = time.monotonic()
+    try:
+        with stream_of(model, live_plan(model, num_ranks), transport=transport) as stream:
+            source = LABELLED * 100 if rank == 0 else None
+            for result in stream.over(source, rate=100):
+                if result.frame == 5 and rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        told = "nothing failed"
+    except RunError as error:
+        told = type(error).__name__
+    report({"told": told, "seconds": time.monotonic() - begin})
+
+
+def main(what, transport, folder):
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+
+    def report(value):
+        Path(folder, f"report-{rank}.json").write_text(json.dumps(value))
+
+    if what == "killed":
+        killed(transport, report)
+        os._exit(0)
+    apart = [*equality(transport, Path(folder, "run"))]
+    apart += [*idle(transport), *failing(transport), *leaving(transport)]
+    report({"differences": apart})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
