@@ -23,6 +23,7 @@ from penstock.plans.consistency import (
     check_model,
     check_options,
     check_placement,
+    check_recompute,
     check_replicas,
     means,
 )
@@ -138,6 +139,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         check_devices(self.devices, self.num_seats)
         self._check_summing()
         check_policy(self.versions, self.schedule, self.replicas, self.num_microbatches)
+        check_recompute(self.stages, self.schedule, self.versions)
         if self.spill is not None:
             check_spill(self.placement, self.versions)
             if self.num_tensor_ranks > 1:

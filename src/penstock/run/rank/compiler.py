@@ -18,7 +18,7 @@ from penstock.run.rank.steps import (
     Checked,
     Freed,
     NewVersion,
-    Noted,
+    Counted,
     ReceiveGradients,
     ReceiveValue,
     Recompute,
@@ -105,7 +105,7 @@ class Compiler:
     def _bound(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
         step = self._checked(op, program, store)
         if self._updates is not None and op.kind in _VERSIONED:
-            return Noted(op, step, self._updates)
+            return Counted(op, step, self._updates)
         return step
 
     def _checked(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
