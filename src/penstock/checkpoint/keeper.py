@@ -26,10 +26,9 @@ from penstock.checkpoint.folder import (
     seen_in,
 )
 from penstock.checkpoint.giving import check_fits, check_model, check_settings, give
-from penstock.checkpoint.header import FORMAT, Header, Identity
+from penstock.checkpoint.header import FORMAT, Header, Identity, extent_of
 from penstock.checkpoint.marking import StreamMark
 from penstock.checkpoint.piece import (
-    extent_of,
     flush,
     is_piece_name,
     piece_name,
@@ -193,13 +192,24 @@ class Keeper:
                         updater.schedulers.get(index),
                         updater.rates[index],
                         worker.stores.get(index),
+                        updater.shards.of,
+                        *self._part(worker.rank, index),
                     ),
                 )
 
+    def _part(self, rank: int, stage: int) -> tuple[int, int]:
+        """(which of a stage's copies a rank has, how many pieces the stage has): copies are equal,
+        and one is written, unless each rank has a part of the optimizer's state."""
+        copies = sorted(self._parts.plan.placement.ranks_of(stage))
+        return copies.index(rank), len(copies) if self._is_sharded else 1
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self._parts.in_processes and self._parts.plan.summing.reducer == "sharded"
+
     def _written_here(self) -> Iterator[TrainedStage]:
-        """Of copies of a stage, which are equal, the first rank's is written."""
-        for rank, trained in self._trained():
-            if min(self._parts.plan.placement.ranks_of(trained.stage.index)) == rank:
+        for _, trained in self._trained():
+            if trained.part < trained.num_parts:
                 yield trained
 
     def _state(self, trained: TrainedStage) -> StageState:
@@ -231,11 +241,15 @@ class Keeper:
     def _write_piece(
         self, folder: Path, identity: Identity, trained: TrainedStage, state: StageState
     ) -> None:
-        tensors, extra, optimizing = state
+        tensors, extra, optimizing, extents = state
         header = Header(
             identity=identity,
             stage=trained.stage.index,
-            tensors={name: extent_of(tensor) for name, tensor in tensors.items()},
+            part=trained.part,
+            num_parts=trained.num_parts,
+            tensors={
+                name: extents.get(name) or extent_of(tensor) for name, tensor in tensors.items()
+            },
             extra=extra,
             optimizing=optimizing,
         )
@@ -265,7 +279,12 @@ class Keeper:
 
     def _remove_foreign(self, folder: Path) -> None:
         """Pieces of an earlier attempt's plan with more stages."""
-        own = {piece_name(stage) for stage in range(len(self._parts.plan.stages))}
+        ranks_of = self._parts.plan.placement.ranks_of
+        parts = {
+            stage: len(ranks_of(stage)) if self._is_sharded else 1
+            for stage in range(len(self._parts.plan.stages))
+        }
+        own = {piece_name(s, part, count) for s, count in parts.items() for part in range(count)}
         for path in folder.iterdir():
             if is_piece_name(path.name) and path.name not in own:
                 path.unlink(missing_ok=True)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from penstock.checkpoint.header import Optimizing
+from penstock.checkpoint.header import Extent, Optimizing, extent_of
 from penstock.checkpoint.plain import to_json
 from penstock.errors import InputError
+from penstock.reduce.sharding import Shard
 from penstock.stage.stage import Stage
 from penstock.values import shown
 from penstock.weights.store import WeightStore
@@ -28,6 +30,9 @@ class TrainedStage(NamedTuple):
         scheduler: of the optimizer's learning rates.
         rate: what the optimizer's learning rates were multiplied by when it was made.
         store: the versions of the stage's weights, where there are several.
+        shards: of parameters of which this rank updates some rows only: which.
+        part: which of the stage's pieces this rank writes.
+        num_parts: how many ranks write a piece of the stage.
     """
 
     stage: Stage
@@ -36,6 +41,33 @@ class TrainedStage(NamedTuple):
     scheduler: torch.optim.lr_scheduler.LRScheduler | None
     rate: float
     store: WeightStore | None
+    shards: Mapping[nn.Parameter, Shard] = MappingProxyType({})
+    part: int = 0
+    num_parts: int = 1
+
+    @property
+    def optimized(self) -> dict[str, nn.Parameter]:
+        """What the optimizer may have in the place of each parameter, by the parameter's name."""
+        own = {
+            name: self.shards[one].part if one in self.shards else one
+            for name, one in self.named.items()
+        }
+        return {name: part for name, part in own.items() if part is not None}
+
+    def extent(self, name: str, value: Tensor) -> Extent:
+        """Where something that is kept for a parameter lies, by the parameter's name."""
+        whole = extent_of(value)
+        shard = self.shards.get(self.named[name])
+        if (
+            shard is None
+            or shard.part is None
+            or value.shape != shard.part.shape
+            or not value.dim()
+        ):
+            return whole
+        shape = tuple(self.named[name].shape)
+        start = (shard.start,) + (0,) * (len(shape) - 1)
+        return Extent(dtype=whole.dtype, shape=shape, start=start, size=tuple(value.shape))
 
     @property
     def whose(self) -> str:
@@ -50,11 +82,13 @@ class StageState(NamedTuple):
         tensors: by their names in the file; still the engine's own.
         extra: entries of the stage's ``state_dict`` that are no tensors.
         optimizing: the optimizer, but for its tensors.
+        extents: where tensors lie of which this is a part.
     """
 
     tensors: dict[str, Tensor]
     extra: dict[str, Any]
     optimizing: Optimizing | None
+    extents: Mapping[str, Extent] = MappingProxyType({})
 
 
 def state_of(trained: TrainedStage, elsewhere: Collection[str]) -> StageState:
@@ -69,7 +103,7 @@ def state_of(trained: TrainedStage, elsewhere: Collection[str]) -> StageState:
     """
     tensors: dict[str, Tensor] = {}
     extra: dict[str, Any] = {}
-    for key, value in trained.stage.state_dict().items():
+    for key, value in () if trained.part else trained.stage.state_dict().items():
         if key.startswith((OPTIMIZER, DRIFT)):
             raise InputError(
                 f"the model's {key!r} has a name that checkpoints need for something else; rename "
@@ -80,7 +114,8 @@ def state_of(trained: TrainedStage, elsewhere: Collection[str]) -> StageState:
             tensors[key] = value
         else:
             extra[key] = to_json(value, f"{key!r} in the model's state_dict")
-    own = {name: one for name, one in trained.named.items() if name not in elsewhere}
+    own = {name: one for name, one in trained.optimized.items() if name not in elsewhere}
+    extents: dict[str, Extent] = {}
     if trained.store is not None:
         for name, parameter in own.items():
             drift = trained.store.drift_of(parameter)
@@ -89,7 +124,7 @@ def state_of(trained: TrainedStage, elsewhere: Collection[str]) -> StageState:
     optimizing = None
     if trained.optimizer is not None:
         _check_per_parameter(trained)
-        state = _state_by_name(trained.optimizer, own, tensors)
+        state = _state_by_name(trained, own, tensors, extents)
         scheduler = trained.scheduler
         optimizing = Optimizing(
             kind=type(trained.optimizer).__name__,
@@ -104,7 +139,7 @@ def state_of(trained: TrainedStage, elsewhere: Collection[str]) -> StageState:
             ),
             num_lowered=0 if trained.store is None else trained.store.num_lowered,
         )
-    return StageState(tensors, extra, optimizing)
+    return StageState(tensors, extra, optimizing, extents)
 
 
 def _check_own_memory(key: str, value: Tensor) -> None:
@@ -121,7 +156,7 @@ def _check_own_memory(key: str, value: Tensor) -> None:
 def _check_per_parameter(trained: TrainedStage) -> None:
     """Raise ``InputError`` if an optimizer keeps what belongs to no parameter: nobody could say
     where it belongs when the model is cut elsewhere."""
-    optimizer, own = trained.optimizer, {*trained.named.values()}
+    optimizer, own = trained.optimizer, {*trained.optimized.values()}
     assert optimizer is not None
     kind = type(optimizer).__name__
     foreign: list[object] = [key for key in optimizer.state if key not in own]
@@ -135,9 +170,14 @@ def _check_per_parameter(trained: TrainedStage) -> None:
 
 
 def _state_by_name(
-    optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], tensors: dict[str, Tensor]
+    trained: TrainedStage,
+    named: Mapping[str, nn.Parameter],
+    tensors: dict[str, Tensor],
+    extents: dict[str, Extent],
 ) -> dict[str, dict[str, Any]]:
     """What is no tensor, by parameter; tensors go to the others."""
+    optimizer = trained.optimizer
+    assert optimizer is not None
     others: dict[str, dict[str, Any]] = {}
     for name, parameter in named.items():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -148,6 +188,7 @@ def _state_by_name(
                 )
             if isinstance(value, Tensor):
                 tensors[f"{OPTIMIZER}{name}/{key}"] = value
+                extents[f"{OPTIMIZER}{name}/{key}"] = trained.extent(name, value)
             else:
                 what = f"{type(optimizer).__name__}'s {key!r} of {name!r}"
                 others.setdefault(name, {})[key] = to_json(value, what)
@@ -156,7 +197,7 @@ def _state_by_name(
 
 def _options_by_name(trained: TrainedStage) -> dict[str, dict[str, Any]]:
     assert trained.optimizer is not None
-    names = {parameter: name for name, parameter in trained.named.items()}
+    names = {parameter: name for name, parameter in trained.optimized.items()}
     options: dict[str, dict[str, Any]] = {}
     for group in trained.optimizer.param_groups:
         own = {
