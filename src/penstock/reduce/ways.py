@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from msgspec.structs import replace
+
 from penstock.plans.summing import Summing
 from penstock.reduce.collective import AllReducer
 from penstock.reduce.owners import OwnerReducer
@@ -28,7 +30,13 @@ def maker_of(
         seconds: how long ranks wait for each other.
     """
     if summing.reducer == "servers":
-        return partial(ServerReducer, summing=summing, attempt=attempt)
+        # Each group of weights counts on its share of a server.
+        servers = tuple(
+            replace(server, bytes_per_second=server.bytes_per_second / len(holders))
+            for server in summing.servers
+            if holders
+        )
+        return partial(ServerReducer, summing=replace(summing, servers=servers), attempt=attempt)
     if summing.reducer == "all-reduce":
         return partial(AllReducer, group=make_groups(seconds, holders))
     return _sharded if summing.reducer == "sharded" else OwnerReducer
