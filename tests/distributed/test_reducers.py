@@ -12,6 +12,10 @@ from tests.kit.reducing import served
 JOB = Path(__file__).parent / "jobs" / "reducers.py"
 
 
+PARTS = [(1, 0), (1, 1), (0, 0), (0, 1), (0, 2), (0, 0), (0, 1)]
+"""(stage, part) of the pieces of three checkpoints, with copies 1-2, 3 and 2-1."""
+
+
 def run(case, servers):
     addresses, pids = servers
     return forked(JOB, 3, case, ",".join(addresses), ",".join(map(str, pids)))
@@ -29,6 +33,12 @@ def test_all_ways_train_as_threads_do_while_servers_die():
     assert job.reports == {0: [], 1: [], 2: []}, job.output
 
 
+def test_checkpoints_of_shards_go_on_in_any_layout():
+    job = run("checkpoint", ([], []))
+    named = [f"stage-{stage}.part-{part}.safetensors" for stage, part in PARTS]
+    assert job.reports == dict.fromkeys(range(3), named), job.output
+
+
 def test_a_server_of_another_job_refuses(servers):
     job = run("stranger", servers)
     assert set(job.reports) == {0, 1, 2}, job.output
@@ -37,7 +47,10 @@ def test_a_server_of_another_job_refuses(servers):
     assert any("the secret or the name of the job is another one" in text for text in texts)
 
 
-@pytest.mark.parametrize("way", ["servers", "all-reduce"])
+@pytest.mark.parametrize(
+    "way",
+    ["servers", *(pytest.param(way, marks=pytest.mark.soak) for way in ("all-reduce", "sharded"))],
+)
 def test_a_rank_that_is_killed_is_missed_by_all(servers, way):
     job = run(f"killed {way}", servers)
     assert set(job.reports) == {0, 2}, job.output

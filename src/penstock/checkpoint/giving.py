@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.checkpoint.contents import Contents
 from penstock.checkpoint.division import DRIFT, OPTIMIZER
-from penstock.checkpoint.piece import extent_of
+from penstock.checkpoint.header import extent_of
 from penstock.checkpoint.plain import of_json, to_json
 from penstock.checkpoint.taking import TrainedStage
 from penstock.errors import FileError, InputError
@@ -132,7 +132,7 @@ def _optimized(trained: TrainedStage) -> list[str]:
 def _groups(trained: TrainedStage) -> list[list[str]]:
     """Names of the parameters of each group of a stage's optimizer."""
     assert trained.optimizer is not None
-    names = {parameter: name for name, parameter in trained.named.items()}
+    names = {parameter: name for name, parameter in trained.optimized.items()}
     return [
         [names[parameter] for parameter in group["params"]]
         for group in trained.optimizer.param_groups
@@ -197,17 +197,25 @@ def _give_optimizer(contents: Contents, trained: TrainedStage) -> None:
         options = _group_options(contents, names, trained.rate, f"group {number}")
         saved_groups.append({**own, **_on_devices(options, own)})
         for name, index in zip(names, own["params"], strict=True):
-            parameter = trained.named[name]
+            parameter = trained.optimized[name]
             tensors[index] = {
-                key: _laid_out_like(
-                    parameter, trained.own(name, contents.tensor(f"{OPTIMIZER}{name}/{key}"))
-                )
+                key: _laid_out_like(parameter, _own_part(contents, trained, name, key))
                 for key in contents.state_keys.get(name, ())
             }
             state[index] = {**contents.plain_state(name), **tensors[index]}
     given = {index: values for index, values in state.items() if values}
     optimizer.load_state_dict({"state": given, "param_groups": saved_groups})
     _undo_rounding(optimizer, own_groups, tensors)
+
+
+def _own_part(contents: Contents, trained: TrainedStage, name: str, key: str) -> Tensor:
+    """What an optimizer keeps for a parameter, or for those of its rows that this rank updates."""
+    value = trained.own(name, contents.tensor(f"{OPTIMIZER}{name}/{key}"))
+    whole = trained.named[name]
+    shard = trained.shards.get(whole)
+    if shard is None or value.shape != whole.shape or not value.dim():
+        return value
+    return value[shard.start : shard.stop]
 
 
 def _on_devices(options: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

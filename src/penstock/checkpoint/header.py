@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import torch
 from msgspec import field
+from torch import Tensor
 
 from penstock.errors import FileError
 from penstock.values import MOST_BYTES, Value
@@ -48,6 +49,11 @@ class Extent(Value, frozen=True, kw_only=True, array_like=True):
                 f"a part that begins at {self.start} and has the shape {self.size} does not lie in "
                 f"a tensor of shape {self.shape}"
             )
+
+
+def extent_of(tensor: Tensor) -> Extent:
+    """The extent of a tensor that a piece has all of."""
+    return Extent(dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
 
 
 class Identity(Value, frozen=True, kw_only=True):

@@ -28,10 +28,9 @@ from penstock.checkpoint.folder import (
     seen_in,
 )
 from penstock.checkpoint.giving import check_fits, check_model, check_settings, give
-from penstock.checkpoint.header import FORMAT, Header, Identity
+from penstock.checkpoint.header import FORMAT, Header, Identity, extent_of
 from penstock.checkpoint.marking import StreamMark
 from penstock.checkpoint.piece import (
-    extent_of,
     flush,
     is_piece_name,
     piece_name,
@@ -212,6 +211,8 @@ class Keeper:
                         worker.stores.get(index),
                         partial(_letters, worker),
                         self._division(index, worker.seat),
+                        updater.shards.of,
+                        *self._part(worker.rank, index),
                     ),
                 )
 
@@ -227,14 +228,23 @@ class Keeper:
             seat.size,
         )
 
+    def _part(self, rank: int, stage: int) -> tuple[int, int]:
+        """(which of a stage's copies a rank has, how many pieces the stage has): copies are equal,
+        and one is written, unless each rank has a part of the optimizer's state."""
+        copies = sorted(self._parts.plan.placement.ranks_of(stage))
+        return copies.index(rank), len(copies) if self._is_sharded else 1
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self._parts.in_processes and self._parts.plan.summing.reducer == "sharded"
+
     def _written_here(self) -> Iterator[TrainedStage]:
-        """Of copies of a stage, which are equal, the first rank's is written."""
         return (trained for _, trained in self._held_here())
 
     def _held_here(self) -> Iterator[tuple[Worker, TrainedStage]]:
         """The stages that are written here, and the workers that have them."""
         for worker, trained in self._trained():
-            if min(self._parts.plan.placement.ranks_of(trained.stage.index)) == worker.rank:
+            if trained.part < trained.num_parts:
                 yield worker, trained
 
     def _state(self, trained: TrainedStage) -> StageState:
@@ -267,22 +277,27 @@ class Keeper:
     def _write_piece(
         self, folder: Path, identity: Identity, trained: TrainedStage, state: StageState
     ) -> None:
-        tensors, extra, optimizing, under_way = state
+        tensors, extra, optimizing, under_way, extents = state
         if trained.division is None:
-            whole = {name: (extent_of(tensor), tensor) for name, tensor in tensors.items()}
-            pieces: Iterable[PartState] = [PartState(0, 1, whole)]
+            placed = {
+                name: (extents.get(name) or extent_of(tensor), tensor)
+                for name, tensor in tensors.items()
+            }
+            pieces: Iterable[PartState] = [PartState(trained.part, trained.num_parts, placed)]
         else:
             pieces = trained.division.pieces(tensors)
         for piece in pieces:
+            # Of tensor ranks, all have the same of what is no tensor.
+            is_told = trained.division is None or not piece.part
             header = Header(
                 identity=identity,
                 stage=trained.stage.index,
                 part=piece.part,
                 num_parts=piece.num_parts,
                 tensors={name: extent for name, (extent, _) in piece.tensors.items()},
-                extra={} if piece.part else extra,
-                optimizing=None if piece.part else optimizing,
-                under_way=() if piece.part else under_way,
+                extra=extra if is_told else {},
+                optimizing=optimizing if is_told else None,
+                under_way=under_way if is_told else (),
             )
             write_piece(
                 folder, header, _apart({name: one for name, (_, one) in piece.tensors.items()})
@@ -316,18 +331,21 @@ class Keeper:
 
         return StreamMark(stages, self._state, write)
 
+    def _num_pieces(self) -> list[int]:
+        """Of each stage."""
+        plan, sharings = self._parts.plan, self._parts.layout.sharings
+        if sharings is not None:
+            return [plan.num_tensor_ranks * many for many in sharings.num_blocks]
+        copies = (len(plan.placement.ranks_of(stage)) for stage in range(len(plan.stages)))
+        return [count if self._is_sharded else 1 for count in copies]
+
     def _remove_foreign(self, folder: Path) -> None:
         """Pieces of an earlier attempt's plan with more stages."""
-        sharings = self._parts.layout.sharings
-        stages = range(len(self._parts.plan.stages))
-        own = {piece_name(stage) for stage in stages}
-        if sharings is not None:
-            counts = [self._parts.plan.num_tensor_ranks * many for many in sharings.num_blocks]
-            own = {
-                piece_name(stage, part, counts[stage])
-                for stage in stages
-                for part in range(counts[stage])
-            }
+        own = {
+            piece_name(stage, part, count)
+            for stage, count in enumerate(self._num_pieces())
+            for part in range(count)
+        }
         for path in folder.iterdir():
             if is_piece_name(path.name) and path.name not in own:
                 path.unlink(missing_ok=True)

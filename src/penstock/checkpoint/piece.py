@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from penstock.checkpoint.header import Extent, Header
+from penstock.checkpoint.header import Header
 from penstock.checkpoint.plain import dtype_named
 from penstock.errors import FileError
 from penstock.values import readable_mode
@@ -170,11 +170,6 @@ class Piece:
     def num_bytes(self) -> int:
         """The size of the file."""
         return self.path.stat().st_size
-
-
-def extent_of(tensor: Tensor) -> Extent:
-    """The extent of a tensor that a piece has all of."""
-    return Extent(dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
 
 
 def assembled(

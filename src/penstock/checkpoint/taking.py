@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from penstock.checkpoint.division import DRIFT, OPTIMIZER, UNDER_WAY, Division
-from penstock.checkpoint.header import Optimizing, UnderWay
+from penstock.checkpoint.header import Extent, Optimizing, UnderWay, extent_of
 from penstock.checkpoint.plain import to_json
 from penstock.errors import InputError
+from penstock.reduce.sharding import Shard
 from penstock.run.rank.mail import Letter
 from penstock.stage.stage import Stage
 from penstock.values import shown
@@ -31,6 +33,9 @@ class TrainedStage(NamedTuple):
         letters: gives the gradients that are on their way from the stage to those before it, where
             a stream is saved with them.
         division: which part of it this is, where tensor ranks share the stage.
+        shards: of parameters of which this rank updates some rows only: which.
+        part: which of the stage's pieces this rank writes.
+        num_parts: how many ranks write a piece of the stage.
     """
 
     stage: Stage
@@ -41,6 +46,33 @@ class TrainedStage(NamedTuple):
     store: WeightStore | None
     letters: Callable[[], Sequence[Letter]] = tuple
     division: Division | None = None
+    shards: Mapping[nn.Parameter, Shard] = MappingProxyType({})
+    part: int = 0
+    num_parts: int = 1
+
+    @property
+    def optimized(self) -> dict[str, nn.Parameter]:
+        """What the optimizer may have in the place of each parameter, by the parameter's name."""
+        own = {
+            name: self.shards[one].part if one in self.shards else one
+            for name, one in self.named.items()
+        }
+        return {name: part for name, part in own.items() if part is not None}
+
+    def extent(self, name: str, value: Tensor) -> Extent:
+        """Where something that is kept for a parameter lies, by the parameter's name."""
+        whole = extent_of(value)
+        shard = self.shards.get(self.named[name])
+        if (
+            shard is None
+            or shard.part is None
+            or value.shape != shard.part.shape
+            or not value.dim()
+        ):
+            return whole
+        shape = tuple(self.named[name].shape)
+        start = (shard.start,) + (0,) * (len(shape) - 1)
+        return Extent(dtype=whole.dtype, shape=shape, start=start, size=tuple(value.shape))
 
     @property
     def whose(self) -> str:
@@ -67,12 +99,14 @@ class StageState(NamedTuple):
         extra: entries of the stage's ``state_dict`` that are no tensors.
         optimizing: the optimizer, but for its tensors.
         under_way: gradients on their way to other stages, but for their tensors.
+        extents: where tensors lie of which this is a part.
     """
 
     tensors: dict[str, Tensor]
     extra: dict[str, Any]
     optimizing: Optimizing | None
     under_way: tuple[UnderWay, ...] = ()
+    extents: Mapping[str, Extent] = MappingProxyType({})
 
 
 def state_of(trained: TrainedStage, elsewhere: Collection[str]) -> StageState:
@@ -87,7 +121,7 @@ def state_of(trained: TrainedStage, elsewhere: Collection[str]) -> StageState:
     """
     tensors: dict[str, Tensor] = {}
     extra: dict[str, Any] = {}
-    for key, value in trained.stage.state_dict().items():
+    for key, value in () if trained.part else trained.stage.state_dict().items():
         if key.startswith((OPTIMIZER, DRIFT, UNDER_WAY)):
             raise InputError(
                 f"the model's {key!r} has a name that checkpoints need for something else; rename "
@@ -98,7 +132,8 @@ def state_of(trained: TrainedStage, elsewhere: Collection[str]) -> StageState:
             tensors[key] = value
         else:
             extra[key] = to_json(value, f"{key!r} in the model's state_dict")
-    own = {name: one for name, one in trained.named.items() if name not in elsewhere}
+    own = {name: one for name, one in trained.optimized.items() if name not in elsewhere}
+    extents: dict[str, Extent] = {}
     if trained.store is not None:
         for name, parameter in own.items():
             drift = trained.store.drift_of(parameter)
@@ -107,7 +142,7 @@ def state_of(trained: TrainedStage, elsewhere: Collection[str]) -> StageState:
     optimizing = None
     if trained.optimizer is not None:
         _check_per_parameter(trained)
-        state = _state_by_name(trained.optimizer, own, tensors)
+        state = _state_by_name(trained, own, tensors, extents)
         scheduler = trained.scheduler
         optimizing = Optimizing(
             kind=type(trained.optimizer).__name__,
@@ -123,7 +158,7 @@ def state_of(trained: TrainedStage, elsewhere: Collection[str]) -> StageState:
             num_lowered=0 if trained.store is None else trained.store.num_lowered,
         )
     under_way = tuple(_under_way(letter, tensors) for letter in trained.letters())
-    return StageState(tensors, extra, optimizing, under_way)
+    return StageState(tensors, extra, optimizing, under_way, extents)
 
 
 def _under_way(letter: Letter, tensors: dict[str, Tensor]) -> UnderWay:
@@ -153,7 +188,7 @@ def _check_own_memory(key: str, value: Tensor) -> None:
 def _check_per_parameter(trained: TrainedStage) -> None:
     """Raise ``InputError`` if an optimizer keeps what belongs to no parameter: nobody could say
     where it belongs when the model is cut elsewhere."""
-    optimizer, own = trained.optimizer, {*trained.named.values()}
+    optimizer, own = trained.optimizer, {*trained.optimized.values()}
     assert optimizer is not None
     kind = type(optimizer).__name__
     foreign: list[object] = [key for key in optimizer.state if key not in own]
@@ -167,9 +202,14 @@ def _check_per_parameter(trained: TrainedStage) -> None:
 
 
 def _state_by_name(
-    optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], tensors: dict[str, Tensor]
+    trained: TrainedStage,
+    named: Mapping[str, nn.Parameter],
+    tensors: dict[str, Tensor],
+    extents: dict[str, Extent],
 ) -> dict[str, dict[str, Any]]:
     """What is no tensor, by parameter; tensors go to the others."""
+    optimizer = trained.optimizer
+    assert optimizer is not None
     others: dict[str, dict[str, Any]] = {}
     for name, parameter in named.items():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -180,6 +220,7 @@ def _state_by_name(
                 )
             if isinstance(value, Tensor):
                 tensors[f"{OPTIMIZER}{name}/{key}"] = value
+                extents[f"{OPTIMIZER}{name}/{key}"] = trained.extent(name, value)
             else:
                 what = f"{type(optimizer).__name__}'s {key!r} of {name!r}"
                 others.setdefault(name, {})[key] = to_json(value, what)
@@ -188,7 +229,7 @@ def _state_by_name(
 
 def _options_by_name(trained: TrainedStage) -> dict[str, dict[str, Any]]:
     assert trained.optimizer is not None
-    names = {parameter: name for name, parameter in trained.named.items()}
+    names = {parameter: name for name, parameter in trained.optimized.items()}
     options: dict[str, dict[str, Any]] = {}
     for group in trained.optimizer.param_groups:
         own = {

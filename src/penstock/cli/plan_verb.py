@@ -18,6 +18,7 @@ from penstock.errors import InputError
 from penstock.graph import LayerGraph
 from penstock.partition.cost_models import COST_MODELS
 from penstock.planner.wish import RecomputeRule, SpillRule
+from penstock.plans.summing import REDUCERS
 from penstock.values import shown
 
 
@@ -84,6 +85,13 @@ def _parse_tensor_ranks(_: click.Context, __: click.Parameter, text: str) -> int
     default="1",
     callback=_parse_tensor_ranks,
     help="Devices that share every layer, or any; such plans cannot run yet.",
+)
+@click.option(
+    "--reducer",
+    type=click.Choice([*REDUCERS, "any"]),
+    default="owners",
+    show_default=True,
+    help="How copies of a stage sum gradients.",
 )
 @click.option(
     "--cost-model",

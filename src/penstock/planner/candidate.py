@@ -13,12 +13,14 @@ from penstock.planner.limits import NO_EXCESS, Excess, has_limits, limited_like,
 from penstock.planner.moments import StageSizes
 from penstock.planner.pricing import CutSetting
 from penstock.planner.setting import Rooms
+from penstock.planner.summing import written as written_summing
 from penstock.plans.alternative import Alternative
 from penstock.plans.orders import search_order, written
 from penstock.plans.plan import Plan
 from penstock.plans.prediction import Prediction
 from penstock.plans.stage_plan import bytes_of_ranks
 from penstock.plans.steady import stream_length
+from penstock.plans.summing import Summing
 from penstock.plans.title import family_title
 from penstock.schedule import Schedule
 from penstock.schedule.families import SEARCHED
@@ -34,6 +36,8 @@ class Candidate(CutSetting):
         setting = self.setting
         name = family_title(setting.schedule.name, setting.replicas, setting.versions)
         again = " and recompute" if set(self.recomputes) != {"none"} else ""
+        if self.way.reducer != "owners":
+            again += f", gradients summed by {self.way.reducer}"
         if self.task.num_tensor_ranks > 1:
             again = f", layers over {self.task.num_tensor_ranks} devices{again}"
         if len(setting.replicas) == 1:
@@ -186,6 +190,15 @@ class Candidate(CutSetting):
         # Links that are busy, updates and memory that a host shares are the simulator's to judge.
         return ordered if ordered.fits and ordered.seconds <= self.seconds else held
 
+    def _summing(self) -> Summing:
+        setting = self.setting
+        groups: dict[int, list[int]] = {}
+        for ranks in setting.ranks_of:
+            for rank in ranks:
+                groups.setdefault(rank, []).extend(setting.devices[other] for other in ranks)
+        devices = [[setting.devices[rank], *groups[rank]] for rank in sorted(groups)]
+        return written_summing(self.task, self.way.reducer, devices)
+
     def to_plan(
         self,
         reason: str = "",
@@ -208,6 +221,7 @@ class Candidate(CutSetting):
             num_threads=task.graph.num_threads,
             microbatch_size=task.graph.microbatch_size,
             devices=tuple(part for device in setting.devices for part in task.devices_at(device)),
+            summing=self._summing(),
             cost_model=task.communication.name,
             reason=reason,
             alternatives=alternatives,

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.planner.setting import Setting
+from penstock.planner.summing import Way
 from penstock.planner.task import Task
 from penstock.plans.stage_plan import RecomputeWay, StagePlan
+from penstock.plans.summing import COPIES_OF_GRADIENTS
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,12 @@ class CutSetting:
     setting: Setting
     cuts: tuple[int, ...]
     recomputes: tuple[RecomputeWay, ...]
+
+    @cached_property
+    def way(self) -> Way:
+        """How copies of stages sum their gradients."""
+        copies = sum(len(ranks) > 1 for ranks in self.setting.ranks_of)
+        return Way(self.task, self.setting.reducer_of(self.task), max(copies, 1))
 
     @cached_property
     def stages(self) -> tuple[StagePlan, ...]:
@@ -45,7 +53,8 @@ class CutSetting:
             return pace.passes * task.sum(name, start, stop)
 
         prepares = seconds("split_forward_seconds") if setting.schedule.splits_backward else 0.0
-        rank = setting.ranks_of[index][0]
+        rank, replicas = setting.ranks_of[index][0], len(setting.ranks_of[index])
+        update = pace.updates * task.sum("update_seconds", start, stop)
         return StagePlan(
             layers=tuple(layer.name for layer in layers),
             rank=rank,
@@ -54,13 +63,15 @@ class CutSetting:
             backward_weight_seconds=seconds("backward_weight_seconds"),
             split_seconds=seconds("split_seconds") + more,
             recompute_seconds=seconds("recompute_seconds") + more,
-            update_seconds=pace.updates * task.sum("update_seconds", start, stop),
+            update_seconds=self.way.update_seconds(update, replicas),
             reduce_seconds=self._reduce_seconds(index, start, stop),
             hop_seconds=hop,
             link_seconds=busy,
             transfer_bytes=0 if is_last else task.crossing_bytes[stop],
             parameter_bytes=int(task.sum("parameter_bytes", start, stop)),
-            optimizer_bytes=int(task.sum("optimizer_bytes", start, stop)),
+            optimizer_bytes=self.way.optimizer_bytes(
+                task.sum("optimizer_bytes", start, stop), replicas
+            ),
             buffer_bytes=int(task.sum("buffer_bytes", start, stop)),
             sum_bytes=self._sum_bytes(index, start, stop),
             workspace_bytes=task.workspace_bytes(
@@ -84,9 +95,8 @@ class CutSetting:
         task, setting = self.task, self.setting
         devices = setting.devices_of[index]
         num_bytes = task.sum("parameter_bytes", start, stop)
-        link = task.topology.slowest_link(devices, num_bytes)
         model = task.communication
-        whole = model.reduce_seconds(num_bytes, len(devices), link)
+        whole = self.way.exchange_seconds(num_bytes, devices)
         backward = task.sum("backward_input_seconds", start, stop) + task.sum(
             "backward_weight_seconds", start, stop
         )
@@ -94,8 +104,7 @@ class CutSetting:
         hidden = model.overlap * min(whole, pace * backward)
         rate = task.graph.sum_bytes_per_second
         # Each replica adds what all others have of its own share.
-        others = (len(devices) - 1) / len(devices)
-        added = others * num_bytes / rate if rate else 0.0
+        added = self.way.added_bytes(num_bytes, devices) / rate if rate else 0.0
         return whole - hidden + added + self._tied_seconds(index, start, stop)
 
     def _tied_seconds(self, index: int, start: int, stop: int) -> float:
@@ -114,7 +123,8 @@ class CutSetting:
     def _sum_bytes(self, index: int, start: int, stop: int) -> int:
         """Bytes of the parameters whose gradients a rank of the stage sums with others."""
         if len(self.setting.ranks_of[index]) > 1:
-            return int(self.task.sum("parameter_bytes", start, stop))
+            copies = COPIES_OF_GRADIENTS[self.way.reducer]
+            return copies * int(self.task.sum("parameter_bytes", start, stop))
         return sum(tie.num_bytes for tie in self.task.ties if tie.is_parted(start, stop))
 
     def _stage_with(self, layer: int) -> int:

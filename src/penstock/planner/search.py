@@ -29,9 +29,17 @@ from penstock.planner.shortfall import shortfall
 from penstock.planner.spilling import offered, spilled_plan
 from penstock.planner.task import Task
 from penstock.planner.tensor_groups import in_groups, widths
-from penstock.planner.why import alternatives_of, coarsely, possible, reason_for, rivals
+from penstock.planner.why import (
+    alternatives_of,
+    coarsely,
+    possible,
+    reason_for,
+    rivals,
+    why_summed_so,
+)
 from penstock.planner.wish import RecomputeRule, SpillRule, Wish
 from penstock.plans.plan import Plan
+from penstock.plans.summing import REDUCERS, ReducerName
 from penstock.schedule import families
 from penstock.schedule.families.replicated import read_replicas
 from penstock.units import count_of
@@ -64,6 +72,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     cost_model: str = "ring",
     overlap: float = 0.0,
     tensor_ranks: int | Literal["any"] = 1,
+    reducer: ReducerName | Literal["any"] = "owners",
     order: Literal["execution", "any"] = "execution",
     placement: Literal["exact", "reinforce"] = "exact",
     rate: float | None = None,
@@ -106,6 +115,9 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         tensor_ranks: devices that share every layer, each by rows, columns or neither as costs
             least (``docs/tensor-parallelism.md``); ``"any"`` tries all powers of two. Such plans
             can be drawn and simulated, but not run yet.
+        reducer: how copies of a stage sum gradients (``docs/data-parallelism.md``): ``"owners"``,
+            ``"sharded"``, ``"all-reduce"``, or ``"servers"``, which uses the cluster's spare
+            machines; ``"any"`` takes what is fastest of those that give the bits of owners.
         order: ``"any"`` also cuts branching models where no prefix of their execution order ends;
             the plan then lists layers in another order (``Captured.ordered`` puts a model's into
             it).
@@ -159,7 +171,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         )
         for size, count in _microbatches(graph, microbatches, minibatch)
     ]
-    tasks = list(_with_tensor_ranks(single, tensor_ranks))
+    tasks = list(_with_tensor_ranks(list(_with_reducers(single, reducer)), tensor_ranks))
     if order == "any" and not given:
         tasks += [other for task in tasks for other in in_other_orders(task)]
     if versions is not None and versions.asynchronous and schedule is None:
@@ -261,14 +273,35 @@ def _explained(
     wish: Wish,
     num_skipped: int = 0,
 ) -> Plan:
-    labelled = rivals(tasks, wish)
+    labelled = rivals([task for task in tasks if task.reducer == chosen.task.reducer], wish)
     reason = reason_for(chosen, contenders, labelled, wish)
+    if chosen.way.reducer != "owners":
+        reason += f" ({why_summed_so(chosen)})"
     if chosen.task.is_coarse and not wish.cuts:
         reason += f" ({coarsely(chosen.task)})"
     if num_skipped:
         reason += f" ({num_skipped} candidates that promised less were not simulated)"
     doubts = doubts_about(chosen, possible([*contenders, *labelled.values()], chosen, wish))
     return chosen.to_plan(reason, alternatives_of(chosen, labelled, wish), tuple(doubts))
+
+
+def _with_reducers(tasks: Sequence[Task], reducer: ReducerName | Literal["any"]) -> Iterator[Task]:
+    """Each task for the ways to sum that are asked for."""
+    one_of("reducer", reducer, (*REDUCERS, "any"))
+    for task in tasks:
+        has_servers = bool(task.cluster.spares)
+        if reducer == "servers" and not has_servers:
+            raise InputError(
+                "reducer='servers' needs machines that sum, and the cluster has none; give it "
+                "[[spares]] (docs/clusters.md)"
+            )
+        if reducer == "any":
+            yield replaced(task, reducer="owners")
+            yield replaced(task, reducer="sharded")
+            if has_servers:
+                yield replaced(task, reducer="servers")
+        else:
+            yield replaced(task, reducer=reducer)
 
 
 def _with_tensor_ranks(tasks: Sequence[Task], tensor_ranks: int | Literal["any"]) -> Iterator[Task]:

@@ -16,6 +16,7 @@ from penstock.planner.task import Task
 from penstock.planner.wish import RecomputeRule
 from penstock.plans.orders import stand_in
 from penstock.plans.stage_plan import RecomputeWay
+from penstock.plans.summing import COPIES_OF_GRADIENTS, ReducerName
 from penstock.schedule import Schedule, families
 from penstock.schedule.lower import add_recompute
 from penstock.schedule.memory import Load, loads, peak_activations
@@ -115,6 +116,13 @@ class Setting(Terms):
         """How many ranks hold a stage."""
         return self.all_replicas[stage]
 
+    def reducer_of(self, task: Task) -> ReducerName:
+        """How copies of stages sum gradients: as the task says, where there are copies, and where
+        the way goes with a pipeline that never flushes."""
+        has_copies = any(len(ranks) > 1 for ranks in self.ranks_of)
+        drains = not self.versions.asynchronous
+        return task.reducer if has_copies and (drains or task.reducer != "sharded") else "owners"
+
     def weight_versions(self, stage: int, num_microbatches: int) -> int:
         """Copies of a stage's weights."""
         place = place_of(self.versions, self.all_replicas, stage, num_microbatches)
@@ -182,6 +190,7 @@ class Rooms:
     ) -> None:
         self._task = task
         self._setting = setting
+        self._reducer = setting.reducer_of(task)
         stages = range(setting.num_stages)
         self._copies = [setting.weight_versions(stage, task.num_microbatches) for stage in stages]
         self._limits = [self._limit(stage, slack, shared) for stage in stages]
@@ -232,14 +241,15 @@ class Rooms:
         """Bytes that a rank needs for a stage with layers ``[start, stop)``, also where these begin
         or end between the places of the tables."""
         numbers, inputs = self._task.numbers(start, stop), self._task.input_bytes[start]
-        return int(_needed(numbers, inputs, *self._key(stage, how)))
+        copies, replicas, loads, *_ = self._key(stage, how)
+        return int(_needed(numbers, inputs, copies, (replicas, self._reducer), loads, how))
 
     def state_bytes(self, stage: int, how: RecomputeWay, start: int, stop: int) -> int:
         """Bytes that a rank needs for a stage with layers ``[start, stop)`` while nothing is in
         flight."""
         numbers = self._task.numbers(start, stop)
-        copies, has_replicas, _, _ = self._key(stage, how)
-        return int(_needed(numbers, 0, copies, has_replicas, (Load(),), how))
+        copies, replicas, *_ = self._key(stage, how)
+        return int(_needed(numbers, 0, copies, (replicas, self._reducer), (Load(),), how))
 
     def lightest(self, stage: int) -> tuple[Table, ...]:
         """``num_bytes`` of every way that is allowed, in the order of ``ways``."""
@@ -257,24 +267,26 @@ class Rooms:
         """Bytes that a rank of a stage needs, as a table of all starts and stops."""
         key = self._key(stage, how)
         if key not in self._task.known.tables:
-            self._task.known.tables[key] = self._num_bytes(*key)
+            self._task.known.tables[key] = self._num_bytes(*key[:-1])
         return self._task.known.tables[key]
 
     def _key(
         self, stage: int, how: RecomputeWay
-    ) -> tuple[int, bool, tuple[Load, ...], RecomputeWay]:
+    ) -> tuple[int, int, tuple[Load, ...], RecomputeWay, ReducerName]:
         """All of a stage that decides, with its layers, what it needs."""
-        has_replicas = len(self._setting.ranks_of[stage]) > 1
-        return self._copies[stage], has_replicas, self._loads(stage, how), how
+        replicas = len(self._setting.ranks_of[stage])
+        return self._copies[stage], replicas, self._loads(stage, how), how, self._reducer
 
     def _loads(self, stage: int, how: RecomputeWay) -> tuple[Load, ...]:
         return (self._setting.loads_again if how == "stage" else self._setting.loads)[stage]
 
     def _num_bytes(
-        self, copies: int, has_replicas: bool, loads: tuple[Load, ...], how: RecomputeWay
+        self, copies: int, replicas: int, loads: tuple[Load, ...], how: RecomputeWay
     ) -> Table:
         inputs = np.array(self._task.input_bytes, dtype=float)[list(self._task.places)][:, None]
-        table: Table = _needed(self._task.tables, inputs, copies, has_replicas, loads, how)
+        table: Table = _needed(
+            self._task.tables, inputs, copies, (replicas, self._reducer), loads, how
+        )
         return table
 
 
@@ -282,7 +294,7 @@ def _needed(
     numbers: Mapping[str, Any],
     inputs: Any,
     copies: int,
-    has_replicas: bool,
+    summing: tuple[int, ReducerName],
     loads: tuple[Load, ...],
     how: RecomputeWay,
 ) -> Any:
@@ -292,8 +304,8 @@ def _needed(
         numbers: sums over the stage's layers, by their names (``Task.numbers``, ``Task.tables``).
         inputs: bytes of the stage's input.
         copies: of the weights.
-        has_replicas: whether all gradients are summed with those of other ranks, and not only those
-            of tied weights.
+        summing: how many ranks have a copy of the stage, and how they sum gradients; without copies
+            those of tied weights only.
         loads: the worst moments of the rank.
         how: what runs again.
     """
@@ -304,8 +316,12 @@ def _needed(
         load.inputs * inputs + load.whole * whole + load.for_weight * halves for load in loads
     ]
     workspace = "again_workspace_bytes" if again else "workspace_bytes"
-    summed = "parameter_bytes" if has_replicas else "tied_bytes"
-    names = ("optimizer_bytes", "buffer_bytes", workspace, summed)
-    state = sum(numbers[name] for name in names)
+    replicas, reducer = summing
+    share = replicas if reducer == "sharded" else 1
+    summed = numbers["tied_bytes"]
+    if replicas > 1:
+        summed = COPIES_OF_GRADIENTS[reducer] * numbers["parameter_bytes"]
+    state = np.ceil(numbers["optimizer_bytes"] / share) + summed
+    state = state + numbers["buffer_bytes"] + numbers[workspace]
     weights = (copies + 1) * numbers["parameter_bytes"]
     return np.ceil(np.maximum.reduce(in_flight)) + weights + state

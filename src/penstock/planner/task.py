@@ -15,6 +15,7 @@ from penstock.partition.arrays import Floats, np
 from penstock.partition.chain import Table
 from penstock.partition.cost_models import CostModel, cost_model
 from penstock.planner.places import places_near, spread_places
+from penstock.plans.summing import ReducerName
 from penstock.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class Task:
         marks: numbers of layers with which stages must be able to begin.
         near: cuts; where not every layer can be a place to cut, those around these are.
         groups: where each device stands for several that share layers: which, and how.
+        reducer: how copies of a stage sum gradients.
     """
 
     graph: LayerGraph
@@ -98,6 +100,7 @@ class Task:
     marks: tuple[int, ...] = ()
     near: tuple[int, ...] = ()
     groups: TensorGroups | None = None
+    reducer: ReducerName = "owners"
 
     @property
     def num_tensor_ranks(self) -> int:

@@ -162,6 +162,16 @@ def reason_for(
     return f"{verdict}; {_comparison(chosen, fastest)}"
 
 
+def why_summed_so(chosen: Candidate) -> str:
+    """What summing by owners would take, beside another way that was chosen."""
+    usual = replaced(chosen, task=replaced(chosen.task, reducer="owners"))
+    told = f"with gradients summed by owners it would take {format_seconds(usual.seconds)}"
+    more = max(usual.rank_bytes) - max(chosen.rank_bytes)
+    if more > 0:
+        told += f" and {format_bytes(more)} more"
+    return told
+
+
 def coarsely(task: Task) -> str:
     """How a model of very many layers was cut."""
     places, layers = len(task.places) - 2, task.num_layers - 1

@@ -16,6 +16,13 @@ REDUCERS: tuple[str, ...] = get_args(ReducerName)
 """Names of the ways to sum."""
 
 
+COPIES_OF_GRADIENTS: dict[ReducerName, int] = {
+    "owners": 1, "sharded": 1, "servers": 3, "all-reduce": 1,
+}  # fmt: skip
+"""How often a holder keeps its gradients besides ``.grad`` while they are summed: what it has got
+and made; with servers, also what it gave, this time and the time before."""
+
+
 class Summing(Value, frozen=True, kw_only=True):
     """How gradients of weights with several holders become one sum. Threads of one process sum
     where they are, whatever this says.

@@ -132,6 +132,10 @@ class OwnerReducer(Reducer):
         self._sums = [_sum(gradients) for gradients in zip(*columns, strict=True)]
         if averages and total > 1:
             self._sums = [None if one is None else one.div_(total) for one in self._sums]
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Send the sum of the slice that this rank owns to all other holders."""
         for holder in self._shared.others(self._rank) if self._sums else ():
             edge = self._shared.edge(self._rank, holder, Purpose.SUM)
             self._transport.send(edge, self._now.number, self._sums)
@@ -164,6 +168,9 @@ class OwnerReducer(Reducer):
                 self._put(pieces, self._sums_of(owner), whole)
         for place, vector in whole.items():
             _keep(vector, self._shared.parameters[place])
+        self._forget()
+
+    def _forget(self) -> None:
         self._round = None
         self._sums = []
 
@@ -194,7 +201,7 @@ class OwnerReducer(Reducer):
         return {
             self._shared.edge(self._rank, holder, purpose)
             for holder in self._shared.others(self._rank)
-            for purpose in Purpose
+            for purpose in (Purpose.PART, Purpose.SUM)
         }
 
 

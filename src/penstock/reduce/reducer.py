@@ -20,6 +20,8 @@ class Purpose(IntEnum):
     """One holder's gradients, for another to sum."""
     SUM = 1
     """A sum that is done; before the first step, the weights to begin with."""
+    WEIGHTS = 2
+    """Weights that their owner has updated."""
 
 
 class SharedWeights(NamedTuple):
@@ -30,12 +32,14 @@ class SharedWeights(NamedTuple):
         ranks: those that hold a copy, ascending.
         stages: those of this rank that use them.
         parameters: this rank's copies, in an order that is the same on all holders.
+        of_one_stage: whether all holders have copies of one stage; otherwise weights are tied.
     """
 
     tag: int
     ranks: tuple[int, ...]
     stages: frozenset[int]
     parameters: tuple[nn.Parameter, ...]
+    of_one_stage: bool = True
 
     def edge(self, source: int, target: int, purpose: Purpose) -> Edge:
         """The channel on which one holder tells another something."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from penstock.reduce.owners import OwnerReducer, begin_equal
 from penstock.reduce.reducer import MakeReducer, Reducer, SharedWeights
+from penstock.reduce.sharding import ShardedReducer, Shards
 from penstock.transport import Edge, Transport
 
 
@@ -35,6 +36,7 @@ class Sums:
         self._transport = transport
         self._everywhere = everywhere
         self._reducers: list[Reducer] = [make(rank, weights, transport) for weights in shared]
+        self._sharded = [one for one in self._reducers if isinstance(one, ShardedReducer)]
         self._number = 0
         self._averages = False
         self._num_gathered = 0
@@ -67,6 +69,25 @@ class Sums:
         except BaseException:
             self.close(failed=True)
             raise
+
+    def shards(self, *, hands_sums_to_all: bool) -> Shards:
+        """What this rank owns of the weights of which each holder updates a part.
+
+        Args:
+            hands_sums_to_all: whether every holder is given all sums.
+        """
+        for reducer in self._sharded:
+            reducer.hands_sums_to_all = hands_sums_to_all
+        parts = [item for reducer in self._sharded for item in reducer.shards.items()]
+        return Shards(dict(parts))
+
+    def share_updates(self) -> None:
+        """Give others what this rank has updated for them, and take what they have: when all stages
+        of the rank have stepped."""
+        for reducer in self._sharded:
+            reducer.hand_back(self._number)
+        for reducer in self._sharded:
+            reducer.take_back(self._number)
 
     def close(self, *, failed: bool) -> None:
         """No round follows; ``failed`` says whether it is because this rank has failed."""

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from msgspec.structs import replace
+
 from penstock.plans.summing import Summing
 from penstock.reduce.collective import AllReducer
 from penstock.reduce.owners import OwnerReducer
-from penstock.reduce.reducer import MakeReducer
+from penstock.reduce.reducer import MakeReducer, Reducer, SharedWeights
 from penstock.reduce.serving import ServerReducer
+from penstock.reduce.sharding import ShardedReducer
+from penstock.transport import Transport
 from penstock.transport.groups import make_groups
 from penstock.units import count_of
 
@@ -26,10 +30,22 @@ def maker_of(
         seconds: how long ranks wait for each other.
     """
     if summing.reducer == "servers":
-        return partial(ServerReducer, summing=summing, attempt=attempt)
+        # Each group of weights counts on its share of a server.
+        servers = tuple(
+            replace(server, bytes_per_second=server.bytes_per_second / len(holders))
+            for server in summing.servers
+            if holders
+        )
+        return partial(ServerReducer, summing=replace(summing, servers=servers), attempt=attempt)
     if summing.reducer == "all-reduce":
         return partial(AllReducer, group=make_groups(seconds, holders))
-    return OwnerReducer
+    return _sharded if summing.reducer == "sharded" else OwnerReducer
+
+
+def _sharded(rank: int, shared: SharedWeights, transport: Transport) -> Reducer:
+    """Tied weights are of several stages, each with an optimizer: all holders keep all of them."""
+    make = ShardedReducer if shared.of_one_stage else OwnerReducer
+    return make(rank, shared, transport)
 
 
 def told(summing: Summing) -> str:
@@ -39,4 +55,6 @@ def told(summing: Summing) -> str:
         return f"gradients of copies are summed by ranks and {servers}"
     if summing.reducer == "all-reduce":
         return "gradients of copies are summed by torch.distributed"
+    if summing.reducer == "sharded":
+        return "each copy updates a part of the weights for all"
     return ""

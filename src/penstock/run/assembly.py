@@ -254,6 +254,11 @@ def _in_processes(
     running: Running,
     meeting: Rendezvous,
 ) -> Assembly:
+    if recipe.post_validate and plan.summing.reducer == "sharded":
+        raise InputError(
+            "post_validate undoes updates, and with the reducer 'sharded' others have made a part "
+            "of them; leave it out, or take another reducer"
+        )
     settings = {**recipe.settings, **running.settings}
     plan, seed, attempt = agree(
         meeting, plan, spine_fingerprint(layers), running.seed, _new_name(), settings

@@ -426,6 +426,7 @@ class Layout:
                 group[0].ranks,
                 group[0].stages(rank),
                 tuple(own[weight.place] for weight in group),
+                len({stage for _, stage in group[0].users}) == 1,
             )
             for index, group in enumerate(self._groups)
             if rank in group[0].ranks

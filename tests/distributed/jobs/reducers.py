@@ -3,8 +3,9 @@
     torchrun ... reducers.py CASE ADDRESSES PIDS FOLDER
 
 ADDRESSES and PIDS are those of servers, with commas between. Cases: ``same`` compares all ways with
-threads, and kills the servers one after another; ``stranger`` names another job than the servers;
-``killed WAY`` loses a rank. Each rank reports in ``report-<rank>.json``.
+threads, and kills the servers one after another; ``checkpoint`` goes on from shards in another
+layout; ``stranger`` names another job than the servers; ``killed WAY`` loses a rank. Each rank
+reports in ``report-<rank>.json``.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def same(addresses, pids):
     for replicas in ((3,), (1, 2)):
         for clip in ({}, {"clip_norm": 0.5}):
             expected = train(plan_of(model, "owners", (), replicas), "threads", **clip)
-            for way in ("owners", "servers", "all-reduce"):
+            for way in ("owners", "servers", "all-reduce", "sharded"):
                 last = way == "servers" and replicas == (1, 2) and clip
                 plan = plan_of(model, way, addresses, replicas)
                 between = kills if last else lambda step: None
@@ -76,6 +77,45 @@ def same(addresses, pids):
                         torch.testing.assert_close(value, expected[key])
                     elif not torch.equal(value, expected[key]):
                         found.append(f"{way} {replicas} {clip}: {key}")
+    return found
+
+
+def going_on(plan, transport, folder, first, last):
+    """The weights after some steps of a run that goes on from a folder and saves there."""
+    with pk.Pipeline(
+        make_mlp(dropout=0.1), plan, loss=F.cross_entropy, optimizer=adamw, transport=transport,
+        seed=1, deadline_seconds=DEADLINE_SECONDS,
+    ) as pipeline:  # fmt: skip
+        assert first == (pipeline.load(folder) or 0)
+        for step in range(first, last):
+            pipeline.step(*make_batch(24, seed=step))
+        pipeline.save(folder)
+        return pipeline.state_dict()
+
+
+def checkpoint(folder):
+    """Trainings with shards that go on in another layout, beside one in threads that does likewise;
+    names of parts, and of weights that are not the same."""
+    model, own = make_mlp(), folder / f"own-{dist.get_rank()}"
+    found = []
+    for replicas, first in (((1, 2), 0), ((3,), 2), ((2, 1), 4)):
+        expected = going_on(
+            plan_of(model, "owners", (), replicas), "threads", own, first, first + 2
+        )
+        for way in ("sharded", "owners") if first == 2 else ("sharded",):
+            plan = plan_of(model, way, (), replicas)
+            got = going_on(plan, "process-group", folder / "run", first, first + 2)
+            dist.barrier()
+            found += [key for key, value in got.items() if not torch.equal(value, expected[key])]
+            saved = folder / "run" / f"step-{first + 2:08d}"
+            found += sorted(path.name for path in saved.glob("*part*"))
+            dist.barrier()
+            if (way, first) == ("sharded", 2):
+                aside = folder / "run" / "aside"
+                if dist.get_rank() == 0:
+                    saved.rename(aside)  # the other way goes on from the same step
+                dist.barrier()
+        dist.barrier()
     return found
 
 
@@ -99,6 +139,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     if case == "same":
         found = same(addresses, pids)
+    elif case == "checkpoint":
+        found = checkpoint(Path(sys.argv[-1]))
     elif case == "stranger":
         os.environ["PENSTOCK_JOB"] = "another job"
         found = refused("servers", addresses)
@@ -106,7 +148,7 @@ def main() -> None:
         found = refused(case.split()[1], addresses, dies)
     report = Path(sys.argv[-1]) / f"report-{dist.get_rank()}.json"
     report.write_text(json.dumps(found))
-    if case == "same":
+    if case in {"same", "checkpoint"}:
         dist.destroy_process_group()
 
 

@@ -99,6 +99,7 @@ class Updater:
 
     Attributes:
         sums: the sums of the gradients of ``shared``.
+        shards: what this rank updates of weights of which each holder updates a part.
         holdings: as given.
         optimizers: by stage; a stage without parameters has none.
         schedulers: of the optimizers, by stage, if there are any.
@@ -138,6 +139,12 @@ class Updater:
             if recipe.optimizer is not None and holding.named
             if (made := _optimizer(recipe.optimizer, stage, holding, self.rates[stage])) is not None
         }
+        # One holder keeps gradients that are only gathered, or the next sum would count them twice.
+        everywhere = recipe.optimizer is not None
+        self.sums = Sums(rank, shared, transport, everywhere=everywhere, make=make_reducer)
+        self.shards = self.sums.shards(hands_sums_to_all=recipe.needs_agreement or not everywhere)
+        for stage, optimizer in self.optimizers.items():
+            self.shards.put_into(optimizer, f"stage {stage}")
         make = recipe.lr_scheduler
         self.schedulers = {
             stage: make_scheduler(make, optimizer, f"stage {stage}")
@@ -149,9 +156,6 @@ class Updater:
         self.holdings = holdings
         self._transport = transport
         self._recipe = recipe
-        # One holder keeps gradients that are only gathered, or the next sum would count them twice.
-        everywhere = recipe.optimizer is not None
-        self.sums = Sums(rank, shared, transport, everywhere=everywhere, make=make_reducer)
         self._whole = None if group is None else GroupGradients(group, holdings)
         self._number = 0
         self._averages = False
@@ -287,6 +291,8 @@ class Updater:
         if not self._to_update:
             if learned:
                 self._step_schedulers()
+            if self._recipe.optimizer is not None:
+                self.sums.share_updates()
             if self._asynchronous:
                 self._begin_round(self._number + 1)
 
@@ -296,8 +302,10 @@ class Updater:
             if verdict is not None and verdict.clips:
                 for gradient in self._gradients([stage]):
                     gradient.mul_(verdict.factor)
+            self.shards.lend()
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        self.shards.clear(self.holdings[stage].named.values())
 
     def _clip_stage(self, stage: int) -> None:
         limit = self._recipe.clip_stage_norm
@@ -361,6 +369,7 @@ class Updater:
         for stage, optimizer in self.optimizers.items():
             if stage not in self.owed:
                 optimizer.zero_grad(set_to_none=True)
+        self.shards.clear([*self.shards.of])
 
 
 def _optimizer(

@@ -1,0 +1,83 @@
+"""Which way to sum the planner takes, and what it counts for it."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+import penstock as pk
+from penstock.cluster import Link, SpareMachine
+from penstock.errors import InputError
+from penstock.summation.split import best_split
+from tests.kit.planning import chain, devices
+
+RATE = 12.5e6
+
+
+def cluster(num_devices, num_spares, rate=RATE, **fields):
+    spares = tuple(SpareMachine(name=f"spare{n}", bytes_per_second=rate) for n in range(num_spares))
+    link = Link(bytes_per_second=rate)
+    return replace(devices(num_devices, **fields), link=link, spares=spares)
+
+
+def graph(**fields):
+    return chain(4, parameter_bytes=2_000_000, optimizer_bytes=4_000_000, **fields)
+
+
+def copies(there, reducer, **request):
+    return pk.plan(
+        graph(), there, microbatches=len(there.devices), replicas=(len(there.devices),),
+        reducer=reducer, **request,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("n", "k"), [(3, 1), (4, 2), (4, 4)])
+def test_servers_are_counted_as_the_split_says(n, k):
+    plan = copies(cluster(n, k), "servers")
+    split = best_split(8e6, [RATE] * n, [RATE] * k)
+    assert split.seconds < plan.stages[0].reduce_seconds < 1.12 * split.seconds
+    assert plan.stages[0].sum_bytes == 3 * plan.stages[0].parameter_bytes
+    assert plan.summing.reducer == "servers"
+    assert [server.name for server in plan.summing.servers] == [f"spare{j}" for j in range(k)]
+    assert plan.summing.bytes_per_second == (RATE,) * n
+
+
+def test_shards_have_their_share_of_the_optimizer():
+    usual, sharded = copies(cluster(4, 0), "owners"), copies(cluster(4, 0), "sharded")
+    assert sharded.stages[0].optimizer_bytes * 4 == usual.stages[0].optimizer_bytes
+    assert sharded.stages[0].reduce_seconds == usual.stages[0].reduce_seconds
+    assert max(sharded.rank_bytes) < max(usual.rank_bytes)
+
+
+def test_any_takes_the_fastest_and_says_why():
+    there = cluster(4, 3)
+    plan = copies(there, "any")
+    assert plan.summing.reducer == "servers"
+    assert "gradients summed by owners it would take" in plan.reason
+    each = [copies(there, way).step_seconds for way in ("owners", "sharded", "servers")]
+    assert plan.step_seconds == pytest.approx(min(each))
+    assert copies(cluster(4, 0), "any").summing.reducer != "servers"
+
+
+def test_what_fits_only_in_shards_is_found():
+    usual, sharded = (max(copies(cluster(4, 0), way).rank_bytes) for way in ("owners", "sharded"))
+    limit = (usual + sharded) // 2
+    assert copies(cluster(4, 0), "any", memory_bytes=limit).summing.reducer == "sharded"
+    with pytest.raises(pk.errors.PlanError):
+        copies(cluster(4, 0), "owners", memory_bytes=limit)
+
+
+def test_the_default_and_plans_without_copies_are_as_they_were():
+    there = cluster(4, 2)
+    plan = pk.plan(graph(), there, microbatches=4)
+    assert plan.summing == pk.plan(graph(), replace(there, spares=()), microbatches=4).summing
+    assert plan.summing.reducer == "owners"
+    straight = pk.plan(graph(), there, microbatches=8, schedule="gpipe", stages=4, reducer="any")
+    assert straight.summing.reducer == "owners"
+
+
+def test_servers_that_are_not_there_are_refused():
+    with pytest.raises(InputError, match=r"has none; give it \[\[spares\]\]"):
+        copies(cluster(4, 0), "servers")
+    with pytest.raises(InputError, match="reducer"):
+        copies(cluster(4, 0), "ring")
