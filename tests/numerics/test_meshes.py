@@ -9,12 +9,13 @@ import torch
 from msgspec.structs import replace
 
 import penstock as pk
+from penstock.model.spine import run_spine
 from penstock.schedule import families
 from penstock.trial.reference.delayed_replay import DelayedReplay
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.groups import SPLITS, make_net, net_batch, net_loss
 from tests.kit.helpers import make_plan
-from tests.kit.one_device import assert_same, same
+from tests.kit.one_device import OneDevice, assert_same, assert_same_values, same
 from tests.kit.training import DEADLINE_SECONDS
 
 TOLERANCE = 1e-12
@@ -135,7 +136,12 @@ def test_two_versions_train_as_their_replay(data):
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((2, 1, 2), (1, 1, 1)), ((1, 1, 1), (2, 1, 2)), ((1, 1, 2), (2, 2, 3)), ((2, 2, 2), (1, 1, 2))],
+    [
+        ((2, 1, 2), (1, 1, 1)),
+        ((1, 1, 1), (2, 1, 2)),
+        ((1, 1, 2), (2, 2, 3)),
+        ((2, 2, 2), (1, 1, 2)),
+    ],
 )
 def test_a_checkpoint_goes_on_in_any_mesh(before, after, tmp_path):
     splits = {key: how for key, how in SPLITS.items() if how != "column/3" and "project" not in key}
@@ -160,3 +166,77 @@ def test_a_checkpoint_goes_on_in_any_mesh(before, after, tmp_path):
                 pipeline.step(*batch)
             pipeline.save(tmp_path)
     assert_same(ours, on_one_device()[1], TOLERANCE)
+
+
+def without_dropout():
+    model = make_net()
+    model.forward = lambda tokens: run_spine(model.spine(), tokens)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def test_a_loss_scale_follows_as_on_one_device():
+    ours, theirs = without_dropout(), without_dropout()
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**9, growth_interval=2) for _ in range(2)]
+    one = OneDevice(theirs, MICROBATCHES, net_loss, momentum, clip_norm=CLIP, grad_scaler=scalers[0])
+    expected = [one.step(*batch) for batch in batches()]
+    losses = train(ours, mesh(ours, "1f1b", 2, 1, 2), grad_scaler=scalers[1])
+    assert same(losses, torch.stack(expected), TOLERANCE)
+    assert_same(ours, theirs, TOLERANCE)
+    assert scalers[1].get_scale() == scalers[0].get_scale() == 2.0**10
+
+
+def test_autocast_reaches_every_member():
+    def forwards(model):
+        seen = []
+        model.up.mix.register_forward_hook(lambda *given: seen.append(given[2].dtype))
+        with torch.autocast("cpu", torch.bfloat16):
+            train(model, mesh(model, "1f1b", 2, 1, 2))
+        return seen
+
+    seen = forwards(make_net().float())
+    assert set(seen) == {torch.bfloat16}
+    assert len(seen) == 2 * NUM_STEPS * MICROBATCHES
+
+
+@pytest.mark.parametrize("where", ["blocks.0.mlp.1", "head.norm"])
+def test_a_member_that_fails_ends_the_step_and_the_next_one_works(where):
+    model = make_net()
+    calls = []
+
+    def fail(module, *_):
+        calls.append(module)
+        if len(calls) == 3:
+            raise ValueError("the third call fails")
+
+    hook = model.get_submodule(where).register_forward_hook(fail)
+    plan = mesh(model, "1f1b", 2, 1, 2)
+    with pk.Pipeline(
+        model, plan, loss=net_loss, optimizer=momentum, clip_norm=CLIP, seed=3,
+        deadline_seconds=DEADLINE_SECONDS,
+    ) as pipeline:  # fmt: skip
+        with pytest.raises(pk.errors.StageError, match="the third call fails"):
+            pipeline.step(*batches()[0])
+        hook.remove()
+        for batch in batches():
+            pipeline.step(*batch)
+    assert_same(model, on_one_device()[1], TOLERANCE)
+
+
+def test_what_the_caller_does_to_the_model_between_steps_counts():
+    ours, theirs = without_dropout(), without_dropout()
+    one = OneDevice(theirs, MICROBATCHES, net_loss, momentum)
+    plan = mesh(ours, "1f1b", 2, 1, 2)
+    with pk.Pipeline(
+        ours, plan, loss=net_loss, optimizer=momentum, seed=3, deadline_seconds=DEADLINE_SECONDS
+    ) as pipeline:
+        for step, batch in enumerate(batches()):
+            for model in (ours, theirs):
+                with torch.no_grad():
+                    model.blocks[0].mlp[0].weight.mul_(0.9)
+                model.blocks[1].mix.bias.requires_grad_(step > 0)
+            pipeline.step(*batch)
+            one.step(*batch)
+            assert_same_values(pipeline.state_dict(), theirs.state_dict(), TOLERANCE)

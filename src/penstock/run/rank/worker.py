@@ -124,7 +124,7 @@ class Worker:
         ends = True
         try:
             self._observers.attend(minibatch)
-            with modes(minibatch.trains):
+            with modes(minibatch.trains, shares=self.seat.size > 1):
                 while True:
                     try:
                         harvest = self._attempt(segment, minibatch, position)
