@@ -180,7 +180,9 @@ def without_dropout():
 def test_a_loss_scale_follows_as_on_one_device():
     ours, theirs = without_dropout(), without_dropout()
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**9, growth_interval=2) for _ in range(2)]
-    one = OneDevice(theirs, MICROBATCHES, net_loss, momentum, clip_norm=CLIP, grad_scaler=scalers[0])
+    one = OneDevice(
+        theirs, MICROBATCHES, net_loss, momentum, clip_norm=CLIP, grad_scaler=scalers[0]
+    )
     expected = [one.step(*batch) for batch in batches()]
     losses = train(ours, mesh(ours, "1f1b", 2, 1, 2), grad_scaler=scalers[1])
     assert same(losses, torch.stack(expected), TOLERANCE)
