@@ -242,3 +242,52 @@ def test_what_the_caller_does_to_the_model_between_steps_counts():
             pipeline.step(*batch)
             one.step(*batch)
             assert_same_values(pipeline.state_dict(), theirs.state_dict(), TOLERANCE)
+
+
+@lru_cache
+def untied_on_one_device():
+    model = make_net(tied=False)
+    one = SingleDevice(model, MICROBATCHES, net_loss, partial(momentum, clip_norm=CLIP), seed=3)
+    return torch.stack([one.step(*batch) for batch in batches()]), model
+
+
+def of_sizes(model, schedule, replicas, sizes):
+    """A mesh whose stages are groups of different sizes."""
+    splits = {key: how for key, how in SPLITS.items() if "mix" not in key and "project" not in key}
+    splits["blocks.1"] = "data"
+    plan = make_plan(model, len(sizes), MICROBATCHES, schedule, [3])
+    built = families.build(
+        schedule, num_ranks=sum(replicas), num_microbatches=MICROBATCHES, replicas=replicas
+    )
+    plan = replace(
+        plan,
+        options={"replicas": list(replicas)},
+        stages=tuple(
+            replace(stage, rank=built.ranks_of(index)[0]) for index, stage in enumerate(plan.stages)
+        ),
+    ).sharing(2, splits)
+    stages = [
+        replace(stage, tensor_ranks=size, splits=stage.splits if size > 1 else {})
+        for stage, size in zip(plan.stages, sizes, strict=True)
+    ]
+    return replace(plan, stages=tuple(stages))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "sizes"),
+    [((1, 1), (2, 1)), ((1, 1), (1, 2)), ((1, 1), (2, 3)), ((1, 1), (3, 2)), ((3, 1), (1, 4))],
+)
+def test_groups_of_different_sizes_hand_over_slices(replicas, sizes, tmp_path):
+    model = make_net(tied=False)
+    plan = of_sizes(model, "1f1b", replicas, sizes)
+    assert plan.num_seats == sum(count * size for count, size in zip(replicas, sizes, strict=True))
+    losses = train(model, plan)
+    expected, theirs = untied_on_one_device()
+    assert same(losses, expected, TOLERANCE)
+    assert_same(model, theirs, TOLERANCE)
+
+
+def test_a_weight_that_groups_of_different_sizes_hold_is_refused():
+    model = make_net()
+    with pytest.raises(pk.errors.ModelError, match="stages have 2 and 1 tensor ranks; give them"):
+        train(model, of_sizes(model, "1f1b", (1, 1), (2, 1)))

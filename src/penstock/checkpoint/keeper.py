@@ -299,7 +299,8 @@ class Keeper:
         stages = range(len(self._parts.plan.stages))
         own = {piece_name(stage) for stage in stages}
         if sharings is not None:
-            counts = [self._parts.plan.num_tensor_ranks * many for many in sharings.num_blocks]
+            planned = zip(self._parts.plan.stages, sharings.num_blocks, strict=True)
+            counts = [stage.tensor_ranks * many for stage, many in planned]
             own = {
                 piece_name(stage, part, counts[stage])
                 for stage in stages

@@ -126,7 +126,11 @@ class ThreadDriver(Driver[ThreadTicket]):
         for harvest in harvests:
             harvest.take_up()
         # All members of a rank have the same results; the first one tells them.
-        first = harvests[:: self._workers[0].seat.size]
+        first = [
+            harvest
+            for worker, harvest in zip(self._workers, harvests, strict=True)
+            if worker.seat.coordinate == 0
+        ]
         records = [
             RankRecord(
                 ops,
