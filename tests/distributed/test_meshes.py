@@ -10,6 +10,7 @@ from tests.kit.examples import more
 from tests.kit.launch import forked
 
 JOB = Path(__file__).parent / "jobs" / "meshes.py"
+FAULT = JOB.with_name("mesh_fault.py")
 
 
 @pytest.mark.parametrize(
@@ -30,3 +31,12 @@ def test_a_mesh_of_processes_trains_as_one_device(schedule, sizes, transport):
     assert {number: report["differences"] for number, report in job.reports.items()} == {
         number: [] for number in range(num_processes)
     }
+
+
+@pytest.mark.parametrize("transport", ["shared-memory", more("process-group")])
+def test_when_a_member_is_killed_the_others_hear_of_it(transport):
+    job = forked(FAULT, 4, transport)
+    assert set(job.reports) == {0, 1, 2}, job.output
+    for report in job.reports.values():
+        assert "rank 3" in report["told"], report
+        assert report["seconds"] < 50  # long before the deadline

@@ -9,12 +9,13 @@ import torch
 from msgspec.structs import replace
 
 import penstock as pk
+from penstock.model.spine import run_spine
 from penstock.schedule import families
 from penstock.trial.reference.delayed_replay import DelayedReplay
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.groups import SPLITS, make_net, net_batch, net_loss
 from tests.kit.helpers import make_plan
-from tests.kit.one_device import assert_same, same
+from tests.kit.one_device import OneDevice, assert_same, assert_same_values, same
 from tests.kit.training import DEADLINE_SECONDS
 
 TOLERANCE = 1e-12
@@ -165,3 +166,128 @@ def test_a_checkpoint_goes_on_in_any_mesh(before, after, tmp_path):
                 pipeline.step(*batch)
             pipeline.save(tmp_path)
     assert_same(ours, on_one_device()[1], TOLERANCE)
+
+
+def without_dropout():
+    model = make_net()
+    model.forward = lambda tokens: run_spine(model.spine(), tokens)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def test_a_loss_scale_follows_as_on_one_device():
+    ours, theirs = without_dropout(), without_dropout()
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**9, growth_interval=2) for _ in range(2)]
+    one = OneDevice(
+        theirs, MICROBATCHES, net_loss, momentum, clip_norm=CLIP, grad_scaler=scalers[0]
+    )
+    expected = [one.step(*batch) for batch in batches()]
+    losses = train(ours, mesh(ours, "1f1b", 2, 1, 2), grad_scaler=scalers[1])
+    assert same(losses, torch.stack(expected), TOLERANCE)
+    assert_same(ours, theirs, TOLERANCE)
+    assert scalers[1].get_scale() == scalers[0].get_scale() == 2.0**10
+
+
+def test_autocast_reaches_every_member():
+    def forwards(model):
+        seen = []
+        model.up.mix.register_forward_hook(lambda *given: seen.append(given[2].dtype))
+        with torch.autocast("cpu", torch.bfloat16):
+            train(model, mesh(model, "1f1b", 2, 1, 2))
+        return seen
+
+    seen = forwards(make_net().float())
+    assert set(seen) == {torch.bfloat16}
+    assert len(seen) == 2 * NUM_STEPS * MICROBATCHES
+
+
+@pytest.mark.parametrize("where", ["blocks.0.mlp.1", "head.norm"])
+def test_a_member_that_fails_ends_the_step_and_the_next_one_works(where):
+    model = make_net()
+    calls = []
+
+    def fail(module, *_):
+        calls.append(module)
+        if len(calls) == 3:
+            raise ValueError("the third call fails")
+
+    hook = model.get_submodule(where).register_forward_hook(fail)
+    plan = mesh(model, "1f1b", 2, 1, 2)
+    with pk.Pipeline(
+        model, plan, loss=net_loss, optimizer=momentum, clip_norm=CLIP, seed=3,
+        deadline_seconds=DEADLINE_SECONDS,
+    ) as pipeline:  # fmt: skip
+        with pytest.raises(pk.errors.StageError, match="the third call fails"):
+            pipeline.step(*batches()[0])
+        hook.remove()
+        for batch in batches():
+            pipeline.step(*batch)
+    assert_same(model, on_one_device()[1], TOLERANCE)
+
+
+def test_what_the_caller_does_to_the_model_between_steps_counts():
+    ours, theirs = without_dropout(), without_dropout()
+    one = OneDevice(theirs, MICROBATCHES, net_loss, momentum)
+    plan = mesh(ours, "1f1b", 2, 1, 2)
+    with pk.Pipeline(
+        ours, plan, loss=net_loss, optimizer=momentum, seed=3, deadline_seconds=DEADLINE_SECONDS
+    ) as pipeline:
+        for step, batch in enumerate(batches()):
+            for model in (ours, theirs):
+                with torch.no_grad():
+                    model.blocks[0].mlp[0].weight.mul_(0.9)
+                model.blocks[1].mix.bias.requires_grad_(step > 0)
+            pipeline.step(*batch)
+            one.step(*batch)
+            assert_same_values(pipeline.state_dict(), theirs.state_dict(), TOLERANCE)
+
+
+@lru_cache
+def untied_on_one_device():
+    model = make_net(tied=False)
+    one = SingleDevice(model, MICROBATCHES, net_loss, partial(momentum, clip_norm=CLIP), seed=3)
+    return torch.stack([one.step(*batch) for batch in batches()]), model
+
+
+def of_sizes(model, schedule, replicas, sizes):
+    """A mesh whose stages are groups of different sizes."""
+    splits = {key: how for key, how in SPLITS.items() if "mix" not in key and "project" not in key}
+    splits["blocks.1"] = "data"
+    plan = make_plan(model, len(sizes), MICROBATCHES, schedule, [3])
+    built = families.build(
+        schedule, num_ranks=sum(replicas), num_microbatches=MICROBATCHES, replicas=replicas
+    )
+    plan = replace(
+        plan,
+        options={"replicas": list(replicas)},
+        stages=tuple(
+            replace(stage, rank=built.ranks_of(index)[0]) for index, stage in enumerate(plan.stages)
+        ),
+    ).sharing(2, splits)
+    stages = [
+        replace(stage, tensor_ranks=size, splits=stage.splits if size > 1 else {})
+        for stage, size in zip(plan.stages, sizes, strict=True)
+    ]
+    return replace(plan, stages=tuple(stages))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "sizes"),
+    [((1, 1), (2, 1)), ((1, 1), (1, 2)), ((1, 1), (2, 3)), ((1, 1), (3, 2)), ((3, 1), (1, 4))],
+)
+def test_groups_of_different_sizes_hand_over_slices(replicas, sizes, tmp_path):
+    model = make_net(tied=False)
+    plan = of_sizes(model, "1f1b", replicas, sizes)
+    assert plan.num_seats == sum(count * size for count, size in zip(replicas, sizes, strict=True))
+    losses = train(model, plan)
+    expected, theirs = untied_on_one_device()
+    assert same(losses, expected, TOLERANCE)
+    assert_same(model, theirs, TOLERANCE)
+
+
+def test_a_weight_that_groups_of_different_sizes_hold_is_refused():
+    model = make_net()
+    with pytest.raises(pk.errors.ModelError, match="stages have 2 and 1 tensor ranks; give them"):
+        train(model, of_sizes(model, "1f1b", (1, 1), (2, 1)))

@@ -335,7 +335,8 @@ class Keeper:
         """Of each stage."""
         plan, sharings = self._parts.plan, self._parts.layout.sharings
         if sharings is not None:
-            return [plan.num_tensor_ranks * many for many in sharings.num_blocks]
+            planned = zip(plan.stages, sharings.num_blocks, strict=True)
+            return [stage.tensor_ranks * many for stage, many in planned]
         copies = (len(plan.placement.ranks_of(stage)) for stage in range(len(plan.stages)))
         return [count if self._is_sharded else 1 for count in copies]
 

@@ -109,6 +109,11 @@ def _check(plan: Plan) -> None:
             f"{plan.schedule} with {policy.name}: plan with schedule='partime', or with "
             "schedule='pipedream' and versions.Stash()"
         )
+    if plan.num_tensor_ranks > 1:
+        raise InputError(
+            f"the plan has stages of {plan.num_tensor_ranks} tensor ranks, which share minibatches "
+            "and no live stream: plan with tensor_ranks=1"
+        )
     if max(plan.replicas) > 1:
         raise InputError(
             f"the plan has {'-'.join(map(str, plan.replicas))} replicas; in a live stream every "

@@ -39,7 +39,7 @@ from penstock.run.rank.updater import Updater
 from penstock.run.rank.worker import Worker
 from penstock.run.recipe import Recipe
 from penstock.run.seals import SealedTransport
-from penstock.run.seating import Seat
+from penstock.run.seating import MeshTransport, Seat
 from penstock.run.settling import building, draw_all, local_rank, place_all, queues_of
 from penstock.run.shared_state import SharedState
 from penstock.run.spilling import Settling, check_spillable, settled_in
@@ -131,26 +131,28 @@ class Assembly:
 
     def states(self) -> StageStates:
         """The state of this process's stages, under the model's keys: of a member of a group its
-        parts, numbered stage × members + coordinate."""
-        size = self.plan.num_tensor_ranks
-        if size == 1:
+        parts, numbered stage × (most members of any) + coordinate."""
+        most = self.plan.num_tensor_ranks
+        if most == 1:
             return {index: stage.state_dict() for index, stage in self.stages.items()}
         if not self.in_processes:  # between steps, the model has what was trained
             return {index: self.layout.own_state(index) for index in self.stages}
         (worker,) = self.workers
         return {
-            size * index + worker.seat.coordinate: stage.state_dict()
+            most * index + worker.seat.coordinate: stage.state_dict()
             for index, stage in self.stages.items()
         }
 
     def joined(self, states: StageStates) -> StageStates:
         """By stage, what all members of its group have of it; ``states`` of all are here."""
-        size, sharings = self.plan.num_tensor_ranks, self.layout.sharings
+        most, sharings = self.plan.num_tensor_ranks, self.layout.sharings
         if sharings is None or not self.in_processes or not states:
             return states
         return {
-            stage: sharings.joined([states[size * stage + index] for index in range(size)])
-            for stage in range(len(self.plan.stages))
+            stage: sharings.joined(
+                [states[most * stage + index] for index in range(planned.tensor_ranks)]
+            )
+            for stage, planned in enumerate(self.plan.stages)
         }
 
     def meet(self, purpose: str) -> Rendezvous | None:
@@ -199,15 +201,14 @@ def _in_threads(
     if plan.spill is None:
         draw_all(layers, plan, devices, queues, running.values(layers))
     layout = Layout(model, plan, layers, streams, one_process=True, devices=devices)
-    size = plan.num_tensor_ranks
-    exchange = ThreadExchange(plan.num_ranks * size, running.deadlines.start.seconds)
-    if size > 1:
+    exchange = ThreadExchange(plan.num_seats, running.deadlines.start.seconds)
+    if plan.num_tensor_ranks > 1:
         members = [
-            _member(layout, Seat.numbered(number, size), transport, recipe)
+            _member(layout, Seat.numbered(number, plan.group_sizes), transport, recipe)
             for number, transport in enumerate(exchange.transports)
         ]
         workers = [worker for worker, _ in members]
-        stages = {worker.rank: held for worker, held in members[::size]}
+        stages = {worker.rank: held for worker, held in reversed(members)}
     else:
         stages = {rank: layout.stages(rank) for rank in range(plan.num_ranks)}
         shared = {rank: layout.shared_state(stages[rank]) for rank in stages}
@@ -264,7 +265,8 @@ def _in_processes(
         meeting, plan, spine_fingerprint(layers), running.seed, _new_name(), settings
     )
     _check_processes(plan, meeting.num_ranks)
-    seat = Seat.numbered(meeting.rank, plan.num_tensor_ranks)
+    in_groups = plan.num_tensor_ranks > 1
+    seat = Seat.numbered(meeting.rank, plan.group_sizes) if in_groups else Seat(meeting.rank)
     assert running.transport != "threads"  # who asks for them meets nobody
     start = running.deadlines.start
     codec = Codec(_message_types(layers, running))
@@ -277,7 +279,7 @@ def _in_processes(
         )
         queues = queues_of(devices)
         alike = replace(running, seed=seed)
-        if seat.size > 1:
+        if in_groups:
             check_shareable(plan, recipe, on_host=not queues)
         if plan.spill is None:
             draw_all(layers, plan, devices, queues, alike.values(layers))
@@ -285,7 +287,7 @@ def _in_processes(
         sealed = SealedTransport(transport, meeting.rank)
         queue = queues.get(seat.rank)
         links = LinkedDevices()
-        if seat.size > 1:
+        if in_groups:
             worker, stages = _member(layout, seat, sealed, recipe, equal=True)
         else:
             stages = layout.stages(meeting.rank)
@@ -444,7 +446,7 @@ def _check_processes(plan: Plan, count: int) -> None:
         return
     groups = ""
     if plan.num_tensor_ranks > 1:
-        groups = f" of {plan.num_tensor_ranks} tensor ranks each"
+        groups = f" of {', '.join(map(str, plan.group_sizes))} tensor ranks"
     raise InputError(
         f"the plan has {plan.num_ranks} ranks{groups}, but the job has {count} processes; "
         f"start it with torchrun --nproc-per-node={plan.num_seats}, or plan for "
@@ -463,7 +465,10 @@ def _member(
     group = seat.group(channels)
     if equal and group is not None:
         begin_equal(layout.layers_of(seat.rank), group)
-    stages, transport = layout.stages(seat.rank, group), seat.plane(channels)
+    stages, transport = (
+        layout.stages(seat.rank, group),
+        MeshTransport(channels, seat, group, layout.divided),
+    )
     updater = Updater(
         seat.rank,
         layout.num_ranks,

@@ -31,6 +31,7 @@ from penstock.run.twins import Twins
 from penstock.stage.slices import check_sliceable
 from penstock.stage.stage import Stage
 from penstock.tensor.channel_group import ChannelGroup
+from penstock.transport.tags import SKIP_TAGS
 from penstock.weights.store import WeightStore
 
 
@@ -250,6 +251,21 @@ class Layout:
         return tuple(routes)
 
     @cached_property
+    def divided(self) -> dict[int, int | None]:
+        """By the tags of channels between stages, along which dimension members of a group have
+        parts of what travels there."""
+        if self.sharings is None:
+            return {}
+        divided: dict[int, int | None] = {}
+        for stage, border in enumerate(self.sharings.borders):
+            divided[2 * stage] = border
+            divided[2 * (stage + 1) + 1] = border  # gradients leave from the stage behind
+        for route in self.skips:
+            tag = SKIP_TAGS + 2 * route.number
+            divided[tag] = divided[tag + 1] = self.sharings.skips[route.key]
+        return divided
+
+    @cached_property
     def neighbours(self) -> frozenset[tuple[int, int]]:
         """The pairs of ranks, the lower one first, that exchange tensors with every minibatch:
         outputs and gradients, skips, sums of shared weights."""
@@ -353,7 +369,7 @@ class Layout:
 
     def _own(self, layer: NamedLayer, rank: int, twins: Twins) -> NamedLayer:
         alone = not self._one_process or self._holders.runs_first(layer.module, rank)
-        if alone and self.sharings is None:
+        if alone and not isinstance(twins, MemberTwins):
             return layer
         return layer._replace(module=twins.of(layer))
 

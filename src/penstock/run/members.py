@@ -72,6 +72,8 @@ class Sharings:
         cut_keys: as ``cuts``, by the keys of the model's state.
         shapes: of these tensors, whole, by the same keys.
         num_blocks: by stage, the most blocks of which a tensor has a part each.
+        borders: by stage, the layout in which its output leaves.
+        skips: by their keys, the layouts of what is stashed.
 
     Raises:
         ModelError: a layer cannot be split so, or layers that are tied say different things.
@@ -89,21 +91,24 @@ class Sharings:
             patterns = {key: how for key, how in stage.splits.items() if key not in names}
             inner += [inner_splits(layer, patterns) for layer in own]
             given |= {key: how for key, how in stage.splits.items() if key in names}
-        size = plan.num_tensor_ranks
-        walked = walk(layers, [given.get(name, "whole") for name in names], inner, size)
+        sizes = [stage.tensor_ranks for stage in plan.stages for _ in stage.layers]
+        self._sizes = dict(zip(names, sizes, strict=True))
+        walked = walk(layers, [given.get(name, "whole") for name in names], inner, sizes)
         self._by_name = dict(zip(names, walked, strict=True))
         self.cuts: dict[int, Cut] = {}
         self.terms: set[int] = set()
         self.cut_keys: dict[str, Cut] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._find(layers)
-        sizes = [len(stage.layers) for stage in plan.stages]
-        borders = pairwise(accumulate(sizes, initial=0))
+        ends = [*accumulate(len(stage.layers) for stage in plan.stages)]
+        borders = pairwise([0, *ends])
         self.num_blocks = [self._most_blocks(layers[a:b]) for a, b in borders]
+        self.borders = [walked[end - 1].leaves for end in ends]
+        self.skips = {key: self.of(layer).gives for layer in layers for key in layer.stashes}
 
     def _find(self, layers: tuple[NamedLayer, ...]) -> None:
         """What is divided, and of what members have terms; by ids of tensors."""
-        kinds: dict[int, tuple[object, str]] = {}
+        kinds: dict[int, tuple[object, int, str]] = {}
         for layer in layers:
             sharing = self.of(layer)
             cuts = {id(tensor): cut for tensor, cut in cut_tensors(layer.module, sharing)}
@@ -111,7 +116,14 @@ class Sharings:
             for name, parameter in layer.module.named_parameters():
                 key = id(parameter)
                 kind = cuts.get(key, "terms" if key in added else "whole")
-                before, where = kinds.setdefault(key, (kind, layer.key(name)))
+                size = self._sizes[layer.name]
+                before, others, where = kinds.setdefault(key, (kind, size, layer.key(name)))
+                if size != others:
+                    raise ModelError(
+                        f"{where!r} and {layer.key(name)!r} are the same parameter, but their "
+                        f"stages have {others} and {size} tensor ranks; give them as many, or put "
+                        "both layers into one stage"
+                    )
                 if before != kind:
                     raise ModelError(
                         f"{where!r} and {layer.key(name)!r} are the same parameter, but splits "

@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.device.queue import taken_up
 from penstock.device.stamps import Stamps
 from penstock.model import tree
-from penstock.model.autocast import autocasting
+from penstock.model.autocast import autocasting, remembering_no_casts
 from penstock.run.counting import Peak
 from penstock.run.seals import Call, Modes, Next, Seal, autocast_codes
 from penstock.weights.store import Held
@@ -187,8 +187,13 @@ class Harvest:
 
 
 @contextmanager
-def modes(trains: bool) -> Iterator[None]:
-    """What holds in any thread: gradients where they are wanted; no autocast beside the forward."""
+def modes(trains: bool, *, shares: bool = False) -> Iterator[None]:
+    """What holds in any thread: gradients where they are wanted; no autocast beside the forward.
+
+    Args:
+        shares: whether forwards wait for those of other members of a group.
+    """
+    alone = remembering_no_casts() if shares else nullcontext()
     inference = torch.inference_mode(False) if trains else nullcontext()
-    with inference, torch.set_grad_enabled(trains), autocasting({}):
+    with inference, torch.set_grad_enabled(trains), autocasting({}), alone:
         yield

@@ -1,47 +1,88 @@
 """Seats: one for each member of each rank, and how a member's rank talks from its seat.
 
-A rank of the plan with t tensor ranks has t seats in a row. Members of equal coordinate exchange
-what their ranks exchange, so the ops, their edges and their numbers are those of the plan; only
-here an edge between two ranks becomes one between two seats.
+A rank of the plan with t tensor ranks has t seats in a row. The ops of ranks, their edges and their
+numbers are those of the plan; only here a message from one rank to another becomes one between
+seats. Members of equal coordinate exchange what groups of equal size exchange. Between groups of
+different sizes, ``tensor.routes`` says who sends which slice to whom.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from penstock.model import tree
 from penstock.tensor.channel_group import ChannelGroup
+from penstock.tensor.layouts import Layout
+from penstock.tensor.routes import receivers, senders, slices
 from penstock.transport import Edge, Transport
 from penstock.transport.base import OnTop
 
 
-class Seat(NamedTuple):
+class Seat:
     """Where a member of a rank sits.
 
-    Attributes:
+    Args:
         rank: of the plan.
         coordinate: the member's in the rank's group, from 0.
-        size: how many members the group has.
+        sizes: how many members the group of each rank has; by default every rank sits alone.
+
+    Attributes:
+        rank, coordinate, sizes: as given.
+        size: how many members its group has.
+        number: the seat's among all; processes are numbered so.
     """
 
-    rank: int
-    coordinate: int = 0
-    size: int = 1
-
-    @property
-    def number(self) -> int:
-        """The seat's number among all; processes are numbered so."""
-        return self.rank * self.size + self.coordinate
+    def __init__(self, rank: int, coordinate: int = 0, sizes: tuple[int, ...] = ()) -> None:
+        self.rank = rank
+        self.coordinate = coordinate
+        self.sizes = sizes
+        self.size = sizes[rank] if sizes else 1
+        self.number = self._number(rank, coordinate)
 
     @classmethod
-    def numbered(cls, number: int, size: int) -> Seat:
-        """The seat with a number, where every group has ``size`` members."""
-        return cls(*divmod(number, size), size)
+    def numbered(cls, number: int, sizes: tuple[int, ...]) -> Seat:
+        """The seat with a number."""
+        firsts = [*accumulate(sizes, initial=0)]
+        rank = max(rank for rank in range(len(sizes)) if firsts[rank] <= number)
+        return cls(rank, number - firsts[rank], sizes)
 
-    def edge(self, edge: Edge) -> Edge:
-        """From a channel between two ranks to that between members of this coordinate."""
-        source, target = (self._replace(rank=rank) for rank in (edge.source, edge.target))
-        return edge if self.size == 1 else Edge(source.number, target.number, edge.tag)
+    @cached_property
+    def firsts(self) -> tuple[int, ...]:
+        """By rank, the number of its first seat; empty where every rank sits alone."""
+        return tuple(accumulate(self.sizes[:-1], initial=0)) if self.sizes else ()
+
+    def first(self, rank: int) -> int:
+        """The number of a rank's first seat."""
+        return self.firsts[rank] if self.sizes else rank
+
+    def _number(self, rank: int, coordinate: int) -> int:
+        return self.first(rank) + coordinate
+
+    def edges(self, edge: Edge, *, divided: bool = False) -> list[Edge]:
+        """From a channel between two ranks, of which this is one, to those between its own seat and
+        seats of the other.
+
+        Args:
+            divided: whether what travels there is, so that all members of both groups exchange.
+        """
+        if not self.sizes:
+            return [edge]
+        away = edge.source == self.rank
+        other = edge.target if away else edge.source
+        size = self.sizes[other]
+        divided = divided and size != self.size
+        own = self.coordinate
+        if away:
+            others = receivers(own, self.size, size, divided=divided)
+            return [Edge(self.number, self._number(other, one), edge.tag) for one in others]
+        others = senders(size, own, divided=divided)
+        return [Edge(self._number(other, one), self.number, edge.tag) for one in others]
 
     def group(self, transport: Transport) -> ChannelGroup | None:
         """The member's end of its group; ``None`` if it sits alone.
@@ -51,41 +92,94 @@ class Seat(NamedTuple):
         """
         if self.size == 1:
             return None
-        first = self.rank * self.size
+        first = self.first(self.rank)
         return ChannelGroup(transport, range(first, first + self.size), self.coordinate)
 
-    def plane(self, transport: Transport) -> Transport:
-        """Its channels, numbered by the plan's ranks."""
-        return transport if self.size == 1 else PlaneTransport(transport, self)
 
-
-class PlaneTransport(OnTop):
-    """What one member of a rank exchanges with the members of equal coordinate of other ranks.
+class MeshTransport(OnTop):
+    """What one member of a rank exchanges with other ranks.
 
     Args:
         inner: carries messages between seats.
         seat: the member's.
+        group: its end of its group.
+        divided: by tags, along which dimension values are divided that groups hand over.
 
     Attributes:
         seat: as given.
     """
 
-    def __init__(self, inner: Transport, seat: Seat) -> None:
+    def __init__(
+        self,
+        inner: Transport,
+        seat: Seat,
+        group: ChannelGroup | None,
+        divided: Mapping[int, Layout],
+    ) -> None:
         super().__init__(inner)
         self.seat = seat
+        self._group = group
+        self._divided = divided
+
+    def edges(self, edge: Edge) -> list[Edge]:
+        """Those between seats that stand for one between ranks."""
+        return self.seat.edges(edge, divided=self._divided.get(edge.tag) is not None)
 
     def send(self, edge: Edge, number: int, value: Any) -> None:
-        self.inner.send(self.seat.edge(edge), number, value)
+        dim, edges = self._divided.get(edge.tag), self.edges(edge)
+        size = self.seat.sizes[edge.target]
+        if dim is None or size == self.seat.size:
+            for one in edges:
+                self.inner.send(one, number, value)
+            return
+        pieces = self._pieces(value, dim, size)
+        for one, piece in zip(edges, pieces, strict=True):
+            self.inner.send(one, number, piece)
 
     def recv(self, edge: Edge, number: int, waiting: str) -> Any:
-        return self.inner.recv(self.seat.edge(edge), number, waiting)
+        edges = self.edges(edge)
+        values = [self.inner.recv(one, number, waiting) for one in edges]
+        if len(values) == 1:
+            return values[0]
+        dim = self._divided[edge.tag]
+        assert dim is not None  # otherwise there is one sender
+        leaves, structure = tree.flatten(values[0])
+        columns = zip(*(tree.flatten(value)[0] for value in values), strict=True)
+        joined = [_joined(column, dim) for column in columns]
+        return tree.unflatten(joined, structure) if leaves else values[0]
 
     def fail(self, reason: str, edges: Iterable[Edge]) -> None:
-        self.inner.fail(reason, map(self.seat.edge, edges))
+        self.inner.fail(reason, [one for edge in edges for one in self.edges(edge)])
+
+    def _pieces(self, value: Any, dim: int, size: int) -> list[Any]:
+        """A value, cut for the members of another group."""
+        leaves, structure = tree.flatten(value)
+        cut = [self._cut(leaf, dim, size) for leaf in leaves]
+        return [tree.unflatten(list(piece), structure) for piece in zip(*cut, strict=True)] or [
+            value
+        ] * size
+
+    def _cut(self, leaf: Any, dim: int, size: int) -> list[Any]:
+        if not isinstance(leaf, Tensor):
+            return [leaf] * size
+        length, own = leaf.shape[dim], self.seat.coordinate
+        lengths = [length]
+        if self._group is not None:
+            told = torch.tensor([length])
+            lengths = [int(one) for one in self._group.exchange([told] * self._group.size)]
+        return [
+            leaf.narrow(dim, piece.within.start, piece.within.length).contiguous()
+            for piece in slices(lengths, size)
+            if piece.source == own
+        ]
+
+
+def _joined(pieces: tuple[Any, ...], dim: int) -> Any:
+    return torch.cat(pieces, dim) if isinstance(pieces[0], Tensor) else pieces[0]
 
 
 def seated(rank: int, transport: Transport) -> tuple[Seat, Transport]:
     """Where a rank's transport sits, and the channels between seats under it."""
-    if isinstance(transport, PlaneTransport):
+    if isinstance(transport, MeshTransport):
         return transport.seat, transport.inner
     return Seat(rank), transport

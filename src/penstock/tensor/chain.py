@@ -62,7 +62,7 @@ def walk(
     layers: Sequence[NamedLayer],
     splits: Sequence[str],
     inner: Sequence[Mapping[str, str]],
-    size: int,
+    sizes: Sequence[int],
 ) -> list[LayerSharing]:
     """How members share every layer of a model.
 
@@ -71,7 +71,8 @@ def walk(
         splits: how each is split: ``"data"``, ``"sequence"``, ``"column"``, ``"row"``, ``"any"`` or
             ``"whole"``.
         inner: how modules inside each of them are, by their names in the layer.
-        size: how many members a group has.
+        sizes: how many members the group has that runs each of them; between two groups, a value
+            keeps its layout.
 
     Raises:
         ModelError: a layer cannot be split so.
@@ -82,13 +83,16 @@ def walk(
     uneven = False
     for index, layer in enumerate(layers):
         wanted = _wanted(layers, splits, index + 1)
-        split = splits[index]
+        split, alone = splits[index], sizes[index] == 1
+        if alone:
+            have = WHOLE  # one that has everything has every part
         if uneven and have == CHANNELS and isinstance(layer.module, nn.Flatten):
             split = "whole"  # behind it, parts of features would be other ones than of channels
         sharing = _shared(layer, split, inner[index], have, wanted)
         channels_out = getattr(layer.module, "out_channels", None)
-        uneven = uneven if channels_out is None else channels_out % size != 0
-        recalled = {key: skips.pop(key) for key in layer.recalls}
+        uneven = uneven if channels_out is None else channels_out % sizes[index] != 0
+        taken = {key: skips.pop(key) for key in layer.recalls}
+        recalled = dict.fromkeys(taken, WHOLE) if alone else taken
         skips |= dict.fromkeys(layer.stashes, sharing.gives)
         leaves = WHOLE if index == len(layers) - 1 else sharing.leaves
         sharing = replace(sharing, leaves=leaves, recalls=recalled)

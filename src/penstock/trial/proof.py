@@ -38,7 +38,7 @@ from penstock.trial.reference.sideways_replay import SidewaysReplay
 from penstock.trial.reference.single_device import SingleDevice
 from penstock.trial.verdict import Difference, Proof, ProofRow
 from penstock.trial.workload import Batch, Workload
-from penstock.versions import PipeMare, Policy, Predict, Sideways
+from penstock.versions import PipeMare, Predict, Sideways
 
 _SEED = 0
 _USUAL_STEPS = 5
@@ -223,7 +223,7 @@ class Sides:
 
 def _rounding(plan: Plan, modules: Sequence[nn.Module]) -> str:
     """Why sums have another order than the reference's, as the documents say."""
-    placement = plan.placement
+    placement, policy = plan.placement, plan.versions
     if placement.num_slices > 1:
         for module in modules:
             for part in module.modules():
@@ -233,22 +233,16 @@ def _rounding(plan: Plan, modules: Sequence[nn.Module]) -> str:
                         "cannot: make the workload's model without dropout to prove its plan"
                     )
         return "one device runs whole sequences, not slices"
-    if plan.num_tensor_ranks > 1:
-        return "tensor ranks add what each of them has"
-    if placement.weight_copies > 1:
-        return "ranks that hold the same stage add their gradients"
     users = Counter(id(weight) for module in modules for weight in module.parameters())
-    if max(users.values(), default=1) > 1:
-        return "layers share weights, whose gradients are added"
-    return _rounding_of(plan.versions)
-
-
-def _rounding_of(policy: Policy) -> str:
-    if isinstance(policy, Predict):
-        return "weights are predicted"
-    if isinstance(policy, PipeMare) and policy.t2 is not None:
-        return "PipeMare's drift is a running mean"
-    return ""
+    reasons = {
+        "tensor ranks add what each of them has": plan.num_tensor_ranks > 1,
+        "ranks that hold the same stage add their gradients": placement.weight_copies > 1,
+        "layers share weights, whose gradients are added": max(users.values(), default=1) > 1,
+        "weights are predicted": isinstance(policy, Predict),
+        "PipeMare's drift is a running mean": isinstance(policy, PipeMare)
+        and policy.t2 is not None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from tests.numerics.test_meshes import (
 )
 
 
-def differences(schedule, sizes, transport):
+def differences(schedule, sizes, transport, folder):
     torch.manual_seed(dist.get_rank())
     model = make_net()
     if dist.get_rank() % 2:  # what another member has built does not count
@@ -44,6 +44,10 @@ def differences(schedule, sizes, transport):
         first, *rest = batches()
         losses = [pipeline.step(*first), *pipeline.steps(rest)]
         state = pipeline.state_dict(whole=True)
+        pipeline.save(folder / "run", background=False)
+        pipeline.step(*first)
+        pipeline.load(folder / "run")
+        again = pipeline.state_dict(whole=True)
         try:
             pipeline.state_dict()
         except InputError as error:
@@ -60,12 +64,15 @@ def differences(schedule, sizes, transport):
     for key, value in theirs.state_dict().items():
         if not same(state[key], value, TOLERANCE):
             yield key
+        if not torch.equal(state[key], again[key]):
+            yield f"{key} after loading"
 
 
 if __name__ == "__main__":
     _, schedule, sizes, transport, folder = sys.argv
     dist.init_process_group("gloo")
-    found = [*differences(schedule, [int(size) for size in sizes.split("x")], transport)]
-    report = Path(folder) / f"report-{dist.get_rank()}.json"
+    place = Path(folder)
+    found = [*differences(schedule, [int(size) for size in sizes.split("x")], transport, place)]
+    report = place / f"report-{dist.get_rank()}.json"
     report.write_text(json.dumps({"differences": found}))
     dist.destroy_process_group()

@@ -121,6 +121,7 @@ class ProcessDriver(Driver[ProcessTicket]):
         torch.set_num_threads(num_threads)
         self._worker = worker
         self._seat = worker.seat
+        self._firsts = worker.seat.firsts or tuple(range(meeting.num_ranks))
         self._transport = transport
         self._num_ranks = meeting.num_ranks
         self._others = [rank for rank in range(meeting.num_ranks) if rank != meeting.rank]
@@ -160,7 +161,7 @@ class ProcessDriver(Driver[ProcessTicket]):
         with self._telling_failures(segment, minibatch.step):
             told = self._reports(ticket)
             # All members of a rank have the same results; the first one tells them.
-            firsts = [report for seat, report in told.items() if seat % self._seat.size == 0]
+            firsts = [report for seat, report in told.items() if seat in self._firsts]
             reports = firsts or [*told.values()]
             if not ticket.position.more_follow:
                 self._worker.transport.flush()
@@ -297,9 +298,9 @@ class ProcessDriver(Driver[ProcessTicket]):
         if not any(segment.ranks):
             return frozenset()  # others may be in the middle of something
         if self._records or self._worker.counts_memory:
-            return frozenset(range(0, self._num_ranks, self._seat.size))
+            return frozenset(self._firsts)
         last = segment.schedule.num_stages - 1
-        have_results = frozenset(self._seat.size * rank for rank in segment.schedule.ranks_of(last))
+        have_results = frozenset(self._firsts[rank] for rank in segment.schedule.ranks_of(last))
         return have_results if self._share_results else frozenset()
 
     def _records_of(self, ticket: ProcessTicket, reports: list[RankReport]) -> list[RankRecord]:
@@ -316,7 +317,7 @@ class ProcessDriver(Driver[ProcessTicket]):
             for ops, report, offset in zip(
                 ticket.segment.ranks,
                 reports,
-                self._clock_offsets[:: self._seat.size],
+                [self._clock_offsets[seat] for seat in self._firsts],
                 strict=True,
             )
             if report.times is not None and report.versions is not None

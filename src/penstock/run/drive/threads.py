@@ -143,7 +143,11 @@ class ThreadDriver(Driver[ThreadTicket]):
         self._updates_before = ticket.num_updates
         self._unusable = None
         # All members of a rank have the same results; the first one tells them.
-        return [future.result() for future in futures[:: self._workers[0].seat.size]]
+        return [
+            future.result()
+            for worker, future in zip(self._workers, futures, strict=True)
+            if worker.seat.coordinate == 0
+        ]
 
     def is_done(self, ticket: ThreadTicket) -> bool:
         return all(future.done() and not future.exception() for future in ticket.futures)

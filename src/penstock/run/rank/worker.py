@@ -23,7 +23,7 @@ from penstock.run.rank.steps import UpdatesSoFar
 from penstock.run.rank.updater import Updater
 from penstock.run.rank.work import AwaitedMark, Seeds, Work
 from penstock.run.recipe import Recipe
-from penstock.run.seating import seated
+from penstock.run.seating import MeshTransport, seated
 from penstock.run.shared_state import SharedState
 from penstock.schedule.segment import Segment
 from penstock.stage.protocol import RunnableStage
@@ -197,7 +197,7 @@ class Worker:
 
     def _modes_for(self, minibatch: Minibatch) -> AbstractContextManager[object]:
         if minibatch.learns:
-            return modes(minibatch.trains)
+            return modes(minibatch.trains, shares=self.seat.size > 1)
         return self._predicting(minibatch)
 
     @contextmanager
@@ -324,12 +324,16 @@ class Worker:
         """The number of the first message on every edge of the chain on which this rank sends; the
         edges are those between seats."""
         units = self._compiler.program(segment).first_units()
-        return {self.seat.edge(edge): unit for edge, unit in units.items()}
+        return {one: unit for edge, unit in units.items() for one in self._between_seats(edge)}
 
     def outgoing(self, segment: Segment) -> set[Edge]:
         """The edges between seats on which others wait for this rank."""
         between_ranks = self._compiler.program(segment).outgoing() | self.updater.sums.outgoing()
-        return {*map(self.seat.edge, between_ranks), *self.updater.of_members()}
+        between_seats = {one for edge in between_ranks for one in self._between_seats(edge)}
+        return between_seats | self.updater.of_members()
+
+    def _between_seats(self, edge: Edge) -> list[Edge]:
+        return self.transport.edges(edge) if isinstance(self.transport, MeshTransport) else [edge]
 
 
 def moments_of(minibatch: Minibatch, workers: Iterable[Worker]) -> Moments:
