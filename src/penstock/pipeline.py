@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.checkpoint.keeper import Keeper
 from penstock.checkpoint.wanted import Checkpoints
-from penstock.device.allocator import keep_freed_pages
+from penstock.device.allocator import keep_freed_pages, return_freed_pages
 from penstock.device.placement import Devices
 from penstock.errors import FileError, InputError, RunError
 from penstock.model import microbatches, tree
@@ -160,8 +160,10 @@ class Pipeline:
         expect(plan, Plan, "the plan", "make one with penstock.plan, or Plan.load a file")
         deadlines = Deadlines.of(deadline_seconds, startup_seconds)
         with joined(transport, deadlines.start.seconds, plan.num_ranks) as meeting:
-            if plan.spill is None:  # kept pages would be missing in a budget
+            if plan.spill is None:
                 keep_freed_pages()
+            else:
+                return_freed_pages()
             layers = spine_of(model)
             plan.check_runnable()
             plan.check_model([layer.name for layer in layers], spine_fingerprint(layers))
