@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
+import os
+import time
 
 import pytest
 import torch
@@ -11,9 +14,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import penstock as pk
-from penstock.errors import FileError, InputError, ModelError, StageError
+from penstock.errors import DeadlineError, FileError, InputError, ModelError, StageError
 from penstock.plans.spilling import Spill, Tier
 from penstock.trial.reference.single_device import SingleDevice
+from penstock.weights.tiers import HostStore
 from tests.kit.examples import in_turns
 from tests.kit.helpers import make_batch
 from tests.kit.one_device import OneDevice, assert_same_values
@@ -431,9 +435,6 @@ def test_plans_that_cannot_come_and_go_are_refused():
 
 
 def test_a_tier_without_room_is_known_before_the_first_step(monkeypatch, tmp_path):
-    import errno
-    import os
-
     real, limit = os.posix_fallocate, 60_000
 
     def limited(file, offset, length):
@@ -448,8 +449,6 @@ def test_a_tier_without_room_is_known_before_the_first_step(monkeypatch, tmp_pat
 
 
 def test_a_flipped_bit_names_stage_op_and_offset(tmp_path):
-    import os
-
     with spilled_pipeline(make_net(), Spill(tier=Tier(folder=str(tmp_path)))) as pipeline:
         pipeline.step(*BATCHES[0])
         residence = residence_of(pipeline)
@@ -481,3 +480,47 @@ def test_one_device_of_plain_torch_agrees_without_dropout():
     ours = trained(model, Spill(tier=HOST), options={"clip_norm": 0.1})
     assert torch.equal(torch.stack(ours[0]), torch.stack(losses))
     assert_same_values(ours[1], other.state_dict())
+
+
+class Stalled(HostStore):
+    """Answers no more once it is told to."""
+
+    stalls = False
+
+    def _get(self, extent, memory):
+        while self.stalls:
+            time.sleep(0.01)
+        super()._get(extent, memory)
+
+
+def test_a_tier_that_does_not_answer_ends_at_the_deadline(monkeypatch):
+    monkeypatch.setattr("penstock.run.spilling.opened", lambda tier: Stalled())
+    with spilled_pipeline(make_net(), options={"deadline_seconds": 0.5}) as pipeline:
+        pipeline.step(*BATCHES[0])
+        Stalled.stalls = True
+        with pytest.raises(DeadlineError, match=r"weights of stage 1 have not come from main mem"):
+            pipeline.step(*BATCHES[0])
+        Stalled.stalls = False
+
+
+class Broken(HostStore):
+    """Cannot write any more once it is told to."""
+
+    fails = False
+
+    def _put(self, extent, memory):
+        if self.fails:
+            raise FileError(f"cannot write the {extent.whose}: Input/output error")
+        super()._put(extent, memory)
+
+
+def test_a_write_that_fails_behind_compute_is_told_by_the_next_op_that_needs_it(monkeypatch):
+    store = Broken()
+    monkeypatch.setattr("penstock.run.spilling.opened", lambda tier: store)
+    with spilled_pipeline(make_net()) as pipeline:
+        pipeline.step(*BATCHES[0])
+        residence_of(pipeline).finish()
+        store.fails = True
+        with pytest.raises(StageError, match=r"op 3LEAVE_B3: FileError: cannot write the weights"):
+            pipeline.step(*BATCHES[0])
+        store.fails = False

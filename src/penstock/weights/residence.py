@@ -70,6 +70,7 @@ class Residence:
         self._adding: dict[int, int] = {}
         """Bytes of gradients that are being added up, by stage."""
         self._changed: set[int] = set()
+        self._stalls = False
         self._leaving: list[tuple[Group, Slab]] = []
         self._reader = Lane("penstock-fetching")
         self._writer = Lane("penstock-writing")
@@ -180,8 +181,10 @@ class Residence:
 
     def _await(self, future: Future[None], group: Group, what: str) -> None:
         try:
-            future.result(self._seconds)
+            # Who did not answer once is not waited for again while all is taken down.
+            future.result(0 if self._stalls else self._seconds)
         except FutureTimeoutError:
+            self._stalls = True
             raise DeadlineError(
                 f"the {group.whose} {what} {self.store} within {self._seconds:g} s; raise "
                 "deadline_seconds, or take a faster tier"
