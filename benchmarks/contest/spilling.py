@@ -129,7 +129,7 @@ def run(plan: pk.Plan, options: argparse.Namespace, way: str) -> dict[str, Any]:
             times.append(time.perf_counter() - start)
             most = max(most, resident())
             if residence is not None:
-                residence.finish()
+                residence.transfers.finish()
                 now = residence.store.read_bytes, residence.store.written_bytes
                 step_moved = now[0] - moved[0], now[1] - moved[1]
                 moved = now

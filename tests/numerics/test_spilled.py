@@ -228,10 +228,10 @@ def test_traffic_is_the_formula_to_the_byte():
             residence = residence_of(pipeline)
             pipeline.step(*BATCHES[1])
             pipeline.step(*BATCHES[1])
-            residence.finish()
+            residence.transfers.finish()
             before = residence.store.read_bytes, residence.store.written_bytes
             pipeline.step(*BATCHES[1])
-            residence.finish()
+            residence.transfers.finish()
             weights = [residence.weight_bytes(stage) for stage in residence.stages]
             state = sum(residence.state_bytes(stage) for stage in residence.stages)
             read = residence.store.read_bytes - before[0]
@@ -452,7 +452,7 @@ def test_a_flipped_bit_names_stage_op_and_offset(tmp_path):
     with spilled_pipeline(make_net(), Spill(tier=Tier(folder=str(tmp_path)))) as pipeline:
         pipeline.step(*BATCHES[0])
         residence = residence_of(pipeline)
-        residence.finish()
+        residence.transfers.finish()
         extent = residence._weights[3][0].extent
         file = f"/proc/self/fd/{residence.store._file}"
         with open(file, "r+b", buffering=0) as handle:
@@ -519,7 +519,7 @@ def test_a_write_that_fails_behind_compute_is_told_by_the_next_op_that_needs_it(
     monkeypatch.setattr("penstock.run.spilling.opened", lambda tier: store)
     with spilled_pipeline(make_net()) as pipeline:
         pipeline.step(*BATCHES[0])
-        residence_of(pipeline).finish()
+        residence_of(pipeline).transfers.finish()
         store.fails = True
         with pytest.raises(StageError, match=r"op 3LEAVE_B3: FileError: cannot write the weights"):
             pipeline.step(*BATCHES[0])
