@@ -15,7 +15,8 @@ from torch import nn
 
 import penstock as pk
 from penstock.errors import DeadlineError, FileError, InputError, ModelError, StageError
-from penstock.plans.spilling import Spill, Tier
+from penstock.plans import StagePlan
+from penstock.plans.spilling import Spill, Tier, traffic
 from penstock.trial.reference.single_device import SingleDevice
 from penstock.weights.tiers import HostStore
 from tests.kit.examples import in_turns
@@ -222,22 +223,37 @@ def test_a_channels_last_convolution_keeps_its_strides():
     assert_same_values(weights, same_weights)
 
 
-def test_traffic_is_the_formula_to_the_byte():
-    for count in (1, 4, 8):
-        with spilled_pipeline(make_net(), num_microbatches=count) as pipeline:
-            residence = residence_of(pipeline)
-            pipeline.step(*BATCHES[1])
-            pipeline.step(*BATCHES[1])
+@pytest.mark.parametrize(
+    ("count", "group", "clip"), [(1, 0, None), (8, 0, None), (4, 1, None), (4, 2, 0.1), (4, 0, 0.1)]
+)
+def test_traffic_is_the_formula_to_the_byte(count, group, clip):
+    options = {"clip_norm": clip}
+    with spilled_pipeline(
+        make_net(), num_microbatches=count, group=group, options=options
+    ) as pipeline:
+        residence = residence_of(pipeline)
+        for _ in range(3):
             residence.transfers.finish()
             before = residence.store.read_bytes, residence.store.written_bytes
             pipeline.step(*BATCHES[1])
-            residence.transfers.finish()
-            weights = [residence.weight_bytes(stage) for stage in residence.stages]
-            state = sum(residence.state_bytes(stage) for stage in residence.stages)
-            read = residence.store.read_bytes - before[0]
-            written = residence.store.written_bytes - before[1]
-            assert read == 2 * sum(weights) + state - weights[0] - weights[-1]
-            assert written == sum(weights) + state
+        residence.transfers.finish()
+        read, written = residence.store.read_bytes, residence.store.written_bytes
+        stages = [
+            StagePlan(
+                layers=(str(stage),),
+                rank=0,
+                parameter_bytes=residence.weight_bytes(stage),
+                optimizer_bytes=residence.state_bytes(stage),
+            )
+            for stage in residence.stages
+        ]
+        expected = traffic(stages, count, group, agrees=clip is not None)
+        assert (read - before[0], written - before[1]) == expected
+        weights = [stage.parameter_bytes for stage in stages]
+        state = sum(stage.optimizer_bytes for stage in stages)
+        if not group and clip is None:
+            once = 2 * sum(weights) + state - weights[0] - weights[-1], sum(weights) + state
+            assert expected == once
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
