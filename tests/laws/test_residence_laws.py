@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from penstock import Costs, Schedule, check, schedules, simulate
+from penstock import Costs, Schedule, Timeline, check, draw, schedules, simulate
 from penstock.errors import InputError, ScheduleError
 from penstock.plans.spilling import Spill, with_residence
 from penstock.schedule import Kind, Op
@@ -198,3 +198,15 @@ def test_some_stages_may_stay():
     check(lowered)
     assert {op.stage for op in lowered.ranks[0] if op.kind in RESIDENCE} == {1}
     assert Op(1, Kind.FETCH_FORWARD, 0) in lowered.where
+
+
+def test_updates_that_are_late_are_drawn(tmp_path):
+    schedule = schedules.build("spilled", num_ranks=1, num_microbatches=2, stages_per_rank=3)
+    lowered = with_residence(schedule, Spill(), agrees=True)
+    timeline = simulate(lowered, Costs(update=1, fetch=1, leave=1))
+    assert draw(timeline).splitlines()[1].count("U") == 3
+    draw(timeline, tmp_path / "late.svg")
+    picture = (tmp_path / "late.svg").read_text()
+    assert "U update of the minibatch before" in picture
+    assert all(f"{s}LATE_UPDATE0: update of the minibatch before" in picture for s in range(3))
+    assert Timeline.from_json(timeline.to_json()) == timeline

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
+import os
+import time
 
 import pytest
 import torch
@@ -11,9 +14,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 import penstock as pk
-from penstock.errors import FileError, InputError, ModelError, StageError
-from penstock.plans.spilling import Spill, Tier
+from penstock.errors import DeadlineError, FileError, InputError, ModelError, StageError
+from penstock.plans import StagePlan
+from penstock.plans.spilling import Spill, Tier, traffic
 from penstock.trial.reference.single_device import SingleDevice
+from penstock.weights.tiers import HostStore
 from tests.kit.examples import in_turns
 from tests.kit.helpers import make_batch
 from tests.kit.one_device import OneDevice, assert_same_values
@@ -218,22 +223,37 @@ def test_a_channels_last_convolution_keeps_its_strides():
     assert_same_values(weights, same_weights)
 
 
-def test_traffic_is_the_formula_to_the_byte():
-    for count in (1, 4, 8):
-        with spilled_pipeline(make_net(), num_microbatches=count) as pipeline:
-            residence = residence_of(pipeline)
-            pipeline.step(*BATCHES[1])
-            pipeline.step(*BATCHES[1])
-            residence.finish()
+@pytest.mark.parametrize(
+    ("count", "group", "clip"), [(1, 0, None), (8, 0, None), (4, 1, None), (4, 2, 0.1), (4, 0, 0.1)]
+)
+def test_traffic_is_the_formula_to_the_byte(count, group, clip):
+    options = {"clip_norm": clip}
+    with spilled_pipeline(
+        make_net(), num_microbatches=count, group=group, options=options
+    ) as pipeline:
+        residence = residence_of(pipeline)
+        for _ in range(3):
+            residence.transfers.finish()
             before = residence.store.read_bytes, residence.store.written_bytes
             pipeline.step(*BATCHES[1])
-            residence.finish()
-            weights = [residence.weight_bytes(stage) for stage in residence.stages]
-            state = sum(residence.state_bytes(stage) for stage in residence.stages)
-            read = residence.store.read_bytes - before[0]
-            written = residence.store.written_bytes - before[1]
-            assert read == 2 * sum(weights) + state - weights[0] - weights[-1]
-            assert written == sum(weights) + state
+        residence.transfers.finish()
+        read, written = residence.store.read_bytes, residence.store.written_bytes
+        stages = [
+            StagePlan(
+                layers=(str(stage),),
+                rank=0,
+                parameter_bytes=residence.weight_bytes(stage),
+                optimizer_bytes=residence.state_bytes(stage),
+            )
+            for stage in residence.stages
+        ]
+        expected = traffic(stages, count, group, agrees=clip is not None)
+        assert (read - before[0], written - before[1]) == expected
+        weights = [stage.parameter_bytes for stage in stages]
+        state = sum(stage.optimizer_bytes for stage in stages)
+        if not group and clip is None:
+            once = 2 * sum(weights) + state - weights[0] - weights[-1], sum(weights) + state
+            assert expected == once
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
@@ -431,9 +451,6 @@ def test_plans_that_cannot_come_and_go_are_refused():
 
 
 def test_a_tier_without_room_is_known_before_the_first_step(monkeypatch, tmp_path):
-    import errno
-    import os
-
     real, limit = os.posix_fallocate, 60_000
 
     def limited(file, offset, length):
@@ -448,12 +465,10 @@ def test_a_tier_without_room_is_known_before_the_first_step(monkeypatch, tmp_pat
 
 
 def test_a_flipped_bit_names_stage_op_and_offset(tmp_path):
-    import os
-
     with spilled_pipeline(make_net(), Spill(tier=Tier(folder=str(tmp_path)))) as pipeline:
         pipeline.step(*BATCHES[0])
         residence = residence_of(pipeline)
-        residence.finish()
+        residence.transfers.finish()
         extent = residence._weights[3][0].extent
         file = f"/proc/self/fd/{residence.store._file}"
         with open(file, "r+b", buffering=0) as handle:
@@ -481,3 +496,47 @@ def test_one_device_of_plain_torch_agrees_without_dropout():
     ours = trained(model, Spill(tier=HOST), options={"clip_norm": 0.1})
     assert torch.equal(torch.stack(ours[0]), torch.stack(losses))
     assert_same_values(ours[1], other.state_dict())
+
+
+class Stalled(HostStore):
+    """Answers no more once it is told to."""
+
+    stalls = False
+
+    def _get(self, extent, memory):
+        while self.stalls:
+            time.sleep(0.01)
+        super()._get(extent, memory)
+
+
+def test_a_tier_that_does_not_answer_ends_at_the_deadline(monkeypatch):
+    monkeypatch.setattr("penstock.run.spilling.opened", lambda tier: Stalled())
+    with spilled_pipeline(make_net(), options={"deadline_seconds": 0.5}) as pipeline:
+        pipeline.step(*BATCHES[0])
+        Stalled.stalls = True
+        with pytest.raises(DeadlineError, match=r"weights of stage 1 have not come from main mem"):
+            pipeline.step(*BATCHES[0])
+        Stalled.stalls = False
+
+
+class Broken(HostStore):
+    """Cannot write any more once it is told to."""
+
+    fails = False
+
+    def _put(self, extent, memory):
+        if self.fails:
+            raise FileError(f"cannot write the {extent.whose}: Input/output error")
+        super()._put(extent, memory)
+
+
+def test_a_write_that_fails_behind_compute_is_told_by_the_next_op_that_needs_it(monkeypatch):
+    store = Broken()
+    monkeypatch.setattr("penstock.run.spilling.opened", lambda tier: store)
+    with spilled_pipeline(make_net()) as pipeline:
+        pipeline.step(*BATCHES[0])
+        residence_of(pipeline).transfers.finish()
+        store.fails = True
+        with pytest.raises(StageError, match=r"op 3LEAVE_B3: FileError: cannot write the weights"):
+            pipeline.step(*BATCHES[0])
+        store.fails = False

@@ -209,6 +209,12 @@ def _layer_bytes(task: Task) -> list[int]:
     return [2 * layer.parameter_bytes + layer.optimizer_bytes for layer in task.graph.layers]
 
 
+def _least_bytes(task: Task) -> int:
+    """What a rank holds at some moment wherever stages are: a layer, and a microbatch in it."""
+    pairs = zip(_layer_bytes(task), task.graph.layers, strict=True)
+    return max(size + layer.activation_bytes for size, layer in pairs)
+
+
 def _even_cuts(task: Task, num_stages: int) -> tuple[int, ...]:
     """Where stages begin so that the largest is as small as can be; and the number of layers."""
     # Layers without weights are somewhere, too.
@@ -331,6 +337,8 @@ def _too_little(nearest: Spilled | None) -> str:
 
 def offered(tasks: Sequence[Task], wish: Wish) -> str:
     """What a tier would make possible where nothing fits, for an error; empty if nothing."""
+    if all(_least_bytes(task) > max(_limits(task, 1)) for task in tasks):
+        return ""
     try:
         plan = spilled_plan(tasks, wish, [Tier()])
     except PlanError:

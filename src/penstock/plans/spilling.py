@@ -151,5 +151,5 @@ def traffic(
     groups = ceil(num_microbatches / (group or num_microbatches))
     once = 2 * weights - last - first if len(stages) > 1 else 0
     read, written = groups * once + state, weights + state
-    between = (groups - 1) * (weights - first) + (weights if agrees else 0)
+    between = (groups - 1) * weights + (weights if agrees else 0)
     return read + between, written + between

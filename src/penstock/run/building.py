@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from penstock.device.allocator import keep_freed_pages
+from penstock.device.allocator import keep_freed_pages, return_freed_pages
 from penstock.model.spine import spine_fingerprint, spine_of
 from penstock.plans import Plan
 from penstock.run.assembly import Assembly, Running, assemble
@@ -51,8 +51,10 @@ def build(
         PeerError, DeadlineError: another process failed or did not come.
     """
     with joined(transport, deadlines.start.seconds, plan.num_seats) as meeting:
-        if plan.spill is None:  # kept pages would be missing in a budget
+        if plan.spill is None:
             keep_freed_pages()
+        else:  # kept pages would be missing in a budget
+            return_freed_pages()
         layers = spine_of(model)
         plan.check_model([layer.name for layer in layers], spine_fingerprint(layers))
         outside = Outside(model, layers)

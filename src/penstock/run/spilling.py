@@ -28,7 +28,8 @@ from penstock.schedule.residence import StageBytes, resident_bytes
 from penstock.stage.stage import Stage
 from penstock.units import format_bytes
 from penstock.weights.group import Group
-from penstock.weights.residence import Residence, state_tensors
+from penstock.weights.optimizer_state import state_tensors
+from penstock.weights.residence import Residence
 from penstock.weights.slabs import Slabs
 from penstock.weights.tiers import opened
 

@@ -57,10 +57,14 @@ class Group:
         self.writing: Future[None] | None = None
 
     @property
+    def has_parameters(self) -> bool:
+        """Whether it is made of weights, and not of gradients or state."""
+        return bool(self.places) and isinstance(self.places[0].tensor, nn.Parameter)
+
+    @property
     def is_trained(self) -> bool:
         """Whether an update changes its values: what is frozen has none."""
-        first = self.places[0].tensor if self.places else None
-        return not isinstance(first, nn.Parameter) or first.requires_grad
+        return not self.has_parameters or self.places[0].tensor.requires_grad
 
     @property
     def tensors(self) -> list[Tensor]:

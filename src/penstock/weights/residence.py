@@ -18,22 +18,18 @@ The life of a stage that comes and goes; the numbers stand at the lines below:
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import DeadlineError, InputError, ModelError
-from penstock.model import tree
 from penstock.schedule.residence import Stay
 from penstock.weights.group import Elsewhere, Group
-from penstock.weights.lane import Lane
-from penstock.weights.slabs import Slab, Slabs
+from penstock.weights.optimizer_state import state_tensors
+from penstock.weights.slabs import Slabs
 from penstock.weights.store import Instead
 from penstock.weights.tiers import Store
+from penstock.weights.transfers import Transfers
 
 
 class Residence:
@@ -47,6 +43,7 @@ class Residence:
 
     Attributes:
         store, slabs: as given.
+        transfers: what is on its way between them.
     """
 
     def __init__(
@@ -56,12 +53,11 @@ class Residence:
         weights: Mapping[int, Sequence[nn.Parameter]],
         seconds: float = 300.0,
     ) -> None:
-        self.store = store
-        self.slabs = slabs
+        self.store, self.slabs = store, slabs
+        self.transfers = Transfers(store, slabs, seconds)
         self._optimizers: Mapping[int, torch.optim.Optimizer] = {}
         self._owed: Container[int] = ()
         self._parameters = weights
-        self._seconds = seconds
         self._weights: dict[int, list[Group]] = {}
         self._state: dict[int, Group] = {}
         self._gradients: dict[int, tuple[Group, list[nn.Parameter]]] = {}
@@ -70,9 +66,6 @@ class Residence:
         self._adding: dict[int, int] = {}
         """Bytes of gradients that are being added up, by stage."""
         self._changed: set[int] = set()
-        self._leaving: list[tuple[Group, Slab]] = []
-        self._reader = Lane("penstock-fetching")
-        self._writer = Lane("penstock-writing")
 
     def take_in(self, stage: int) -> None:
         """Move a stage's weights to the tier: it is built. [1]
@@ -108,8 +101,8 @@ class Residence:
         for stage in self._weights:
             self._find_state(stage)  # some keep something from the beginning
             if self._state[stage].slab is not None:
-                self._let_go(self._state[stage], writes=True, keeps=False)
-                self.finish()
+                self.transfers.let_go(self._state[stage], writes=True, keeps=False)
+                self.transfers.finish()
 
     def reserve_state(self, stage: int, num_bytes: int) -> None:
         """Make room on the tier for optimizer state that is still to be made.
@@ -142,24 +135,12 @@ class Residence:
     def fetch(self, stage: int, stay: Stay) -> None:
         """Begin to bring a stage in; for an update, with what the optimizer keeps of it. [2]"""
         for group in self._weights[stage]:
-            self._begin(group)
+            self.transfers.begin(group)
         owes = stay.late and stage in self._owed
         if (stay.updates or owes) and stage in self._state:
-            self._begin(self._state[stage])
+            self.transfers.begin(self._state[stage])
         if owes and stage in self._gradients:
-            self._begin(self._gradients[stage][0])
-
-    def _begin(self, group: Group) -> None:
-        if group.slab is not None or not group.places:
-            return
-        slab = group.slab = self.slabs.take(group.num_bytes, group.whose)
-        group.arriving = self._reader.begin(partial(self._read, group, slab, group.writing))
-
-    def _read(self, group: Group, slab: Slab, before: Future[None] | None) -> None:
-        if before is not None:
-            before.result(self._seconds)
-        assert group.extent is not None
-        self.store.read(group.extent, slab.view)
+            self.transfers.begin(self._gradients[stage][0])
 
     def arrive(self, stage: int) -> None:
         """Wait until a stage's weights are here. [3]
@@ -169,31 +150,19 @@ class Residence:
             DeadlineError: they do not come.
         """
         for group in self._weights[stage]:
-            self._begin(group)
-            self._arrive(group)
-
-    def _arrive(self, group: Group) -> None:
-        if group.arriving is not None:
-            self._await(group.arriving, group, "have not come from")
-            group.arriving = None
-            group.point()
-
-    def _await(self, future: Future[None], group: Group, what: str) -> None:
-        try:
-            future.result(self._seconds)
-        except FutureTimeoutError:
-            raise DeadlineError(
-                f"the {group.whose} {what} {self.store} within {self._seconds:g} s; raise "
-                "deadline_seconds, or take a faster tier"
-            ) from None
+            self.transfers.begin(group)
+            self.transfers.arrive(group)
 
     def arrive_with_state(self, stage: int) -> None:
-        """Wait until a stage is here with all that its update needs."""
+        """Wait until a stage is here with all that its update needs, and nobody writes it any more:
+        what stays where it is, the tier may still be getting from there."""
         self.arrive(stage)
-        group = self._state.get(stage)
-        if group is not None:
-            self._begin(group)
-            self._arrive(group)
+        for group in self._weights[stage]:
+            self.transfers.written(group)
+        state = self._state.get(stage)
+        if state is not None:
+            self.transfers.begin(state)
+            self.transfers.arrive(state)
 
     def bring_gradients(self, stage: int) -> None:
         """Give parameters the gradients that have left before, if there are any. [7]"""
@@ -202,8 +171,8 @@ class Residence:
         group, parameters = self._gradients[stage]
         if group.slab is not None and group.arriving is None:
             return
-        self._begin(group)
-        self._arrive(group)
+        self.transfers.begin(group)
+        self.transfers.arrive(group)
         for parameter, gradient in zip(parameters, group.tensors, strict=True):
             parameter.grad = gradient
 
@@ -252,7 +221,7 @@ class Residence:
             group, slab = spent[0], spent[0].slab
             group.blank()
             group.slab = None
-            self._give(slab)
+            self.transfers.give(slab, group)
         if spent is not None:
             self._spent[stage] = spent[0]
         self._add_no_more(stage)
@@ -290,47 +259,15 @@ class Residence:
             ModelError: something still sees the weights.
             FileError: what left before could not be written.
         """
-        self.finish()
+        self.transfers.finish()
         changed = stage in self._changed
         self._changed.discard(stage)
         for group in self._weights[stage]:
             writes = changed and group.is_trained
-            self._let_go(group, writes=writes, keeps=stay.keeps)
+            self.transfers.let_go(group, writes=writes, keeps=stay.keeps)
         if stage in self._state:
-            self._let_go(self._state[stage], writes=changed, keeps=False)
+            self.transfers.let_go(self._state[stage], writes=changed, keeps=False)
         self._send_gradients(stage)
-
-    def _let_go(self, group: Group, *, writes: bool, keeps: bool) -> None:
-        slab = group.slab
-        if slab is None:
-            return
-        if group.arriving is not None:
-            self._arrive(group)
-        if writes:
-            assert group.extent is not None
-            group.writing = self._writer.begin(partial(self.store.write, group.extent, slab.view))
-        if keeps:
-            return
-        group.blank()
-        group.slab = None
-        if writes:
-            self._leaving.append((group, slab))
-            return
-        if group.writing is not None:  # what was kept here may still be on its way
-            self._await(group.writing, group, "were not written to")
-        self._give(slab, group)
-
-    def _give(self, slab: Slab, group: Group | None = None) -> None:
-        if not slab.is_held:
-            self.slabs.give(slab)
-            return
-        self.slabs.drop(slab)  # [8]
-        if group is not None and group.whose.startswith(("weights", "frozen")):
-            raise ModelError(
-                f"something still sees the {group.whose} when they leave memory: a layer hands on "
-                "a view of a parameter, or keeps one; let it hand on a copy (parameter.clone()), "
-                "or put it into one stage with those that read it"
-            )
 
     def _send_gradients(self, stage: int) -> None:
         parameters = [one for one in self._parameters[stage] if one.grad is not None]
@@ -354,24 +291,7 @@ class Residence:
         self._gradients[stage] = group, parameters
         for parameter in parameters:
             parameter.grad = None
-        self._let_go(group, writes=True, keeps=False)
-
-    def finish(self) -> None:
-        """Wait until what has left is written, and take its slabs back.
-
-        Raises:
-            FileError: it could not be written.
-            DeadlineError: it takes too long.
-        """
-        leaving, self._leaving = self._leaving, []
-        for group, slab in leaving:
-            assert group.writing is not None
-            try:
-                self._await(group.writing, group, "were not written to")
-            except BaseException:
-                self.slabs.drop(slab)
-                raise
-            self._give(slab, group)
+        self.transfers.let_go(group, writes=True, keeps=False)
 
     @contextmanager
     def visiting(self, stage: int, *, changes: bool = False) -> Iterator[None]:
@@ -389,13 +309,13 @@ class Residence:
                 self._find_state(stage)
                 self._changed.add(stage)
             self.leave(stage, Stay(stage, keeps=here))
-            self.finish()
+            self.transfers.finish()
 
     def forget(self) -> None:
         """A step has failed, or another kind of step begins: let all go that is here. What has
         changed is written; gradients that no update waits for are dropped."""
         with suppress(Exception):  # what failed has been told
-            self.finish()
+            self.transfers.finish()
         for stage in self._weights:
             self._forget(stage)
 
@@ -408,7 +328,7 @@ class Residence:
             if slab is None:
                 continue
             with suppress(Exception):
-                self._arrive(group)
+                self.transfers.arrive(group)
                 if changed and group.is_trained:
                     assert group.extent is not None
                     self.store.write(group.extent, slab.view)
@@ -430,38 +350,10 @@ class Residence:
     def close(self) -> None:
         """End the transfers, and give back the tier and the memory. Weights stay blank."""
         self.forget()
-        self._reader.close()
-        self._writer.close()
+        self.transfers.close()
         self.slabs.clear()
         self.store.close()
 
 
 def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return len(some) == len(others) and all(map(lambda a, b: a is b, some, others))
-
-
-def _hides_tensors(value: object) -> bool:
-    return isinstance(value, list | tuple | dict) and bool(tree.tensors(value))
-
-
-def state_tensors(
-    optimizer: torch.optim.Optimizer | None, parameters: Sequence[nn.Parameter]
-) -> list[Tensor]:
-    """What an optimizer keeps of parameters in tensors; single numbers are not worth the way."""
-    if optimizer is None:
-        return []
-    for key, kept in optimizer.state.items():
-        if not isinstance(key, nn.Parameter) or any(map(_hides_tensors, kept.values())):
-            raise InputError(
-                f"{type(optimizer).__name__} keeps tensors that belong to no parameter of its "
-                "stage, or several in a list, and these cannot come and go with it; take another "
-                'optimizer, or plan with spill="never"'
-            )
-    own = {id(parameter) for parameter in parameters}
-    return [
-        value
-        for parameter, state in optimizer.state.items()
-        if id(parameter) in own
-        for value in state.values()
-        if isinstance(value, Tensor) and value.dim() and value.layout is torch.strided
-    ]

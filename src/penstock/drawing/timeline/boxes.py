@@ -9,6 +9,7 @@ from penstock.drawing.markup import Rectangle, lines, tag, text_width, write
 from penstock.drawing.timeline.labels import Names
 from penstock.drawing.timeline.version_marks import BAND, READING, band, in_words, update_tick
 from penstock.schedule.op import COMPUTE, Kind
+from penstock.schedule.residence import UPDATES
 from penstock.timing.spans import BUSY, Span
 from penstock.timing.timeline import Timeline
 from penstock.units import TimeUnit, picture_seconds
@@ -20,6 +21,7 @@ LETTERS: Mapping[Kind, str] = {
     Kind.BACKWARD_INPUT: "I",
     Kind.BACKWARD_WEIGHT: "W",
     Kind.UPDATE: "U",
+    Kind.LATE_UPDATE: "U",
 }
 """The letter of each kind, and its class in the style sheet."""
 
@@ -30,6 +32,7 @@ WORDS: Mapping[Kind, str] = {
     Kind.BACKWARD_INPUT: "input gradient",
     Kind.BACKWARD_WEIGHT: "weight gradient",
     Kind.UPDATE: "update",
+    Kind.LATE_UPDATE: "update of the minibatch before",
 }
 
 PALEST = 3
@@ -205,14 +208,14 @@ def ink(kind: Kind, level: int) -> str:
     letter = LETTERS[kind]
     if kind in _MARKS:
         return f"on-{letter} s{level}"
-    return "on-dark" if kind is Kind.UPDATE or (kind is Kind.BACKWARD and level == 0) else ""
+    return "on-dark" if kind in UPDATES or (kind is Kind.BACKWARD and level == 0) else ""
 
 
 def tooltip(span: Span, unit: TimeUnit) -> str:
     """What a span is, in words."""
     op = span.op
     what = f"{WORDS[op.kind]}, stage {op.stage}"
-    if op.kind is not Kind.UPDATE:
+    if op.kind not in UPDATES:
         what += f", microbatch {op.microbatch}"
         what += f", slice {op.slice}" if op.slice else ""
     times = f"{unit.show(span.start)} → {unit.show(span.end)}"

@@ -8,7 +8,7 @@ from penstock.drawing.timeline.excerpt import whole_of
 from penstock.schedule.op import COMPUTE, Kind, Op
 from penstock.timing.timeline import Timeline
 
-_SHORT = {Kind.UPDATE: "U"}
+_SHORT = {Kind.UPDATE: "U", Kind.LATE_UPDATE: "U"}
 
 
 class Names:
@@ -52,7 +52,7 @@ class Names:
     def label(self, op: Op, rank: int) -> str:
         """Kind and microbatch, as in ``F0``; behind it the slice, as in ``F0.1``, and where a
         microbatch visits several stages of the rank, the stage's letter, as in ``F0b``."""
-        if op.kind is Kind.UPDATE:
+        if op.kind in _SHORT:
             return _SHORT[op.kind]
         # Beside F0.1, a plain F0 would look like the whole microbatch.
         slice_ = f".{op.slice}" if self._sliced else ""

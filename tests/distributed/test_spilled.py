@@ -1,0 +1,79 @@
+"""Stages that come and go, where processes meet, memory ends, and anything may be killed."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.plans.spilling import Spill
+from tests.distributed.jobs.spilled import train
+from tests.kit.examples import TIMES, more
+from tests.kit.launch import ENVIRONMENT, forked
+from tests.kit.paths import ROOT
+from tests.kit.spilling import HOST
+
+JOB = Path(__file__).parent / "jobs" / "spilled.py"
+
+
+def job(*arguments):
+    """A process of its own, from which lines can be read."""
+    command = [sys.executable, str(JOB), *map(str, arguments)]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def told(*arguments):
+    """What a job says last."""
+    with job(*arguments) as process:
+        output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    return json.loads(output.splitlines()[-1])
+
+
+def test_two_processes_give_the_bits_of_what_stays(tmp_path):
+    done = forked(JOB, 2, "ranks", str(tmp_path))
+    assert set(done.reports) == {0, 1}, done.output
+    assert done.reports[0] == train(None, None, num_ranks=2)
+    assert done.reports[1]["losses"] == done.reports[0]["losses"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("way", [more("spilled"), more("memory")])
+def test_the_system_allows_a_part_of_what_is_trained(tmp_path, way):
+    """RLIMIT_DATA is what the process has before, the budget, and a little."""
+    report = told(way, tmp_path)
+    if way == "memory":
+        assert "allocate memory" in report["error"]
+        return
+    assert report["peak"] <= report["allowed"]
+    assert len(report["losses"]) == 3
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_kill_at_any_moment_leaves_the_last_checkpoint_and_nothing_else(tmp_path):
+    expected = train(None, Spill(tier=HOST))
+    chance = random.Random(5)
+    for attempt in range(1 if TIMES == 1 else 100):
+        folder = tmp_path / str(attempt) / "run"
+        folder.parent.mkdir()
+        with job("alone", folder) as process:
+            for _ in range(chance.randint(1, 4)):
+                process.stdout.readline()
+            process.send_signal(signal.SIGKILL)
+        assert [path.name for path in folder.parent.iterdir()] == ["run"]  # no spill file
+        done = train(folder, Spill(tier=HOST))
+        assert 0 < len(done["losses"]) < len(expected["losses"])
+        assert done["losses"] == expected["losses"][-len(done["losses"]) :]
+        assert done["digest"] == expected["digest"]
