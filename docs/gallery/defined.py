@@ -23,6 +23,9 @@ def defined(policy: Policy) -> Iterator[tuple[str, str]]:
         "Tied weights",
         "Refused between stages, whose gradients would be of different ages; allowed within one.",
     )
+    if policy.activations == "newest":
+        yield from _of_live_streams()
+        return
     yield "Replicas", _replicas(policy)
     yield "Recomputation", _recomputation(policy)
     if not policy.stashes:
@@ -37,6 +40,33 @@ def defined(policy: Policy) -> Iterator[tuple[str, str]]:
         "Not to be had",
         "`update=False` (a stream updates as it goes), `post_validate=True` (nothing to validate), "
         "parameters with hooks or of a class of their own (versions would not have them).",
+    )
+
+
+def _of_live_streams() -> Iterator[tuple[str, str]]:
+    yield (
+        "Replicas",
+        "Refused: a gradient goes through the frame that its stage has just seen. Cut the model "
+        "into more stages.",
+    )
+    yield (
+        "Recomputation",
+        '`recomputing("layers")` changes nothing; `recomputing("stage")` is refused: a backward '
+        "goes through what a forward has just left, so there is nothing older to make again.",
+    )
+    yield (
+        "What a backward sees",
+        "One forward's activations with the weights that made them, as on one device; only the "
+        "gradient that comes in is an older frame's. So parameters may have hooks, and layers may "
+        "write into theirs.",
+    )
+    yield (
+        "State of layers",
+        "What a layer carries from frame to frame, and detaches, sees each frame once, in order.",
+    )
+    yield (
+        "Not to be had",
+        "`update=False` (a stream updates as it goes), `post_validate=True` (nothing to validate).",
     )
 
 
@@ -65,7 +95,7 @@ def _batch_norm(policy: Policy) -> str:
         'in order. `batch_norm="minibatch"` is refused, because it needs a flush; so are running '
         "statistics in a stage with replicas."
     )
-    if policy.stashes:
+    if policy.stashes or policy.activations == "newest":
         return text
     return f"{text} A backward uses the statistics of its forward, and the newest scale."
 
@@ -75,7 +105,7 @@ def _mixed_precision(policy: Policy) -> str:
         "`grad_scaler=` is refused: whether gradients are finite would have to be agreed on by all "
         "stages; bfloat16 needs none."
     )
-    if policy.stashes:
+    if policy.stashes or policy.activations == "newest":
         return f"`torch.autocast` around the loop, as always. {scaler}"
     return (
         "`torch.autocast` is refused: it makes copies of the weights, which autograd saves, so "

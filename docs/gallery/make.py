@@ -17,8 +17,8 @@ from pathlib import Path
 import policies
 from pages import HERE, bibtex, filled, linked, options, paragraphs, percent, table
 
-from penstock.cli.sources import Drawable, load
-from penstock.drawing import draw, draw_scatter, draw_stacked
+from penstock.cli.sources import Drawable, load_shown
+from penstock.drawing import draw, draw_borrowed, draw_scatter, draw_stacked
 from penstock.errors import InputError
 from penstock.schedule import Schedule, families
 from penstock.schedule.about import About, about
@@ -53,8 +53,9 @@ def _write_schedules(target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     told = [about(name) for name in families.names()]
     for one in told:
-        draw(_drawn(one.name)[1].timeline, target / f"{one.name}.svg")
+        draw(_drawn(one.name)[1].shown, target / f"{one.name}.svg")
         (target / f"{one.name}.md").write_text(_family_page(one), encoding="utf-8")
+    draw_borrowed(target / "partime-ticks.svg", 3)
     chosen = _built(CHOICE)
     draw_scatter([(name, one.timeline) for name, one in chosen.items()], target / "choosing.svg")
     pair = [(name, _load(name, 4, 8).timeline) for name in ("1f1b", "zb-h2")]
@@ -66,10 +67,10 @@ def _write_schedules(target: Path) -> None:
 @cache
 def _load(name: str, ranks: int, microbatches: int, costs: Costs | None = None) -> Drawable:
     if costs is None:
-        return load(name, ranks, microbatches, Costs())
+        return load_shown(name, ranks, microbatches, Costs())
     known = _load(name, ranks, microbatches)
     if known.schedule is None or "costs" in [option.name for option in about(name).options]:
-        return load(name, ranks, microbatches, costs)
+        return load_shown(name, ranks, microbatches, costs)
     # The order is the same for all costs, and need not be built again.
     per_rank = known.schedule.num_stages / known.schedule.num_ranks
     return Drawable(simulate(known.schedule, costs.spread(per_rank)), known.schedule)
@@ -94,14 +95,14 @@ def _built(size: tuple[int, int], costs: Costs | None = None) -> dict[str, Drawa
 
 
 def _numbers(source: Drawable) -> list[str]:
-    timeline, schedule, _ = source
+    timeline, schedule = source.shown, source.schedule
     assert schedule is not None  # it comes from a family
     return [
         f"{timeline.makespan:.5g}",
         percent(timeline.bubble),
         percent(timeline.stage_bubble),
         f"{max(timeline.peak_activations):.4g}",
-        str(schedule.num_hops),
+        str(source.num_hops),
         str(schedule.weight_copies),
     ]
 
@@ -112,6 +113,19 @@ _COLUMNS = ("makespan", "bubble", "stage bubble", "peak", "hops", "copies")
 
 def _runs(name: str, schedule: Schedule | None) -> str:
     assert schedule is not None  # it comes from a family
+    if _is_live(name):
+        return (
+            "Each row is m ticks of the steady state, in which frames come as fast as they are "
+            "taken: a long stream has no bubble; what there is here is where the ticks of the "
+            "ranks are cut off. An output comes p forwards and p−1 hops after its frame, if frames "
+            "come no faster than they are taken, and p ticks after it at most, if no more than p "
+            "frames are let in; a wait in front comes on top.\n\n"
+            "![Two ticks of PARTIME on 3 stages](partime-ticks.svg)\n\n"
+            "Penstock's runtime performs it, with the results of the same recurrence on one "
+            f"device, tick by tick. The policy is [{USUAL[name].name}]"
+            f"(../versions/{USUAL[name].name}.md), and no other; "
+            "[how to learn on a live stream](../streams.md)."
+        )
     if name in USUAL:
         return (
             f"Each row is a stream of m microbatches, which fills the pipeline once and drains it "
@@ -127,6 +141,10 @@ def _runs(name: str, schedule: Schedule | None) -> str:
     if schedule.num_slices > 1:
         return f"{runs}, where layers say how they work on a slice (see `penstock.stage.slices`)."
     return f"{runs}."
+
+
+def _is_live(name: str) -> bool:
+    return name in USUAL and USUAL[name].activations == "newest"
 
 
 def _steady(name: str) -> float:

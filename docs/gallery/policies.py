@@ -18,7 +18,7 @@ from typing import NamedTuple
 from defined import defined
 from pages import bibtex, filled, linked, options, paragraphs, percent, table
 
-from penstock.cli.sources import load
+from penstock.cli.sources import load, load_with_versions
 from penstock.cluster import Cluster
 from penstock.drawing import draw, draw_stacked
 from penstock.graph import Layer, LayerGraph
@@ -35,6 +35,8 @@ from penstock.versions import POLICIES, Latest, PipeMare, Policy, Predict, Stash
 
 NUM_STAGES, NUM_MICROBATCHES, MINIBATCH = 4, 12, 4
 """Of the pictures."""
+NUM_TICKS = 6
+"""Of the picture of a live stream."""
 SIZES = (4, 8)
 RATIOS = (1, 2, 4, 8)
 """Of microbatches to stages."""
@@ -49,6 +51,7 @@ ASKED: dict[str, tuple[str, str]] = {
     "2bw": ("DoubleBuffer()", "2bw"),
     "pipemare": ("PipeMare(t1=1000, t2=0.3)", "pipemare:t1=1000,t2=0.3"),
     "predict": ("Predict()", "predict"),
+    "sideways": ("Sideways()", "sideways"),
 }
 """How to ask for each, in Python and on the command line."""
 
@@ -171,7 +174,12 @@ def _flushed(num_stages: int, minibatch: int, num_microbatches: int) -> Schedule
     return Schedule.of(ranks, one.name)
 
 
+@cache
 def _drawn(name: str) -> Stream:
+    policy = POLICIES[name]()
+    if policy.activations == "newest":
+        live = load_with_versions(policy.family, NUM_STAGES, NUM_TICKS, Costs())
+        return Stream(live.shown, (1,) * NUM_STAGES)
     return stream(POLICIES[name](), NUM_STAGES, MINIBATCH, NUM_MICROBATCHES)
 
 
@@ -223,14 +231,14 @@ def _page(one: About) -> str:
         law=one.law,
         details=paragraphs(one.details),
         ranks=str(NUM_STAGES),
-        microbatches=str(NUM_MICROBATCHES),
+        microbatches=str(_num_drawn(policy)),
         drawn=_how_drawn(policy),
         bubble=_whose_bubble(policy),
         command=_command(policy),
         reads=_reads(policy),
         text=draw(_drawn(one.name).timeline, versions=True),
         memory=_memory(one.name),
-        measured=_MEASURED if policy.asynchronous else "",
+        measured=_MEASURED if policy.asynchronous and policy.activations == "own" else "",
         wins=one.wins,
         loses=one.loses,
         defined="\n".join(f"- **{topic}.** {text}" for topic, text in defined(policy)),
@@ -251,9 +259,13 @@ def _command(policy: Policy) -> str:
         )
     policy_option = f" --policy {policy.name}" if policy.name != "2bw" else ""
     return (
-        f"penstock draw {policy.family} -p {NUM_STAGES} -m {NUM_MICROBATCHES} --versions"
+        f"penstock draw {policy.family} -p {NUM_STAGES} -m {_num_drawn(policy)} --versions"
         f"{policy_option} -o {policy.name}.svg` draws it"
     )
+
+
+def _num_drawn(policy: Policy) -> int:
+    return NUM_TICKS if policy.activations == "newest" else NUM_MICROBATCHES
 
 
 def _how_drawn(policy: Policy) -> str:
@@ -265,6 +277,12 @@ def _how_drawn(policy: Policy) -> str:
 def _whose_bubble(policy: Policy) -> str:
     if not policy.asynchronous:
         return "The bubble is that of any number of minibatches."
+    if policy.activations == "newest":
+        return (
+            "These are ticks in the middle of a stream: each frame meets, at each stage, the "
+            "gradient\nof an older one, with the same weights. The bubble is where ticks are cut "
+            "off; in a stream there is none."
+        )
     whole = (
         "The bubble is that of filling and draining so short a stream; in between there is none."
     )

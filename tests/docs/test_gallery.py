@@ -223,7 +223,8 @@ def test_what_is_not_said_to_be_refused_trains():
     rows = re.findall(r"^\| (.*?) \|", (DOCS / "asynchronous.md").read_text(), re.M)
     assert {*REFUSED} == {*rows[rows.index("`clip_norm=`") :]}
     for policy in POLICIES.values():
-        _train(policy=policy(), autocast=policy.stashes, clip_stage_norm=1.0)
+        autocast = policy.stashes or policy.activations == "newest"
+        _train(policy=policy(), autocast=autocast, clip_stage_norm=1.0)
         _train(policy=policy(), change=_tracking)
     _train(policy=versions.VerticalSync(), replicas="2-2")
 
@@ -232,6 +233,13 @@ def test_recomputing_reads_what_the_pages_say(modules):
     """Where a policy stashes, it changes nothing; otherwise, what is trained."""
     for name, policy in POLICIES.items():
         said = dict(modules["defined"].defined(policy()))
+        if policy.activations == "newest":
+            assert '`recomputing("stage")` is refused' in said["Recomputation"]
+            with pytest.raises(PenstockError, match="goes back right behind a forward"):
+                _train(policy=policy(), recompute="stage")
+            plain, again = _train(policy=policy()), _train(policy=policy(), recompute="layers")
+            assert all(map(torch.equal, plain.parameters(), again.parameters()))
+            continue
         if policy.asynchronous:
             assert said["Recomputation"].startswith("Changes nothing") == policy.stashes
         plain, again = _train(policy=policy()), _train(policy=policy(), recompute="stage")

@@ -76,22 +76,28 @@ def replayed(plan: pk.Plan, given: Sequence[Given], model: nn.Module | None = No
     return [told for told in seen if told is not None] + replay.finish(), model, replay
 
 
-def differences(results, seen) -> list[str]:
-    """Where results differ from what they should be, to the last bit."""
+def differences(results, seen, tolerance: float = 0.0) -> list[str]:
+    """Where results differ from what they should be, by default to the last bit."""
     apart = [] if len(results) == len(seen) else [f"{len(results)} results, not {len(seen)}"]
     for result, told in zip(results, seen, strict=False):
-        if not torch.equal(result.output, told.output):
+        if not _close(result.output, told.output, tolerance):
             apart.append(f"output of frame {result.frame}")
         if (result.loss is None) != (told.loss is None) or (
-            told.loss is not None and not torch.equal(result.loss, told.loss)
+            told.loss is not None and not _close(result.loss, told.loss, tolerance)
         ):
             apart.append(f"loss of frame {result.frame}")
     return apart
 
 
-def weights_apart(model: nn.Module, other: nn.Module) -> list[str]:
+def weights_apart(model: nn.Module, other: nn.Module, tolerance: float = 0.0) -> list[str]:
     """Parameters and buffers that differ."""
     theirs = other.state_dict()
     return [
-        name for name, value in model.state_dict().items() if not torch.equal(value, theirs[name])
+        name
+        for name, value in model.state_dict().items()
+        if not _close(value, theirs[name], tolerance)
     ]
+
+
+def _close(value: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+    return torch.allclose(value, other, rtol=tolerance, atol=tolerance)

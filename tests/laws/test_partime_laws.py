@@ -178,6 +178,13 @@ def test_what_cannot_be_is_refused(message):
         pk.plan(graph_of(4), pk.Cluster.local(4), microbatches=1, **REFUSED[message])
 
 
+def test_a_stage_does_not_run_forward_twice_for_what_it_has_just_left():
+    plan = pk.plan(graph_of(4), pk.Cluster.local(2), stages=2, schedule="partime")
+    assert plan.recomputing("layers").stages[0].recompute == "layers"
+    with pytest.raises(InputError, match="stage 0 is to run forward twice, but partime goes back"):
+        plan.recomputing("stage")
+
+
 def test_frames_are_not_summed():
     with pytest.raises(InputError, match="updates after each frame; leave updates out"):
         Sideways(updates="minibatch")

@@ -36,6 +36,7 @@ from tests.kit.live import (
     weights_apart,
 )
 from tests.kit.streams import WIDTH, cuts_of, layered_model
+from tests.numerics.test_one_logical_model_shared import UNet, picture_batch
 
 KINDS = st.lists(st.sampled_from([LEARN, LEARN, UNLABELLED, PREDICT]), min_size=1, max_size=16)
 
@@ -476,3 +477,24 @@ def test_the_timeline_shows_the_order_of_the_schedule():
 
 def test_pk_stream_is_public():
     assert pk.stream.__module__.startswith("penstock.live")
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_skips_and_their_gradients_cross_stages_and_checkpoints(tmp_path, num_stages):
+    whole, resumed = UNet(dropout=0.1), UNet(dropout=0.1)
+    frames = [Given(*picture_batch(2, seed)) for seed in range(18)]
+    frames[4] = frames[4]._replace(target=None)
+    plan = live_plan(whole, num_stages)
+    with stream_of(whole, plan) as stream:
+        begun = pushed(stream, frames[:9])
+        stream.save(tmp_path)
+        rest = pushed(stream, frames[9:])
+    seen, reference, _ = replayed(plan, frames, UNet(dropout=0.1))
+    # A value that several stages take has several gradients, which are added in another order.
+    assert not differences([*begun, *rest], seen, tolerance=1e-12)
+    assert not weights_apart(whole, reference, tolerance=1e-12)
+    with stream_of(resumed, plan) as stream:
+        assert stream.load(tmp_path) == 9
+        again = pushed(stream, frames[9:])
+    assert not differences(again, rest)
+    assert not weights_apart(resumed, whole)

@@ -17,7 +17,9 @@ MOST_SLOWDOWN = 2.0
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200)]
 
 
-@pytest.mark.parametrize(("way", "count"), [("steps", 2_000), ("stream", 20_000)])
+@pytest.mark.parametrize(
+    ("way", "count"), [("steps", 2_000), ("stream", 20_000), ("live", 100_000)]
+)
 def test_a_long_run_leaks_nothing_and_does_not_slow_down(way, count):
     job = torchrun(JOB, 2, way, str(count), limit_seconds=1100)
     assert set(job.reports) == {0, 1}, job.output

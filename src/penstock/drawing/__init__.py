@@ -1,6 +1,7 @@
 """Pictures of a timeline: text, SVG, HTML, Chrome trace. One function, ``draw``, for all of them;
 ``draw_plan`` for a plan with its timeline, ``draw_stacked`` for several timelines on one axis,
-``draw_scatter`` for memory against bubble, ``write_report`` for a whole training run."""
+``draw_scatter`` for memory against bubble, ``draw_borrowed`` for two ticks of PARTIME,
+``write_report`` for a whole training run."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ from typing import TYPE_CHECKING
 from penstock.lazily import loaded_when_used
 
 if TYPE_CHECKING:
-    from penstock.drawing.formats import draw, draw_plan, draw_scatter, draw_stacked
+    from penstock.drawing.formats import (
+        draw,
+        draw_borrowed,
+        draw_plan,
+        draw_scatter,
+        draw_stacked,
+    )
     from penstock.drawing.plan.picture import PlanPicture
     from penstock.drawing.report.run_report import Fact, Report, Series, StageRow, TimelineRecord
     from penstock.drawing.report.writing import read_report, write_report
@@ -18,7 +25,13 @@ else:
     __getattr__ = loaded_when_used(
         __name__,
         {
-            "penstock.drawing.formats": ("draw", "draw_plan", "draw_scatter", "draw_stacked"),
+            "penstock.drawing.formats": (
+                "draw",
+                "draw_borrowed",
+                "draw_plan",
+                "draw_scatter",
+                "draw_stacked",
+            ),
             "penstock.drawing.plan.picture": ("PlanPicture",),
             "penstock.drawing.report.run_report": (
                 "Fact",
@@ -40,6 +53,7 @@ __all__ = [
     "StageRow",
     "TimelineRecord",
     "draw",
+    "draw_borrowed",
     "draw_plan",
     "draw_scatter",
     "draw_stacked",

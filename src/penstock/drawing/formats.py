@@ -123,6 +123,18 @@ def draw_scatter(timelines: Sequence[Titled], path: str | os.PathLike[str]) -> s
     return _drawn((".svg",), lambda _, scattered: scatter_timelines(scattered), timelines, path)
 
 
+def draw_borrowed(path: str | os.PathLike[str], num_stages: int = 3) -> str:
+    """Draw two ticks of PARTIME, with an arrow from each gradient to the forward whose activations
+    it goes through, into an ``.svg``; otherwise as ``draw``.
+
+    Args:
+        num_stages: rows, from 1 to 8.
+    """
+    from penstock.drawing.borrowed import borrowed
+
+    return _drawn((".svg",), lambda _, count: borrowed(count), num_stages, path)
+
+
 def _drawn(
     kinds: Sequence[str],
     render: Callable[[str, Pictured], str],

@@ -372,7 +372,7 @@ class Stream:
         finally:
             self._parts.layout.let_go()
             self._parts.driver.close()
-        self._keeper.close()
+            self._keeper.close()
 
     @property
     def num_gradients_dropped(self) -> int:

@@ -4,7 +4,7 @@
 ``setting`` one that is built, ``cuts`` where its stages begin, ``candidate`` both together:
 ``pricing`` says what its stages cost, ``moments`` and ``limits`` what it needs and may use,
 ``bounds`` what it takes at least. ``race`` finds the best, ``why`` says what decided, ``shortfall``
-why there is none.
+why there is none; ``live`` finds the fewest devices that keep up with a source.
 
 Decisions:
 

@@ -11,6 +11,7 @@ from penstock.plans.stage_plan import StagePlan
 from penstock.schedule import Schedule
 from penstock.units import count_of
 from penstock.values import MOST_BYTES, whole
+from penstock.versions import Policy
 
 
 def check_counts(least: int, **counts: int) -> None:
@@ -77,6 +78,17 @@ def check_placement(schedule: Schedule, stages: Sequence[StagePlan], *, has_repl
                 f"stage {index} is on rank {stage.rank}, but {schedule.name} runs it on rank "
                 f"{', '.join(map(str, ranks))}"
             )
+
+
+def check_recompute(stages: Sequence[StagePlan], schedule: str, policy: Policy) -> None:
+    """Raise ``InputError`` if a stage is to run forward twice where a backward goes through what
+    the newest forward has just left: there is nothing older to make again."""
+    again = [index for index, stage in enumerate(stages) if stage.recompute == "stage"]
+    if again and policy.activations == "newest":
+        raise InputError(
+            f"stage {again[0]} is to run forward twice, but {schedule} goes back right behind a "
+            'forward, through what it has left; leave recompute out, or take "layers"'
+        )
 
 
 def check_replicas(replicas: Sequence[int], num_microbatches: int) -> None:

@@ -48,7 +48,7 @@ class ExplainedStage(Value, frozen=True, kw_only=True):
         activation_bytes: memory of these activations.
         stability_bound: ``stability_bound`` of the delay.
         rate_factor: what the learning rate is multiplied by because updates are means over
-            replicas.
+            replicas, or because a policy makes up for old gradients.
     """
 
     layers: tuple[str, ...]
@@ -257,10 +257,11 @@ def _has_drift(policy: Policy, place: Place) -> bool:
 
 def _rate_factor(plan: Plan, stage: int) -> float:
     """As the engine has it: an update per microbatch is the mean over r replicas, with r times the
-    rate."""
+    rate; and what the policy does about the age of gradients."""
     policy = plan.versions
     by_microbatch = policy.asynchronous and policy.updates == "microbatch"
-    return float(plan.replicas[stage]) if by_microbatch else 1.0
+    replicas = float(plan.replicas[stage]) if by_microbatch else 1.0
+    return replicas * policy.damping(plan.place(stage))
 
 
 def _summary(plan: Plan) -> str:

@@ -22,6 +22,7 @@ from penstock.plans.consistency import (
     check_model,
     check_options,
     check_placement,
+    check_recompute,
     check_replicas,
 )
 from penstock.plans.orders import (
@@ -130,6 +131,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
             check_replicas(self.replicas, self.num_microbatches)
         check_devices(self.devices, self.num_ranks, self.num_tensor_ranks, self.stages)
         check_policy(self.versions, self.schedule, self.replicas, self.num_microbatches)
+        check_recompute(self.stages, self.schedule, self.versions)
         # Follows from the policy, whoever wrote the file.
         stages = (
             replace(stage, weight_versions=weight_copies(self.versions, self.place(index)))

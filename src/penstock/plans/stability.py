@@ -18,7 +18,7 @@ class Stability(Value, frozen=True, kw_only=True):
         delay: by how many updates its gradients are late.
         learning_rate: what its optimizer is given.
         curvature: the largest that the loss has in the stage's weights.
-        product: rate × curvature, times the stage's replicas where they multiply the rate.
+        product: rate × curvature, times what replicas or the policy multiply the rate by.
         bound: the largest product that is stable.
         largest_rate: the largest learning rate that is stable; infinite without curvature.
     """
@@ -41,6 +41,7 @@ class Stability(Value, frozen=True, kw_only=True):
         """The comparison in a sentence, and what to do if it is beyond the bound."""
         factor = self.product / (self.learning_rate * self.curvature) if self.product else 1.0
         replicas = f" × {factor:.3g} replicas" if factor > 1 + 1e-9 else ""
+        replicas = f" / {1 / factor:.3g} for their age" if factor < 1 - 1e-9 else replicas
         compared = (
             f"stage {self.stage}: learning rate {self.learning_rate:.3g} × curvature "
             f"{self.curvature:.3g}{replicas} = {self.product:.3g} is "

@@ -2,14 +2,22 @@
 
 ``costs`` are the durations of ops and messages; ``simulator`` turns a schedule and costs into a
 ``timeline``, which is made of ``spans`` and has a file (``timeline_file``); of a timeline, ``idle``
-says where its gaps come from, ``measured`` what its ops cost, and ``parting`` where it departs from
-its prediction.
+says where its gaps come from, ``measured`` what its ops cost, ``flow`` how fast and how late things
+go through, and ``parting`` where it departs from its prediction.
 
 Decisions:
 
 Two simulators, one meaning. ``events`` is the one to read. ``waves`` works on the columns of large
 schedules, where every rank takes a step at once in numpy; it asks the same rule, and tests hold it
 to the same bits.
+
+A live source is part of the simulation, and so is the rule by which it lets frames in: of a stream
+whose backwards go through the newest activations, as many at once as there are stages. The order of
+its ops alone would let twice as many in, which then wait between stages.
+
+The pace of a stream is read off its forwards, over whole periods of their rhythm (``flow.beat``): a
+loop of n microbatches has a rhythm of n, and any other length tells another pace. Forwards know
+nothing of how a stream ends.
 
 Idle time is split by thinking the step through again, once with usual op times and free messages,
 once with real op times and free messages. A gap has no single cause; what one cause adds to the

@@ -39,6 +39,7 @@ the order of ranks, so that the sum has the same bits everywhere and in the repl
 
 from __future__ import annotations
 
+from penstock.versions.base import Place, Updates
 from penstock.versions.book import Trace, VersionBook, trace, versions_read
 from penstock.versions.fit import check_policy, least_minibatch, place_of, rounds_of, weight_copies
 from penstock.versions.policies import (
@@ -48,13 +49,11 @@ from penstock.versions.policies import (
     Flush,
     Latest,
     PipeMare,
-    Place,
     Policy,
     Predict,
     Rates,
     Sideways,
     Stash,
-    Updates,
     VerticalSync,
     rate_factor,
 )

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from penstock.errors import InputError
 from penstock.schedule import Schedule
 from penstock.schedule.rounds import Rounds, fewest_per_update, warm_up
-from penstock.versions.policies import USUAL, DoubleBuffer, PipeMare, Place, Policy, VerticalSync
+from penstock.versions.base import Place
+from penstock.versions.policies import USUAL, DoubleBuffer, PipeMare, Policy, VerticalSync
 
 
 def place_of(policy: Policy, replicas: Sequence[int], stage: int, num_microbatches: int) -> Place:

@@ -2,86 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import ceil
 from typing import ClassVar, Literal, get_args
 
 from penstock.errors import InputError
 from penstock.schedule.schedule import Activations
-from penstock.values import Value, is_number, is_whole, one_of, shown
+from penstock.values import is_number, is_whole, one_of, shown
+from penstock.versions.base import BasePolicy, Place, Updates
 
-Updates = Literal["microbatch", "minibatch"]
 Rates = Literal["divided", "given"]
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a stage stands in a pipeline.
-
-    Attributes:
-        stage: its number, from 0.
-        num_stages: how many the pipeline has.
-        warm_up: forwards that it (each of its replicas) runs before its first backward.
-        per_update: microbatches (of each replica) that make one update.
-    """
-
-    stage: int
-    num_stages: int
-    warm_up: int
-    per_update: float = 1.0
-
-
-class _Policy(Value, frozen=True, tag_field="policy"):
-    """What every policy answers."""
-
-    asynchronous: ClassVar[bool] = True
-    stashes: ClassVar[bool] = True
-    """Whether a backward reads what its forward read; otherwise, the weights of its own time."""
-    activations: ClassVar[Activations] = "own"
-    """Which activations a backward goes through: its own forward's, or the newest of its stage."""
-    ahead: ClassVar[int] = 1
-    """How far forwards run ahead in the order of its schedule, as ``rounds.warm_up`` takes it."""
-    family: ClassVar[str] = "pipedream"
-    """The schedule that it usually runs on."""
-    updates: Updates = "microbatch"
-
-    def __post_init__(self) -> None:
-        one_of("updates", self.updates, ("microbatch", "minibatch"))
-
-    @property
-    def name(self) -> str:
-        """For people and files."""
-        return str(self.__struct_config__.tag)
-
-    def forward_version(self, round: int, newest: int, num_stages: int) -> int:
-        """The version that a forward reads.
-
-        Args:
-            round: which update of the stage its gradient will be part of, from 0.
-            newest: how many updates the stage has made so far.
-            num_stages: how many the pipeline has.
-        """
-        return newest
-
-    def delay(self, place: Place) -> float:
-        """Updates between the version that a forward reads and the one that its gradient is applied
-        to, in the steady state; a mean where microbatches of a minibatch read different ones."""
-        return place.warm_up / place.per_update
-
-    def damping(self, place: Place) -> float:
-        """What the learning rates of a stage are multiplied by because its gradients are old."""
-        return 1.0
-
-    def versions_held(self, place: Place) -> int:
-        """The most versions of a stage's weights that are alive at once."""
-        return ceil(place.warm_up / place.per_update) + 1
-
-    def extra_copies(self, place: Place) -> int:
-        """Further buffers as large as the weights that stay from update to update."""
-        return 0
-
-
-class Flush(_Policy, frozen=True, tag="flush"):
+class Flush(BasePolicy, frozen=True, tag="flush"):
     """Flush: all microbatches of a minibatch read the same weights, and the pipeline drains at each
     update. What one device computes.
 
@@ -114,7 +45,7 @@ class Flush(_Policy, frozen=True, tag="flush"):
         return 1
 
 
-class Latest(_Policy, frozen=True, tag="latest"):
+class Latest(BasePolicy, frozen=True, tag="latest"):
     """Latest: every pass reads whatever is there, and nothing is kept. A backward goes with the
     newest weights through what the forward computed with older ones, which is the gradient of no
     single function.
@@ -143,7 +74,7 @@ class Latest(_Policy, frozen=True, tag="latest"):
         return 1
 
 
-class Stash(_Policy, frozen=True, tag="stash"):
+class Stash(BasePolicy, frozen=True, tag="stash"):
     """Weight stashing: a backward reads the version that its forward read; the delay is p−1−s
     updates at stage s.
 
@@ -167,7 +98,7 @@ class Stash(_Policy, frozen=True, tag="stash"):
     """
 
 
-class VerticalSync(_Policy, frozen=True, tag="vertical-sync"):
+class VerticalSync(BasePolicy, frozen=True, tag="vertical-sync"):
     """Vertical sync: a microbatch reads at every stage the version that its first stage read; the
     delay is p−1 updates everywhere, and so is the number of old versions.
 
@@ -206,7 +137,7 @@ class VerticalSync(_Policy, frozen=True, tag="vertical-sync"):
         return place.num_stages
 
 
-class DoubleBuffer(_Policy, frozen=True, tag="2bw"):
+class DoubleBuffer(BasePolicy, frozen=True, tag="2bw"):
     """PipeDream-2BW: gradients of a minibatch are summed, and every stage is one update late; two
     versions are enough.
 
@@ -244,7 +175,7 @@ class DoubleBuffer(_Policy, frozen=True, tag="2bw"):
         return 2
 
 
-class PipeMare(_Policy, frozen=True, tag="pipemare"):
+class PipeMare(BasePolicy, frozen=True, tag="pipemare"):
     """PipeMare: no versions are kept; smaller steps and corrected backwards make up for it.
 
     ``w(t+1) = w(t) − α_t/max(1, τ)^(1−min(t/K, 1))·g_t``, where forwards of minibatch t read what
@@ -314,7 +245,7 @@ class PipeMare(_Policy, frozen=True, tag="pipemare"):
         return int(self.t2 is not None and self.tau(place) > 0)
 
 
-class Predict(_Policy, frozen=True, tag="predict"):
+class Predict(BasePolicy, frozen=True, tag="predict"):
     """Weight prediction: read w − σ·lr·direction, what the weights will be σ updates later if the
     optimizer goes on as it does.
 
@@ -361,7 +292,7 @@ class Predict(_Policy, frozen=True, tag="predict"):
         return 1
 
 
-class Sideways(_Policy, frozen=True, tag="sideways"):
+class Sideways(BasePolicy, frozen=True, tag="sideways"):
     """Sideways: a gradient goes back through the newest activations of each stage, with the weights
     that have just made them, so that one version and one frame's activations are enough.
 
@@ -415,7 +346,7 @@ def rate_factor(delay: float, update: int, anneal_updates: int) -> float:
     return float(max(1.0, delay) ** -(1 - min(update / anneal_updates, 1.0)))
 
 
-def _minibatch_only(policy: _Policy) -> None:
+def _minibatch_only(policy: BasePolicy) -> None:
     if policy.updates != "minibatch":
         raise InputError(f"{policy.name} updates once per minibatch; leave updates out")
 

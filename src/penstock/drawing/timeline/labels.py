@@ -33,6 +33,8 @@ class Names:
             if op.stage == 0 and op.kind is Kind.FORWARD
         }
         self.starts = tuple(sorted(set(self._way.values())))
+        # Where all start on one rank, so did those whose start is not shown.
+        self._unseen = self.starts[0] if len(self.starts) == 1 else -1
         computed = [
             sorted({self._place(op) for op in row.ops if op.kind in COMPUTE})
             for row in timeline.rows
@@ -45,7 +47,7 @@ class Names:
         self._several = [any(letters.values()) for letters in self._letters]
 
     def _place(self, op: Op) -> tuple[int, int]:
-        return self._way.get(op.microbatch, -1), op.stage
+        return self._way.get(op.microbatch, self._unseen), op.stage
 
     def label(self, op: Op, rank: int) -> str:
         """Kind and microbatch, as in ``F0``; behind it the slice, as in ``F0.1``, and where a

@@ -15,9 +15,9 @@ from penstock.run.rank.steps import (
     BackwardInput,
     BackwardWeight,
     Checked,
+    Counted,
     Freed,
     NewVersion,
-    Noted,
     ReceiveGradients,
     ReceiveValue,
     Recompute,
@@ -98,7 +98,7 @@ class Compiler:
     def _bound(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
         step = self._checked(op, program, store)
         if self._updates is not None and op.kind in _VERSIONED:
-            return Noted(op, step, self._updates)
+            return Counted(op, step, self._updates)
         return step
 
     def _checked(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:

@@ -251,7 +251,7 @@ class NewVersion:
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
+class Counted:
     """A step that reads or makes the one version of its stage's weights; which that is is noted."""
 
     op: Op

@@ -22,9 +22,9 @@ from penstock.schedule import Op
 from penstock.stage.protocol import Criterion
 from penstock.values import shown
 
-
 Seeds = dict[tuple[Any, ...], Tensor]
 """Gradients of losses, by weight, scale, dtype and device."""
+_MOST_SEEDS = 64
 
 
 class AwaitedMark(NamedTuple):
@@ -182,6 +182,8 @@ class Work:
         kind = weight, scale, loss.dtype, loss.device
         seed = self._seeds.get(kind)
         if seed is None or seed._version:  # a backward of the user's may have overwritten it
+            if len(self._seeds) >= _MOST_SEEDS:  # minibatches of many sizes weigh differently
+                self._seeds.clear()
             seed = torch.full_like(loss, weight)
             self._seeds[kind] = seed = seed if scale is None else seed * scale
         return seed

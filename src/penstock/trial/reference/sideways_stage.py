@@ -79,7 +79,8 @@ class SidewaysStage:
         made = optimizer(Parameters(named, self.index, self._num_stages, self.age))
         for group in made.param_groups:
             for rate in {"lr", "initial_lr"} & group.keys() if divided else ():
-                group[rate] = group[rate] / max(1, self.age)
+                # As the engine does: a sixth is no number that has all its digits.
+                group[rate] = group[rate] * (1 / max(1, self.age))
         self._optimizer = made
 
     def run(

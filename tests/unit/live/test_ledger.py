@@ -1,0 +1,62 @@
+"""What a stream tells of itself."""
+
+import warnings
+
+import pytest
+import torch
+
+from penstock.live.frames import Frame, Result
+from penstock.live.ledger import Ledger
+
+COUNTS = {"num_dropped": 2, "num_late": 3, "num_waiting": 1, "longest_queue": 4}
+
+
+def ledger_of(values, age, through_newest=True):
+    ledger = Ledger(age, through_newest=through_newest)
+    for number, value in enumerate(values):
+        ledger.given(Frame(number, torch.tensor([value]), None, True, 0.0))
+    return ledger
+
+
+def test_the_quantiles_are_those_of_the_latencies():
+    ledger = Ledger(0, through_newest=False)
+    for number in range(100):
+        ledger.told(Result(number, None, None, (99 - number) / 1000), 2.0 if number % 2 else None)
+    report = ledger.report(**COUNTS)
+    assert report.latency_p50_seconds == pytest.approx(0.050)
+    assert report.latency_p95_seconds == pytest.approx(0.095)
+    assert report.latency_p99_seconds == pytest.approx(0.099)
+    assert (report.mean_loss, report.num_labelled, report.num_results) == (2.0, 50, 100)
+
+
+def test_before_the_first_frame_there_is_nothing_to_tell():
+    report = Ledger(4, through_newest=True).report(**COUNTS)
+    assert report.frames_per_second is report.mean_loss is report.latency_p50_seconds is None
+    assert "not compared" in str(report)
+
+
+def test_change_is_measured_over_the_age_of_a_gradient():
+    # x(t) = 1.01^t changes by 1 − 1.01^−4 in four frames.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = ledger_of([1.01**t for t in range(300)], 4).report(**COUNTS)
+    assert report.mean_change == pytest.approx(1 - 1.01**-4, rel=1e-3)
+
+
+def test_frames_that_are_other_pictures_are_warned_of_once():
+    with pytest.warns(UserWarning, match="Stash") as told:
+        ledger_of([1.0, -1.0, -1.0, 1.0] * 100, 2)
+    assert len(told) == 1
+
+
+def test_a_policy_that_goes_through_its_own_graphs_is_not_warned_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ledger_of([1.0, -1.0, -1.0, 1.0] * 100, 2, through_newest=False)
+
+
+def test_what_holds_no_numbers_is_not_compared():
+    ledger = Ledger(2, through_newest=True)
+    for number in range(100):
+        ledger.given(Frame(number, torch.tensor([number]), None, True, 0.0))
+    assert ledger.report(**COUNTS).mean_change is None
