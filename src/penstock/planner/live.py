@@ -20,6 +20,15 @@ from penstock.versions import USUAL, Policy
 _ROUNDING = 1e-9
 _TIMES_AS_MANY = (2, 4, 8)
 
+PROPOSED = {
+    "pipedream": "weight stashing learned as well as newest activations or better on every stream "
+    "that was measured (docs/streams.md), and its versions and graphs fit",
+    "partime": "one version and one graph per stage; weight stashing, which learned better on many "
+    "streams (docs/streams.md), needs more memory or devices",
+}
+"""Schedules for a live source if none is asked for, the first that does it on the fewest devices,
+and why."""
+
 
 def is_live(schedule: str | None, versions: Policy | None, rate: float | None) -> bool:
     """Whether a frame is a minibatch unless something else is said."""
@@ -37,7 +46,7 @@ def live_schedule(
     """
     if not is_number(rate) or not 0 < rate <= MOST_AMOUNT:
         raise InputError(f"rate is {shown(rate)}; give frames per second, a number > 0")
-    family = schedule or ("partime" if versions is None else versions.family)
+    family = schedule or (next(iter(PROPOSED)) if versions is None else versions.family)
     if family not in USUAL or placement != "exact":
         flushes = f"{family} drains" if family not in USUAL else f"placement={placement!r} drains"
         raise InputError(

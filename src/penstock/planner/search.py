@@ -21,7 +21,7 @@ from penstock.graph import LayerGraph
 from penstock.partition import cost_model as find_cost_model
 from penstock.planner.candidate import Candidate
 from penstock.planner.doubts import doubts_about
-from penstock.planner.live import Kept, is_live, keeping, live_schedule, missing
+from penstock.planner.live import PROPOSED, Kept, is_live, keeping, live_schedule, missing
 from penstock.planner.offers import PLAIN, REPLICATED
 from penstock.planner.race import Race, closest, fastest
 from penstock.planner.reordering import in_other_orders, learned
@@ -124,8 +124,9 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         placement: ``"reinforce"`` lets a policy learn which device takes which layers of a
             branching model (``docs/learned-placement.md``); ``"exact"`` cuts chains best.
         rate: frames per second of a live source, each frame a microbatch. The plan then has the
-            fewest devices that keep up with it; the schedule is ``partime`` unless another one that
-            never flushes is asked for. By default, as many as make it fastest.
+            fewest devices that keep up with it; if no schedule is asked for, ``pipedream`` with
+            weight stashing, which learned best (``docs/streams.md``), or ``partime`` where that
+            needs fewer devices or is all that fits. By default, as many as make it fastest.
         spill: whether stages may come from one of the cluster's tiers and leave again
             (``docs/larger-than-memory.md``): ``"where-needed"``, if nothing fits otherwise;
             ``"never"`` or ``"always"``.
@@ -152,6 +153,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     flag("asynchronous", asynchronous)
     expect(cuts, list | tuple, "cuts", "give a list of layers, as in cuts=[3]")
     _check_counts(graph, microbatches, minibatch, stages, memory_bytes)
+    proposes = schedule is None and versions is None
     if rate is not None:
         schedule = live_schedule(schedule, versions, rate, placement)
     if microbatches is None and minibatch is None and is_live(schedule, versions, rate):
@@ -198,7 +200,28 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     never = versions is not None and versions.asynchronous
     if never and recompute in ("stage", "layers"):
         raise InputError("stages do not run forward twice where the pipeline never flushes")
-    return _solve(tasks, wish) if rate is None else _solve_for_rate(tasks, wish, float(rate))
+    return _solve(tasks, wish) if rate is None else _for_rate(tasks, wish, float(rate), proposes)
+
+
+def _for_rate(tasks: Sequence[Task], wish: Wish, rate: float, proposes: bool) -> Plan:
+    """``proposes``: nobody has said which schedule."""
+    return (_proposed_for_rate if proposes else _solve_for_rate)(tasks, wish, rate)
+
+
+def _proposed_for_rate(tasks: Sequence[Task], wish: Wish, rate: float) -> Plan:
+    """Where no schedule is asked for: the one that learns best of those on the fewest devices."""
+    plans: list[Plan] = []
+    failure: PlanError | None = None
+    for family in PROPOSED:
+        try:
+            plans.append(_solve_for_rate(tasks, replaced(wish, schedule=family), rate))
+        except PlanError as error:
+            failure = error
+    if not plans:
+        assert failure is not None
+        raise failure
+    plan = min(plans, key=lambda plan: plan.num_ranks)
+    return replace(plan, reason=f"{plan.reason}; {PROPOSED[plan.schedule]}")
 
 
 def _solve_for_rate(tasks: Sequence[Task], wish: Wish, rate: float) -> Plan:

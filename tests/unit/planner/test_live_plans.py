@@ -57,16 +57,16 @@ def test_the_fewest_devices_are_taken(seconds, count, hop, times):
     able = [stages for stages, frames in reached.items() if frames >= rate * (1 - 1e-9)]
     if not able:
         with pytest.raises(PlanError, match=r"no plan keeps .* frames/s: the fastest, .* gives"):
-            pk.plan(graph, cluster, rate=rate)
+            pk.plan(graph, cluster, schedule="partime", rate=rate)
         return
-    plan = pk.plan(graph, cluster, rate=rate)
+    plan = pk.plan(graph, cluster, schedule="partime", rate=rate)
     assert (len(plan.stages), plan.num_microbatches) == (min(able), 1)
     assert plan.frames_per_second == pytest.approx(reached[min(able)])
     assert pk.Plan.from_json(plan.to_json()) == plan and plan.rate == rate
 
 
 def test_rate_and_latency_are_told_together():
-    plan = pk.plan(EVEN, cluster_of(4, hop_seconds=0.001), rate=30)
+    plan = pk.plan(EVEN, cluster_of(4, hop_seconds=0.001), schedule="partime", rate=30)
     assert (plan.schedule, plan.num_ranks) == ("partime", 3)
     assert plan.frames_per_second == pytest.approx(1 / 0.03)
     light, saturated = plan.latency
@@ -80,9 +80,26 @@ def test_rate_and_latency_are_told_together():
         "3 stages with partime (sideways) keeps 30 frames/s: it gives 33.33 frames/s; fewer "
         "devices are too slow, or too small"
     )
-    slow = pk.plan(EVEN, cluster_of(4, hop_seconds=0.03), rate=25)
+    slow = pk.plan(EVEN, cluster_of(4, hop_seconds=0.03), schedule="partime", rate=25)
     assert slow.num_ranks == 3 and "; 2 devices would give 21.43 frames/s" in slow.reason
     assert "2 devices" in [row.label for row in slow.alternatives]
+
+
+def test_what_learns_best_is_proposed_where_nothing_is_asked_for():
+    plan = pk.plan(EVEN, cluster_of(4), rate=30)
+    assert (plan.schedule, plan.versions, plan.num_ranks) == ("pipedream", versions.Stash(), 3)
+    assert plan.reason.endswith("its versions and graphs fit")
+
+
+def test_newest_activations_are_proposed_where_stashing_does_not_fit_or_needs_more_devices():
+    heavy = graph_of([0.01] * 8, parameter_bytes=100)
+    tight = pk.plan(heavy, cluster_of(4), rate=30, memory_bytes=700)
+    assert (tight.schedule, tight.num_ranks) == ("partime", 3)
+    assert "needs more memory or devices" in tight.reason
+    far = pk.plan(EVEN, cluster_of(4, hop_seconds=0.01), rate=30)
+    assert (far.schedule, far.num_ranks) == ("partime", 3)
+    with pytest.raises(PlanError, match="no plan keeps"):
+        pk.plan(EVEN, cluster_of(2), rate=60)
 
 
 def test_without_a_rate_the_stream_is_as_fast_as_it_can_be():
