@@ -7,7 +7,10 @@ gradients they lack.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from torch import nn
 
 from penstock.errors import RunError
 from penstock.reduce.flat import FlatBuffers, FlatLayout
@@ -59,13 +62,18 @@ class FlatReducer(Reducer):
             waiting: what waits, for errors.
         """
 
-    def hand_in(self, number: int, num_gathered: int) -> None:
-        parameters = self._shared.parameters
-        frozen = tuple(place for place, one in enumerate(parameters) if not one.requires_grad)
+    @property
+    def layout(self) -> FlatLayout:
+        """Where gradients lie now."""
+        frozen = _frozen(self._shared.parameters)
         if frozen not in self._layouts:
             # What is frozen seldom changes, and then for good.
-            self._layouts = {frozen: FlatLayout(parameters, frozen)}
-        absent = self.give(self._layouts[frozen])
+            self._layouts = {frozen: FlatLayout(self._shared.parameters, frozen)}
+        return self._layouts[frozen]
+
+    def hand_in(self, number: int, num_gathered: int) -> None:
+        frozen = _frozen(self._shared.parameters)
+        absent = self.give(self.layout)
         self._number, self._own = number, _Told(num_gathered, frozen, absent)
         for other in self._shared.others(self._rank):
             edge = self._shared.edge(self._rank, other, Purpose.PART)
@@ -97,3 +105,8 @@ class FlatReducer(Reducer):
     def outgoing(self) -> set[Edge]:
         others = self._shared.others(self._rank)
         return {self._shared.edge(self._rank, other, Purpose.PART) for other in others}
+
+
+def _frozen(parameters: Sequence[nn.Parameter]) -> tuple[int, ...]:
+    """Places of those that are not trained."""
+    return tuple(place for place, one in enumerate(parameters) if not one.requires_grad)
