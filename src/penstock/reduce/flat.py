@@ -77,15 +77,6 @@ class FlatBuffers:
         """The same memory for numpy, which takes bfloat16 for 16 bits."""
         return {dtype: _as_numbers(tensor) for dtype, tensor in self.tensors.items()}
 
-    def fill(self, parameters: Sequence[nn.Parameter]) -> tuple[int, ...]:
-        """Copy gradients in.
-
-        Returns:
-            Places of parameters that have none.
-        """
-        placed = self._layout.placed
-        return tuple(one.place for one in placed if not self.copy(one, parameters))
-
     def copy(self, placed: Placed, parameters: Sequence[nn.Parameter]) -> bool:
         """Copy one parameter's gradient in.
 

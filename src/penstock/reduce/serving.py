@@ -9,17 +9,10 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
-
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from contextlib import suppress
 
 from penstock.cluster import SpareMachine
-from penstock.device.accelerators import is_on_host
-from penstock.errors import InputError, RunError
+from penstock.errors import InputError
 from penstock.plans.summing import Summing
 from penstock.reduce.flat import FlatBuffers, FlatLayout, Placed
 from penstock.reduce.handing import FlatReducer
@@ -47,8 +40,6 @@ class ServerReducer(FlatReducer):
         attempt: the name of this pipeline, in hexadecimal digits, which no other has.
     """
 
-    leaves_early = True
-
     def __init__(
         self, rank: int, shared: SharedWeights, transport: Transport, summing: Summing, attempt: str
     ) -> None:
@@ -58,9 +49,6 @@ class ServerReducer(FlatReducer):
         self._server: SummationServer | None = None
         self._exchange: Exchange | None = None
         self._round = 0
-        self._has_begun = False
-        self._left: set[Placed] = set()
-        self._times_made: Counter[Placed] = Counter()
         self._buffers: tuple[FlatLayout, list[FlatBuffers]] | None = None
 
     def open(self) -> None:
@@ -106,64 +94,22 @@ class ServerReducer(FlatReducer):
         host, port, word = self._transport.recv(edge, FIRST_EXCHANGE, waiting)
         return host, port, word
 
-    @contextmanager
-    def closing(self) -> Iterator[None]:
-        """Within, each gradient leaves as soon as it has been made, on a CPU. One that is made in
-        several steps leaves after as many as it took in the round before."""
-        self._begin()
-        parameters = self._shared.parameters
-        expected, self._times_made = self._times_made, Counter()
-
-        def made(placed: Placed, _: Tensor) -> None:
-            self._times_made[placed] += 1
-            if placed in self._left:
-                raise RunError(
-                    "a gradient was added to after it had left, since the model computes otherwise "
-                    "than in the step before; plan with reducer='owners'"
-                )
-            if self._times_made[placed] == expected[placed]:
-                self._leave(placed)
-
-        hooks = [
-            _when_made(parameters[placed.place], partial(made, placed))
-            for placed in self.layout.placed
-            # Elsewhere gradients are made later than it seems, and by other threads.
-            if is_on_host(parameters[placed.place].device)
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _begin(self) -> None:
-        layout = self.layout
+    def start(self, layout: FlatLayout) -> None:
         if self._buffers is None or self._buffers[0] is not layout:
             # Two for what is given, in turns, since the last one may be needed again; one for sums.
             self._buffers = layout, [FlatBuffers(layout) for _ in range(3)]
-            self._times_made = Counter()
         _, buffers = self._buffers
         self._round += 1
-        self._left, self._has_begun = set(), True
         assert self._exchange is not None, "open comes first"
         given = buffers[self._round % 2]
         self._exchange.begin(self._round, given.numbers, buffers[2].numbers, filled=False)
 
-    def _leave(self, placed: Placed) -> bool:
-        """Let one gradient leave; whether there is one."""
+    def give(self, placed: Placed) -> bool:
         assert self._exchange is not None and self._buffers is not None
         _, buffers = self._buffers
         there = buffers[self._round % 2].copy(placed, self._shared.parameters)
-        self._left.add(placed)
         self._exchange.fill(placed.dtype, placed.start, placed.stop)
         return there
-
-    def give(self, layout: FlatLayout) -> tuple[int, ...]:
-        if not self._has_begun:
-            self._begin()
-        self._has_begun = False
-        rest = [placed for placed in layout.placed if placed not in self._left]
-        return tuple(placed.place for placed in rest if not self._leave(placed))
 
     def summed(self, waiting: str) -> FlatBuffers:
         assert self._exchange is not None and self._buffers is not None
@@ -199,8 +145,3 @@ def _own_host() -> str:
             host: str = probe.getsockname()[0]
             return host
     return "127.0.0.1"
-
-
-def _when_made(parameter: nn.Parameter, then: Callable[[Tensor], None]) -> RemovableHandle:
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(then)  # type: ignore[no-untyped-call]
-    return handle
