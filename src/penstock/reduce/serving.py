@@ -17,7 +17,8 @@ from penstock.plans.summing import Summing
 from penstock.reduce.flat import FlatBuffers, FlatLayout, Placed
 from penstock.reduce.handing import FlatReducer
 from penstock.reduce.reducer import Purpose, SharedWeights
-from penstock.summation.exchange import Exchange, Owner
+from penstock.summation.division import Owner
+from penstock.summation.exchange import Exchange
 from penstock.summation.frames import Member, is_loopback, key_of, parse_address
 from penstock.summation.server import SummationServer
 from penstock.transport import Transport

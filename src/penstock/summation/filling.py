@@ -1,8 +1,14 @@
-"""Which numbers of a buffer are there already."""
+"""What one worker sums in a round, and which of its numbers are there already."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from penstock.summation.adding import Numbers
+from penstock.summation.frames import Head
+from penstock.summation.split import Part
 
 
 class Filled:
@@ -37,3 +43,24 @@ class Filled:
         """Whether all of a range has been filled."""
         place = bisect_right(self._starts, start) - 1
         return place >= 0 and stop <= self._stops[place]
+
+
+@dataclass
+class Round:
+    """What one worker sums.
+
+    Attributes:
+        number: the round's.
+        given: its own numbers, by the place of their type in ``ITEM_BYTES``.
+        sums: where the sums go.
+        left: the parts of which the sum has not come yet, and their owners.
+        filled: the numbers that this worker has, by their type; ``None`` if it has all.
+        waiting: the parts that it has not, by their type, in their order.
+    """
+
+    number: int
+    given: Mapping[int, Numbers]
+    sums: Mapping[int, Numbers]
+    left: dict[Head, int] = field(default_factory=dict)
+    filled: dict[int, Filled] | None = None
+    waiting: dict[int, list[Part]] = field(default_factory=dict)

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import DeadlineError, InputError, PeerError, RunError
 from penstock.summation.adding import add_to
-from penstock.summation.exchange import Exchange, Owner, divide
+from penstock.summation.division import Owner, divide
+from penstock.summation.exchange import Exchange
 from penstock.summation.frames import HEAD_BYTES, Head, Kind, Member, greet, key_of, parse_address
 from penstock.summation.server import SummationServer
 from penstock.summation.split import MOST_PART_BYTES
