@@ -29,7 +29,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.network.shaped_network import SKIPPED, ShapedNetwork, end_on_signals, missing
-from penstock.summation.exchange import Exchange, Owner
+from penstock.summation.division import Owner
+from penstock.summation.exchange import Exchange
 from penstock.summation.frames import Member, key_of
 from penstock.summation.server import SummationServer
 from penstock.summation.split import best_split

@@ -16,9 +16,9 @@ PARTS = [(1, 0), (1, 1), (0, 0), (0, 1), (0, 2), (0, 0), (0, 1)]
 """(stage, part) of the pieces of three checkpoints, with copies 1-2, 3 and 2-1."""
 
 
-def run(case, servers):
+def run(case, servers, num_ranks=3):
     addresses, pids = servers
-    return forked(JOB, 3, case, ",".join(addresses), ",".join(map(str, pids)))
+    return forked(JOB, num_ranks, case, ",".join(addresses), ",".join(map(str, pids)))
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +31,11 @@ def test_all_ways_train_as_threads_do_while_servers_die():
     with served(2) as servers:
         job = run("same", servers)
     assert job.reports == {0: [], 1: [], 2: []}, job.output
+
+
+def test_ranks_may_come_to_their_stages_in_any_order(servers):
+    job = run("both ways", servers, 2)
+    assert job.reports == {0: [], 1: []}, job.output
 
 
 def test_checkpoints_of_shards_go_on_in_any_layout():

@@ -1,7 +1,11 @@
 """How the holders of the same weights come to one gradient, and all ranks to one norm.
 
-A new way to sum starts at ``reducer``, the protocol that all ways keep to. ``sums`` is the one that
-trains today: every element is summed by one owner (``owners``) in the order of one device.
+A new way to sum starts at ``reducer``, the protocol that all ways keep to, and gets its name in
+``ways``. ``sums`` is what trains: which sums a rank takes part in, and when. By ``owners`` every
+element is summed by one holder in the order of one device; in ``sharding`` the owner also updates
+it. ``handing`` is for those who hand flat buffers (``flat``) to somebody else: ``serving`` to
+owners of which some are spare machines (``penstock.summation``), ``collective`` to
+``torch.distributed``.
 ``agreement`` is how all ranks learn the norm of the whole model's gradients.
 
 Decisions:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import DeadlineError, PeerError
-from penstock.reduce.flat import FlatBuffers, FlatLayout
+from penstock.reduce.flat import FlatBuffers, FlatLayout, Placed
 from penstock.reduce.handing import FlatReducer
 from penstock.reduce.reducer import SharedWeights
+from penstock.summation.filling import Filled
 from penstock.transport import Transport, groups
 
-_BUCKET_BYTES = 25 * 2**20
+_BUCKET_BYTES = 4 * 2**20
+
+
+class _Bucket(NamedTuple):
+    """What is summed at once: numbers ``start`` to ``stop`` of the buffer of a type."""
+
+    dtype: int
+    start: int
+    stop: int
 
 
 class AllReducer(FlatReducer):
@@ -40,6 +50,8 @@ class AllReducer(FlatReducer):
         self._group: dist.ProcessGroup | None = group[shared.tag]
         groups.lend(group[shared.tag], self)
         self._buffers: tuple[FlatLayout, FlatBuffers] | None = None
+        self._filled: dict[int, Filled] = {}
+        self._to_begin: deque[_Bucket] = deque()
         self._under_way: list[dist.Work] = []
         self.closed = False
 
@@ -47,17 +59,31 @@ class AllReducer(FlatReducer):
         """Let go of the group, which has been destroyed."""
         self._group = None
 
-    def give(self, layout: FlatLayout) -> tuple[int, ...]:
+    def start(self, layout: FlatLayout) -> None:
         if self._buffers is None or self._buffers[0] is not layout:
             self._buffers = layout, FlatBuffers(layout)
         _, buffers = self._buffers
-        absent = buffers.fill(self._shared.parameters)
-        self._under_way = [
-            self._begun(bucket)
-            for tensor in buffers.tensors.values()
-            for bucket in torch.split(tensor, _BUCKET_BYTES // tensor.element_size())
-        ]
-        return absent
+        self._filled = {dtype: Filled() for dtype in buffers.tensors}
+        self._to_begin = deque(
+            _Bucket(dtype, start, min(start + _BUCKET_BYTES // tensor.element_size(), len(tensor)))
+            for dtype, tensor in buffers.tensors.items()
+            for start in range(0, len(tensor), _BUCKET_BYTES // tensor.element_size())
+        )
+
+    def give(self, placed: Placed) -> bool:
+        assert self._buffers is not None
+        _, buffers = self._buffers
+        there = buffers.copy(placed, self._shared.parameters)
+        if placed.start < placed.stop:
+            self._filled[placed.dtype].add(placed.start, placed.stop)
+        # In the order of the buckets, which is the same on all holders.
+        while self._to_begin and self._is_filled(self._to_begin[0]):
+            dtype, start, stop = self._to_begin.popleft()
+            self._under_way.append(self._begun(buffers.tensors[dtype][start:stop]))
+        return there
+
+    def _is_filled(self, bucket: _Bucket) -> bool:
+        return self._filled[bucket.dtype].has(bucket.start, bucket.stop)
 
     def _begun(self, bucket: Tensor) -> dist.Work:
         try:

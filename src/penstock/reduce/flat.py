@@ -33,7 +33,8 @@ class Placed(NamedTuple):
 
 
 class FlatLayout:
-    """Where each gradient lies in the buffer of its type.
+    """Where each gradient lies in the buffer of its type: the last parameter's first, since its
+    gradient is.
 
     Args:
         parameters: those that are shared.
@@ -46,7 +47,7 @@ class FlatLayout:
     def __init__(self, parameters: Sequence[nn.Parameter], frozen: Sequence[int]) -> None:
         self.counts = [0] * len(DTYPES)
         self.placed: list[Placed] = []
-        for place, parameter in enumerate(parameters):
+        for place, parameter in reversed([*enumerate(parameters)]):
             if place in frozen:
                 continue
             if parameter.dtype not in DTYPES:
@@ -76,29 +77,28 @@ class FlatBuffers:
         """The same memory for numpy, which takes bfloat16 for 16 bits."""
         return {dtype: _as_numbers(tensor) for dtype, tensor in self.tensors.items()}
 
-    def fill(self, parameters: Sequence[nn.Parameter]) -> tuple[int, ...]:
-        """Copy gradients in.
+    def copy(self, placed: Placed, parameters: Sequence[nn.Parameter]) -> bool:
+        """Copy one parameter's gradient in.
 
         Returns:
-            Places of parameters that have none. In their place stands −0, which changes no sum: x +
-            −0 is x, and where nobody has one, nobody looks at the sum.
+            Whether it has one. Otherwise there stands −0, which changes no sum: x + −0 is x, and
+            where nobody has one, nobody looks at the sum.
 
         Raises:
-            RunError: a gradient is sparse.
+            RunError: the gradient is sparse.
         """
-        absent = []
-        for place, dtype, start, stop in self._layout.placed:
-            room, gradient = self.tensors[dtype][start:stop], parameters[place].grad
-            if gradient is None:
-                absent.append(place)
-                room.fill_(-0.0)
-                continue
-            if gradient.layout is not torch.strided:
-                raise RunError(
-                    "sparse gradients can't be summed between processes; use sparse=False"
-                )
-            room.copy_(gradient.detach().reshape(-1))
-        return tuple(absent)
+        place, dtype, start, stop = placed
+        gradient = parameters[place].grad
+        if start == stop:
+            return gradient is not None
+        room = self.tensors[dtype][start:stop]
+        if gradient is None:
+            room.fill_(-0.0)
+            return False
+        if gradient.layout is not torch.strided:
+            raise RunError("sparse gradients can't be summed between processes; use sparse=False")
+        room.copy_(gradient.detach().reshape(-1))
+        return True
 
     def put(self, parameters: Sequence[nn.Parameter], absent: frozenset[int], divisor: int) -> None:
         """Make sums the parameters' gradients.
@@ -116,8 +116,9 @@ class FlatBuffers:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter.detach())
-            shaped = self.tensors[dtype][start:stop].view(parameter.shape)
-            parameter.grad.detach().copy_(shaped)
+            if start < stop:
+                shaped = self.tensors[dtype][start:stop].view(parameter.shape)
+                parameter.grad.detach().copy_(shaped)
 
 
 def _as_numbers(tensor: Tensor) -> NDArray[Any]:

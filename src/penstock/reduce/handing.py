@@ -1,16 +1,24 @@
 """``FlatReducer``: what ways to sum have in common that hand flat buffers to somebody else.
 
 Holders tell each other, besides, how many microbatches they summed, what is frozen, and which
-gradients they lack.
+gradients they lack. Gradients leave as soon as they are complete.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from penstock.device.accelerators import is_on_host
 from penstock.errors import RunError
-from penstock.reduce.flat import FlatBuffers, FlatLayout
+from penstock.reduce.flat import FlatBuffers, FlatLayout, Placed
 from penstock.reduce.reducer import Purpose, Reducer, SharedWeights
 from penstock.transport import Edge, Transport
 
@@ -34,6 +42,8 @@ class FlatReducer(Reducer):
         RunError: in a step, if not all holders train the same weights.
     """
 
+    leaves_early = True
+
     def __init__(self, rank: int, shared: SharedWeights, transport: Transport) -> None:
         self._rank = rank
         self._shared = shared
@@ -42,13 +52,20 @@ class FlatReducer(Reducer):
         self._number = 0
         self._own = _Told(0, (), ())
         self._averages = False
+        self._has_begun = False
+        self._left: set[Placed] = set()
+        self._times_made: Counter[Placed] = Counter()
 
     @abstractmethod
-    def give(self, layout: FlatLayout) -> tuple[int, ...]:
-        """Fill buffers of this layout and let them be summed; waits for nobody.
+    def start(self, layout: FlatLayout) -> None:
+        """A round begins, whose gradients lie so; waits for nobody."""
+
+    @abstractmethod
+    def give(self, placed: Placed) -> bool:
+        """Take over one parameter's gradient, which is complete; waits for nobody.
 
         Returns:
-            Places of parameters without a gradient.
+            Whether there is one.
         """
 
     @abstractmethod
@@ -59,13 +76,58 @@ class FlatReducer(Reducer):
             waiting: what waits, for errors.
         """
 
-    def hand_in(self, number: int, num_gathered: int) -> None:
-        parameters = self._shared.parameters
-        frozen = tuple(place for place, one in enumerate(parameters) if not one.requires_grad)
+    @property
+    def layout(self) -> FlatLayout:
+        """Where gradients lie now."""
+        frozen = _frozen(self._shared.parameters)
         if frozen not in self._layouts:
             # What is frozen seldom changes, and then for good.
-            self._layouts = {frozen: FlatLayout(parameters, frozen)}
-        absent = self.give(self._layouts[frozen])
+            self._layouts = {frozen: FlatLayout(self._shared.parameters, frozen)}
+            self._times_made = Counter()
+        return self._layouts[frozen]
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """Within, each gradient leaves as soon as it has been made, on a CPU. One that is made in
+        several steps leaves after as many as it took in the round before."""
+        layout, parameters = self._start(), self._shared.parameters
+        expected, self._times_made = self._times_made, Counter()
+
+        def made(placed: Placed, _: Tensor) -> None:
+            self._times_made[placed] += 1
+            if placed in self._left:
+                raise RunError(
+                    "a gradient was added to after it had left, since the model computes otherwise "
+                    "than in the step before; plan with reducer='owners'"
+                )
+            if self._times_made[placed] == expected[placed]:
+                self._left.add(placed)
+                self.give(placed)
+
+        hooks = [
+            _when_made(parameters[placed.place], partial(made, placed))
+            for placed in layout.placed
+            # Elsewhere gradients are made later than it seems, and by other threads.
+            if is_on_host(parameters[placed.place].device)
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _start(self) -> FlatLayout:
+        layout, self._has_begun = self.layout, True
+        self._left = set()
+        self.start(layout)
+        return layout
+
+    def hand_in(self, number: int, num_gathered: int) -> None:
+        frozen = _frozen(self._shared.parameters)
+        layout = self.layout if self._has_begun else self._start()
+        self._has_begun = False
+        rest = [placed for placed in layout.placed if placed not in self._left]
+        absent = tuple(placed.place for placed in rest if not self.give(placed))
         self._number, self._own = number, _Told(num_gathered, frozen, absent)
         for other in self._shared.others(self._rank):
             edge = self._shared.edge(self._rank, other, Purpose.PART)
@@ -97,3 +159,13 @@ class FlatReducer(Reducer):
     def outgoing(self) -> set[Edge]:
         others = self._shared.others(self._rank)
         return {self._shared.edge(self._rank, other, Purpose.PART) for other in others}
+
+
+def _frozen(parameters: Sequence[nn.Parameter]) -> tuple[int, ...]:
+    """Places of those that are not trained."""
+    return tuple(place for place, one in enumerate(parameters) if not one.requires_grad)
+
+
+def _when_made(parameter: nn.Parameter, then: Callable[[Tensor], None]) -> RemovableHandle:
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(then)  # type: ignore[no-untyped-call]
+    return handle

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -55,11 +56,18 @@ class SharedWeights(NamedTuple):
 class Reducer(ABC):
     """One rank's part in summing the gradients of one group of shared weights, round after round.
 
-    In each round all three methods are called, in the order in which they stand here. A rank calls
+    In each round ``hand_in``, ``advance`` and ``finish`` are called, in this order. A rank calls
     ``advance`` for every group whose gradients it has handed in before it calls ``finish`` for any,
     and all ranks call it for groups in the same order. So ranks cannot wait for each other in a
     circle, whatever the order of their stages, as long as the three keep to what they say.
     """
+
+    leaves_early = False
+    """Whether gradients may leave before all of them are there."""
+
+    def closing(self) -> AbstractContextManager[None]:
+        """Within, the last gradients of this rank are made: those that are may leave."""
+        return nullcontext()
 
     @abstractmethod
     def hand_in(self, number: int, num_gathered: int) -> None:

@@ -14,10 +14,11 @@ from contextlib import suppress
 from penstock.cluster import SpareMachine
 from penstock.errors import InputError
 from penstock.plans.summing import Summing
-from penstock.reduce.flat import FlatBuffers, FlatLayout
+from penstock.reduce.flat import FlatBuffers, FlatLayout, Placed
 from penstock.reduce.handing import FlatReducer
 from penstock.reduce.reducer import Purpose, SharedWeights
-from penstock.summation.exchange import Exchange, Owner
+from penstock.summation.division import Owner
+from penstock.summation.exchange import Exchange
 from penstock.summation.frames import Member, is_loopback, key_of, parse_address
 from penstock.summation.server import SummationServer
 from penstock.transport import Transport
@@ -94,17 +95,22 @@ class ServerReducer(FlatReducer):
         host, port, word = self._transport.recv(edge, FIRST_EXCHANGE, waiting)
         return host, port, word
 
-    def give(self, layout: FlatLayout) -> tuple[int, ...]:
+    def start(self, layout: FlatLayout) -> None:
         if self._buffers is None or self._buffers[0] is not layout:
             # Two for what is given, in turns, since the last one may be needed again; one for sums.
             self._buffers = layout, [FlatBuffers(layout) for _ in range(3)]
         _, buffers = self._buffers
         self._round += 1
-        given = buffers[self._round % 2]
-        absent = given.fill(self._shared.parameters)
         assert self._exchange is not None, "open comes first"
-        self._exchange.begin(self._round, given.numbers, buffers[2].numbers)
-        return absent
+        given = buffers[self._round % 2]
+        self._exchange.begin(self._round, given.numbers, buffers[2].numbers, filled=False)
+
+    def give(self, placed: Placed) -> bool:
+        assert self._exchange is not None and self._buffers is not None
+        _, buffers = self._buffers
+        there = buffers[self._round % 2].copy(placed, self._shared.parameters)
+        self._exchange.fill(placed.dtype, placed.start, placed.stop)
+        return there
 
     def summed(self, waiting: str) -> FlatBuffers:
         assert self._exchange is not None and self._buffers is not None

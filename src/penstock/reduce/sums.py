@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 from penstock.reduce.owners import OwnerReducer, begin_equal
 from penstock.reduce.reducer import MakeReducer, Reducer, SharedWeights
@@ -97,6 +98,22 @@ class Sums:
     def gathered(self) -> None:
         """The gradients of one more microbatch are there."""
         self._num_gathered += 1
+
+    def leaves_early(self, stage: int) -> bool:
+        """Whether gradients of a stage may leave while its last backward runs."""
+        return any(
+            reducer.leaves_early and stage in weights.stages
+            for reducer, weights in zip(self._reducers, self._shared, strict=True)
+        )
+
+    @contextmanager
+    def closing(self, stage: int) -> Iterator[None]:
+        """Within, the last gradients of a stage are made."""
+        with ExitStack() as stack:
+            for reducer, left in zip(self._reducers, self._to_hand_in, strict=True):
+                if left == {stage}:
+                    stack.enter_context(reducer.closing())
+            yield
 
     def hand_in(self, stage: int) -> None:
         """The gradients of a stage are complete here: let others sum those that they wait for."""

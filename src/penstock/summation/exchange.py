@@ -3,8 +3,8 @@
 Owners are the workers themselves, in their order, and then servers. What happens, with numbers that
 stand at the lines below:
 
-1. A worker pushes each part of its numbers to the part's owner, in the order of the parts, which
-   keeps all owners busy; a thread per owner sends.
+1. A worker pushes each part of its numbers to the part's owner as soon as it has all of the part,
+   in the order of the parts, which keeps all owners busy; a thread per owner sends.
 2. Owners add, and send sums back; a thread per owner receives. A round is over for a worker when it
    has all sums.
 3. A server whose connection ends is gone. Whoever lacks a sum of it, or begins another round, tells
@@ -23,14 +23,16 @@ from __future__ import annotations
 import queue
 import socket
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from operator import attrgetter
 
 from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.summation.adding import Numbers, bytes_of, room_for
+from penstock.summation.division import Division, Owner, divide
+from penstock.summation.filling import Filled, Round
 from penstock.summation.frames import (
     GREETING_SECONDS,
     HEAD_BYTES,
@@ -44,88 +46,7 @@ from penstock.summation.frames import (
     tune,
 )
 from penstock.summation.server import SummationServer, _Session
-from penstock.summation.split import best_part_bytes, best_split, parts_of
-
-_LEAST_RATE = 1e5
-"""Bytes per second that even a flow without a share may send, for what is no part."""
-
-
-class Owner(NamedTuple):
-    """Who sums parts.
-
-    Attributes:
-        name: for errors.
-        address: (host, port).
-        key: what it makes workers prove to know.
-        bytes_per_second: of its link in each direction; 0 if nobody says.
-    """
-
-    name: str
-    address: tuple[str, int]
-    key: bytes
-    bytes_per_second: float = 0.0
-
-
-class Division(NamedTuple):
-    """Who sums how much.
-
-    Attributes:
-        shares: of each owner; 0 for those that are gone.
-        seconds: in which that many bytes are exchanged; 0 if nobody knows how fast links are.
-        part_bytes: the size of a part.
-    """
-
-    shares: tuple[float, ...]
-    seconds: float
-    part_bytes: int
-
-    def rate(self, place: int) -> float:
-        """Bytes per second to and from an owner, at which all are done at once; 0 if nobody
-        knows."""
-        if not self.seconds:
-            return 0.0
-        return max(self.shares[place] / self.seconds, _LEAST_RATE)
-
-
-def divide(
-    num_bytes: int, rates: Sequence[float], num_workers: int, missing: int, part_bytes: int = 0
-) -> Division:
-    """Divide a sum among the owners that are left, by a rule that all workers follow alike.
-
-    Args:
-        rates: bytes per second of each owner's link; where one is 0, all count as equal.
-        num_workers: the first of the owners.
-        missing: a bit for each server that is gone.
-        part_bytes: the size of a part; 0 is the best one.
-    """
-    known = all(rates)
-    each = [*rates] if known else [1.0] * len(rates)
-    there = [p for p in range(num_workers, len(rates)) if not missing >> (p - num_workers) & 1]
-    split = best_split(float(num_bytes), each[:num_workers], [each[place] for place in there])
-    of_servers = dict(zip(there, split.servers, strict=True))
-    shares = [*split.workers, *(of_servers.get(p, 0.0) for p in range(num_workers, len(rates)))]
-    size = part_bytes or best_part_bytes(
-        num_bytes, min(each[:num_workers]) if known else 0.0, num_workers
-    )
-    return Division(tuple(shares), split.seconds if known else 0.0, size)
-
-
-@dataclass
-class _Round:
-    """What one worker sums.
-
-    Attributes:
-        number: the round's.
-        given: its own numbers, by the place of their type in ``ITEM_BYTES``.
-        sums: where the sums go.
-        left: the parts of which the sum has not come yet, and their owners.
-    """
-
-    number: int
-    given: Mapping[int, Numbers]
-    sums: Mapping[int, Numbers]
-    left: dict[Head, int] = field(default_factory=dict)
-
+from penstock.summation.split import Part, parts_of
 
 _Frame = tuple[Head, Numbers | None]
 
@@ -166,8 +87,8 @@ class Exchange:
         self._ended: dict[int, str] = {}
         self._news = 0
         self._closed = False
-        self._current: _Round | None = None
-        self._previous: _Round | None = None
+        self._current: Round | None = None
+        self._previous: Round | None = None
         self._divisions: dict[tuple[int, int], Division] = {}
         self._queues: list[queue.SimpleQueue[_Frame | None]] = [queue.SimpleQueue() for _ in owners]
         self._connections: dict[int, socket.socket] = {}
@@ -210,7 +131,14 @@ class Exchange:
             raise RunError(f"{owner.name} at {host}:{port}: {error}") from None
         return connection
 
-    def begin(self, number: int, given: Mapping[int, Numbers], sums: Mapping[int, Numbers]) -> None:
+    def begin(
+        self,
+        number: int,
+        given: Mapping[int, Numbers],
+        sums: Mapping[int, Numbers],
+        *,
+        filled: bool = True,
+    ) -> None:
         """Hand in numbers to be summed; waits for nobody.
 
         Args:
@@ -218,26 +146,58 @@ class Exchange:
             given: this worker's numbers by the place of their type in ``ITEM_BYTES``: as many on
                 all workers. They stay as they are until the round after the next one begins.
             sums: where the sums go; each as large as what is given.
+            filled: whether all numbers are there; otherwise ``fill`` says of each when it is.
         """
         with self._lock:
             for place in self._ended.keys() - set(range(self._member.num_members)):
                 self._divide_anew(place)
             # [4]
-            self._previous, self._current = self._current, _Round(number, given, sums)
+            self._previous, self._current = self._current, Round(number, given, sums)
+            if not filled:
+                self._current.filled = {dtype: Filled() for dtype in given}
             self._push(self._current, wanted=True)
 
-    def _push(self, round_: _Round, *, wanted: bool) -> None:
-        """Queue all parts of a round; if they are ``wanted``, their sums are waited for."""
+    def fill(self, dtype: int, start: int, stop: int) -> None:
+        """Numbers ``start`` to ``stop`` of the round that began last are there now; each once."""
+        if start == stop:
+            return
+        with self._lock:
+            round_ = self._current
+            assert round_ is not None, "begin comes first"
+            assert round_.filled is not None, "all numbers were there"
+            first, last = round_.filled[dtype].add(start, stop)
+            waiting = round_.waiting[dtype]
+            low = bisect_left(waiting, first, key=attrgetter("start"))
+            high = max(low, bisect_right(waiting, last, key=attrgetter("stop")))
+            for part in waiting[low:high]:
+                self._queue(round_, dtype, part)
+            del waiting[low:high]
+
+    def _queue(self, round_: Round, dtype: int, part: Part) -> None:
+        numbers = round_.given[dtype][part.start : part.stop]
+        self._queues[part.owner].put((self._head(round_, dtype, part), numbers))  # [1]
+
+    def _head(self, round_: Round, dtype: int, part: Part) -> Head:
+        length = part.stop - part.start
+        return Head(Kind.PUSH, dtype, self.missing, round_.number, part.start, length)
+
+    def _push(self, round_: Round, *, wanted: bool) -> None:
+        """Queue the parts of a round that are there; if they are ``wanted``, the sums of all parts
+        are waited for."""
         if wanted:
             round_.left.clear()
         for dtype, numbers in round_.given.items():
             division = self._division(numbers.nbytes)
             most = max(division.part_bytes // ITEM_BYTES[dtype], 1)
-            for owner, start, stop in parts_of(len(numbers), division.shares, most):
-                head = Head(Kind.PUSH, dtype, self.missing, round_.number, start, stop - start)
+            round_.waiting[dtype] = []
+            filled = None if round_.filled is None else round_.filled[dtype]
+            for part in parts_of(len(numbers), division.shares, most):
                 if wanted:
-                    round_.left[head] = owner
-                self._queues[owner].put((head, numbers[start:stop]))  # [1]
+                    round_.left[self._head(round_, dtype, part)] = part.owner
+                if filled is None or filled.has(part.start, part.stop):
+                    self._queue(round_, dtype, part)
+                else:
+                    round_.waiting[dtype].append(part)
 
     def _division(self, num_bytes: int) -> Division:
         key = num_bytes, self.missing

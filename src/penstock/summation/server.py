@@ -171,7 +171,9 @@ class SummationServer:
         """
         self._closed = True
         end = time.monotonic() + seconds
-        for sender in [*self._senders]:
+        with self._lock:
+            senders = [*self._senders]
+        for sender in senders:
             sender.join(max(end - time.monotonic(), 0.0))
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -239,8 +241,9 @@ class SummationServer:
                 daemon=True,
                 name=f"sums to {name}",
             )
-            self._senders.add(sender)
             sender.start()
+            with self._lock:
+                self._senders.add(sender)
             try:
                 self._tell(f"worker {member.place} of {member.num_members} came from {name}")
                 while (head := Head.received(connection, {Kind.PUSH, Kind.GONE})) is not None:
@@ -249,7 +252,8 @@ class SummationServer:
                 self.detach(member, session)
                 outlet.put(_END)
                 sender.join(GREETING_SECONDS)
-                self._senders.discard(sender)
+                with self._lock:
+                    self._senders.discard(sender)
             self._tell(f"worker {member.place} of {member.num_members} left ({name})")
         except PenstockError as error:
             self._tell(f"refused {name}: {error}")

@@ -150,12 +150,15 @@ def parts_of(count: int, shares: Sequence[float], most: int) -> tuple[Part, ...]
     """Cut a buffer exactly: each owner gets its share to the number, in parts of equal size.
 
     The parts of different owners take turns in proportion to their shares, so that whoever sends
-    them in this order keeps all owners busy from the beginning to the end.
+    them in the order of the buffer keeps all owners busy from the beginning to the end.
 
     Args:
         count: numbers in the buffer.
         shares: of each owner, in any unit; not all 0.
         most: numbers in a part.
+
+    Returns:
+        The parts, in the order of the buffer.
 
     Raises:
         InputError: no owner has a share, or a part has no room for a number.
@@ -164,14 +167,21 @@ def parts_of(count: int, shares: Sequence[float], most: int) -> tuple[Part, ...]
         raise InputError("a part needs room for a number, and an owner a positive share")
     total = sum(shares)
     borders = [round(count * share / total) for share in accumulate(shares, initial=0.0)]
-    ordered: list[tuple[float, Part]] = []
-    for owner, (start, stop) in enumerate(pairwise(borders)):
-        pieces = -(-(stop - start) // most)
-        cuts = [
-            start + (stop - start) * piece // pieces for piece in range(pieces + 1 if pieces else 0)
+    turns: list[tuple[float, int, int]] = []
+    for owner, (first, last) in enumerate(pairwise(borders)):
+        size = last - first
+        pieces = -(-size // most)
+        turns += [
+            (
+                (piece + 0.5) / pieces,
+                owner,
+                size * (piece + 1) // pieces - size * piece // pieces,
+            )
+            for piece in range(pieces)
         ]
-        ordered += [
-            ((piece + 0.5) / pieces, Part(owner, *bounds))
-            for piece, bounds in enumerate(pairwise(cuts))
-        ]
-    return tuple(part for _, part in sorted(ordered))
+    turns.sort()
+    ends = accumulate((size for _, _, size in turns), initial=0)
+    return tuple(
+        Part(owner, start, stop)
+        for (_, owner, _), (start, stop) in zip(turns, pairwise(ends), strict=True)
+    )

@@ -4,8 +4,8 @@
 
 ADDRESSES and PIDS are those of servers, with commas between. Cases: ``same`` compares all ways with
 threads, and kills the servers one after another; ``checkpoint`` goes on from shards in another
-layout; ``stranger`` names another job than the servers; ``killed WAY`` loses a rank. Each rank
-reports in ``report-<rank>.json``.
+layout; ``both ways`` has two ranks and no common order; ``stranger`` names another job than the
+servers; ``killed WAY`` loses a rank. Each rank reports in ``report-<rank>.json``.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from msgspec.structs import replace
 
 import penstock as pk
 from penstock.cluster import SpareMachine
 from penstock.errors import PenstockError
-from tests.kit.helpers import make_batch, make_mlp
+from penstock.plans import Plan
+from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.reducing import replicated
 from tests.kit.training import DEADLINE_SECONDS, adamw
 
@@ -77,6 +79,28 @@ def same(addresses, pids):
                         torch.testing.assert_close(value, expected[key])
                     elif not torch.equal(value, expected[key]):
                         found.append(f"{way} {replicas} {clip}: {key}")
+    return found
+
+
+def both_ways(addresses):
+    """Two pipelines in opposite directions, and copies that update without a flush: ranks come to
+    their stages in different orders."""
+    found = []
+    model = make_mlp(dropout=0.1)
+    chimera = make_plan(model, 2, 4, "chimera")
+    stream = Plan(
+        model=chimera.model, schedule="pipedream", num_microbatches=4,
+        options={"replicas": [2]}, stages=(replace(replicated(model, (2,)).stages[0], rank=0),),
+    )  # fmt: skip
+    for plan, ways in ((chimera, ("servers", "sharded", "all-reduce")), (stream, ("servers",))):
+        expected = train(plan, "threads")
+        for way in ways:
+            servers = spares(addresses) if way == "servers" else ()
+            got = train(plan.summed_by(way, servers), "process-group")
+            for key, value in got.items():
+                if way == "all-reduce" or not torch.equal(value, expected[key]):
+                    torch.testing.assert_close(value, expected[key])
+                    found += [] if way == "all-reduce" else [f"{plan.schedule} {way}: {key}"]
     return found
 
 
@@ -139,6 +163,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     if case == "same":
         found = same(addresses, pids)
+    elif case == "both ways":
+        found = both_ways(addresses)
     elif case == "checkpoint":
         found = checkpoint(Path(sys.argv[-1]))
     elif case == "stranger":
@@ -148,7 +174,7 @@ def main() -> None:
         found = refused(case.split()[1], addresses, dies)
     report = Path(sys.argv[-1]) / f"report-{dist.get_rank()}.json"
     report.write_text(json.dumps(found))
-    if case in {"same", "checkpoint"}:
+    if case in {"same", "checkpoint", "both ways"}:
         dist.destroy_process_group()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from penstock.errors import InputError
-from penstock.reduce.sharding import Shard, Shards, row_slices_of
+from penstock.model import tree
+from penstock.reduce.reducer import SharedWeights
+from penstock.reduce.sharding import Shard, ShardedReducer, Shards, row_slices_of
+from penstock.transport.base import OnTop
+from tests.unit.reduce.test_sums import between_threads, fill, folded, holders, on_all_ranks
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=6)
 
@@ -68,3 +74,56 @@ def test_a_class_may_say_that_it_needs_no_whole_parameters():
     optimizer = Own([whole], lr=1.0)
     shards.put_into(optimizer, "stage 0")
     assert optimizer.param_groups[0]["params"] == [rows]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("hands_out", [False, True])
+def test_holders_have_the_sums_of_their_rows_and_send_the_bytes_of_a_ring(num_ranks, hands_out):
+    copies = holders(num_ranks, [((96, 40), torch.float32), ((96,), torch.float32)])
+    sent = Counter()
+
+    class Counting(OnTop):
+        def send(self, edge, number, value):
+            sent[edge.source] += sum(tensor.nbytes for tensor in tree.tensors(value))
+            self.inner.send(edge, number, value)
+
+        def recv(self, edge, number, waiting):
+            return tree.replace(torch.Tensor, torch.clone, self.inner.recv(edge, number, waiting))
+
+    reducers = [
+        ShardedReducer(
+            rank,
+            SharedWeights(0, tuple(range(num_ranks)), frozenset({0}), copies[rank]),
+            Counting(transport),
+        )
+        for rank, transport in enumerate(between_threads(num_ranks))
+    ]
+    fill(copies, 0)
+    expected = folded(copies)
+    shards = [Shards(reducer.shards) for reducer in reducers]
+
+    def work(rank):
+        reducer = reducers[rank]
+        reducer.hands_sums_to_all = hands_out
+        reducer.hand_in(1, 1)
+        reducer.advance(averages=False)
+        reducer.finish()
+        shards[rank].lend()
+        for whole, wanted in zip(copies[rank], expected, strict=True):
+            shard = reducer.shards[whole]
+            if shard.part is not None:
+                assert torch.equal(shard.part.grad, wanted[shard.start : shard.stop])
+                shard.part.data.sub_(shard.part.grad)
+            assert (whole.grad is not None) == hands_out
+        reducer.hand_back(1)
+        reducer.take_back(1)
+
+    on_all_ranks(work, num_ranks)
+    for parameters in copies:
+        for parameter, wanted in zip(parameters, expected, strict=True):
+            assert torch.equal(parameter.detach(), -wanted)
+    num_bytes = sum(parameter.nbytes for parameter in copies[0])
+    others, row = num_ranks - 1, copies[0][0][0].nbytes
+    for rank in range(num_ranks):
+        formula = (2 + hands_out) * others / num_ranks * num_bytes
+        assert abs(sent[rank] - formula) <= 3 * others * row

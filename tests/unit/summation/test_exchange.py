@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import DeadlineError, InputError, PeerError, RunError
 from penstock.summation.adding import add_to
-from penstock.summation.exchange import Exchange, Owner, divide
+from penstock.summation.division import Owner, divide
+from penstock.summation.exchange import Exchange
 from penstock.summation.frames import HEAD_BYTES, Head, Kind, Member, greet, key_of, parse_address
 from penstock.summation.server import SummationServer
 from penstock.summation.split import MOST_PART_BYTES
@@ -175,8 +176,7 @@ def test_when_a_server_dies_the_update_is_summed_again(ring):
     check(tensors, made.sum(5, given))
 
 
-def test_a_worker_that_is_ahead_helps_those_that_lack_a_sum(ring):
-    """One worker has all of a round when the server dies, and another one has not."""
+def test_a_server_that_one_worker_cannot_reach_is_left_out_by_all(ring):
     made = ring(2, 1, part_bytes=1024)
     tensors, given = given_by(2, (20_000, 0, 0, 0), 3)
     sums = [{0: np.empty_like(own[0])} for own in given]
@@ -187,6 +187,29 @@ def test_a_worker_that_is_ahead_helps_those_that_lack_a_sum(ring):
         made.workers[place].wait(SECONDS, f"rank {place}")
     check(tensors, sums)
     assert made.workers[0].missing == made.workers[1].missing == 0b1
+
+
+def test_a_worker_that_is_ahead_helps_those_that_lack_a_sum(ring, monkeypatch):
+    """One worker has all of a round and is in the next when the server dies; another has not."""
+    made = ring(2, 1, part_bytes=1024)
+    ahead, behind = made.workers
+    rounds = [given_by(2, (20_000, 0, 0, 0), seed) for seed in (3, 4)]
+    sums = [[{0: np.empty_like(own[0])} for own in given] for _, given in rounds]
+    take = behind.take
+    monkeypatch.setattr(
+        behind, "take", lambda head, numbers, place: place == 2 or take(head, numbers, place)
+    )
+    ahead.begin(0, rounds[0][1][0], sums[0][0])
+    behind.begin(0, rounds[0][1][1], sums[0][1])
+    ahead.wait(SECONDS, "rank 0")
+    ahead.begin(1, rounds[1][1][0], sums[1][0])
+    made.spares[0].close()
+    behind.wait(SECONDS, "rank 1")
+    behind.begin(1, rounds[1][1][1], sums[1][1])
+    for worker in made.workers:
+        worker.wait(SECONDS, "a rank")
+    for (tensors, _), own in zip(rounds, sums, strict=True):
+        check(tensors, own)
 
 
 @pytest.mark.parametrize("how", ["closes", "dies"])

@@ -16,6 +16,7 @@ from penstock.run.rank.steps import (
     BackwardInput,
     BackwardWeight,
     Checked,
+    Closing,
     Counted,
     Freed,
     NewVersion,
@@ -35,7 +36,7 @@ from penstock.run.rank.updater import Updater
 from penstock.run.rank.work import Work
 from penstock.run.shared_state import SharedState
 from penstock.schedule import Kind, Op
-from penstock.schedule.op import COMPUTE
+from penstock.schedule.op import COMPUTE, RELEASING
 from penstock.schedule.segment import Segment
 from penstock.stage.protocol import RunnableStage
 from penstock.weights.residence import Residence
@@ -100,7 +101,22 @@ class Compiler:
         """The steps of a segment; one that only evaluates reads the newest weights."""
         program = self.program(segment)
         stores = self._stores if trains else {}
-        return tuple(self._bound(op, program, stores.get(op.stage)) for op in program.ops)
+        closing = self._closing(program)
+        steps = (self._bound(op, program, stores.get(op.stage)) for op in program.ops)
+        return tuple(
+            Closing(step.op, step, self._updater) if step.op in closing else step for step in steps
+        )
+
+    def _closing(self, program: RankProgram) -> set[Op]:
+        """The ops that make the last gradients before they are handed in, of stages whose gradients
+        may leave earlier."""
+        closing, last = set(), {}
+        for op in program.ops:
+            if op.kind in RELEASING:
+                last[op.stage] = op
+            elif op.kind is Kind.REDUCE and self._updater.sums.leaves_early(op.stage):
+                closing |= {last[op.stage]} if op.stage in last else set()
+        return closing
 
     def _bound(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
         step = self._checked(op, program, store)

@@ -277,6 +277,19 @@ class Checked:
 
 
 @dataclass(frozen=True, slots=True)
+class Closing:
+    """The step that makes the last gradients of a stage; what it has made may leave meanwhile."""
+
+    op: Op
+    step: RankStep[Work]
+    updater: Updater
+
+    def perform(self, work: Work) -> None:
+        with self.updater.sums.closing(self.op.stage):
+            self.step.perform(work)
+
+
+@dataclass(frozen=True, slots=True)
 class Watched:
     """A compute step at which others look on."""
 
