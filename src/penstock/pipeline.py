@@ -117,7 +117,7 @@ class Pipeline:
 
     Attributes:
         plan: the one that is run.
-        stages: this process's, by number.
+        stages: this process's, by number; where tensor ranks share them, one member's parts.
         transport: how messages travel between ranks, and why so, as a sentence.
 
     Raises:

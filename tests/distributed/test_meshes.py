@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,15 @@ FAULT = JOB.with_name("mesh_fault.py")
         more("1f1b", "2x2x2", "shared-memory"),
         more("1f1b", "2x2x2", "process-group"),
         more("interleaved-1f1b", "2x1x2", "process-group"),
+        more("1f1b", "2,1", "shared-memory"),
+        more("1f1b", "1,2", "process-group"),
+        more("1f1b", "2,3", "shared-memory"),
     ],
 )
 def test_a_mesh_of_processes_trains_as_one_device(schedule, sizes, transport):
-    pipe, data, tensor = map(int, sizes.split("x"))
-    num_processes = pipe * data * tensor
+    num_processes = (
+        sum(map(int, sizes.split(","))) if "," in sizes else prod(map(int, sizes.split("x")))
+    )
     job = forked(JOB, num_processes, schedule, sizes, transport)
     assert job.returncode == 0, job.output
     assert {number: report["differences"] for number, report in job.reports.items()} == {

@@ -1,4 +1,4 @@
-"""The example of convolutions by rows and linear layers by parameters runs and says what it does."""
+"""The example of convolutions by rows and linear layers by parameters says what it does."""
 
 from __future__ import annotations
 

@@ -148,9 +148,14 @@ REFUSED = {
         "it has max_norm; repeat it",
     ),
     "three pieces of ten": (
-        lambda: nn.Sequential(nn.Linear(4, 10)),
-        {"0": "column/3"},
+        lambda: nn.Sequential(nn.Sequential(nn.Linear(4, 10))),
+        {"0.0": "column/3"},
         "its 10 outputs are not 3 pieces",
+    ),
+    "three pieces of a layer itself": (
+        lambda: nn.Sequential(nn.Linear(4, 12)),
+        {"0": "column/3"},
+        "split modules inside a layer so",
     ),
     "tied and split differently": (
         make_net,

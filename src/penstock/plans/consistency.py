@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
+
+from msgspec.structs import replace
 
 from penstock.cluster import Device
 from penstock.errors import InputError, ModelError
@@ -70,6 +72,35 @@ def means(key: str, layer: str) -> bool:
         return True
     wanted, given = key.split("."), layer.split(".")
     return len(wanted) > len(given) and all(map(fnmatchcase, given, wanted))
+
+
+def with_splits(
+    stages: Sequence[StagePlan], tensor_ranks: int, splits: Mapping[str, str]
+) -> tuple[StagePlan, ...]:
+    """Stages with as many tensor ranks, each with the splits that mean its layers.
+
+    Raises:
+        InputError: one means no layer of any.
+    """
+    layers = [name for stage in stages for name in stage.layers]
+    unused = [key for key in splits if not any(means(key, name) for name in layers)]
+    if unused:
+        raise InputError(
+            f"splits has {unused[0]!r}, which means no layer, and nothing in one; the layers are "
+            f"{', '.join(map(repr, layers[:8]))}{' …' * (len(layers) > 8)}"
+        )
+    return tuple(
+        replace(
+            stage,
+            tensor_ranks=tensor_ranks,
+            splits={
+                key: how
+                for key, how in splits.items()
+                if any(means(key, name) for name in stage.layers)
+            },
+        )
+        for stage in stages
+    )
 
 
 def check_groups(stages_of: Sequence[Sequence[int]], stages: Sequence[StagePlan]) -> None:

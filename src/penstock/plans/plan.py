@@ -25,7 +25,7 @@ from penstock.plans.consistency import (
     check_placement,
     check_recompute,
     check_replicas,
-    means,
+    with_splits,
 )
 from penstock.plans.orders import (
     check_order_options,
@@ -394,24 +394,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
             InputError: no such count or split, or a name that means no layer.
         """
         whole("tensor_ranks", tensor_ranks, 1)
-        unused = [key for key in splits if not any(means(key, name) for name in self.layers)]
-        if unused:
-            raise InputError(
-                f"splits has {unused[0]!r}, which means no layer, and nothing in one; the layers "
-                f"are {', '.join(map(repr, self.layers[:8]))}{' …' * (len(self.layers) > 8)}"
-            )
-        stages = tuple(
-            replace(
-                stage,
-                tensor_ranks=tensor_ranks,
-                splits={
-                    key: how
-                    for key, how in splits.items()
-                    if any(means(key, name) for name in stage.layers)
-                },
-            )
-            for stage in self.stages
-        )
+        stages = with_splits(self.stages, tensor_ranks, splits)
         return replace(self, stages=stages, devices=())
 
     def reading(self, versions: Policy) -> Plan:

@@ -31,15 +31,15 @@ from penstock.run.drive.threads import ThreadDriver
 from penstock.run.feed import Feed
 from penstock.run.given_weights import GivenWeights
 from penstock.run.giving import DeviceGiver, Giver
+from penstock.run.groups import check_processes, check_shareable, member
 from penstock.run.layout import Layout
 from penstock.run.materialising import Init, Initialiser, Values
-from penstock.run.members import begin_equal, check_shareable
 from penstock.run.rank.forward import Void
 from penstock.run.rank.updater import Updater
 from penstock.run.rank.worker import Worker
 from penstock.run.recipe import Recipe
 from penstock.run.seals import SealedTransport
-from penstock.run.seating import MeshTransport, Seat
+from penstock.run.seating import Seat
 from penstock.run.settling import building, draw_all, local_rank, place_all, queues_of
 from penstock.run.shared_state import SharedState
 from penstock.run.spilling import Settling, check_spillable, settled_in
@@ -204,7 +204,7 @@ def _in_threads(
     exchange = ThreadExchange(plan.num_seats, running.deadlines.start.seconds)
     if plan.num_tensor_ranks > 1:
         members = [
-            _member(layout, Seat.numbered(number, plan.group_sizes), transport, recipe)
+            member(layout, Seat.numbered(number, plan.group_sizes), transport, recipe)
             for number, transport in enumerate(exchange.transports)
         ]
         workers = [worker for worker, _ in members]
@@ -264,7 +264,7 @@ def _in_processes(
     plan, seed, attempt = agree(
         meeting, plan, spine_fingerprint(layers), running.seed, _new_name(), settings
     )
-    _check_processes(plan, meeting.num_ranks)
+    check_processes(plan, meeting.num_ranks)
     in_groups = plan.num_tensor_ranks > 1
     seat = Seat.numbered(meeting.rank, plan.group_sizes) if in_groups else Seat(meeting.rank)
     assert running.transport != "threads"  # who asks for them meets nobody
@@ -288,7 +288,7 @@ def _in_processes(
         queue = queues.get(seat.rank)
         links = LinkedDevices()
         if in_groups:
-            worker, stages = _member(layout, seat, sealed, recipe, equal=True)
+            worker, stages = member(layout, seat, sealed, recipe, equal=True)
         else:
             stages = layout.stages(meeting.rank)
             shared = layout.shared_state(stages)
@@ -439,56 +439,6 @@ class _Connections(NamedTuple):
         if isinstance(self.queue, AcceleratorQueue):
             return ProcessDeviceTransport(self.transport, self.queue, self.links)
         return self.transport
-
-
-def _check_processes(plan: Plan, count: int) -> None:
-    if plan.num_seats == count:
-        return
-    groups = ""
-    if plan.num_tensor_ranks > 1:
-        groups = f" of {', '.join(map(str, plan.group_sizes))} tensor ranks"
-    raise InputError(
-        f"the plan has {plan.num_ranks} ranks{groups}, but the job has {count} processes; "
-        f"start it with torchrun --nproc-per-node={plan.num_seats}, or plan for "
-        f"{count} ranks (stages = ranks × stages per rank of the schedule)"
-    )
-
-
-def _member(
-    layout: Layout, seat: Seat, channels: Transport, recipe: Recipe, *, equal: bool = False
-) -> tuple[Worker, dict[int, Stage]]:
-    """The worker of one member of a rank that a group performs, and its stages.
-
-    Args:
-        equal: give it the values of the first member before.
-    """
-    group = seat.group(channels)
-    if equal and group is not None:
-        begin_equal(layout.layers_of(seat.rank), group)
-    stages, transport = (
-        layout.stages(seat.rank, group),
-        MeshTransport(channels, seat, group, layout.divided),
-    )
-    updater = Updater(
-        seat.rank,
-        layout.num_ranks,
-        layout.holdings(seat.rank, stages),
-        transport,
-        recipe,
-        layout.shared(seat.rank, stages),
-        group,
-    )
-    worker = Worker(
-        seat.rank,
-        stages,
-        transport,
-        recipe,
-        updater,
-        layout.skips,
-        layout.stores(stages, updater.optimizers),
-        layout.shared_state(stages),
-    )
-    return worker, stages
 
 
 def _worker(

@@ -22,7 +22,7 @@ from penstock.model.spine import NamedLayer
 from penstock.plans import Plan
 from penstock.reduce.reducer import SharedWeights
 from penstock.run.holders import Holders
-from penstock.run.members import MemberTwins, Sharings
+from penstock.run.members import MemberTwins, Sharings, divided
 from penstock.run.placing import place_buffers, place_parameters
 from penstock.run.rank.program import SkipRoute
 from penstock.run.rank.updater import Holding
@@ -31,7 +31,6 @@ from penstock.run.twins import Twins
 from penstock.stage.slices import check_sliceable
 from penstock.stage.stage import Stage
 from penstock.tensor.channel_group import ChannelGroup
-from penstock.transport.tags import SKIP_TAGS
 from penstock.weights.store import WeightStore
 
 
@@ -251,21 +250,6 @@ class Layout:
         return tuple(routes)
 
     @cached_property
-    def divided(self) -> dict[int, int | None]:
-        """By the tags of channels between stages, along which dimension members of a group have
-        parts of what travels there."""
-        if self.sharings is None:
-            return {}
-        divided: dict[int, int | None] = {}
-        for stage, border in enumerate(self.sharings.borders):
-            divided[2 * stage] = border
-            divided[2 * (stage + 1) + 1] = border  # gradients leave from the stage behind
-        for route in self.skips:
-            tag = SKIP_TAGS + 2 * route.number
-            divided[tag] = divided[tag + 1] = self.sharings.skips[route.key]
-        return divided
-
-    @cached_property
     def neighbours(self) -> frozenset[tuple[int, int]]:
         """The pairs of ranks, the lower one first, that exchange tensors with every minibatch:
         outputs and gradients, skips, sums of shared weights."""
@@ -320,15 +304,12 @@ class Layout:
 
     def _twins_of(self, rank: int, group: ChannelGroup | None) -> Twins:
         """This rank's copies of what another one has the model's own of."""
-        first = 0 if group is None else group.index
-        foreign = [
-            weight.parameter
-            for weight in self._weights
-            if self._one_process and rank in weight.ranks[0 if first else 1 :]
-        ]
+        first, foreign = 0 if group is None else group.index, []
+        if self._one_process:
+            holders = ((weight.parameter, weight.ranks) for weight in self._weights)
+            foreign = [one for one, ranks in holders if rank in ranks[0 if first else 1 :]]
         twins = Twins(foreign, self._devices[rank])
-        if group is not None:
-            assert self.sharings is not None
+        if group is not None and self.sharings is not None:
             owned = [
                 weight.parameter
                 for weight in self._weights
@@ -392,14 +373,9 @@ class Layout:
                 plan.versions.delay(place),
                 plan.replicas[stage] if by_microbatch else 1.0,
                 plan.versions.damping(place),
-                *self._divided([(weight.parameter, own[weight.place]) for weight in first]),
+                *divided(self.sharings, [(one.parameter, own[one.place]) for one in first]),
             )
         return holdings
-
-    def _divided(
-        self, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]
-    ) -> tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]]:
-        return ((), ()) if self.sharings is None else self.sharings.divided(pairs)
 
     def stores(
         self, stages: dict[int, Stage], optimizers: Mapping[int, torch.optim.Optimizer]

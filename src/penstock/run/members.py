@@ -14,41 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import InputError, ModelError
+from penstock.errors import ModelError
 from penstock.model.spine import NamedLayer
 from penstock.plans import Plan
-from penstock.run.recipe import Recipe
+from penstock.run.rank.program import SkipRoute
 from penstock.run.twins import Twins
 from penstock.tensor.chain import LayerSharing, walk
 from penstock.tensor.channel_group import ChannelGroup
 from penstock.tensor.cuts import Cut
-from penstock.tensor.group import Group
+from penstock.tensor.layouts import Layout
 from penstock.tensor.patterns import check_used, inner_splits
 from penstock.tensor.sharing import cut_tensors, shared, terms
-
-
-def check_shareable(plan: Plan, recipe: Recipe, *, on_host: bool) -> None:
-    """Raise ``InputError`` for what groups cannot do yet.
-
-    Args:
-        on_host: whether all ranks compute in main memory.
-    """
-    refusals = {
-        "post_validate": (recipe.post_validate, "leave it out"),
-        "batch_norm='minibatch'": (recipe.batch_norm == "minibatch", "leave it out"),
-        "a loss without an optimizer": (
-            recipe.loss is not None and recipe.optimizer is None,
-            "gradients would be parts of the model's; give optimizer=…",
-        ),
-        "slices of sequences": (plan.placement.num_slices > 1, "plan without slices"),
-        "ranks on accelerators": (not on_host, "give devices='cpu'"),
-    }
-    for what, (wanted, remedy) in refusals.items():
-        if wanted:
-            raise InputError(
-                f"{what}: not with {plan.num_tensor_ranks} tensor ranks; {remedy}, or plan with "
-                "tensor_ranks=1"
-            )
+from penstock.transport.tags import SKIP_TAGS
 
 
 class _Part(NamedTuple):
@@ -132,29 +109,32 @@ class Sharings:
                     )
             self.cuts |= cuts
             self.terms |= added
-            for own_key, tensor in _tensors_of(layer.module):
+            for own_key, tensor in tensors_of(layer.module):
                 if id(tensor) in cuts:
                     self.cut_keys[layer.key(own_key)] = cuts[id(tensor)]
                     self.shapes[layer.key(own_key)] = tuple(tensor.shape)
 
     def _most_blocks(self, layers: Sequence[NamedLayer]) -> int:
-        tensors = (one for layer in layers for _, one in _tensors_of(layer.module))
+        tensors = (one for layer in layers for _, one in tensors_of(layer.module))
         return max(
             (self.cuts[id(one)].blocks for one in tensors if id(one) in self.cuts), default=1
         )
 
-    def divided(
-        self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]
-    ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Of a member's parameters, those of whose gradients it has a term, and those of which it
-        has a part.
+    def along(self, skips: Iterable[SkipRoute]) -> dict[int, Layout]:
+        """By the tags of channels between stages, along which dimension members of a group have
+        parts of what travels there.
 
         Args:
-            pairs: the model's, and the member's.
+            skips: those that cross from one stage to another.
         """
-        known = [(id(theirs), ours) for theirs, ours in pairs]
-        terms = [ours for key, ours in known if key in self.terms]
-        return terms, [ours for key, ours in known if key in self.cuts]
+        along: dict[int, Layout] = {}
+        for stage, border in enumerate(self.borders):
+            along[2 * stage] = border
+            along[2 * (stage + 1) + 1] = border  # gradients leave from the stage behind
+        for route in skips:
+            tag = SKIP_TAGS + 2 * route.number
+            along[tag] = along[tag + 1] = self.skips[route.key]
+        return along
 
     def joined(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """The state of a stage, of what its members have of it.
@@ -174,18 +154,26 @@ class Sharings:
         return self._by_name[layer.name]
 
 
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def divided(
+    sharings: Sharings | None, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Of a rank's parameters, those of whose gradients it has a term, and those of which it has a
+    part; none where nothing is shared.
+
+    Args:
+        pairs: the model's, and the rank's.
+    """
+    if sharings is None:
+        return [], []
+    known = [(id(theirs), ours) for theirs, ours in pairs]
+    added = [ours for key, ours in known if key in sharings.terms]
+    return added, [ours for key, ours in known if key in sharings.cuts]
+
+
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by their names, each as often as it has one."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
-
-
-def begin_equal(layers: Iterable[NamedLayer], group: Group) -> None:
-    """Give layers the values that a group's first member has, where each member has built the
-    model for itself."""
-    pairs = (pair for layer in layers for pair in _tensors_of(layer.module))
-    with torch.no_grad():
-        for tensor in {id(tensor): tensor for _, tensor in pairs}.values():
-            tensor.copy_(group.of_first(tensor.detach()))
 
 
 class MemberTwins(Twins):

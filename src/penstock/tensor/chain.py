@@ -122,6 +122,11 @@ def _shared(
             f"layer {name!r} is split as {split!r} itself, so that {next(iter(inner))!r} in it "
             'cannot be split, too; split the layer as "whole", "data" or "sequence"'
         )
+    if "/" in split:
+        raise ModelError(
+            f"layer {name!r} is split as {split!r}, but what lies behind a layer must be one part "
+            f'of its features; split modules inside a layer so, or take "column"'
+        )
     own = way(module, split, name)
     if not own.adds:
         reads = WHOLE if isinstance(module, nn.Embedding) else have

@@ -7,11 +7,12 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from penstock.errors import ModelError
 from penstock.tensor.chain import LayerSharing
 from penstock.tensor.cuts import Cut
 from penstock.tensor.dropout import PartDropout
 from penstock.tensor.group import Group
-from penstock.tensor.layouts import FEATURES, WHOLE, converted
+from penstock.tensor.layouts import FEATURES, WHOLE, Layout, converted
 from penstock.tensor.membership import Member, Membership, Outside, Region
 
 
@@ -37,7 +38,7 @@ class SharedLayer(nn.Module):
             recalled[key] = converted(skip, how.recalls[key], how.reads, group, name)
         self.region.inside = False  # an earlier forward may have failed in there
         output = super().forward(value, **recalled)
-        gives = FEATURES if how.inner and self.region.inside else how.gives
+        gives = self._left_by_features() if how.inner and self.region.inside else how.gives
         self.region.leave()
         if gives == how.leaves:
             return output
@@ -45,6 +46,15 @@ class SharedLayer(nn.Module):
             output, stashed = output
             return converted(output, gives, how.leaves, group, name), stashed
         return converted(output, gives, how.leaves, group, name)
+
+    def _left_by_features(self) -> Layout:
+        if any(cut.blocks > 1 for way in self.sharing.inner.values() for cut in way.cuts.values()):
+            raise ModelError(
+                f"layer {self.sharing.name!r} ends behind a module whose outputs are several "
+                'pieces ("column/3"), so that nobody knows the order of its features; let a "row" '
+                "follow in the same layer"
+            )
+        return FEATURES
 
 
 def shared(layer: nn.Module, sharing: LayerSharing, group: Group) -> nn.Module:

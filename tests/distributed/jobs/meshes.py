@@ -19,18 +19,24 @@ from tests.numerics.test_meshes import (
     batches,
     mesh,
     momentum,
+    of_sizes,
     on_one_device,
+    untied_on_one_device,
 )
 
 
 def differences(schedule, sizes, transport, folder):
     torch.manual_seed(dist.get_rank())
-    model = make_net()
-    if dist.get_rank() % 2:  # what another member has built does not count
+    uneven = "," in sizes  # tensor ranks of each stage; else pipe × data × tensor
+    model = make_net(tied=not uneven)
+    if not uneven and dist.get_rank() % 2:  # what another member has built does not count
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(1.0)
-    plan = mesh(model, schedule, *sizes)
+    if uneven:
+        plan = of_sizes(model, schedule, (1, 1), [int(size) for size in sizes.split(",")])
+    else:
+        plan = mesh(model, schedule, *(int(size) for size in sizes.split("x")))
     with pk.Pipeline(
         model,
         plan,
@@ -56,23 +62,20 @@ def differences(schedule, sizes, transport, folder):
             yield "state_dict() of parts"
         if pipeline.timeline.num_ranks != plan.num_ranks:
             yield "timeline"
-    expected, theirs = on_one_device()
+    expected, theirs = untied_on_one_device() if uneven else on_one_device()
     if not same(torch.stack(losses), expected, TOLERANCE):
         yield "losses"
-    if dist.get_rank():
-        return
-    for key, value in theirs.state_dict().items():
-        if not same(state[key], value, TOLERANCE):
-            yield key
-        if not torch.equal(state[key], again[key]):
-            yield f"{key} after loading"
+    if dist.get_rank() == 0:
+        wanted = theirs.state_dict()
+        yield from (key for key in wanted if not same(state[key], wanted[key], TOLERANCE))
+        yield from (f"{key} again" for key in wanted if not torch.equal(state[key], again[key]))
 
 
 if __name__ == "__main__":
     _, schedule, sizes, transport, folder = sys.argv
     dist.init_process_group("gloo")
     place = Path(folder)
-    found = [*differences(schedule, [int(size) for size in sizes.split("x")], transport, place)]
+    found = [*differences(schedule, sizes, transport, place)]
     report = place / f"report-{dist.get_rank()}.json"
     report.write_text(json.dumps({"differences": found}))
     dist.destroy_process_group()
