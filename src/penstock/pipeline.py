@@ -368,7 +368,10 @@ class Pipeline:
         """
         if self._joins_outputs is False and not isinstance(inputs, Microbatches):
             return self.evaluate(Microbatches([inputs]))[0]
-        self._settle()
+        if self.plan.spill is not None:
+            with self._exclusively():
+                for worker in self._parts.workers:
+                    worker.settle()  # updates that are late
         minibatch = self._parts.cutter.to_evaluate(inputs, step=self._step)
         layers = (layer.module for stage in self.stages.values() for layer in stage.layers)
         with (
@@ -502,31 +505,27 @@ class Pipeline:
                 "this process has parts of its stages' layers, which it shares with other tensor "
                 "ranks; gather them with state_dict(whole=True), which every rank must call"
             )
-        self._settle()
-        if self.plan.spill is None:
-            states = self._parts.states()
-        else:
-            states = {index: self._state_of(index) for index in self.stages}
+        states = self._states()
         if whole:
             with self._exclusively():
                 states = self._parts.driver.gather(states, self._parts.feed.expected())
             states = self._parts.joined(states)
         return {key: value for _, state in sorted(states.items()) for key, value in state.items()}
 
-    def _state_of(self, index: int) -> dict[str, Any]:
-        stage = self.stages[index]
-        for worker in self._parts.workers:
-            if worker.residence is not None and worker.stages.get(index) is stage:
-                with worker.visiting(index):
-                    return tree.replace(Tensor, Tensor.clone, stage.state_dict())  # type: ignore[no-any-return]
-        return stage.state_dict()
-
-    def _settle(self) -> None:
-        """Make updates that are late, where stages come and go."""
-        if self.plan.spill is not None:
-            with self._exclusively():
-                for worker in self._parts.workers:
-                    worker.settle()
+    def _states(self) -> dict[int, dict[str, Any]]:
+        """The state of each stage; copies, where stages come and go."""
+        if self.plan.spill is None:
+            return self._parts.states()
+        states = {}
+        with self._exclusively():
+            for worker in self._parts.workers:
+                worker.settle()
+                for index in worker.stages:
+                    with worker.visiting(index):
+                        held = self.stages[index].state_dict()
+                        states[index] = tree.replace(Tensor, Tensor.clone, held)
+                        del held  # nothing may see a stage when it leaves
+        return dict(sorted(states.items()))
 
     def save(
         self,

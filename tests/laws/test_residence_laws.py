@@ -210,3 +210,12 @@ def test_updates_that_are_late_are_drawn(tmp_path):
     assert "U update of the minibatch before" in picture
     assert all(f"{s}LATE_UPDATE0: update of the minibatch before" in picture for s in range(3))
     assert Timeline.from_json(timeline.to_json()) == timeline
+
+
+def test_only_the_stage_that_updates_a_tied_weight_waits_for_the_others():
+    schedule = schedules.build("interleaved-1f1b", num_ranks=1, num_microbatches=2)
+    (ops,) = add_update(schedule, last={1}).ranks
+    assert [op.stage for op in ops if op.kind is Kind.UPDATE] == [0, 1]
+    assert ops[-1] == Op(1, Kind.UPDATE, 1)
+    (usual,) = add_update(schedule).ranks
+    assert [op.stage for op in usual if op.kind is Kind.UPDATE] == [1, 0]

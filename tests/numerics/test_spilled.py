@@ -276,13 +276,59 @@ def test_what_has_left_cannot_be_read():
     model = make_net()
     with spilled_pipeline(model) as pipeline:
         pipeline.step(*BATCHES[0])
-        for layer in model[1:]:
+        for layer in model:
             for parameter in layer.parameters():
                 assert parameter.isnan().all()
         model.eval()
         assert model(torch.zeros(2, 16)).isnan().all()
         assert not any(value.isnan().any() for value in pipeline.state_dict().values())
     assert all(parameter.isnan().all() for parameter in model.parameters())
+
+
+def test_weights_that_a_hook_changes_in_a_backward_are_kept():
+    def train(spill):
+        model = make_net()
+
+        def shrink(parameter):
+            with torch.no_grad():
+                parameter.mul_(0.9)
+
+        model[1][0].weight.register_post_accumulate_grad_hook(shrink)
+        with spilled_pipeline(model, spill, num_microbatches=1) as pipeline:
+            for batch in BATCHES:
+                pipeline.step(*batch, update=False)
+            return pipeline.state_dict()
+
+    assert_same_values(train(Spill(tier=HOST)), train(None))
+
+
+def test_weights_that_are_thawed_later_are_trained():
+    def train(spill):
+        model = make_net(frozen=True)
+        with spilled_pipeline(model, spill) as pipeline:
+            pipeline.step(*BATCHES[0])
+            model[3].bias.requires_grad_(True)
+            for batch in BATCHES:
+                pipeline.step(*batch)
+            return pipeline.state_dict()
+
+    assert_same_values(train(Spill(tier=HOST)), train(None))
+
+
+def test_a_loop_that_saves_goes_on_where_it_was(tmp_path):
+    def train(spill, folder):
+        wanted = pk.Checkpoints(folder, every=2)
+        with spilled_pipeline(make_net(), spill, options={"clip_norm": 0.05}) as pipeline:
+            first = pipeline.load(folder) or 0
+            return list(pipeline.steps(BATCHES[first:], checkpoints=wanted))
+
+    whole = train(None, tmp_path / "whole")
+    spill = Spill(tier=HOST)
+    with spilled_pipeline(make_net(), spill, options={"clip_norm": 0.05}) as pipeline:
+        loop = pipeline.steps(BATCHES, checkpoints=pk.Checkpoints(tmp_path / "ours", every=2))
+        assert [next(loop), next(loop)] == whole[:2]
+        loop.close()
+    assert train(spill, tmp_path / "ours") == whole[2:]
 
 
 class Leaky(nn.Module):

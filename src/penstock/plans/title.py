@@ -20,14 +20,16 @@ def title(plan: Plan) -> str:
     >>> title(Plan(model="m", schedule="1f1b", num_microbatches=8, stages=(stage,)))
     '1f1b: 1 stage on 1 rank, 8 microbatches'
     """
-    return ", ".join([_shape(plan), _microbatches(plan), *_versions(plan)])
+    return ", ".join([_shape(plan), _microbatches(plan), *_versions(plan), *_tier(plan)])
 
 
 def full_title(plan: Plan) -> str:
     """As ``title``, with devices per rank and rows per microbatch, for pictures."""
     devices = [f"{plan.num_tensor_ranks} devices each"] if plan.num_tensor_ranks > 1 else []
     rows = f" of {plan.microbatch_size}" if plan.microbatch_size else ""
-    return ", ".join([_shape(plan), *devices, _microbatches(plan) + rows, *_versions(plan)])
+    return ", ".join(
+        [_shape(plan), *devices, _microbatches(plan) + rows, *_versions(plan), *_tier(plan)]
+    )
 
 
 def family_title(schedule: str, replicas: Sequence[int], versions: Policy) -> str:
@@ -46,6 +48,10 @@ def _shape(plan: Plan) -> str:
 
 def _microbatches(plan: Plan) -> str:
     return count_of(plan.num_microbatches, "microbatch", "es")
+
+
+def _tier(plan: Plan) -> list[str]:
+    return [] if plan.spill is None else [f"stages come from {plan.spill.tier} and leave again"]
 
 
 def _versions(plan: Plan) -> list[str]:

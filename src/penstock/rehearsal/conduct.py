@@ -77,6 +77,11 @@ def rehearse(  # noqa: PLR0913 - each has a default that most callers keep
         RunError: a rank failed or died.
     """
     expect(plan, Plan | Schedule, "the plan", "give a penstock.Plan or a penstock.Schedule")
+    if isinstance(plan, Plan) and plan.spill is not None:
+        raise InputError(
+            "stages of this plan come from a tier and leave again, and emulated devices have none; "
+            "simulate it, or rehearse it as if all stayed: take spill out of the plan"
+        )
     schedule = compute_of(plan)
     if costs is None:
         costs = plan.costs if isinstance(plan, Plan) else default_costs(schedule)

@@ -231,10 +231,15 @@ class Layout:
         return self._schedule.weight_copies > 1
 
     @cached_property
-    def needs_order(self) -> bool:
-        """Whether a weight belongs to several stages: then no stage may update before all of its
-        rank's gradients are complete."""
-        return bool(self._tied)
+    def updating_tied_weights(self) -> frozenset[int]:
+        """The stages that update a weight which other stages of their rank use as well: not before
+        all of the rank's gradients of it are complete."""
+        return frozenset(
+            min(weight.stages(rank))
+            for weight in self._tied
+            for rank in weight.ranks
+            if len(weight.stages(rank)) > 1
+        )
 
     @cached_property
     def skips(self) -> tuple[SkipRoute, ...]:

@@ -34,7 +34,9 @@ def synchronous(
     if update:
         agrees, late = recipe.needs_agreement, recipe.post_validate
         schedule = add_reduce(schedule, layout.shared_stages)
-        schedule = add_update(schedule, together=layout.needs_order or (agrees and not late))
+        schedule = add_update(
+            schedule, together=agrees and not late, last=layout.updating_tied_weights
+        )
         if agrees:
             schedule = add_agreement(schedule, late=late)
     return add_communication(schedule)

@@ -98,18 +98,22 @@ def add_reduce(schedule: Schedule, shared: Collection[int] = ()) -> Schedule:
     )
 
 
-def add_update(schedule: Schedule, *, together: bool = False) -> Schedule:
+def add_update(
+    schedule: Schedule, *, together: bool = False, last: Collection[int] = ()
+) -> Schedule:
     """Put the flush's weight update of each stage behind its last weight gradient. A stage that
     shares its weights reduces first, and its update comes last on the rank: the sum has the rank's
     other work to arrive in, and no two ranks wait for each other's next reduction.
 
     Args:
         together: put all updates last, because ranks agree on something before the first.
+        last: stages whose updates come last, because other stages of their ranks have gradients of
+            weights that they update.
     """
     _refuse_twice(schedule, {Kind.UPDATE})
     if Kind.REDUCE not in schedule.kinds:
         schedule = add_reduce(schedule)  # without, the copies would drift apart
-    late = set(range(schedule.num_stages)) if together else _reduced(schedule)
+    late = set(range(schedule.num_stages)) if together else _reduced(schedule) | set(last)
     columns = _large(schedule)
     if columns is not None:
         from penstock.schedule.columns.passes import with_updates

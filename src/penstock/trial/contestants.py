@@ -87,7 +87,14 @@ class Contestant:
     def close(self) -> None:
         """End the trainer's workers, if it has any."""
         if isinstance(self.trainer, Pipeline):
+            bring_back(self.trainer, self.model)
             self.trainer.close()
+
+
+def bring_back(pipeline: Pipeline, model: nn.Module) -> None:
+    """Give a model the weights that have left it, where stages come and go: it is compared."""
+    if pipeline.plan.spill is not None:
+        model.load_state_dict(pipeline.state_dict(), assign=True)
 
 
 def pipelined(workload: Workload, plan: Plan) -> Contestant:

@@ -31,7 +31,7 @@ from penstock.plans.explanation import steady_minibatch
 from penstock.profiler.alone import Progress
 from penstock.run.drive.joining import several_processes
 from penstock.timing.timeline import Timeline
-from penstock.trial.contestants import intra_op_threads
+from penstock.trial.contestants import bring_back, intra_op_threads
 from penstock.trial.curvature import layers_of_stages
 from penstock.trial.reference.delayed_replay import DelayedReplay
 from penstock.trial.reference.sideways_replay import SidewaysReplay
@@ -349,6 +349,7 @@ def _pipelined(
             train(pipeline, batches)
             asynchronous = sides.plan.versions.asynchronous
             held = tuple(held.versions for held in pipeline.held_versions) if asynchronous else ()
+            bring_back(pipeline, sides.model)
             return _Trained(losses, pipeline.timeline, held)
 
 

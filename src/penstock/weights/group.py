@@ -40,6 +40,7 @@ class Group:
         slab: where they lie in memory, if they are there or on their way.
         arriving: ends when what is on its way has come.
         writing: ends when the tier has what was written last.
+        is_parked: whether the slab has the values, and the tensors do not look there.
     """
 
     def __init__(self, whose: str, tensors: Sequence[Tensor]) -> None:
@@ -55,6 +56,8 @@ class Group:
         self.slab: Slab | None = None
         self.arriving: Future[None] | None = None
         self.writing: Future[None] | None = None
+        self.is_parked = False
+        self._versions = 0
 
     @property
     def has_parameters(self) -> bool:
@@ -64,7 +67,15 @@ class Group:
     @property
     def is_trained(self) -> bool:
         """Whether an update changes its values: what is frozen has none."""
-        return not self.has_parameters or self.places[0].tensor.requires_grad
+        return not self.has_parameters or any(place.tensor.requires_grad for place in self.places)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether anybody has written to a tensor since it was pointed to its values."""
+        return self._versions != self._counted_versions()
+
+    def _counted_versions(self) -> int:
+        return sum(place.tensor._version for place in self.places)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -89,6 +100,8 @@ class Group:
         assert self.slab is not None
         for place in self.places:
             place.tensor.data = self.lies_in(self.slab, place)
+        self.is_parked = False
+        self._versions = self._counted_versions()
 
     def blank(self) -> None:
         """Take the values away: shape and type stay, and whoever reads them sees NaN."""

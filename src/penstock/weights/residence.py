@@ -263,7 +263,8 @@ class Residence:
         changed = stage in self._changed
         self._changed.discard(stage)
         for group in self._weights[stage]:
-            writes = changed and group.is_trained
+            # Hooks of the user may have written to weights as well.
+            writes = (changed and group.is_trained) or group.has_changed
             self.transfers.let_go(group, writes=writes, keeps=stay.keeps)
         if stage in self._state:
             self.transfers.let_go(self._state[stage], writes=changed, keeps=False)
@@ -329,10 +330,11 @@ class Residence:
                 continue
             with suppress(Exception):
                 self.transfers.arrive(group)
-                if changed and group.is_trained:
+                if (changed and group.is_trained) or (group.has_parameters and group.has_changed):
                     assert group.extent is not None
                     self.store.write(group.extent, slab.view)
             group.arriving = None
+            group.is_parked = False
             group.blank()
             group.slab = None
             self.slabs.drop(slab)  # what has failed may still see it

@@ -179,6 +179,7 @@ class DiskStore(Store):
 
     def __init__(self, folder: str) -> None:
         super().__init__()
+        self._file = -1
         self._folder = folder or tempfile.gettempdir()
         self._file, self.is_direct = _opened(self._folder)
 
@@ -216,6 +217,10 @@ class DiskStore(Store):
                     "somebody has cut it"
                 )
             done += moved
+
+    def __del__(self) -> None:
+        """Who failed before it could close the file must not keep the room on the disk."""
+        self.close()
 
     def close(self) -> None:
         """Give the room on the disk back."""

@@ -59,6 +59,8 @@ class Transfers:
             self._await(group.arriving, group, "have not come from")
             group.arriving = None
             group.point()
+        elif group.is_parked:
+            group.point()
 
     def _await(self, future: Future[None], group: Group, what: str) -> None:
         try:
@@ -86,7 +88,8 @@ class Transfers:
 
         Args:
             writes: whether they have changed, and are to be written first.
-            keeps: whether they stay all the same, because they are needed next.
+            keeps: whether the slab keeps them all the same, because they are needed next: between
+                steps nobody may think that what has left could be changed.
         """
         slab = group.slab
         if slab is None:
@@ -96,10 +99,12 @@ class Transfers:
         if writes:
             assert group.extent is not None
             group.writing = self._writer.begin(partial(self.store.write, group.extent, slab.view))
-        if keeps:
-            return
         group.blank()
+        if keeps:
+            group.is_parked = True
+            return
         group.slab = None
+        group.is_parked = False
         if writes:
             self._leaving.append((group, slab))
             return

@@ -54,9 +54,9 @@ def test_threads_have_twins_of_shared_weights_and_processes_do_not_need_them():
 def test_both_ends_on_one_rank_share_without_messages():
     layout = layout_of(TiedGPT(), "zb-v")
     assert layout.shared_stages == frozenset()
-    assert layout.needs_order
+    assert layout.updating_tied_weights == {0}  # the other stage updates when it can
     assert layout.shared(0, layout.stages(0)) == []
-    assert not layout_of(make_mlp()).needs_order
+    assert not layout_of(make_mlp()).updating_tied_weights
 
 
 def test_twins_follow_the_weights_the_mode_and_what_is_frozen():
