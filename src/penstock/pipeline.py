@@ -195,7 +195,7 @@ class Pipeline:
         self._results = results
         self._step = 0
         self._accumulates = False
-        self._history = History(self.plan.schedule)
+        self._history = History(self.plan.schedule, self.plan.versions.activations)
         self._closed = False
         self._joins_outputs: bool | None = None  # not known yet
         self._running = threading.Lock()

@@ -258,6 +258,25 @@ def test_put_and_get_do_not_wait():
         assert len(list(stream.rest())) == 4
 
 
+def test_no_more_frames_enter_than_there_are_stages():
+    """Or the saturated latency would be more than p ticks: eager forwards let 2p−1 of them in."""
+    release, entered = threading.Event(), Breaking(100)
+
+    class Held(nn.Module):
+        def forward(self, value):
+            release.wait(60)
+            return value
+
+    model = nn.Sequential(entered, nn.Linear(WIDTH, WIDTH).double(), Held())
+    with stream_of(model, live_plan(model, 3, cuts=[1, 2]), loss=None) as stream:
+        for frame, _, _ in frames_of([LEARN] * 12):
+            stream.put(frame)
+        time.sleep(0.3)
+        assert entered.calls <= 3
+        release.set()
+        assert len(list(stream.rest())) == 12
+
+
 def test_what_a_caller_overwrites_was_taken_before():
     frames, model = frames_of([LEARN] * 8), layered_model()
     plan = live_plan(model, 3)

@@ -83,12 +83,15 @@ class Loop(ABC):
         intake: frames that wait for the first stage.
         arrivals: outputs in the order of their frames, and news between them.
         num_begun: frames that the first stage has begun with, those of the run before included.
+        most_within: the most frames that have entered and not left. With as many as there are
+            stages, none of them is idle, and no frame waits for more than its ticks between two.
     """
 
     def __init__(self, parts: Assembly, history: History, keeper: Keeper) -> None:
         self.intake: Intake[Admitted] = Intake(self._changed)
         self.arrivals: queue.SimpleQueue[Arrival | News] = queue.SimpleQueue()
         self.num_begun = 0
+        self.most_within = parts.plan.num_ranks
         self._parts = parts
         self._history = history
         self._keeper = keeper

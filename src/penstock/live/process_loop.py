@@ -207,7 +207,7 @@ class ProcessLoop(Loop):
     def _begin(self, minibatch: Minibatch, frame: Frame | None) -> None:
         self._begun.append(frame)
         self._parts.feed.go_on(minibatch)
-        while len(self._parts.feed.under_way) > self._parts.feed.most_under_way:
+        while len(self._parts.feed.under_way) > self.most_within:
             self._collect()
 
     def _collect(self) -> None:

@@ -51,7 +51,7 @@ class Stream:
         policy = self.plan.versions
         age = 2 * (self.plan.num_ranks - 1) if isinstance(policy, Sideways) else 0
         self._ledger = Ledger(age, through_newest=isinstance(policy, Sideways))
-        self._history = History(self.plan.schedule)
+        self._history = History(self.plan.schedule, policy.activations)
         self._keeper = Keeper(self._parts, None)
         make = ProcessLoop if self._parts.in_processes else ThreadLoop
         self._loop: Loop = make(self._parts, self._history, self._keeper)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from penstock.checkpoint.keeper import Keeper
-from penstock.live.frames import News
+from penstock.live.frames import Frame, News
 from penstock.live.loop import Loop, Saving
 from penstock.run.assembly import Assembly
 from penstock.run.history import History
@@ -22,6 +26,7 @@ class ThreadLoop(Loop):
         self._turn = threading.RLock()
         self._asking = threading.Lock()  # who reads a source asks, too
         self._is_free = True
+        self._num_within = 0
         self._ended = False
         self._has_failed = self._is_told = False
         self._failure: BaseException | None = None
@@ -34,7 +39,7 @@ class ThreadLoop(Loop):
             try:
                 while self._goes_on and self._parts.feed.has_news:
                     self._remember(self._parts.feed.retire())
-                while self._goes_on and self._is_free and len(self.intake):
+                while self._goes_on and self._has_room and len(self.intake):
                     self._begin_next()
             except BaseException as error:  # in the thread of a rank nobody would hear of it
                 self._fail(error)
@@ -43,10 +48,15 @@ class ThreadLoop(Loop):
     def _goes_on(self) -> bool:
         return not (self._ended or self._has_failed)
 
+    @property
+    def _has_room(self) -> bool:
+        return self._is_free and self._num_within < self.most_within
+
     def _begin_next(self) -> None:
         admitted = self.intake.take()
         if admitted is not None:
             self._is_free = False
+            self._num_within += 1
             self._begin(self._numbered(admitted.minibatch))
 
     def _begin(self, minibatch: Minibatch) -> None:
@@ -58,6 +68,16 @@ class ThreadLoop(Loop):
         with self._turn:
             self._is_free = True
         self._changed()
+
+    def _heard(
+        self, frame: Frame, output: Any, loss: Tensor | None, moment: torch.Event | None
+    ) -> None:
+        super()._heard(frame, output, loss, moment)
+        with self._turn:
+            self._num_within -= 1
+            waits = bool(len(self.intake))
+        if waits:
+            self._changed()
 
     def _fail(self, error: BaseException | None = None) -> None:
         with self._turn:

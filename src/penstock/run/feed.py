@@ -36,8 +36,6 @@ class Feed:
 
     Attributes:
         under_way: the driver's ticket for each minibatch that has been begun and not collected.
-        most_under_way: of a stream that ``go_on`` continues, how many minibatches behind the first
-            rank the last one may be.
     """
 
     def __init__(self, plan: Plan, layout: Layout, recipe: Recipe, driver: Driver[Any]) -> None:
@@ -48,7 +46,6 @@ class Feed:
         self._flushed = lru_cache(maxsize=32)(self._synchronous)
         self._evaluated = lru_cache(maxsize=32)(self._forwards)
         self.under_way: deque[Any] = deque()
-        self.most_under_way = 0
         self._windows: Windows | None = None
         self._num_synchronous = 0
         self._restart()
@@ -133,8 +130,6 @@ class Feed:
             nothing = Segment.whole(Schedule(((),) * self._plan.num_ranks))
             segment = replace(nothing, begins=False, ends=False)
         self._submit(segment, minibatch, position)
-        if minibatch.inputs:
-            self.most_under_way = self._most_under_way(minibatch, position)
 
     @property
     def has_news(self) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 from penstock.errors import InputError
 from penstock.run.counting import Peak
 from penstock.run.outcome import MinibatchOutcome, timeline
+from penstock.schedule.schedule import Activations
 from penstock.timing.timeline import Timeline
 from penstock.weights.store import Held
 
@@ -20,10 +21,12 @@ class History:
 
     Args:
         schedule: the name that timelines bear.
+        activations: which ones backwards go through.
     """
 
-    def __init__(self, schedule: str) -> None:
+    def __init__(self, schedule: str, activations: Activations = "own") -> None:
         self._schedule = schedule
+        self._activations = activations
         self._last: MinibatchOutcome | None = None
         self._recent: deque[MinibatchOutcome] = deque(maxlen=_MOST_REMEMBERED)
         self._timeline: Timeline | None = None
@@ -43,7 +46,7 @@ class History:
         if not steps:
             raise InputError("no timeline yet: run a step (and leave record=True)")
         if self._timeline is None:
-            self._timeline = timeline(steps, self._schedule)
+            self._timeline = timeline(steps, self._schedule, self._activations)
         return self._timeline
 
     @property

@@ -17,6 +17,7 @@ from penstock.device.stamps import Stamps, happened
 from penstock.model import tree
 from penstock.run.counting import Peak
 from penstock.schedule import Op
+from penstock.schedule.schedule import Activations
 from penstock.timing.spans import Row
 from penstock.timing.timeline import Timeline
 from penstock.weights.store import Held
@@ -182,11 +183,14 @@ def _is_plain(loss: Tensor) -> bool:
     return loss.dtype is torch.float32 and not loss.ndim and loss.device.type == "cpu"
 
 
-def timeline(steps: Sequence[Sequence[RankRecord]], name: str) -> Timeline:
+def timeline(
+    steps: Sequence[Sequence[RankRecord]], name: str, activations: Activations = "own"
+) -> Timeline:
     """The measured timeline of one minibatch, or of several that belong together.
 
     Args:
         steps: what every rank did, for each minibatch.
+        activations: which ones backwards went through.
     """
     columns = [
         _joined([record.row() for record in records]) for records in zip(*steps, strict=True)
@@ -199,7 +203,7 @@ def timeline(steps: Sequence[Sequence[RankRecord]], name: str) -> Timeline:
         )
         for row in columns
     )
-    return Timeline(tuple(moved), name, "measured")
+    return Timeline(tuple(moved), name, "measured", activations)
 
 
 def _joined(rows: Sequence[Row]) -> Row:
