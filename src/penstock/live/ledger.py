@@ -18,9 +18,9 @@ from penstock.model import tree
 _MOST_LATENCIES = 10_000
 _LOOK_EVERY = 16
 _LEAST_LOOKS = 8
-FAST_CHANGE = 0.5
-"""From so much change on, measured beside a frame's own size, a gradient says little about the
-frame that it goes through: cosines below 0.7 in docs/streams.md."""
+FAST_CHANGE = 0.6
+"""From so much change on, beside a frame's own size, gradients say little about the frames that
+they go through: docs/streams.md has cosines of 0.8 at 0.5, and of 0.5 at 0.85."""
 
 
 class Ledger:
