@@ -272,14 +272,12 @@ def connected(server, key=KEY, **changes):
         yield connection
 
 
-@pytest.mark.parametrize(
-    "key", [key_of("another", "a job"), key_of("a secret", "another job"), b""]
-)
-def test_a_stranger_is_refused(key):
+@pytest.mark.parametrize("told", [("another", "a job"), ("a secret", "another job"), ("", "")])
+def test_a_stranger_is_refused(told):
     said = []
     server = SummationServer("127.0.0.1", 0, KEY, said.append)
     refused = pytest.raises(RunError, match="refuses: the secret or the name of the job")
-    with refused, connected(server, key):
+    with refused, connected(server, key_of(*told)):
         pass
     with connected(server, place=1, num_members=2):
         pass  # and who knows the secret is served still
