@@ -38,6 +38,12 @@ def test_ranks_may_come_to_their_stages_in_any_order(servers):
     assert job.reports == {0: [], 1: []}, job.output
 
 
+@pytest.mark.soak
+def test_every_way_sums_what_is_on_accelerators(accelerator, servers):
+    job = run("devices", servers, 2)
+    assert job.reports == {0: [], 1: []}, job.output
+
+
 def test_checkpoints_of_shards_go_on_in_any_layout():
     job = run("checkpoint", ([], []))
     named = [f"stage-{stage}.part-{part}.safetensors" for stage, part in PARTS]

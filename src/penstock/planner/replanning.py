@@ -6,8 +6,9 @@ free is where the model is cut, and on which devices its stages are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -73,11 +74,19 @@ def replan(
             "penstock.plan"
         )
     known = _graph_of(plan) if graph is None else _measured(plan, graph)
+    reducer = plan.summing.reducer
+    if reducer == "servers" and not cluster.spares:
+        reducer = "owners"  # with the same sums
     num_devices = len(cluster.devices)
     asked = [(_FALLBACK, num_devices)]
     if max(plan.replicas) == 1:
         asked.insert(0, (plan.schedule, num_devices * len(plan.stages) // plan.num_ranks))
-    found = _first_that_exists(known, cluster, plan.num_microbatches, memory_bytes, asked)
+    request = {
+        "microbatches": plan.num_microbatches,
+        "memory_bytes": memory_bytes,
+        "reducer": reducer,
+    }
+    found = _first_that_exists(known, cluster, request, asked)
     reason = f"replanned from {plan.num_ranks} ranks: {found.reason}"
     return replace(found, model=plan.model, microbatch_size=plan.microbatch_size, reason=reason)
 
@@ -85,34 +94,25 @@ def replan(
 def _first_that_exists(
     graph: LayerGraph,
     cluster: Cluster,
-    num_microbatches: int,
-    memory_bytes: int | None,
+    request: Mapping[str, Any],
     asked: Sequence[tuple[str, int]],
 ) -> Plan:
     """A plan with the first of these schedules and numbers of stages for which there is one; if
     there is none, what is raised says why there is none for the last."""
     for schedule, num_stages in asked[:-1]:
         with suppress(InputError):
-            return _planned(graph, cluster, num_microbatches, memory_bytes, schedule, num_stages)
-    return _planned(graph, cluster, num_microbatches, memory_bytes, *asked[-1])
+            return _planned(graph, cluster, request, schedule, num_stages)
+    return _planned(graph, cluster, request, *asked[-1])
 
 
 def _planned(
     graph: LayerGraph,
     cluster: Cluster,
-    num_microbatches: int,
-    memory_bytes: int | None,
+    request: Mapping[str, Any],
     schedule: str,
     num_stages: int,
 ) -> Plan:
-    found = search(
-        graph,
-        cluster,
-        microbatches=num_microbatches,
-        schedule=schedule,
-        stages=num_stages,
-        memory_bytes=memory_bytes,
-    )
+    found = search(graph, cluster, schedule=schedule, stages=num_stages, **request)
     if found.num_ranks != len(cluster.devices):
         raise PlanError(
             f"{schedule} with {num_stages} stages leaves devices idle: it runs on "
@@ -135,7 +135,8 @@ def _graph_of(plan: Plan) -> LayerGraph:
             (plan.devices[rank].speed for rank in plan.placement.ranks_of(index) if plan.devices),
             default=1.0,
         )
-        layers += _layers_of(stage, speed)
+        shards = plan.replicas[index] if plan.summing.reducer == "sharded" else 1
+        layers += _layers_of(stage, speed, shards)
     return LayerGraph(
         layers=tuple(layers),
         microbatch_size=max(1, plan.microbatch_size),
@@ -144,9 +145,18 @@ def _graph_of(plan: Plan) -> LayerGraph:
     )
 
 
-def _layers_of(stage: StagePlan, speed: float) -> list[Layer]:
-    """The layers of a stage with equal shares of its costs, as on a device of speed 1."""
+def _layers_of(stage: StagePlan, speed: float, shards: int) -> list[Layer]:
+    """The layers of a stage with equal shares of its costs, as on a device of speed 1.
+
+    Args:
+        shards: copies that share the update and the optimizer's state.
+    """
     count = len(stage.layers)
+    stage = replace(
+        stage,
+        update_seconds=stage.update_seconds * shards,
+        optimizer_bytes=stage.optimizer_bytes * shards,
+    )
     seconds = {name: getattr(stage, name) * speed / count for name in _SECONDS}
     if stage.recompute_seconds is not None:
         seconds["recompute_seconds"] = stage.recompute_seconds * speed / count

@@ -20,16 +20,17 @@ def title(plan: Plan) -> str:
     >>> title(Plan(model="m", schedule="1f1b", num_microbatches=8, stages=(stage,)))
     '1f1b: 1 stage on 1 rank, 8 microbatches'
     """
-    return ", ".join([_shape(plan), _microbatches(plan), *_versions(plan), *_tier(plan)])
+    return ", ".join(
+        [_shape(plan), _microbatches(plan), *_versions(plan), *_summing(plan), *_tier(plan)]
+    )
 
 
 def full_title(plan: Plan) -> str:
     """As ``title``, with devices per rank and rows per microbatch, for pictures."""
     devices = [f"{plan.num_tensor_ranks} devices each"] if plan.num_tensor_ranks > 1 else []
     rows = f" of {plan.microbatch_size}" if plan.microbatch_size else ""
-    return ", ".join(
-        [_shape(plan), *devices, _microbatches(plan) + rows, *_versions(plan), *_tier(plan)]
-    )
+    rest = [*_versions(plan), *_summing(plan), *_tier(plan)]
+    return ", ".join([_shape(plan), *devices, _microbatches(plan) + rows, *rest])
 
 
 def family_title(schedule: str, replicas: Sequence[int], versions: Policy) -> str:
@@ -56,3 +57,10 @@ def _tier(plan: Plan) -> list[str]:
 
 def _versions(plan: Plan) -> list[str]:
     return [f"versions: {plan.versions.name}"] if plan.versions.asynchronous else []
+
+
+def _summing(plan: Plan) -> list[str]:
+    reducer, servers = plan.summing.reducer, len(plan.summing.servers)
+    if reducer == "owners":
+        return []
+    return [f"gradients: {count_of(servers, 'server') if servers else reducer}"]

@@ -329,8 +329,11 @@ class Exchange:
                 self._connections[place].shutdown(socket.SHUT_RDWR)
             division = self._division(1 << 30)
             for other, connection in self._connections.items():
-                with suppress(OSError):
-                    tune(connection, division.rate(other))
+                rate = division.rate(other)
+                if rate:
+                    with suppress(OSError):
+                        tune(connection, rate)
+                    self._queues[other].put((Head(Kind.PACE, start=round(rate)), None))
             for frames in self._queues:  # those that are gone do not read theirs
                 frames.put((Head(Kind.GONE, start=place), None))
             if self._previous is not None:

@@ -58,6 +58,8 @@ class Kind(IntEnum):
     """An owner does not answer any more; ``start`` is its place among the owners."""
     ABORT = 4
     """A worker has left; ``start`` is its place among the workers."""
+    PACE = 5
+    """A worker is to be answered at ``start`` bytes per second."""
 
 
 ITEM_BYTES = (4, 8, 2, 2)

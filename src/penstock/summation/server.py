@@ -30,6 +30,7 @@ from penstock.summation.frames import (
 
 _END = None
 _OLD_ROUNDS = 2
+_OF_WORKERS = frozenset({Kind.PUSH, Kind.GONE, Kind.PACE})
 
 
 class Outlet(Protocol):
@@ -246,7 +247,7 @@ class SummationServer:
                 self._senders.add(sender)
             try:
                 self._tell(f"worker {member.place} of {member.num_members} came from {name}")
-                while (head := Head.received(connection, {Kind.PUSH, Kind.GONE})) is not None:
+                while (head := Head.received(connection, _OF_WORKERS)) is not None:
                     self._take(connection, member, session, head)
             finally:
                 self.detach(member, session)
@@ -270,6 +271,9 @@ class SummationServer:
     def _take(connection: socket.socket, member: Member, session: _Session, head: Head) -> None:
         if head.kind is Kind.GONE:
             session.tell_all(head)
+            return
+        if head.kind is Kind.PACE:
+            tune(connection, float(head.start))
             return
         numbers = room_for(head.length, head.dtype)
         receive(connection, bytes_of(numbers))

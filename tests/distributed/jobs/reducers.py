@@ -4,8 +4,9 @@
 
 ADDRESSES and PIDS are those of servers, with commas between. Cases: ``same`` compares all ways with
 threads, and kills the servers one after another; ``checkpoint`` goes on from shards in another
-layout; ``both ways`` has two ranks and no common order; ``stranger`` names another job than the
-servers; ``killed WAY`` loses a rank. Each rank reports in ``report-<rank>.json``.
+layout; ``both ways`` has two ranks and no common order, ``devices`` two accelerators; ``stranger``
+names another job than the servers; ``killed WAY`` loses a rank. Each rank reports in
+``report-<rank>.json``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import penstock as pk
 from penstock.cluster import SpareMachine
 from penstock.errors import PenstockError
 from penstock.plans import Plan
+from tests.kit.accelerator.devices import register
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.reducing import replicated
 from tests.kit.training import DEADLINE_SECONDS, adamw
@@ -42,6 +44,18 @@ def spares(addresses):
 def plan_of(model, way, addresses, replicas=(3,)):
     plan = replicated(model, replicas)
     return plan.summed_by(way, spares(addresses) if way == "servers" else ())
+
+
+def on_devices(addresses):
+    """Copies on accelerators in software, which raise where a wait is missing."""
+    found, model = [], make_mlp(dropout=0.1)
+    expected = train(plan_of(model, "owners", (), (2,)), "threads", devices="cpu")
+    for way in ("servers", "sharded", "all-reduce"):
+        plan = plan_of(model, way, addresses, (2,))
+        got = train(plan, "process-group", devices=["emu:0", "emu:1"])
+        found += [key for key, value in got.items() if not torch.equal(value.cpu(), expected[key])]
+    torch.get_device_module().check()
+    return found
 
 
 def train(plan, transport, between=lambda step: None, **options):
@@ -160,9 +174,13 @@ def dies(step):
 def main() -> None:
     case, addresses, pids = sys.argv[1], sys.argv[2].split(","), sys.argv[3].split(",")
     torch.set_num_threads(1)
+    if case == "devices":
+        register()
     dist.init_process_group("gloo")
     if case == "same":
         found = same(addresses, pids)
+    elif case == "devices":
+        found = on_devices(addresses)
     elif case == "both ways":
         found = both_ways(addresses)
     elif case == "checkpoint":
@@ -174,7 +192,7 @@ def main() -> None:
         found = refused(case.split()[1], addresses, dies)
     report = Path(sys.argv[-1]) / f"report-{dist.get_rank()}.json"
     report.write_text(json.dumps(found))
-    if case in {"same", "checkpoint", "both ways"}:
+    if case in {"same", "checkpoint", "both ways", "devices"}:
         dist.destroy_process_group()
 
 

@@ -76,6 +76,17 @@ def test_the_default_and_plans_without_copies_are_as_they_were():
     assert straight.summing.reducer == "owners"
 
 
+def test_replanning_keeps_the_way_where_it_can():
+    served = copies(cluster(4, 2), "servers")
+    fewer = [pk.replan(served, cluster(3, spares), graph()).num_ranks for spares in (0, 2)]
+    assert fewer == [3, 3]
+    assert str(served).startswith("1f1b: 1 stage on 4 ranks, 4 microbatches, gradients: 2 servers")
+    sharded = copies(cluster(4, 0), "sharded")
+    again = pk.replan(sharded, cluster(2, 0))
+    whole = sum(stage.optimizer_bytes for stage in again.stages)
+    assert whole == 4 * sharded.stages[0].optimizer_bytes
+
+
 def test_servers_that_are_not_there_are_refused():
     with pytest.raises(InputError, match=r"has none; give it \[\[spares\]\]"):
         copies(cluster(4, 0), "servers")

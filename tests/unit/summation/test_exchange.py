@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -160,7 +161,8 @@ def test_workers_send_the_bytes_of_the_formula(ring, n, k):
 
 
 def test_when_a_server_dies_the_update_is_summed_again(ring):
-    made = ring(3, 2, part_bytes=2048)
+    rates = (1e8,) * 5
+    made = ring(3, 2, rates, part_bytes=2048)
     tensors, given = given_by(3, (50_000, 100, 0, 0), 2)
     check(tensors, made.sum(0, given))
     for number, spare in enumerate(made.spares, start=1):
@@ -174,6 +176,17 @@ def test_when_a_server_dies_the_update_is_summed_again(ring):
         check(tensors, sums)
     assert {worker.missing for worker in made.workers} == {0b11}
     check(tensors, made.sum(5, given))
+    # Who is left answers faster than before.
+    paces = [divide(1000, rates, 3, missing).rate(0) for missing in (0, 0b11)]
+    assert paces[0] < paces[1]
+    assert eventually(lambda: paces_of(made.inside[0]) == [round(paces[1])] * 2)
+
+
+def paces_of(server):
+    """Bytes per second at which a server answers its workers."""
+    name = struct.Struct("<Q")
+    told = [one.getsockopt(socket.SOL_SOCKET, 47, name.size) for one in server._connections]
+    return [name.unpack(one)[0] for one in told]
 
 
 def test_a_server_that_one_worker_cannot_reach_is_left_out_by_all(ring):
@@ -272,14 +285,12 @@ def connected(server, key=KEY, **changes):
         yield connection
 
 
-@pytest.mark.parametrize(
-    "key", [key_of("another", "a job"), key_of("a secret", "another job"), b""]
-)
-def test_a_stranger_is_refused(key):
+@pytest.mark.parametrize("told", [("another", "a job"), ("a secret", "another job"), ("", "")])
+def test_a_stranger_is_refused(told):
     said = []
     server = SummationServer("127.0.0.1", 0, KEY, said.append)
     refused = pytest.raises(RunError, match="refuses: the secret or the name of the job")
-    with refused, connected(server, key):
+    with refused, connected(server, key_of(*told)):
         pass
     with connected(server, place=1, num_members=2):
         pass  # and who knows the secret is served still
