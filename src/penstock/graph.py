@@ -24,7 +24,9 @@ class Layer(Value, frozen=True, kw_only=True):
 
     Attributes:
         name: qualified name in the model, as in ``state_dict`` keys.
-        kind: class name of the module, for people and for tensor parallelism.
+        kind: class name of the module, for people and for tensor parallelism; behind "own" where a
+            class of the user's has the name of one of torch's, behind "captured" in a captured
+            model.
         forward_seconds: one forward pass.
         backward_input_seconds: the gradient with respect to the layer's input.
         backward_weight_seconds: the gradient with respect to its parameters; the two together are a

@@ -233,6 +233,14 @@ def test_what_would_be_wrong_inside_a_region_is_refused_when_it_runs(between, me
         trained(model, plan, lambda _: (inputs, torch.zeros(4, dtype=torch.int64)), F.cross_entropy)
 
 
+def test_what_draws_for_its_rows_only_is_refused_when_it_runs():
+    model = nn.Sequential(nn.Linear(4, 4), Draws()).double()
+    plan = make_plan(model, 1, 2).sharing(2, {"0": "data", "1": "data"})
+    inputs = torch.randn(4, 4, dtype=torch.float64)
+    with pytest.raises(StageError, match="layer '1' draws random numbers for its tensor rank's"):
+        trained(model, plan, lambda _: (inputs, torch.zeros(4, dtype=torch.int64)), F.cross_entropy)
+
+
 def test_a_parameter_that_all_heads_share_gets_the_sum_of_their_gradients():
     def build():
         torch.manual_seed(0)

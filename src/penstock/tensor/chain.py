@@ -52,10 +52,10 @@ class LayerSharing:
     recalls: Mapping[str, Layout] = field(default_factory=dict)
 
     @property
-    def converts(self) -> bool:
-        """Whether anything has to be brought into another layout, before the layer or behind it."""
-        differs = self.have != self.reads or self.gives != self.leaves
-        return differs or bool(self.recalls) or bool(self.inner)
+    def is_plain(self) -> bool:
+        """Whether the layer runs as on one device: on whole values, with whole parameters."""
+        layouts = {self.have, self.reads, self.gives, self.leaves, *self.recalls.values()}
+        return layouts == {WHOLE} and not self.inner
 
 
 def walk(

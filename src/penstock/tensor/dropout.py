@@ -34,6 +34,7 @@ class PartDropout(Member, nn.Dropout):
         lengths = [int(length) for length in group.exchange([own] * group.size)]
         shape = [*input.shape]
         shape[dim] = sum(lengths)
+        self.membership.region.check()
         mask = F.dropout(torch.ones(shape, dtype=input.dtype, device=input.device), self.p)
         self.membership.region.drawn()
         return input * torch.split(mask, lengths, dim)[group.index]

@@ -17,8 +17,9 @@ class Region:
     the one that takes them up (``row``), values lie by features.
 
     In there a module with parameters that nobody divides would get a term of its gradient and take
-    it for the sum, and what draws random numbers would draw the same for different features. So
-    both are told by where they are called, not by what they are called.
+    it for the sum. And what draws random numbers for a part of a value, by features or by rows,
+    would draw the same for different parts, unless it draws for the whole value as ``PartDropout``
+    does. So both are told by where they are called, not by what they are called.
 
     Attributes:
         inside: whether it is there.
@@ -27,39 +28,66 @@ class Region:
     def __init__(self, layer: str) -> None:
         self.inside = False
         self._layer = layer
-        self._drew = False
+        self._divided = False
+        self._drew = self._before = False
+
+    def begin(self, *, divided: bool) -> None:
+        """The forward of the layer begins.
+
+        Args:
+            divided: whether it has a part of its rows, or positions.
+        """
+        self.inside, self._divided, self._drew = False, divided, False
+        stream = current_stream()
+        if stream is not None:
+            self._before, stream.drew = stream.drew, False
 
     def enter(self) -> None:
         """A module has divided its outputs."""
-        stream = current_stream()
-        if not self.inside and stream is not None:
-            self._drew, stream.drew = stream.drew, False
+        self.check()
         self.inside = True
 
+    def leave(self) -> None:
+        """Values lie as they do around."""
+        self.check()
+        self.inside = False
+
     def drawn(self) -> None:
-        """What has just been drawn was meant for these features."""
+        """What has been drawn since ``check`` was meant for this part."""
         stream = current_stream()
-        if self.inside and stream is not None:
+        if stream is not None:
             self._drew, stream.drew = True, False
 
-    def leave(self) -> None:
-        """Values lie as they do around.
+    def end(self) -> None:
+        """The forward of the layer has ended."""
+        self.leave()
+        stream = current_stream()
+        if stream is not None:
+            stream.drew = self._before or self._drew
+
+    def check(self) -> None:
+        """Look at what has been drawn so far.
 
         Raises:
-            ModelError: something has drawn random numbers in between.
+            ModelError: something has drawn random numbers for a part.
         """
         stream = current_stream()
-        if self.inside and stream is not None:
-            drew, stream.drew = stream.drew, stream.drew or self._drew
-            if drew:
-                raise ModelError(
-                    f"layer {self._layer!r} draws random numbers where each tensor rank has its "
-                    'part of the features, between a "column" split and the "row" split behind '
-                    "it, so that different features would be dropped alike; drop out with an "
-                    'nn.Dropout that is split as "features" or "heads" (attention: its weights), '
-                    "or behind the row"
-                )
-        self.inside = False
+        if stream is None or not stream.drew:
+            return
+        if self.inside:
+            raise ModelError(
+                f"layer {self._layer!r} draws random numbers where each tensor rank has its part "
+                'of the features, between a "column" split and the "row" split behind it, so that '
+                "different features would be dropped alike; drop out with an nn.Dropout that is "
+                'split as "features" or "heads" (attention: its weights), or behind the row'
+            )
+        if self._divided:
+            raise ModelError(
+                f"layer {self._layer!r} draws random numbers for its tensor rank's rows, which "
+                "would not be those of one device; drop out with an nn.Dropout, which draws for "
+                'all of them, or let all tensor ranks repeat the layer (split "whole")'
+            )
+        self.drawn()
 
 
 @dataclass(frozen=True)

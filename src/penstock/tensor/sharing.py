@@ -36,10 +36,10 @@ class SharedLayer(nn.Module):
         value = converted(value, how.have, how.reads, group, name)
         for key, skip in recalled.items():
             recalled[key] = converted(skip, how.recalls[key], how.reads, group, name)
-        self.region.inside = False  # an earlier forward may have failed in there
+        self.region.begin(divided=how.reads is not WHOLE)
         output = super().forward(value, **recalled)
         gives = self._left_by_features() if how.inner and self.region.inside else how.gives
-        self.region.leave()
+        self.region.end()
         if gives == how.leaves:
             return output
         if getattr(self, "stashes", ()):
@@ -75,7 +75,7 @@ def shared(layer: nn.Module, sharing: LayerSharing, group: Group) -> nn.Module:
             _become(module, PartDropout, membership)
         elif sharing.inner and module._parameters:
             _become(module, Outside, membership)
-    if sharing.converts:
+    if not sharing.is_plain:
         kind = type(layer)
         layer.__class__ = type(kind.__name__, (SharedLayer, kind), {})
         outer = cast(SharedLayer, layer)

@@ -16,6 +16,7 @@ from penstock.tensor.layouts import CHANNELS, FEATURES, Layout
 from penstock.tensor.linear import ColumnLinear, RowLinear
 from penstock.tensor.membership import Member
 from penstock.tensor.norms import ChannelNorm
+from penstock.tracing.layers import CapturedLayer
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ def way(module: nn.Module, split: str, name: str) -> Way:
     bare, _, blocks = split.partition("/")
     if bare in ("features", "heads"):
         return _inside(module, bare, name)
+    if isinstance(module, CapturedLayer):
+        raise _refused(module, split, name, _CAPTURED)
     if not _is_plain(module):
         raise _refused(module, split, name, _CAN_SPLIT)
     _check_plain(module, split, name)
@@ -84,6 +87,10 @@ def way(module: nn.Module, split: str, name: str) -> Way:
     return _row(module)
 
 
+_CAPTURED = (
+    "it is a layer of a captured model, whose forward was recorded for whole values; let all "
+    'tensor ranks repeat it ("whole") or take their rows ("data"), or give the model a spine'
+)
 _CAN_SPLIT = (
     'linear layers, embeddings and convolutions can be "column" or "row"; let all tensor ranks '
     'repeat it ("whole") or take their rows ("data")'

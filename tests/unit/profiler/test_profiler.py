@@ -82,6 +82,17 @@ def test_layers_are_named_as_in_the_state_dict_and_fingerprinted_as_by_the_pipel
         pipeline.step(torch.randn(4, 16), torch.randint(0, 4, (4,)))
 
 
+class Embedding(nn.Linear):
+    """No embedding at all."""
+
+
+def test_kinds_tell_the_planner_what_can_be_divided_when_it_runs():
+    model = nn.Sequential(nn.Conv1d(2, 4, 1, groups=2), nn.Conv1d(4, 4, 1), Embedding(3, 3))
+    inputs = torch.randn(ROWS, 2, 3)
+    kinds = [layer.kind for layer in quick(model, inputs).layers]
+    assert kinds == ["Conv1d(groups=2)", "Conv1d", "own Embedding"]
+
+
 def test_layers_without_parameters_have_no_weight_gradient():
     for layer in quick(make_mlp(), torch.randn(ROWS, 16)).layers:
         assert (layer.backward_weight_seconds > 0) <= (layer.parameter_bytes > 0)

@@ -22,6 +22,7 @@ from penstock.profiler.alone.overheads import (
     measure_updates,
 )
 from penstock.profiler.alone.sample import Sample
+from penstock.tracing.layers import CapturedLayer
 from penstock.tracing.units import units_of
 
 
@@ -84,7 +85,7 @@ def _layers(
         own = {id(parameter) for parameter in module.parameters()}
         blank = Layer(
             name=layer.name,
-            kind=getattr(module, "kind", type(module).__name__),
+            kind=_kind(module),
             forward_seconds=0.0,
             backward_input_seconds=0.0,
             backward_weight_seconds=0.0,
@@ -151,3 +152,15 @@ def _shared(model: nn.Module, layers: Sequence[NamedLayer]) -> dict[str, nn.Para
     holders = Counter(id(weight) for layer in layers for weight in {*layer.module.parameters()})
     named = model.named_parameters()
     return {name: weight for name, weight in named if holders[id(weight)] > 1}
+
+
+def _kind(module: nn.Module) -> str:
+    """The class of a layer, as the planner must know it: a class of the user's is none of torch's
+    by the same name, and a captured layer cannot be divided as its module could."""
+    name = getattr(module, "kind", type(module).__name__)
+    if isinstance(module, CapturedLayer):
+        return f"captured {name}"
+    if not type(module).__module__.startswith("torch.") and hasattr(nn, name):
+        return f"own {name}"
+    groups = getattr(module, "groups", 1)
+    return name if groups == 1 else f"{name}(groups={groups})"
