@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -179,10 +180,13 @@ def test_the_command_line_measures_a_tier(tmp_path):
     assert sorted(one.name for one in tmp_path.iterdir()) == ["graph.json", "plan.json"]
 
 
-def test_a_tier_as_people_write_it():
+def test_a_tier_as_people_write_it(tmp_path):
     text = '[[devices]]\nname = "a"\n[[tiers]]\nfolder = "/fast"\nread = "3GB/s"\nwrite = "2GB/s"\n'
     (tier,) = Cluster.from_toml(text).tiers
     assert tier == Tier(folder="/fast", read_bytes_per_second=3e9, write_bytes_per_second=2e9)
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    assert re.search(r"disk \(/fast\) +3\S* GB/s +2\S* GB/s", run("cluster", path))
 
 
 def test_a_folder_that_cannot_be_measured(tmp_path):
