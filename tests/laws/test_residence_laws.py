@@ -102,13 +102,15 @@ def _walked(ops, sizes):  # noqa: C901 - all rules in one place, to be read besi
         own = []
         if op.kind in FETCHES or op.kind in LEAVES:
             own = _stay(twice, place, op)
-        updates = any(other.kind in (Kind.UPDATE, Kind.LATE_UPDATE) for other in own)
+        elif op.kind is Kind.BACKWARD:
+            own = _until_leave(twice, place, op)
+        updates = any(other.kind is Kind.UPDATE for other in own)
+        late = any(other.kind is Kind.LATE_UPDATE for other in own)
         if op.kind in FETCHES:
-            here |= {("w", op.stage)} | ({("s", op.stage)} if updates else set())
-            if any(other.kind is Kind.LATE_UPDATE for other in own):
-                here |= {("g", op.stage)}
+            here |= {("w", op.stage)}
+            here |= {("s", op.stage), ("g", op.stage)} if late else set()
         if op.kind is Kind.BACKWARD:
-            here |= {("g", op.stage)}
+            here |= {("g", op.stage)} | ({("s", op.stage)} if updates else set())
         if op.kind in LEAVES:
             stays = cyclic and place % len(ops) > last and op.kind is Kind.LEAVE_BACKWARD
             leaving = set()
@@ -116,7 +118,7 @@ def _walked(ops, sizes):  # noqa: C901 - all rules in one place, to be read besi
                 if what[0] == "w" and stays:
                     continue
                 here.discard(what)
-                if what[0] == "g" or updates:
+                if what[0] == "g" or updates or (late and what[0] == "w"):
                     leaving.add(what)
         told.append(sum(amounts[what][stage] for what, stage in [*here, *leaving]))
         if op.kind in (Kind.UPDATE, Kind.LATE_UPDATE):
@@ -132,6 +134,17 @@ def _stay(ops, place, op):
         if other.stage == op.stage and other.kind in ends:
             return own
         if other.stage == op.stage:
+            own.append(other)
+    return own
+
+
+def _until_leave(ops, place, op):
+    """The ops of the stage from here to its leave."""
+    own = []
+    for other in ops[place:]:
+        if other.stage == op.stage:
+            if other.kind in LEAVES:
+                break
             own.append(other)
     return own
 

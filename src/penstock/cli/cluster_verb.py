@@ -287,8 +287,18 @@ def _print_cluster(cluster: Cluster) -> None:
         for spare in cluster.spares
     ]
     show.print_table(("joined", "latency", "bandwidth", "shared memory"), joined)
+    if cluster.tiers:
+        click.echo()
+        tiers = [
+            (str(tier), _rate(tier.read_bytes_per_second), _rate(tier.write_bytes_per_second))
+            for tier in cluster.tiers
+        ]
+        show.print_table(("stages come from", "read", "written"), tiers)
+
+
+def _rate(bytes_per_second: float) -> str:
+    return format_bytes_per_second(bytes_per_second) if bytes_per_second else "free"
 
 
 def _cells(link: Link) -> tuple[str, str]:
-    rate = format_bytes_per_second(link.bytes_per_second) if link.bytes_per_second else "free"
-    return picture_seconds(link.latency_seconds), rate
+    return picture_seconds(link.latency_seconds), _rate(link.bytes_per_second)

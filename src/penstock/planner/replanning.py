@@ -52,7 +52,8 @@ def replan(
         graph: the profile that the old plan was made from. Without it, costs are taken from the
             plan itself, which knows those of whole stages only: each stage's layers then count as
             alike.
-        memory_bytes: what one rank may use, on top of the cluster's own limits.
+        memory_bytes: what one rank may use, on top of the cluster's own limits; where stages come
+            and go, by default what they might use.
 
     Raises:
         PlanError: the model has fewer layers than there are devices, or does not fit in memory.
@@ -86,9 +87,21 @@ def replan(
         "memory_bytes": memory_bytes,
         "reducer": reducer,
     }
-    found = _first_that_exists(known, cluster, request, asked)
+    if plan.spill is not None:
+        found = _spilled(plan, known, cluster, memory_bytes)
+    else:
+        found = _first_that_exists(known, cluster, request, asked)
     reason = f"replanned from {plan.num_ranks} ranks: {found.reason}"
     return replace(found, model=plan.model, microbatch_size=plan.microbatch_size, reason=reason)
+
+
+def _spilled(plan: Plan, graph: LayerGraph, cluster: Cluster, memory_bytes: int | None) -> Plan:
+    """Where stages come and go, they may go on doing so, from the tier that they have come from
+    unless the cluster names others."""
+    assert plan.spill is not None
+    there = cluster if cluster.tiers else replace(cluster, tiers=(plan.spill.tier,))
+    limit = memory_bytes or plan.spill.memory_bytes or None
+    return search(graph, there, microbatches=plan.num_microbatches, memory_bytes=limit)
 
 
 def _first_that_exists(

@@ -312,8 +312,8 @@ def _reason(best: Spilled, in_memory_seconds: float) -> str:
     if seconds and rows and in_memory_seconds:
         free = ceil(rows * seconds / in_memory_seconds)
         parts.append(
-            f"transfers take {format_seconds(seconds)}, which from about {free:,} rows a minibatch "
-            f"on hide behind compute (this one has {rows:,})"
+            f"transfers take {format_seconds(seconds)}, which hides behind compute from about "
+            f"{count_of(free, 'row')} a minibatch on (this one has {rows:,})"
         )
     return "; ".join(parts)
 

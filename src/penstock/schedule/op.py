@@ -51,7 +51,8 @@ class Kind(StrEnum):
     FETCH_FORWARD = "FETCH_F"
     """Begin to bring a stage's weights into memory, for forwards."""
     FETCH_BACKWARD = "FETCH_B"
-    """Begin to bring in a stage's weights, and what its backwards and its update need besides."""
+    """Begin to bring a stage's weights into memory, for backwards; what the update behind them
+    needs besides comes while they run."""
     LEAVE_FORWARD = "LEAVE_F"
     """Let a stage's weights go; they have not changed, so nothing is written (but behind a late
     update)."""

@@ -7,11 +7,13 @@ arXiv 2110.08633, section 4, written as ops that are checked, simulated and run 
 
 The rules by which memory is counted; the numbers stand at the lines below:
 
-1. A fetch takes room for the weights at once; for backwards with an update, also for the optimizer
-   state. What an update comes late for takes room for the gradients, too.
-2. Gradients take room from the first backward on, until the update.
+1. A fetch takes room for the weights at once. What an update comes late for takes room for the
+   gradients and the optimizer state, too.
+2. Gradients take room from the first backward on, until the update; so does optimizer state that an
+   update behind the backwards needs, which comes while they run.
 3. A stage that leaves unchanged gives back its room at once.
-4. What has changed is written while the rank goes on: it keeps its room until the next leave.
+4. What has changed is written while the rank goes on: it keeps its room until the next leave. The
+   state of a late update is written from then on, and gives its room back with the stage's leave.
 5. A rank that ends with the stage with which it begins keeps its weights until then.
 """
 
@@ -262,6 +264,7 @@ class _Account:
         self._sizes = sizes
         self._stays = stays
         self._spilled = {stay.stage for stay in stays.values()}
+        self._stay: dict[int, Stay] = {}
         self._weights: dict[int, int] = {}
         self._gradients: dict[int, int] = {}
         self._state: dict[int, int] = {}
@@ -271,14 +274,15 @@ class _Account:
         """What is held once an op has begun."""
         stage, sizes = op.stage, self._sizes
         if op.kind in FETCHES:
-            stay = self._stays[op]
+            stay = self._stay[stage] = self._stays[op]
             self._weights[stage] = sizes.weights[stage]  # [1]
-            if stay.changes:
-                self._state[stage] = sizes.state[stage]
             if stay.late:
+                self._state[stage] = sizes.state[stage]
                 self._gradients[stage] = sizes.gradients[stage]
         elif op.kind in _GRADIENTS and stage in self._spilled:
             self._gradients[stage] = sizes.gradients[stage]  # [2]
+            if self._stay[stage].updates:
+                self._state[stage] = sizes.state[stage]
         held = self._held
         if op.kind in UPDATES:
             self._gradients.pop(stage, None)
@@ -296,7 +300,8 @@ class _Account:
         weights = 0 if stay.keeps else self._weights.pop(stay.stage, 0)  # [5]
         if stay.changes:
             # [4]
-            self._leaving = weights + self._state.pop(stay.stage, 0)
+            state = self._state.pop(stay.stage, 0)
+            self._leaving = weights + (state if stay.updates else 0)
         self._leaving += self._gradients.pop(stay.stage, 0)
         return self._held  # [3]
 

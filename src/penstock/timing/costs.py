@@ -120,13 +120,18 @@ class Costs:
         return _at(self.link, first_stage)
 
     def fetching(self, stay: Stay) -> float:
-        """How long a stage takes to come into memory for a stay."""
+        """How long a stage takes to come into memory for a stay; the state for an update behind
+        backwards comes while they run (``fetch_state``)."""
         weights, state = _at(self.fetch, stay.stage), _at(self.fetch_state, stay.stage)
-        return weights * (1 + stay.late) + state * stay.changes
+        return (2 * weights + state) if stay.late else weights
 
     def weights_seconds(self, stage: int) -> float:
         """How long the weights of a stage take to come into memory."""
         return _at(self.fetch, stage)
+
+    def state_seconds(self, stage: int) -> float:
+        """How long the optimizer state of a stage takes to come into memory."""
+        return _at(self.fetch_state, stage)
 
     def leaving(self, stay: Stay) -> float:
         """How long it takes to write what a stay has changed."""

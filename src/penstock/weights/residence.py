@@ -65,6 +65,7 @@ class Residence:
         """Gradients that are used up, whose extents the next ones get."""
         self._adding: dict[int, int] = {}
         """Bytes of gradients that are being added up, by stage."""
+        self._stays: dict[int, Stay] = {}
         self._changed: set[int] = set()
 
     def take_in(self, stage: int) -> None:
@@ -133,11 +134,12 @@ class Residence:
         return self._parameters[stage]
 
     def fetch(self, stage: int, stay: Stay) -> None:
-        """Begin to bring a stage in; for an update, with what the optimizer keeps of it. [2]"""
+        """Begin to bring a stage in; for a late update, with all that this needs. [2]"""
+        self._stays[stage] = stay
         for group in self._weights[stage]:
             self.transfers.begin(group)
         owes = stay.late and stage in self._owed
-        if (stay.updates or owes) and stage in self._state:
+        if owes and stage in self._state:
             self.transfers.begin(self._state[stage])
         if owes and stage in self._gradients:
             self.transfers.begin(self._gradients[stage][0])
@@ -177,7 +179,10 @@ class Residence:
             parameter.grad = gradient
 
     def begin_adding(self, stage: int) -> None:
-        """Before a backward: bring in what was added up before, or count what will be."""
+        """Before a backward: bring in what was added up before, or count what will be; and begin
+        to bring in what the update behind the backwards needs."""
+        if self._stays[stage].updates and stage in self._state:
+            self.transfers.begin(self._state[stage])
         if stage in self._gradients:
             self.bring_gradients(stage)
         elif stage not in self._adding:
@@ -213,8 +218,12 @@ class Residence:
 
         return substitute
 
-    def updated(self, stage: int) -> None:
-        """The optimizer has stepped: gradients are spent, and its state may be new. [5]"""
+    def updated(self, stage: int, *, late: bool = False) -> None:
+        """The optimizer has stepped: gradients are spent, and its state may be new. [5]
+
+        Args:
+            late: whether forwards follow, which do not need the state.
+        """
         self._changed.add(stage)
         spent = self._gradients.pop(stage, None)
         if spent is not None and spent[0].slab is not None:
@@ -226,6 +235,8 @@ class Residence:
             self._spent[stage] = spent[0]
         self._add_no_more(stage)
         self._find_state(stage)
+        if late and stage in self._state:
+            self.transfers.let_go(self._state[stage], writes=True, keeps=False)
 
     def _find_state(self, stage: int) -> None:
         """Let what an optimizer keeps travel, also if it is another object than before."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock import Cluster, Device, Layer, LayerGraph, Plan, Tier, plan
+from penstock import Cluster, Device, Layer, LayerGraph, Plan, Tier, plan, replan
 from penstock.errors import FileError, InputError, PlanError
 from penstock.planner.spilling import _counts, _even_cuts
 from penstock.planner.task import Task
@@ -58,7 +59,8 @@ def test_what_does_not_fit_comes_and_goes():
     assert max(found.rank_bytes) <= 60 * MIB < 8 * 4 * 4 * MIB
     assert Plan.from_json(found.to_json()) == found
     assert "come from disk (/scratch) and leave again" in found.reason
-    assert "rows a minibatch on hide behind compute (this one has 16)" in found.reason
+    assert "hides behind compute from about " in found.reason
+    assert "a minibatch on (this one has 16)" in found.reason
     read, written = traffic(found.stages, 4)
     weights = [stage.parameter_bytes for stage in found.stages]
     assert read == 2 * sum(weights) + 64 * MIB - weights[0] - weights[-1]
@@ -179,10 +181,22 @@ def test_the_command_line_measures_a_tier(tmp_path):
     assert sorted(one.name for one in tmp_path.iterdir()) == ["graph.json", "plan.json"]
 
 
-def test_a_tier_as_people_write_it():
+def test_a_tier_as_people_write_it(tmp_path):
     text = '[[devices]]\nname = "a"\n[[tiers]]\nfolder = "/fast"\nread = "3GB/s"\nwrite = "2GB/s"\n'
     (tier,) = Cluster.from_toml(text).tiers
     assert tier == Tier(folder="/fast", read_bytes_per_second=3e9, write_bytes_per_second=2e9)
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    assert re.search(r"disk \(/fast\) +3\S* GB/s +2\S* GB/s", run("cluster", path))
+
+
+def test_a_plan_for_other_devices_keeps_its_tier_and_its_budget():
+    first = plan(model(*[4] * 12), one_device(DISK), microbatches=4, memory_bytes=60 * MIB)
+    two = Cluster(devices=(Device(name="a"), Device(name="b")))
+    again = replan(first, two)
+    assert again.spill == first.spill and again.num_ranks == 2
+    assert (again.model, again.microbatch_size) == (first.model, first.microbatch_size)
+    assert replan(first, two, memory_bytes=1000 * MIB).spill is None
 
 
 def test_a_folder_that_cannot_be_measured(tmp_path):

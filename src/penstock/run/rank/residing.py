@@ -103,4 +103,4 @@ def pay(stage: int, updater: Updater, residence: Residence) -> None:
         residence.arrive_with_state(stage)
         residence.bring_gradients(stage)
         updater.update_late(stage)
-        residence.updated(stage)
+        residence.updated(stage, late=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.schedule.op import FETCHES, LEAVES, Op
+from penstock.schedule.op import FETCHES, LEAVES, Kind, Op
 from penstock.schedule.residence import NEED_WEIGHTS, stays_of
 from penstock.timing.costs import Costs
 
@@ -26,6 +26,9 @@ class Tiers:
         self._costs = costs
         self._read_until = self._written_until = 0.0
         self._there: dict[int, float] = {}
+        self._state_there: dict[int, float] = {}
+        self._updated: set[int] = set()
+        """Stages that are here for an update whose state has not begun to come."""
         self._written: dict[int, float] = {}
         # A stage that stays behind the end of a minibatch is there when the next one begins.
         kept = [stay.stage for op, stay in self._stays.items() if op.kind in LEAVES and stay.keeps]
@@ -42,10 +45,19 @@ class Tiers:
             self._written[op.stage] = self._written_until
         elif op.kind in NEED_WEIGHTS:
             ready = max(ready, self._there.get(op.stage, 0.0))
+            if op.kind is Kind.BACKWARD and op.stage in self._updated:
+                self._updated.discard(op.stage)
+                self._read_until = max(ready, self._read_until, self._written.get(op.stage, 0.0))
+                self._read_until += self._costs.state_seconds(op.stage)
+                self._state_there[op.stage] = self._read_until
+            elif op.kind is Kind.UPDATE:
+                ready = max(ready, self._state_there.get(op.stage, 0.0))
         return ready
 
     def _fetch(self, op: Op, ready: float) -> None:
         took = self._costs.fetching(self._stays[op])
+        if self._stays[op].updates:
+            self._updated.add(op.stage)
         if op.stage in self._in_memory:
             self._in_memory.discard(op.stage)
             took -= self._costs.weights_seconds(op.stage)
