@@ -447,6 +447,21 @@ def test_weights_of_another_model_are_refused(tmp_path):
         spilled_pipeline(make_net(), options={"weights": path})
 
 
+def test_a_model_that_is_never_trained_can_still_answer(tmp_path):
+    model, other = make_net(), make_net()
+    options = {"loss": None, "optimizer": None}
+    spill = Spill(tier=Tier(folder=str(tmp_path)))
+    with spilled_pipeline(model, spill, options=options) as pipeline:
+        said = pipeline.evaluate(BATCHES[0][0])
+        assert torch.equal(pipeline.evaluate(BATCHES[0][0]), said)
+        residence = residence_of(pipeline)
+        assert residence.store.read_bytes == 2 * sum(
+            residence.weight_bytes(stage) for stage in residence.stages
+        )
+    with spilled_pipeline(other, None, options=options) as pipeline:
+        assert torch.equal(pipeline.evaluate(BATCHES[0][0]), said)
+
+
 REFUSED = {
     "optimizer": ({"optimizer": None}, "optimizer="),
     "post_validate": ({"post_validate": True, "clip_norm": 1.0}, "post_validate"),
