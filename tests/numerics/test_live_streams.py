@@ -485,6 +485,79 @@ def test_autocast_around_a_call_holds_for_its_frame():
     assert dtypes == [torch.bfloat16] * 4
 
 
+def test_drawing_over_an_output_changes_nothing_that_is_learned():
+    frames, model = frames_of([LEARN] * 12), layered_model()
+    plan = live_plan(model, 2)
+    results = []
+    with stream_of(model, plan) as stream:
+        for result in stream.over((frame, target) for frame, target, _ in frames):
+            results.append(result._replace(output=result.output.clone()))
+            result.output.numpy()[:] = 0.0
+    seen, reference, _ = replayed(plan, frames)
+    assert not differences(results, seen)
+    assert not weights_apart(model, reference)
+
+
+def test_closing_ends_who_waits_for_results():
+    model, count = layered_model(), 0
+    stream = stream_of(model, live_plan(model, 2))
+    endless = iter(lambda: frames_of([LEARN])[0][:2], None)
+    for result in stream.over(endless):
+        count = result.frame
+        if count == 5:
+            stream.close()
+    assert count >= 5
+
+    waiting = stream_of(layered_model(), live_plan(model, 2))
+    waiting.put(*frames_of([LEARN])[0][:2])
+    thread = threading.Thread(target=lambda: list(waiting.over(iter(threading.Event().wait, 1))))
+    thread.daemon = True
+    thread.start()
+    time.sleep(0.1)
+    waiting.close()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_frames_of_several_threads_have_numbers_of_their_own():
+    model = layered_model()
+    ((frame, target, _),) = frames_of([LEARN])
+    with stream_of(model, live_plan(model, 2)) as stream:
+        threads = [
+            threading.Thread(target=lambda: [stream.put(frame, target) for _ in range(25)])
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [result.frame for result in stream.rest()] == list(range(100))
+
+
+def test_who_takes_results_slowly_sees_the_newest_frames():
+    model = layered_model()
+    source = [(frame, target) for frame, target, _ in frames_of([LEARN] * 60)]
+    with stream_of(model, live_plan(model, 2)) as stream:
+        taken = []
+        for result in stream.over(source, rate=300, when_late="drop-oldest"):
+            time.sleep(0.03)
+            taken.append(result.frame)
+        report = stream.report
+    assert taken[-1] == 59
+    assert report.num_given == 60 == report.num_results + report.num_dropped
+
+
+def test_batches_of_a_loader_are_pairs():
+    model = layered_model()
+    with stream_of(model, live_plan(model, 2)) as stream:
+        results = list(
+            stream.over([[frame, target] for frame, target, _ in frames_of([LEARN] * 3)])
+        )
+        with pytest.raises(InputError, match="holds no tensor"):
+            list(stream.over([None]))
+    assert all(result.loss is not None for result in results)
+
+
 def test_the_timeline_shows_the_order_of_the_schedule():
     model = layered_model()
     with stream_of(model, live_plan(model, 3)) as stream:

@@ -31,7 +31,7 @@ class Dashboard:
         self._every_seconds = every_seconds
         self._ends = threading.Event()
         self._live: Live | None = None
-        self._thread = threading.Thread(target=self._draw, name="penstock dashboard", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def _panel(self) -> Panel:
         from rich.panel import Panel
@@ -53,12 +53,15 @@ class Dashboard:
 
         self._live = Live(self._panel(), auto_refresh=False)
         self._live.__enter__()
+        self._ends.clear()
+        self._thread = threading.Thread(target=self._draw, name="penstock dashboard", daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ends.set()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         if self._live is not None:
             self._live.update(self._panel(), refresh=True)
             self._live.__exit__(None, None, None)

@@ -69,12 +69,6 @@ class Intake(Generic[T]):
         self._changed()
         return not (is_late and when_late == "drop-oldest")
 
-    def refuse(self) -> None:
-        """Somebody has given a frame that may not even wait."""
-        with self._room:
-            self.num_late += 1
-            self.num_dropped += 1
-
     def take(self) -> T | None:
         """What has waited longest; ``None`` if nothing waits."""
         with self._room:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import warnings
@@ -37,7 +38,6 @@ class Ledger:
         self._lock = threading.Lock()
         self._num_given = self._num_results = self._num_labelled = 0
         self._loss_sum = 0.0
-        self._first_given: float | None = None
         self._first_result = self._last_result = 0.0
         self._latencies: deque[float] = deque(maxlen=_MOST_LATENCIES)
         self._remembered: tuple[int, list[Tensor]] | None = None
@@ -49,24 +49,30 @@ class Ledger:
         """Somebody has given a frame."""
         with self._lock:
             self._num_given += 1
-            if self._first_given is None:
-                self._first_given = frame.arrived_seconds
-            self._look(frame)
 
-    def _look(self, frame: Frame) -> None:
-        """Compare a frame with the one that the oldest gradient belongs to; not each, since that
-        reads both."""
-        if not self._age:
-            return
+    def entered(self, number: int, value: Any) -> None:
+        """The first stage begins with a frame, of which it may overwrite the value afterwards.
+
+        Compares it with the one that the oldest gradient belongs to; not each, since that reads
+        both.
+
+        Args:
+            number: how many frames have entered before it.
+        """
+        if self._age:
+            with self._lock:
+                self._look(number, value)
+
+    def _look(self, number: int, value: Any) -> None:
         if self._remembered is None:
-            if frame.number % _LOOK_EVERY == 0:
-                copies = [tensor.detach().clone() for tensor in _numbers(frame.value)]
-                self._remembered = frame.number, copies
+            if number % _LOOK_EVERY == 0:
+                copies = [tensor.detach().clone() for tensor in _numbers(value)]
+                self._remembered = number, copies
             return
-        number, before = self._remembered
-        if frame.number >= number + self._age:
+        first, before = self._remembered
+        if number >= first + self._age:
             self._remembered = None
-            change = _change(before, _numbers(frame.value))
+            change = _change(before, _numbers(value))
             if change is not None:
                 self._num_changes += 1
                 self._change_sum += change
@@ -141,7 +147,8 @@ def _change(before: list[Tensor], after: list[Tensor]) -> float | None:
     with torch.no_grad():
         difference = sum(float((a - b).double().square().sum()) for b, a in pairs)
         size = sum(float(a.double().square().sum()) for _, a in pairs)
-    return (difference / size) ** 0.5 if size else None
+    change = (difference / size) ** 0.5 if size else math.inf
+    return change if math.isfinite(change) else None
 
 
 def _quantile(ascending: list[float], share: float) -> float | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import queue
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -78,6 +80,7 @@ class Loop(ABC):
         parts: the pipeline.
         history: what is remembered of it.
         keeper: saves its state.
+        entered: told the number and the value of each frame with which the first stage begins.
 
     Attributes:
         intake: frames that wait for the first stage.
@@ -87,11 +90,19 @@ class Loop(ABC):
             stages, none of them is idle, and no frame waits for more than its ticks between two.
     """
 
-    def __init__(self, parts: Assembly, history: History, keeper: Keeper) -> None:
+    def __init__(
+        self,
+        parts: Assembly,
+        history: History,
+        keeper: Keeper,
+        entered: Callable[[int, Any], None],
+    ) -> None:
         self.intake: Intake[Admitted] = Intake(self._changed)
         self.arrivals: queue.SimpleQueue[Arrival | News] = queue.SimpleQueue()
         self.num_begun = 0
         self.most_within = parts.plan.num_ranks
+        self._most_untaken: int | None = None
+        self._entered = entered
         self._parts = parts
         self._history = history
         self._keeper = keeper
@@ -122,8 +133,30 @@ class Loop(ABC):
         # What the model gave for a frame is its caller's; of long streams it would fill the memory.
         self._history.add(outcome._replace(outputs=()))
 
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """While this lasts, nothing enters while too many results wait for who takes them: frames
+        are then late in front of the first stage, where they wait or are dropped."""
+        self._most_untaken = 2 * self.most_within + 2
+        try:
+            yield
+        finally:
+            self._most_untaken = None
+            self.taken()
+
+    def taken(self) -> None:
+        """Somebody has taken a result."""
+        if len(self.intake):
+            self._changed()
+
+    @property
+    def _is_heard(self) -> bool:
+        """Whether whoever takes the results keeps up with them, as far as that matters."""
+        return self._most_untaken is None or self.arrivals.qsize() <= self._most_untaken
+
     def _numbered(self, minibatch: Minibatch) -> Minibatch:
         """The next frame for the first stage."""
+        self._entered(self.num_begun, minibatch.inputs[0])
         self.num_begun += 1
         return replace(minibatch, step=self.num_begun - 1)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from enum import IntEnum
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from penstock.run.minibatch import Minibatch
 from penstock.run.outcome import MinibatchOutcome
 
 _JOIN_SECONDS = 1.0
+_LOOK_AGAIN_SECONDS = 0.0005
 
 
 class _Order(IntEnum):
@@ -45,8 +47,14 @@ class ProcessLoop(Loop):
         parts: the pipeline; its driver is a ``ProcessDriver``.
     """
 
-    def __init__(self, parts: Assembly, history: History, keeper: Keeper) -> None:
-        super().__init__(parts, history, keeper)
+    def __init__(
+        self,
+        parts: Assembly,
+        history: History,
+        keeper: Keeper,
+        entered: Callable[[int, Any], None],
+    ) -> None:
+        super().__init__(parts, history, keeper, entered)
         assert isinstance(parts.driver, ProcessDriver)
         self._driver = parts.driver
         self._rank = parts.workers[0].rank
@@ -55,6 +63,7 @@ class ProcessLoop(Loop):
         self._news = threading.Condition()
         self._begun: deque[Frame | None] = deque()  # ``None``: no frame, but a mark
         self._num_orders = 0
+        self._looks_until = 0.0
         self._abandoned = self._is_told = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="penstock stream", daemon=True)
@@ -119,25 +128,36 @@ class ProcessLoop(Loop):
     def _lead(self) -> None:
         # Others wait for an order no longer than for any message, whether a frame comes or not.
         idle_seconds = self._parts.deadlines.step.seconds / 4
+        looks = self._driver.can_look
         while not self._abandoned:
-            if self._wishes:
+            if looks and self._parts.feed.has_news:
+                self._lead_collecting()
+            elif self._wishes:
                 wish = self._wishes.popleft()
                 self._grant(wish)
                 if wish is None:
                     return
-            elif (admitted := self.intake.take()) is not None:
+            elif self._is_heard and (admitted := self.intake.take()) is not None:
                 self._lead_with(admitted)
+            elif looks and self._parts.feed.under_way and time.monotonic() < self._looks_until:
+                # A frame that comes now must not wait until this one is through.
+                with self._news:
+                    self._news.wait_for(self._has_news, _LOOK_AGAIN_SECONDS)
             elif self._parts.feed.under_way:
-                self._tell(_Order.COLLECT)
-                self._collect()
+                self._lead_collecting()
             else:
                 with self._news:
                     has_news = self._news.wait_for(self._has_news, idle_seconds)
                 if not has_news:
                     self._tell(_Order.WAIT)
 
+    def _lead_collecting(self) -> None:
+        self._tell(_Order.COLLECT)
+        self._collect()
+
     def _has_news(self) -> bool:
-        return bool(self._wishes or len(self.intake) or self._abandoned)
+        waits = len(self.intake) and self._is_heard
+        return bool(self._wishes or waits or self._abandoned)
 
     def _grant(self, wish: Saving | News | None) -> None:
         if isinstance(wish, Saving):
@@ -185,6 +205,7 @@ class ProcessLoop(Loop):
             elif order is _Order.PAUSE:
                 self.arrivals.put(News.PAUSED)
             elif order is _Order.END:
+                self.arrivals.put(News.PAUSED)  # no more will come for who waits here
                 self._end()
                 return
 
@@ -206,6 +227,7 @@ class ProcessLoop(Loop):
 
     def _begin(self, minibatch: Minibatch, frame: Frame | None) -> None:
         self._begun.append(frame)
+        self._looks_until = time.monotonic() + self._parts.deadlines.step.seconds
         self._parts.feed.go_on(minibatch)
         while len(self._parts.feed.under_way) > self.most_within:
             self._collect()

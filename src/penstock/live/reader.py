@@ -86,6 +86,7 @@ class Reader:
 
 def _pair(item: Any) -> tuple[Any, Any]:
     """A frame and its target."""
-    if isinstance(item, tuple) and len(item) == 2:
-        return item
+    if isinstance(item, tuple | list) and len(item) == 2:  # a DataLoader makes lists
+        frame, target = item
+        return frame, target
     return item, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Self, get_args
@@ -21,6 +22,7 @@ from penstock.live.process_loop import ProcessLoop
 from penstock.live.reader import Reader
 from penstock.live.report import StreamReport
 from penstock.live.thread_loop import ThreadLoop
+from penstock.model import tree
 from penstock.model.autocast import autocast_here
 from penstock.plans import Plan
 from penstock.run.building import Built
@@ -51,11 +53,13 @@ class Stream:
         policy = self.plan.versions
         age = 2 * (self.plan.num_ranks - 1) if isinstance(policy, Sideways) else 0
         self._ledger = Ledger(age, through_newest=isinstance(policy, Sideways))
+        entered = self._ledger.entered
         self._history = History(self.plan.schedule, policy.activations)
         self._keeper = Keeper(self._parts, None)
         make = ProcessLoop if self._parts.in_processes else ThreadLoop
-        self._loop: Loop = make(self._parts, self._history, self._keeper)
+        self._loop: Loop = make(self._parts, self._history, self._keeper, entered)
         self._num_given = self._num_taken = self._num_lost = 0
+        self._numbering = threading.Lock()
         self._closed = False
         self._has_begun = False
 
@@ -93,7 +97,7 @@ class Stream:
         learn: bool = True,
         when_late: WhenLate = "wait",
     ) -> bool:
-        """Give one frame, and do not wait for anything.
+        """Give one frame, and do not wait for anything; any thread may.
 
         Args:
             frame, target, learn: as for a call.
@@ -122,11 +126,15 @@ class Stream:
         self._loop.raise_failure()
         if target is not None and self._recipe.loss is None:
             raise InputError("stream was made without a loss; give loss=…, or frames alone")
-        given = Frame(self._num_given, frame, target, learn, time.perf_counter(), autocast)
-        self._ledger.given(given)
-        kept = self._loop.put(given, when_late)
-        self._num_given += 1
-        self._num_lost += not kept
+        if not self._loop.follows:
+            _check_tensors(frame, "the frame")
+            _check_tensors(torch.empty(0) if target is None else target, "its target")
+        with self._numbering:  # numbers are in the order in which frames wait
+            given = Frame(self._num_given, frame, target, learn, time.perf_counter(), autocast)
+            kept = self._loop.put(given, when_late)
+            self._ledger.given(given)
+            self._num_given += 1
+            self._num_lost += not kept
         return kept
 
     @property
@@ -191,43 +199,29 @@ class Stream:
         autocast = autocast_here()
 
         def give(frame: Any, target: Any) -> None:
-            if when_late == "drop-oldest" and not self._is_heard:
-                self._refuse()
-            else:
-                self._put(frame, target, True, when_late, autocast)
+            self._put(frame, target, True, when_late, autocast)
 
-        with Reader(
-            source,
-            rate=rate,
-            waits=when_late == "wait",
-            give=give,
-            has_room=self._has_room,
-            ended=lambda: self._loop.arrivals.put(News.CHANGED),
-        ) as reader:
+        with (
+            Reader(
+                source,
+                rate=rate,
+                waits=when_late == "wait",
+                give=give,
+                has_room=self._loop.intake.await_room,
+                ended=lambda: self._loop.arrivals.put(News.CHANGED),
+            ) as reader,
+            self._loop.held_back(),
+        ):
             while not (reader.is_done and not self._num_under_way):
                 arrival = self._loop.arrivals.get()
                 if isinstance(arrival, Arrival):
                     yield self._taken(arrival)
+                elif self._closed:
+                    return
                 else:
                     self._loop.raise_failure()
             reader.raise_failure()
         self._loop.pause()
-
-    @property
-    def _is_heard(self) -> bool:
-        """Whether whoever takes the results keeps up with them."""
-        return self._num_under_way <= 2 * self.plan.num_ranks + 2
-
-    def _has_room(self, seconds: float) -> bool:
-        if not self._is_heard:
-            time.sleep(min(seconds, 0.001))
-            return False
-        return self._loop.intake.await_room(seconds)
-
-    def _refuse(self) -> None:
-        self._num_given += 1
-        self._num_lost += 1
-        self._loop.intake.refuse()
 
     def _followed(self) -> Iterator[Result]:
         """The results up to a pause on rank 0."""
@@ -235,7 +229,7 @@ class Stream:
             arrival = self._loop.arrivals.get()
             if isinstance(arrival, Arrival):
                 yield self._taken(arrival)
-            elif arrival is News.PAUSED:
+            elif arrival is News.PAUSED or self._closed:
                 return
             else:
                 self._loop.raise_failure()
@@ -246,11 +240,13 @@ class Stream:
             arrival = self._loop.arrivals.get()
             if isinstance(arrival, Arrival):
                 return self._taken(arrival)
+            self._check_open()
             self._loop.raise_failure()
 
     def _taken(self, arrival: Arrival) -> Result:
         result = arrival.settled()
         self._num_taken += 1
+        self._loop.taken()
         self._ledger.told(result, None if result.loss is None else float(result.loss))
         return result
 
@@ -300,8 +296,8 @@ class Stream:
         position: Any = None,
     ) -> None:
         """Write a checkpoint behind the frames that the first stage has begun, while the stream
-        goes on: each stage copies its state when it is through with the last of them, and the
-        gradients that are on their way are saved, too.
+        goes on: each stage copies its state when it is through with the last of them; with
+        ``partime``, the gradients that are on their way are saved, too.
 
         Args:
             path: the folder of the run, the same on all ranks.
@@ -319,8 +315,11 @@ class Stream:
         self._loop.save(Saving(os.fspath(path), keep, position))
 
     def load(self, path: str | os.PathLike[str]) -> Any:
-        """Go on from a checkpoint; before the first frame. With the plan that wrote it, what
-        follows is what would have followed there, to the bit. All processes must call it.
+        """Go on from a checkpoint; before the first frame. All processes must call it.
+
+        With ``partime`` and the plan that wrote it, what follows is what would have followed there,
+        to the bit, with the gradients that were on their way. With other schedules, it is what
+        would have followed if the stream had ended there and begun anew.
 
         Args:
             path: the folder of a run, of which the latest complete checkpoint is taken, or a
@@ -370,6 +369,7 @@ class Stream:
             if self._has_begun:
                 self._loop.end()
         finally:
+            self._loop.arrivals.put(News.CHANGED)  # somebody may wait for a result
             self._parts.layout.let_go()
             self._parts.driver.close()
             self._keeper.close()
@@ -391,8 +391,17 @@ class Stream:
             return
         self._closed = True
         self._loop.abandon()
+        self._loop.arrivals.put(News.CHANGED)
         self._parts.driver.close(f"{type(error).__name__}: {told(error)}")
         try:
             self._keeper.close()
         except FileError as failure:
             error.add_note(f"The last checkpoint was not written: {told(failure)}")
+
+
+def _check_tensors(value: Any, what: str) -> None:
+    """Raise ``InputError`` if a frame or a target holds no tensor."""
+    if not tree.tensors(value):
+        kind = type(value).__name__
+        remedy = "torch.from_numpy makes one" if kind == "ndarray" else "give a tensor"
+        raise InputError(f"{what} is a {kind} and holds no tensor; {remedy}, or skip it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,8 +21,14 @@ class ThreadLoop(Loop):
     """Whoever brings news begins the next frame: the caller, with a frame, or the thread of the
     first rank, when it is through with the last one."""
 
-    def __init__(self, parts: Assembly, history: History, keeper: Keeper) -> None:
-        super().__init__(parts, history, keeper)
+    def __init__(
+        self,
+        parts: Assembly,
+        history: History,
+        keeper: Keeper,
+        entered: Callable[[int, Any], None],
+    ) -> None:
+        super().__init__(parts, history, keeper, entered)
         # Nobody who holds it waits for a rank: the first rank's thread waits for it.
         self._turn = threading.RLock()
         self._asking = threading.Lock()  # who reads a source asks, too
@@ -50,7 +57,7 @@ class ThreadLoop(Loop):
 
     @property
     def _has_room(self) -> bool:
-        return self._is_free and self._num_within < self.most_within
+        return self._is_free and self._num_within < self.most_within and self._is_heard
 
     def _begin_next(self) -> None:
         admitted = self.intake.take()

@@ -122,6 +122,11 @@ class Transport(ABC):
             RunError: what came is no message.
         """
 
+    def has_come(self, edge: Edge, number: int) -> bool | None:
+        """Whether ``recv`` would not wait: the message is here, or will never be; ``None`` where
+        nobody can tell without waiting."""
+        return None
+
     @abstractmethod
     def fail(self, reason: str, edges: Iterable[Edge]) -> None:
         """Tell the ranks that may wait at the far ends of ``edges`` that this one failed, and why.
@@ -181,6 +186,9 @@ class OnTop(Transport):
     @patience.setter
     def patience(self, patience: Patience) -> None:
         self.inner.patience = patience
+
+    def has_come(self, edge: Edge, number: int) -> bool | None:
+        return self.inner.has_come(edge, number)
 
     def fail(self, reason: str, edges: Iterable[Edge]) -> None:
         self.inner.fail(reason, edges)

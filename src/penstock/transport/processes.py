@@ -78,6 +78,9 @@ class ProcessTransport(Transport):
     def recv(self, edge: Edge, number: int, waiting: str) -> Any:
         return self._way(edge.source).recv(edge, number, waiting)
 
+    def has_come(self, edge: Edge, number: int) -> bool | None:
+        return self._way(edge.source).has_come(edge, number)
+
     def _way(self, peer: int) -> Transport:
         if self._near and peer in self.near_ranks:
             return self._near

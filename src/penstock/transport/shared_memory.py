@@ -235,6 +235,12 @@ class SharedMemoryTransport(Transport):
         slot.take()  # [6]; from here on [7]
         return self._packer.unpack(edge, slot.block, layout, note, slot.lend)
 
+    def has_come(self, edge: Edge, number: int) -> bool | None:
+        if (edge, number) not in self._early:
+            self._read_links(0)
+        lost = self._failure or any(peer.farewell for peer in self._peers.values())
+        return bool(lost) or (edge, number) in self._early
+
     def _await(self, wanted: tuple[Edge, int], peer: _Peer, waiting: str) -> None:
         # [6] The edge's other messages must not keep the wanted one from being sent.
         self._awaited = wanted[0]

@@ -121,6 +121,17 @@ def leaving(transport):
             yield f"rank 0: {error}"
 
 
+def left(transport):
+    """Rank 0 leaves its loop and the stream: the others hear that it is over."""
+    num_ranks, mine = dist.get_world_size(), dist.get_rank() == 0
+    model = layered_model()
+    with stream_of(model, live_plan(model, num_ranks), transport=transport) as stream:
+        for result in stream.over(LABELLED * 9 if mine else None):
+            if mine and result.frame == 5:
+                break
+    yield from ()
+
+
 def killed(transport, report):
     """A rank that dies in the middle: the others raise at once."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -149,7 +160,7 @@ def main(what, transport, folder):
         killed(transport, report)
         os._exit(0)
     apart = [*equality(transport, Path(folder, "run"))]
-    apart += [*idle(transport), *failing(transport), *leaving(transport)]
+    apart += [*idle(transport), *failing(transport), *left(transport), *leaving(transport)]
     report({"differences": apart})
 
 

@@ -1,11 +1,12 @@
 """What a stream tells of itself."""
 
+import math
 import warnings
 
 import pytest
 import torch
 
-from penstock.live.frames import Frame, Result
+from penstock.live.frames import Result
 from penstock.live.ledger import Ledger
 
 COUNTS = {"num_dropped": 2, "num_late": 3, "num_waiting": 1, "longest_queue": 4}
@@ -14,7 +15,7 @@ COUNTS = {"num_dropped": 2, "num_late": 3, "num_waiting": 1, "longest_queue": 4}
 def ledger_of(values, age, through_newest=True):
     ledger = Ledger(age, through_newest=through_newest)
     for number, value in enumerate(values):
-        ledger.given(Frame(number, torch.tensor([value]), None, True, 0.0))
+        ledger.entered(number, torch.tensor([value]))
     return ledger
 
 
@@ -55,8 +56,13 @@ def test_a_policy_that_goes_through_its_own_graphs_is_not_warned_of():
         ledger_of([1.0, -1.0, -1.0, 1.0] * 100, 2, through_newest=False)
 
 
+def test_a_frame_that_is_no_number_spoils_nothing():
+    values = [1.01**t if t != 16 else math.nan for t in range(300)]
+    assert ledger_of(values, 4).report(**COUNTS).mean_change == pytest.approx(0.039, rel=1e-2)
+
+
 def test_what_holds_no_numbers_is_not_compared():
     ledger = Ledger(2, through_newest=True)
     for number in range(100):
-        ledger.given(Frame(number, torch.tensor([number]), None, True, 0.0))
+        ledger.entered(number, torch.tensor([number]))
     assert ledger.report(**COUNTS).mean_change is None

@@ -176,7 +176,17 @@ class ProcessDriver(Driver[ProcessTicket]):
         )
 
     def is_done(self, ticket: ProcessTicket) -> bool:
-        return self._telling(ticket.segment) <= {self._worker.rank}
+        return all(self._has_told(other, ticket) for other in self._telling(ticket.segment))
+
+    def _has_told(self, other: int, ticket: ProcessTicket) -> bool | None:
+        rank, number = self._worker.rank, FIRST_EXCHANGE + ticket.harvest.number
+        return other == rank or self._transport.has_come(Edge(other, rank, REPORT_TAG), number)
+
+    @property
+    def can_look(self) -> bool:
+        """Whether ``is_done`` can tell of what other ranks have done."""
+        edges = (Edge(other, self._worker.rank, REPORT_TAG) for other in self._others)
+        return all(self._transport.has_come(edge, FIRST_EXCHANGE) is not None for edge in edges)
 
     def watch(
         self,

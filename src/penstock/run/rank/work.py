@@ -117,7 +117,7 @@ class Work:
 
         def criterion(outputs: Any) -> Tensor:
             if self.minibatch.listener is not None:
-                self.harvest.outputs[number] = _apart(outputs)
+                self.harvest.outputs[number] = _own(outputs)
             if metrics:
                 with torch.no_grad():
                     for name, metric in metrics.items():
@@ -146,7 +146,7 @@ class Work:
         if has_loss:
             self._keep_loss(number, produced)
         else:
-            self.harvest.outputs[number] = produced
+            self.harvest.outputs[number] = _own(produced)
         moment = None if self._queue is None else self._queue.moment()
         listener(self.harvest.outputs[number], produced if has_loss else None, moment)
 
@@ -189,12 +189,10 @@ class Work:
         return seed
 
 
-def _apart(outputs: Any) -> Any:
-    """What leaves the model while its graph is still needed: the values, in memory that no later
-    forward writes."""
-    return tree.replace(
-        Tensor, lambda tensor: tensor.detach() if tensor.requires_grad else copy_of(tensor), outputs
-    )
+def _own(outputs: Any) -> Any:
+    """What the caller gets before the backward: a copy, since the graph needs the values as they
+    are, and nothing would notice if they were drawn over through numpy."""
+    return tree.replace(Tensor, lambda tensor: copy_of(tensor.detach()), outputs)
 
 
 def _number(name: str, measured: Any) -> Tensor:
