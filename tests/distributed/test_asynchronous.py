@@ -17,7 +17,7 @@ JOB = Path(__file__).parent / "jobs" / "asynchronous.py"
     [
         (2, "shared-memory", "all"),
         (3, "shared-memory", "replicas"),
-        (3, "process-group", "some"),
+        more(3, "process-group", "some"),
         more(2, "process-group", "all"),
         more(3, "shared-memory", "all"),
         more(3, "process-group", "all"),

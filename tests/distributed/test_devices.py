@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(bool(building.why_not()), reason=building.why_no
     ("num_ranks", "cases", "transport"),
     [
         (2, "two", "shared-memory"),
-        (2, "two", "process-group"),
+        more(2, "two", "process-group"),
         (2, "two", "auto"),
         (2, "two linked", "auto"),
         more(2, "two linked", "shared-memory"),

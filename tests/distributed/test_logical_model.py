@@ -17,7 +17,7 @@ JOB = Path(__file__).parent / "jobs" / "logical_model.py"
     [
         ("families", 2, "shared-memory"),
         ("features", 2, "shared-memory"),
-        ("features", 2, "process-group"),
+        more("features", 2, "process-group"),
         # As every family of an MLP; see test_process_group.
         more("families", 2, "process-group"),
         *(more("families", 4, transport) for transport in ("shared-memory", "process-group")),

@@ -18,7 +18,7 @@ FAULT = JOB.with_name("mesh_fault.py")
     ("schedule", "sizes", "transport"),
     [
         ("1f1b", "2x1x2", "shared-memory"),
-        ("zb-h1", "1x1x2", "process-group"),
+        more("zb-h1", "1x1x2", "process-group"),
         more("1f1b", "2x2x2", "shared-memory"),
         more("1f1b", "2x2x2", "process-group"),
         more("interleaved-1f1b", "2x1x2", "process-group"),

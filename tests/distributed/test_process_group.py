@@ -27,7 +27,7 @@ def failing_job(how, victim, transport, launch=forked):
         # Messages and what launches have no part in the order of ops: each meets some counts.
         (1, forked, "process-group", "1,2,5"),
         (2, torchrun, "process-group", "2"),
-        (3, forked, "process-group", "5"),
+        more(3, forked, "process-group", "5"),
         (3, forked, "shared-memory", "1,2"),
         more(1, forked, "shared-memory", "1,2,5"),
         more(2, torchrun, "process-group", "1,5"),
