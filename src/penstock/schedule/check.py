@@ -16,7 +16,7 @@ from itertools import islice
 from penstock.errors import ScheduleError
 from penstock.schedule.channels import check_capacity, other_end, room_needed
 from penstock.schedule.lower import add_communication, last_gradients
-from penstock.schedule.op import COMMUNICATION, COMPUTE, RELEASING, RESIDENCE, Kind, Op
+from penstock.schedule.op import COMMUNICATION, COMPUTE, RELEASING, Kind, Op
 from penstock.schedule.residence import check_residence
 from penstock.schedule.schedule import MANY_OPS, Schedule
 from penstock.values import expect
@@ -67,8 +67,6 @@ def _proven_at_once(schedule: Schedule, capacity: int | None) -> bool:
     """Whether a large schedule is known to be right; op by op, that takes twenty times as long."""
     # Columns know channels that hold messages, not those that hand them over.
     if schedule.num_ops < MANY_OPS or schedule.columns is None or capacity == 0:
-        return False
-    if RESIDENCE & schedule.kinds:  # which is followed op by op
         return False
     # Only here, so that small schedules are checked before numpy is there.
     from penstock.schedule.columns.proof import is_proven

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from penstock.errors import ScheduleError
 from penstock.schedule.channels import OTHER_END
 from penstock.schedule.columns.columns import Columns
 from penstock.schedule.columns.messages import bounded, hoist, messages_of
 from penstock.schedule.columns.needs import Numbers, needs_of
 from penstock.schedule.columns.walk import Walk
-from penstock.schedule.op import COMMUNICATION, COMPUTE, OF_A_ROUND, RELEASING, Kind
+from penstock.schedule.op import COMMUNICATION, COMPUTE, OF_A_ROUND, RELEASING, RESIDENCE, Kind
+from penstock.schedule.residence import check_residence
+from penstock.schedule.schedule import Schedule
 
 
 def is_proven(columns: Columns, capacity: int | None = None) -> bool:
@@ -31,6 +34,7 @@ def is_proven(columns: Columns, capacity: int | None = None) -> bool:
         and _memory(numbers)
         and _updates(numbers)
         and _communication(numbers)
+        and _residence(columns)
         and _progress(numbers)
         and (capacity is None or _room(columns, capacity))
     )
@@ -69,6 +73,16 @@ def _memory(numbers: Numbers) -> bool:
     recomputed = columns.stage[columns.are_of({Kind.RECOMPUTE})]
     stages = np.unique(recomputed)
     return bool((again[stages] >= forward[stages]).all())
+
+
+def _residence(columns: Columns) -> bool:
+    if not RESIDENCE & set(columns.kinds):
+        return True
+    try:  # op by op, as a rank performs them
+        check_residence(Schedule.of_columns(columns))
+    except ScheduleError:
+        return False
+    return True
 
 
 def _updates(numbers: Numbers) -> bool:
