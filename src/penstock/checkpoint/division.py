@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.header import Extent
+from penstock.checkpoint.header import Extent, extent_of
 from penstock.tensor.cuts import Cut
 
 OPTIMIZER, DRIFT, UNDER_WAY = "optimizer/", "drift/", "under-way/"
@@ -74,7 +74,7 @@ class Division(NamedTuple):
                     if block < self.cuts[key].blocks:
                         own[name] = self._placed(key, tensor, block)
                 elif block == self.coordinate == 0:
-                    own[name] = Extent(dtype=_dtype(tensor), shape=tuple(tensor.shape)), tensor
+                    own[name] = extent_of(tensor), tensor
             number = self.coordinate * self.num_blocks + block
             yield PartState(number, self.num_blocks * self.size, own)
 
@@ -85,9 +85,8 @@ class Division(NamedTuple):
         piece = torch.split(tensor, lengths, cut.dim)[block]
         start = [0] * len(shape)
         start[cut.dim] = places[block].start
-        extent = Extent(
-            dtype=_dtype(tensor), shape=shape, start=tuple(start), size=tuple(piece.shape)
-        )
+        whole = extent_of(piece)
+        extent = Extent(dtype=whole.dtype, shape=shape, start=tuple(start), size=whole.shape)
         return extent, piece
 
     def _own_shape(self, key: str) -> tuple[int, ...]:
@@ -102,7 +101,3 @@ def _key(name: str) -> str:
     if name.startswith(OPTIMIZER):
         return name.removeprefix(OPTIMIZER).rpartition("/")[0]
     return name.removeprefix(DRIFT)
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

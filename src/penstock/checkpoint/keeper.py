@@ -395,12 +395,11 @@ class Keeper:
 
     def _resume(self, contents: Contents, identity: Identity) -> None:
         feed = self._parts.feed
-        letters = {worker.rank: contents.letters(worker.rank) for worker in self._parts.workers}
         if not any(piece.header.under_way for piece in contents.checkpoint.pieces):
             feed.resume(identity.step)
         elif identity.plan == digest(self._parts.plan):
             for worker in self._parts.workers:
-                worker.resend(letters[worker.rank])
+                worker.resend(contents.letters(worker.rank))
             feed.resume_within(identity.step)
         else:
             feed.resume(identity.step)

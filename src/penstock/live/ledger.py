@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.live.frames import Frame, Result
+from penstock.live.frames import Result
 from penstock.live.report import StreamReport
 from penstock.model import tree
 
@@ -28,15 +28,14 @@ class Ledger:
     """Keeps account of a stream; any thread may use it.
 
     Args:
-        age: how many frames old the oldest gradients are when a stage learns from them.
-        through_newest: whether they go through the activations of the newest frame.
+        age: how many frames older than the frame that they go through the oldest gradients are; 0
+            where each goes through its own.
     """
 
-    def __init__(self, age: int, *, through_newest: bool) -> None:
+    def __init__(self, age: int) -> None:
         self._age = age
-        self._through_newest = through_newest
         self._lock = threading.Lock()
-        self._num_given = self._num_results = self._num_labelled = 0
+        self._num_results = self._num_labelled = 0
         self._loss_sum = 0.0
         self._first_result = self._last_result = 0.0
         self._latencies: deque[float] = deque(maxlen=_MOST_LATENCIES)
@@ -44,11 +43,6 @@ class Ledger:
         self._num_changes = 0
         self._change_sum = 0.0
         self._has_warned = False
-
-    def given(self, frame: Frame) -> None:
-        """Somebody has given a frame."""
-        with self._lock:
-            self._num_given += 1
 
     def entered(self, number: int, value: Any) -> None:
         """The first stage begins with a frame, of which it may overwrite the value afterwards.
@@ -80,12 +74,7 @@ class Ledger:
 
     def _warn(self) -> None:
         mean = self._change_sum / self._num_changes
-        if (
-            not self._through_newest
-            or self._has_warned
-            or self._num_changes < _LEAST_LOOKS
-            or mean <= FAST_CHANGE
-        ):
+        if self._has_warned or self._num_changes < _LEAST_LOOKS or mean <= FAST_CHANGE:
             return
         self._has_warned = True
         warnings.warn(
@@ -110,7 +99,13 @@ class Ledger:
                 self._loss_sum += loss
 
     def report(
-        self, *, num_dropped: int, num_late: int, num_waiting: int, longest_queue: int
+        self,
+        *,
+        num_given: int,
+        num_dropped: int,
+        num_late: int,
+        num_waiting: int,
+        longest_queue: int,
     ) -> StreamReport:
         """All of it, as of now."""
         with self._lock:
@@ -118,7 +113,7 @@ class Ledger:
             results, labelled, changes = self._num_results, self._num_labelled, self._num_changes
             seconds = self._last_result - self._first_result
             return StreamReport(
-                num_given=self._num_given,
+                num_given=num_given,
                 num_dropped=num_dropped,
                 num_late=num_late,
                 num_results=results,

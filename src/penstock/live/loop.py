@@ -73,14 +73,24 @@ class Arrival(NamedTuple):
         )
 
 
-class Loop(ABC):
-    """What threads and processes have in common.
+class Engine(NamedTuple):
+    """What a loop runs, and who is told of it.
 
-    Args:
+    Attributes:
         parts: the pipeline.
         history: what is remembered of it.
         keeper: saves its state.
         entered: told the number and the value of each frame with which the first stage begins.
+    """
+
+    parts: Assembly
+    history: History
+    keeper: Keeper
+    entered: Callable[[int, Any], None]
+
+
+class Loop(ABC):
+    """What threads and processes have in common.
 
     Attributes:
         intake: frames that wait for the first stage.
@@ -90,22 +100,15 @@ class Loop(ABC):
             stages, none of them is idle, and no frame waits for more than its ticks between two.
     """
 
-    def __init__(
-        self,
-        parts: Assembly,
-        history: History,
-        keeper: Keeper,
-        entered: Callable[[int, Any], None],
-    ) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.intake: Intake[Admitted] = Intake(self._changed)
         self.arrivals: queue.SimpleQueue[Arrival | News] = queue.SimpleQueue()
         self.num_begun = 0
-        self.most_within = parts.plan.num_ranks
+        self.most_within = engine.parts.plan.num_ranks
         self._most_untaken: int | None = None
-        self._entered = entered
-        self._parts = parts
-        self._history = history
-        self._keeper = keeper
+        self._parts, self._history, self._keeper, self._entered = engine
+        self._failure: BaseException | None = None
+        self._is_told = False
 
     def put(self, frame: Frame, when_late: WhenLate) -> bool:
         """Let a frame wait for the first stage; see ``Intake.put``.
@@ -113,15 +116,16 @@ class Loop(ABC):
         Raises:
             InputError: it holds no tensor.
         """
-        minibatch = self._parts.cutter.frame(
+        return self.intake.put(Admitted(frame, self._cut(frame)), when_late)
+
+    def _cut(self, frame: Frame) -> Minibatch:
+        return self._parts.cutter.frame(
             frame.value,
             frame.target,
-            step=-1,
             learns=frame.learns,
             listener=partial(self._heard, frame),
             autocast=frame.autocast,
         )
-        return self.intake.put(Admitted(frame, minibatch), when_late)
 
     def _heard(
         self, frame: Frame, output: Any, loss: Tensor | None, moment: torch.Event | None
@@ -132,6 +136,11 @@ class Loop(ABC):
     def _remember(self, outcome: MinibatchOutcome) -> None:
         # What the model gave for a frame is its caller's; of long streams it would fill the memory.
         self._history.add(outcome._replace(outputs=()))
+
+    def _drain(self) -> None:
+        """Let all that has been begun come to its end."""
+        for outcome in self._parts.feed.drain(self.num_begun):
+            self._remember(outcome)
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
@@ -186,13 +195,15 @@ class Loop(ABC):
     def save(self, saving: Saving) -> None:
         """Let every stage save itself behind the frames that the first stage has begun."""
 
-    @abstractmethod
     def raise_failure(self) -> None:
         """Raise what has gone wrong, if anything has.
 
         Raises:
             RunError: the first failure of any rank.
         """
+        if self._failure is not None:
+            self._is_told = True
+            raise self._failure
 
     @abstractmethod
     def end(self) -> None:

@@ -9,19 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from enum import IntEnum
-from functools import partial
 from typing import Any
 
 import torch
 
-from penstock.checkpoint.keeper import Keeper
-from penstock.live.frames import Frame, News, Result
-from penstock.live.loop import Admitted, Arrival, Loop, Saving
-from penstock.run.assembly import Assembly
+from penstock.live.frames import Frame, News
+from penstock.live.loop import Admitted, Engine, Loop, Saving
 from penstock.run.drive.processes import ProcessDriver
-from penstock.run.history import History
 from penstock.run.minibatch import Minibatch
 from penstock.run.outcome import MinibatchOutcome
 
@@ -41,20 +36,11 @@ class _Order(IntEnum):
 
 
 class ProcessLoop(Loop):
-    """A thread of each process that does all that has to do with other ranks.
+    """A thread of each process that does all that has to do with other ranks."""
 
-    Args:
-        parts: the pipeline; its driver is a ``ProcessDriver``.
-    """
-
-    def __init__(
-        self,
-        parts: Assembly,
-        history: History,
-        keeper: Keeper,
-        entered: Callable[[int, Any], None],
-    ) -> None:
-        super().__init__(parts, history, keeper, entered)
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        parts = engine.parts
         assert isinstance(parts.driver, ProcessDriver)
         self._driver = parts.driver
         self._rank = parts.workers[0].rank
@@ -64,8 +50,7 @@ class ProcessLoop(Loop):
         self._begun: deque[Frame | None] = deque()  # ``None``: no frame, but a mark
         self._num_orders = 0
         self._looks_until = 0.0
-        self._abandoned = self._is_told = False
-        self._failure: BaseException | None = None
+        self._abandoned = False
         self._thread = threading.Thread(target=self._run, name="penstock stream", daemon=True)
 
     @property
@@ -109,11 +94,6 @@ class ProcessLoop(Loop):
         self._changed()
         if self._thread.is_alive():
             self._thread.join(0.0 if self.follows else _JOIN_SECONDS)
-
-    def raise_failure(self) -> None:
-        if self._failure is not None:
-            self._is_told = True
-            raise self._failure
 
     def _run(self) -> None:
         try:
@@ -167,7 +147,7 @@ class ProcessLoop(Loop):
             self._tell(_Order.PAUSE)
         else:
             self._tell(_Order.END)
-            self._end()
+            self._drain()
 
     def _lead_with(self, admitted: Admitted) -> None:
         frame = admitted.frame
@@ -206,22 +186,14 @@ class ProcessLoop(Loop):
                 self.arrivals.put(News.PAUSED)
             elif order is _Order.END:
                 self.arrivals.put(News.PAUSED)  # no more will come for who waits here
-                self._end()
+                self._drain()
                 return
 
     def _follow_with(self, told: Any, target: Any) -> None:
         number, learns, autocast = told
         dtypes = {kind: getattr(torch, dtype) for kind, dtype in autocast.items()}
         frame = Frame(number, None, target, learns, time.perf_counter(), dtypes)
-        minibatch = self._parts.cutter.frame(
-            None,
-            target,
-            step=-1,
-            learns=learns,
-            listener=partial(self._heard, frame),
-            autocast=dtypes,
-        )
-        self._begin(self._numbered(minibatch), frame)
+        self._begin(self._numbered(self._cut(frame)), frame)
 
     # All
 
@@ -240,11 +212,5 @@ class ProcessLoop(Loop):
         # The rank of the last stage has heard of it already.
         if frame is not None and self._rank != self._last_rank:
             (output,) = outcome.outputs
-            latency = time.perf_counter() - frame.arrived_seconds
-            result = Result(frame.number, output, outcome.loss, latency)
-            self.arrivals.put(Arrival(result, frame, None))
+            self._heard(frame, output, outcome.loss, None)
         super()._remember(outcome)
-
-    def _end(self) -> None:
-        for outcome in self._parts.feed.drain(self.num_begun):
-            self._remember(outcome)

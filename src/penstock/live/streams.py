@@ -17,7 +17,7 @@ from penstock.errors import FileError, InputError
 from penstock.live.dashboard import Dashboard
 from penstock.live.frames import Frame, News, Result, WhenLate
 from penstock.live.ledger import Ledger
-from penstock.live.loop import Arrival, Loop, Saving
+from penstock.live.loop import Arrival, Engine, Loop, Saving
 from penstock.live.process_loop import ProcessLoop
 from penstock.live.reader import Reader
 from penstock.live.report import StreamReport
@@ -30,7 +30,6 @@ from penstock.run.drive.driver import told
 from penstock.run.history import History
 from penstock.timing.timeline import Timeline
 from penstock.values import expect, flag, number, one_of
-from penstock.versions import Sideways
 
 
 class Stream:
@@ -51,13 +50,13 @@ class Stream:
         self.plan: Plan = self._parts.plan
         self.transport: str = self._parts.transport
         policy = self.plan.versions
-        age = 2 * (self.plan.num_ranks - 1) if isinstance(policy, Sideways) else 0
-        self._ledger = Ledger(age, through_newest=isinstance(policy, Sideways))
-        entered = self._ledger.entered
+        self._ledger = Ledger(self.plan.place(0).warm_up if policy.activations == "newest" else 0)
         self._history = History(self.plan.schedule, policy.activations)
         self._keeper = Keeper(self._parts, None)
         make = ProcessLoop if self._parts.in_processes else ThreadLoop
-        self._loop: Loop = make(self._parts, self._history, self._keeper, entered)
+        self._loop: Loop = make(
+            Engine(self._parts, self._history, self._keeper, self._ledger.entered)
+        )
         self._num_given = self._num_taken = self._num_lost = 0
         self._numbering = threading.Lock()
         self._closed = False
@@ -132,7 +131,6 @@ class Stream:
         with self._numbering:  # numbers are in the order in which frames wait
             given = Frame(self._num_given, frame, target, learn, time.perf_counter(), autocast)
             kept = self._loop.put(given, when_late)
-            self._ledger.given(given)
             self._num_given += 1
             self._num_lost += not kept
         return kept
@@ -255,6 +253,7 @@ class Stream:
         """What has become of the frames so far: rates, drops, latency, loss; printed, a table."""
         intake = self._loop.intake
         return self._ledger.report(
+            num_given=self._num_given,
             num_dropped=intake.num_dropped,
             num_late=intake.num_late,
             num_waiting=len(intake),
@@ -282,11 +281,8 @@ class Stream:
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers of this process's stages, under the unsplit model's keys; each
         stage as far as it has come."""
-        return {
-            key: value
-            for _, stage in sorted(self._parts.stages.items())
-            for key, value in stage.state_dict().items()
-        }
+        states = self._parts.states()
+        return {key: value for _, state in sorted(states.items()) for key, value in state.items()}
 
     def save(
         self,

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.keeper import Keeper
 from penstock.live.frames import Frame, News
-from penstock.live.loop import Loop, Saving
-from penstock.run.assembly import Assembly
-from penstock.run.history import History
+from penstock.live.loop import Engine, Loop, Saving
+from penstock.run.drive.threads import ThreadDriver
 from penstock.run.minibatch import Minibatch
 
 
@@ -21,22 +18,17 @@ class ThreadLoop(Loop):
     """Whoever brings news begins the next frame: the caller, with a frame, or the thread of the
     first rank, when it is through with the last one."""
 
-    def __init__(
-        self,
-        parts: Assembly,
-        history: History,
-        keeper: Keeper,
-        entered: Callable[[int, Any], None],
-    ) -> None:
-        super().__init__(parts, history, keeper, entered)
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        assert isinstance(engine.parts.driver, ThreadDriver)
+        self._driver = engine.parts.driver
         # Nobody who holds it waits for a rank: the first rank's thread waits for it.
         self._turn = threading.RLock()
         self._asking = threading.Lock()  # who reads a source asks, too
         self._is_free = True
         self._num_within = 0
         self._ended = False
-        self._has_failed = self._is_told = False
-        self._failure: BaseException | None = None
+        self._has_failed = False
 
     def start(self) -> None:
         """The ranks' threads wait for frames already."""
@@ -69,7 +61,7 @@ class ThreadLoop(Loop):
     def _begin(self, minibatch: Minibatch) -> None:
         self._parts.feed.go_on(minibatch)
         through = self._first_is_through if minibatch.inputs else _nothing
-        self._parts.driver.watch(self._parts.feed.under_way[-1], through, self._fail)
+        self._driver.watch(self._parts.feed.under_way[-1], through, self._fail)
 
     def _first_is_through(self) -> None:
         with self._turn:
@@ -107,17 +99,14 @@ class ThreadLoop(Loop):
                         self._parts.feed.collect()
                 except BaseException as error:
                     self._failure = error
-        if self._failure is not None:
-            self._is_told = True
-            raise self._failure
+        super().raise_failure()
 
     def end(self) -> None:
         self.abandon()
         if self._is_told:
             return
         self.raise_failure()
-        for outcome in self._parts.feed.drain(self.num_begun):
-            self._remember(outcome)
+        self._drain()
 
     def abandon(self) -> None:
         with self._turn:

@@ -105,6 +105,17 @@ def _rows(whole: torch.Tensor, start: int, part: torch.Tensor) -> torch.Tensor:
     return whole[start : start + part.shape[0]] if part.dim() else whole
 
 
+def _row_size(whole: torch.Tensor) -> int:
+    """How many numbers a row has; of one number without dimensions, that."""
+    return max(whole[0].numel(), 1) if whole.dim() else 1
+
+
+def _owned_rows(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """The rows, in the memory of the whole, that some of its numbers make."""
+    size = _row_size(whole)
+    return whole[start // size : stop // size] if whole.dim() else whole
+
+
 class ShardedReducer(OwnerReducer):
     """Sums by owners who also update, for one group of shared weights.
 
@@ -124,10 +135,9 @@ class ShardedReducer(OwnerReducer):
         self.shards = {parameter: Shard(0, None) for parameter in shared.parameters}
         for place, start, stop in self._pieces(rank):
             whole = shared.parameters[place]
-            size = max(whole[0].numel() if whole.dim() else 1, 1)
-            rows = whole.detach()[start // size : stop // size] if whole.dim() else whole.detach()
+            rows = _owned_rows(whole.detach(), start, stop)
             part = nn.Parameter(rows, requires_grad=whole.requires_grad)
-            self.shards[whole] = Shard(start // size, part)
+            self.shards[whole] = Shard(start // _row_size(whole), part)
 
     def _pieces(self, rank: int) -> tuple[OwnedPiece, ...]:
         return next(pieces for owner, pieces in self._rows if owner == rank)
@@ -172,13 +182,8 @@ class ShardedReducer(OwnerReducer):
             waiting = f"rank {self._rank}, waiting for the weights that rank {other} has updated"
             values = self._transport.recv(edge, number, waiting)
             for (place, start, stop), value in zip(pieces, values, strict=True):
-                whole = self._shared.parameters[place]
-                if whole.dim():
-                    size = max(whole[0].numel(), 1)
-                    rows = whole[start // size : stop // size]
-                    rows.copy_(value.view(rows.shape))
-                else:
-                    whole.copy_(value.view(()))
+                rows = _owned_rows(self._shared.parameters[place], start, stop)
+                rows.copy_(value.view(rows.shape))
 
     def outgoing(self) -> set[Edge]:
         others = self._shared.others(self._rank)

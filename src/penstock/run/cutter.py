@@ -96,17 +96,16 @@ class Cutter:
         frame: Any,
         target: Any,
         *,
-        step: int,
         learns: bool,
         listener: FrameListener,
         autocast: Mapping[str, torch.dtype],
     ) -> Minibatch:
-        """One frame of a live stream, which is a minibatch of one microbatch.
+        """One frame of a live stream, which is a minibatch of one microbatch; it gets its number
+        when it enters.
 
         Args:
             frame: what the first stage takes; ``None`` where that is in another process.
             target: what the frame should give, ``None`` if nobody says.
-            step: its number in the stream.
             learns: whether anything may be learned from it.
             listener: wants to know what the model gives.
             autocast: as for the minibatch.
@@ -125,7 +124,7 @@ class Cutter:
             wanted, targets_moments = _given(wanted, self.gives_targets)
         self._settle()
         return Minibatch(
-            step,
+            -1,
             parts,
             wanted,
             [1.0],

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import InputError
 from penstock.schedule.columns.rank_ops import RankOps, kinds_in, stages_with
-from penstock.schedule.op import RELEASING, Kind, Op
+from penstock.schedule.op import FORWARDS, RELEASING, Kind, Op
 from penstock.schedule.schedule import Activations
 from penstock.values import amount, items_of, shown
 
@@ -88,7 +88,7 @@ def changes(
         holder = op.stage if activations == "newest" else op._replace(kind=Kind.FORWARD)
         before = held.get(holder, 0.0)
         after = held[holder] = left.get(op[:2], before)
-        yield op.kind in (Kind.FORWARD, Kind.RECOMPUTE), after - before
+        yield op.kind in FORWARDS, after - before
 
 
 def _left_behind(ops: Sequence[Op], sizes: Sizes, num_slices: int) -> dict[tuple[int, Kind], float]:

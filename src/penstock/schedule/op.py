@@ -63,6 +63,8 @@ class Kind(StrEnum):
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 """Kinds that a schedule family emits."""
+FORWARDS = frozenset({Kind.FORWARD, Kind.RECOMPUTE})
+"""What runs a stage's layers: the first time, or again."""
 BACKWARD = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
 """Kinds that make the gradient of a stage's input."""
 COMMUNICATION = frozenset(

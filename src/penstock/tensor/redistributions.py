@@ -50,17 +50,21 @@ class _Gather(torch.autograd.Function):
         return back, None, None, None
 
 
-class _Part(torch.autograd.Function):
+class _ToPart(torch.autograd.Function):
+    """What gives parts, so that parts of its gradient come back."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.group.gather(gradients[0], ctx.dim)[0], None, None
+
+
+class _Part(_ToPart):
     """whole → part."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
         return group.part(whole, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.group.gather(gradients[0], ctx.dim)[0], None, None
 
 
 class _Enter(torch.autograd.Function):
@@ -88,17 +92,13 @@ class _Leave(torch.autograd.Function):
         return gradients[0], None
 
 
-class _Scatter(torch.autograd.Function):
+class _Scatter(_ToPart):
     """partial → part."""
 
     @staticmethod
     def forward(ctx: Any, term: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
         return group.reduce_scatter(term, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.group.gather(gradients[0], ctx.dim)[0], None, None
 
 
 class _Turn(torch.autograd.Function):

@@ -45,14 +45,12 @@ from penstock.device.activation_meter import Saved, plain
 from penstock.errors import InputError
 from penstock.model.autocast import autocast_here
 from penstock.schedule import Kind, Op
-from penstock.schedule.op import RELEASING
+from penstock.schedule.op import FORWARDS, RELEASING
 from penstock.schedule.rounds import Rounds
 from penstock.versions import PipeMare, Place, Policy, Predict, VersionBook
 from penstock.weights.leaves import Leaves, Sockets
 from penstock.weights.pipemare import Drift, LoweredRates
 from penstock.weights.prediction import check_predictable, predicted
-
-_FORWARDS = (Kind.FORWARD, Kind.RECOMPUTE)
 
 
 class StandsIn(Protocol):
@@ -208,10 +206,10 @@ class WeightStore:
         else:
             used, gathered = self._of_now(op)  # [a]
         # [4]
-        gathering = nullcontext() if op.kind in _FORWARDS else self._sockets.gathering(gathered)
+        gathering = nullcontext() if op.kind in FORWARDS else self._sockets.gathering(gathered)
         with self._sockets.holding(used), gathering:  # [3]
             yield version
-        if op.kind in _FORWARDS and not self._policy.stashes:
+        if op.kind in FORWARDS and not self._policy.stashes:
             self._let_go(used)  # [c]
         if op.kind in RELEASING:
             self._own.pop(op.microbatch, None)
@@ -237,7 +235,7 @@ class WeightStore:
             # Layers that run again in a backward read what the backward reads.
             moved = [self.now(index) for index in range(len(self._live))]
         used = None if moved is None else [nn.Parameter(value.data) for value in moved]
-        if op.kind not in _FORWARDS:
+        if op.kind not in FORWARDS:
             return used, self._own.get(op.microbatch)
         if used is None:
             self._own.pop(op.microbatch, None)

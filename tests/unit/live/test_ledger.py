@@ -9,18 +9,18 @@ import torch
 from penstock.live.frames import Result
 from penstock.live.ledger import Ledger
 
-COUNTS = {"num_dropped": 2, "num_late": 3, "num_waiting": 1, "longest_queue": 4}
+COUNTS = {"num_given": 5, "num_dropped": 2, "num_late": 3, "num_waiting": 1, "longest_queue": 4}
 
 
-def ledger_of(values, age, through_newest=True):
-    ledger = Ledger(age, through_newest=through_newest)
+def ledger_of(values, age):
+    ledger = Ledger(age)
     for number, value in enumerate(values):
         ledger.entered(number, torch.tensor([value]))
     return ledger
 
 
 def test_the_quantiles_are_those_of_the_latencies():
-    ledger = Ledger(0, through_newest=False)
+    ledger = Ledger(0)
     for number in range(100):
         ledger.told(Result(number, None, None, (99 - number) / 1000), 2.0 if number % 2 else None)
     report = ledger.report(**COUNTS)
@@ -31,7 +31,7 @@ def test_the_quantiles_are_those_of_the_latencies():
 
 
 def test_before_the_first_frame_there_is_nothing_to_tell():
-    report = Ledger(4, through_newest=True).report(**COUNTS)
+    report = Ledger(4).report(**COUNTS)
     assert report.frames_per_second is report.mean_loss is report.latency_p50_seconds is None
     assert "not compared" in str(report)
 
@@ -53,7 +53,7 @@ def test_frames_that_are_other_pictures_are_warned_of_once():
 def test_a_policy_that_goes_through_its_own_graphs_is_not_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ledger_of([1.0, -1.0, -1.0, 1.0] * 100, 2, through_newest=False)
+        ledger_of([1.0, -1.0, -1.0, 1.0] * 100, 0)
 
 
 def test_a_frame_that_is_no_number_spoils_nothing():
@@ -62,7 +62,7 @@ def test_a_frame_that_is_no_number_spoils_nothing():
 
 
 def test_what_holds_no_numbers_is_not_compared():
-    ledger = Ledger(2, through_newest=True)
+    ledger = Ledger(2)
     for number in range(100):
         ledger.entered(number, torch.tensor([number]))
     assert ledger.report(**COUNTS).mean_change is None

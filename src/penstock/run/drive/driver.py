@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Generic, NamedTuple, Self, TypeVar
 
@@ -114,13 +114,6 @@ class Driver(ABC, Generic[T]):
     def is_done(self, ticket: T) -> bool:
         """Whether all ranks are through with a minibatch, as far as this process knows, and none
         has failed."""
-
-    @abstractmethod
-    def watch(
-        self, ticket: T, first_is_through: Callable[[], None], failed: Callable[[], None]
-    ) -> None:
-        """Have functions called, in any thread, when rank 0 is through with a minibatch, and when a
-        rank has failed in it; the caller must hold nothing that ranks wait for."""
 
     def break_off(self) -> None:
         """Stop what was submitted and will not be collected; by default nothing runs then."""

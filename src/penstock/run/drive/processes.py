@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -187,14 +187,6 @@ class ProcessDriver(Driver[ProcessTicket]):
         """Whether ``is_done`` can tell of what other ranks have done."""
         edges = (Edge(other, self._worker.rank, REPORT_TAG) for other in self._others)
         return all(self._transport.has_come(edge, FIRST_EXCHANGE) is not None for edge in edges)
-
-    def watch(
-        self,
-        ticket: ProcessTicket,
-        first_is_through: Callable[[], None],
-        failed: Callable[[], None],
-    ) -> None:
-        first_is_through()  # this rank is, and it begins nothing before others are ready for it
 
     def announce(self, number: int, orders: Mapping[int, Any], expected: Segment) -> None:
         """Tell other ranks what to do next, where one of them leads.

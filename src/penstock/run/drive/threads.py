@@ -155,6 +155,9 @@ class ThreadDriver(Driver[ThreadTicket]):
     def watch(
         self, ticket: ThreadTicket, first_is_through: Callable[[], None], failed: Callable[[], None]
     ) -> None:
+        """Have functions called, in any thread, when rank 0 is through with a minibatch, and when a
+        rank has failed in it; the caller must hold nothing that ranks wait for."""
+
         def told(future: Future[Harvest]) -> None:
             if future.exception() is not None:
                 failed()

@@ -14,13 +14,12 @@ from penstock.run.rank.interpreter import RankStep
 from penstock.run.rank.work import Work
 from penstock.run.recipe import Recipe
 from penstock.schedule import Kind
-from penstock.schedule.op import COMPUTE
+from penstock.schedule.op import COMPUTE, FORWARDS
 from penstock.stage.batch_norm import MinibatchStatistics
 from penstock.stage.protocol import RunnableStage
 from penstock.weights.store import Instead
 
 _WATCHED = COMPUTE | {Kind.RECOMPUTE}
-_FORWARDS = frozenset({Kind.FORWARD, Kind.RECOMPUTE})
 
 
 class Observers:
@@ -89,7 +88,7 @@ class Observers:
             if self._statistics is not None and op.kind is not Kind.FORWARD:
                 # What runs forward again counts no second time.
                 stack.enter_context(self._statistics.paused())
-            if self._counter is not None and op.kind in _FORWARDS:
+            if self._counter is not None and op.kind in FORWARDS:
                 stack.enter_context(self._counter.watching(op.stage, unit, instead))
             elif instead is not None:
                 stack.enter_context(saving(instead))

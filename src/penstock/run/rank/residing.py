@@ -8,11 +8,10 @@ from penstock.run.rank.interpreter import RankStep
 from penstock.run.rank.observers import Observers
 from penstock.run.rank.updater import Updater
 from penstock.run.rank.work import Work
-from penstock.schedule import Kind, Op
+from penstock.schedule import Op
+from penstock.schedule.op import FORWARDS
 from penstock.schedule.residence import Stay
 from penstock.weights.residence import Residence
-
-_FORWARDS = frozenset({Kind.FORWARD, Kind.RECOMPUTE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ class Resident:
         stage = self.op.stage
         self.residence.arrive(stage)
         instead = None
-        if self.op.kind in _FORWARDS:
+        if self.op.kind in FORWARDS:
             instead = self.residence.instead(stage)
         else:
             self.residence.begin_adding(stage)

@@ -16,12 +16,11 @@ from penstock.run.rank.updater import Updater
 from penstock.run.rank.work import Work
 from penstock.run.shared_state import SharedState
 from penstock.schedule import Kind, Op
+from penstock.schedule.op import FORWARDS
 from penstock.stage.microbatch_graph import Gradients, InputGradients
 from penstock.stage.protocol import Keep, RunnableStage
 from penstock.transport import Edge
 from penstock.weights.store import WeightStore
-
-_FORWARDS = frozenset({Kind.FORWARD, Kind.RECOMPUTE})
 
 
 class UpdatesSoFar:
@@ -316,7 +315,7 @@ class Versioned:
         numbered = work.numbered(self.op)
         with self.store.reading(numbered) as version:
             instead = None
-            if self.op.kind in _FORWARDS:
+            if self.op.kind in FORWARDS:
                 counts = self.observers.counts_memory
                 instead = self.store.instead(numbered.microbatch, counts=counts)
             self.observers.watch(self.step, work, work.unit(self.unit), instead)
