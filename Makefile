@@ -47,7 +47,8 @@ quick: $(VENV)/.installed-dev
 		--ignore tests/golden/test_zero_bubble_table.py $(QUICK_WITHOUT:%=--ignore=tests/unit/%) $(PYTEST_ARGS)
 
 # Written for the CPU; here every pipeline is on emulated devices.
-ON_DEVICES = $(addprefix tests/numerics/test_,all_families.py asynchronous.py captured_models.py)
+ON_DEVICES = $(addprefix tests/numerics/test_,all_families.py asynchronous.py captured_models.py \
+	split_attention.py split_captured.py split_layers.py)
 
 soak: $(VENV)/.installed-dev
 	$(VENV)/bin/pytest -m soak -n 2 --dist loadgroup $(PYTEST_ARGS)

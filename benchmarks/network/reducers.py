@@ -1,12 +1,14 @@
 """How long do sums of gradients take on slow links, beside what the formula says?
 
     python -m benchmarks.network.reducers [--mbit 100 200] [--mb 12.5] [--cases 2,0 3,1 4,2 4,4]
-    python -m benchmarks.network.reducers --training [--hosts 4] [--mbit 100] [--spares 2]
+    python -m benchmarks.network.reducers --training [--hosts 4] [--rows 8] [--spares 2]
 
 The first form sums numbers on n hosts with k summation servers in shaped namespaces
 (``shaped_network``), and shows the median beside the best split's time at the goodput that one
 stream had on the same network just before. Sums are checked in every round. The second form trains
-copies of one model with every reducer, and with torch's DistributedDataParallel, in turns.
+copies of one model with every reducer, and with torch's DistributedDataParallel, in turns; where
+there are spare hosts, with one of them as a parameter server, too, and at last while hosts pause at
+random (``--pause``), when updates wait for all and when they may be late.
 
 A server's cost is shown as CPU seconds per gigabyte that it received and sent.
 """
@@ -22,7 +24,10 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -210,26 +215,8 @@ def train(options: argparse.Namespace, folder: Path) -> None:
     def sgd(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=1e-3)
 
-    rows = 8 * options.hosts
+    rows = options.rows * options.hosts
     inputs = torch.randn(rows, model()[0].in_features)
-    seconds: dict[str, float] = {}
-
-    def timed(name: str, step: Any) -> None:
-        took = []
-        for _ in range(options.rounds + 1):
-            dist.barrier()
-            start = time.perf_counter()
-            step()
-            dist.barrier()
-            took.append(time.perf_counter() - start)
-        seconds[name] = statistics.median(took[1:])
-
-    for way in ("owners", "sharded", "servers", "all-reduce"):
-        plan = Plan.load(folder / f"{way}.json")
-        with pk.Pipeline(
-            model(), plan, loss=mse_loss, optimizer=sgd, transport="process-group", results="none"
-        ) as pipeline:
-            timed(way, lambda pipeline=pipeline: pipeline.step(inputs, inputs))
     copy = DistributedDataParallel(model())
     optimizer, own = sgd(copy.parameters()), inputs.chunk(options.hosts)[rank]
 
@@ -238,16 +225,84 @@ def train(options: argparse.Namespace, folder: Path) -> None:
         mse_loss(copy(own), own).backward()
         optimizer.step()
 
-    timed("DDP", step)
+    steps: dict[str, Any] = {}
+    took = defaultdict(list)
+    with ExitStack() as stack:
+        for path in sorted(folder.glob("*.json")):
+            pipeline = pk.Pipeline(
+                model(), Plan.load(path), loss=mse_loss, optimizer=sgd, results="none",
+                transport="process-group", record=False,
+            )  # fmt: skip
+            stack.enter_context(pipeline)
+            steps[path.stem] = partial(pipeline.step, inputs, inputs)
+        steps["DDP"] = step
+        for _ in range(options.rounds + 2):
+            for way, train_once in steps.items():  # in turns, since a machine's load changes
+                dist.barrier()
+                start = time.perf_counter()
+                train_once()
+                dist.barrier()
+                took[way].append(time.perf_counter() - start)
+    # The first two do not count: nothing leaves early before a step has counted gradients.
+    seconds = {way: statistics.median(times[2:]) for way, times in took.items()}
     if rank == 0:
         (folder / "times").write_text(json.dumps(seconds))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def show_training(options: argparse.Namespace) -> None:
-    """Seconds of a step with every reducer, predicted and measured."""
+def train_with_servers(options: argparse.Namespace, folder: Path) -> None:
+    """One host's part in training copies with a parameter server, which is the host behind them."""
+    import random
+
     import torch
+    import torch.distributed as dist
+    from torch.nn.functional import mse_loss
+
+    import penstock as pk
+    from penstock.plans import Plan
+
+    rank = int(os.environ["RANK"])
+    if rank > options.hosts:
+        return
+    os.environ["WORLD_SIZE"] = str(options.hosts + 1)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    seconds = {}
+    for name in ("parameter-server", "paused", "paused, stale"):
+        pauses = options.pause if name.startswith("paused") else 0.0
+        plan = Plan.load(folder / f"{name}.json")
+        chance = random.Random(rank)
+
+        def loss(output: Any, target: Any, pauses: float = pauses, chance: Any = chance) -> Any:
+            if chance.random() < 0.25:
+                time.sleep(4 * pauses)
+            return mse_loss(output, target)
+
+        torch.manual_seed(0)
+        width = round((options.mb * 1e6 / 4 / 4) ** 0.5)
+        model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(4)))
+        batch = (torch.randn(8 * options.hosts, width),) * 2
+        with pk.Pipeline(
+            model, plan, loss=loss, transport="process-group", results="none",
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+        ) as pipeline:  # fmt: skip
+            pipeline.step(*batch)
+            start = time.perf_counter()
+            for _ in pipeline.steps([batch] * options.rounds * 4):
+                pass
+            seconds[name] = (time.perf_counter() - start) / options.rounds / 4
+    if rank == 0:
+        (folder / "times-served").write_text(json.dumps(seconds))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def show_training(options: argparse.Namespace) -> None:
+    """Seconds of a step with every reducer, predicted and measured, and the ratio of both; beside
+    them how many times as long as DDP it takes."""
+    import torch
+    from msgspec.structs import replace
     from torch.nn.functional import mse_loss
 
     import penstock as pk
@@ -256,7 +311,7 @@ def show_training(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     width = round((options.mb * 1e6 / 4 / 4) ** 0.5)
     layers = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(4)))
-    rows = torch.randn(8, width)
+    rows = torch.randn(options.rows, width)
     graph = pk.profile(
         layers, rows, targets=rows, loss=mse_loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
@@ -280,7 +335,8 @@ def show_training(options: argparse.Namespace) -> None:
             ShapedNetwork(options.hosts + options.spares, mbit) as network,
         ):
             predicted = {}
-            for way in ("owners", "sharded", "servers", "all-reduce"):
+            ways = ["owners", "sharded", "all-reduce", *["servers"] * bool(options.spares)]
+            for way in ways:
                 plan = pk.plan(
                     graph, cluster, microbatches=options.hosts, replicas=(options.hosts,),
                     reducer=way,
@@ -289,14 +345,33 @@ def show_training(options: argparse.Namespace) -> None:
                 predicted[way] = plan.step_seconds
             command = [sys.executable, "-m", "benchmarks.network.reducers", "--training"]
             command += ["--job", name, "--mb", str(options.mb), "--rounds", str(options.rounds)]
-            command += ["--hosts", str(options.hosts)]
+            command += ["--hosts", str(options.hosts), "--rows", str(options.rows)]
             if code := network.run(command, environment={"OMP_NUM_THREADS": "1"}):
                 sys.exit(f"a host ended with exit code {code}")
             measured = json.loads((Path(name) / "times").read_text())
+            if options.spares:
+                one_spare = replace(cluster, spares=cluster.spares[:1])
+                served = pk.plan(
+                    graph, one_spare, microbatches=options.hosts, replicas=(options.hosts,),
+                    reducer="parameter-server",
+                )  # fmt: skip
+                predicted["parameter-server"] = served.step_seconds
+                served.save(Path(name) / "parameter-server.json")
+                for late, stale in (("paused", 0), ("paused, stale", 3)):
+                    plan = served.summed_by("parameter-server", one_spare.spares, stale=stale)
+                    plan.save(Path(name) / f"{late}.json")
+                served_command = [*command, "--served", "--pause", str(options.pause)]
+                if code := network.run(served_command, environment={"OMP_NUM_THREADS": "1"}):
+                    sys.exit(f"a host ended with exit code {code}")
+                measured |= json.loads((Path(name) / "times-served").read_text())
         print(f"{options.hosts} hosts, {options.spares} spares, {mbit:g} Mbit/s, {options.mb} MB")
+        print(f"  {'':16} {'measured':>9} {'predicted':>9} {'ratio':>6} {'of DDP':>7}")
         for way, seconds in measured.items():
-            thought = f", predicted {predicted[way]:.3f} s" if way in predicted else ""
-            print(f"  {way:10} {seconds:.3f} s{thought}", flush=True)
+            thought = predicted.get(way, 0.0)
+            beside = f"{thought:8.3f}s {seconds / thought:6.3f}" if thought else " " * 16
+            print(
+                f"  {way:16} {seconds:8.3f}s {beside} {seconds / measured['DDP']:7.3f}", flush=True
+            )
 
 
 def _pair(text: str) -> tuple[int, int]:
@@ -313,7 +388,10 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--training", action="store_true")
     parser.add_argument("--hosts", type=int, default=4, help="that train")
+    parser.add_argument("--rows", type=int, default=8, help="of a host's microbatch")
     parser.add_argument("--spares", type=int, default=2, help="that serve")
+    parser.add_argument("--pause", type=float, default=0.2, help="seconds, in the mean")
+    parser.add_argument("--served", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(words)
@@ -322,7 +400,9 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     options = arguments()
     if options.job is not None:
-        if options.training:
+        if options.served:
+            train_with_servers(options, options.job)
+        elif options.training:
             train(options, options.job)
         elif options.case == "stream":
             goodput = stream(3_000_000)

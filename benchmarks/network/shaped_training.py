@@ -148,7 +148,7 @@ class Plans(NamedTuple):
 
     Attributes:
         data_parallel: a copy per host as DDP trains it, which sums while backwards still run.
-        copies: the same as Penstock trains it, which sums when they are done.
+        copies: the same as Penstock trains it, with parts leaving as simulated.
         chosen: what the planner thinks best.
     """
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.wanted import Checkpoints
     from penstock.cluster import Cluster, Device, Link, Tier
     from penstock.drawing import draw
+    from penstock.fleet import Fleet, Job
     from penstock.graph import Layer, LayerGraph
     from penstock.live.opening import stream
     from penstock.model.microbatches import Microbatches
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from penstock.timing.spans import Span
     from penstock.timing.timeline import Timeline
     from penstock.tracing import Captured, capture
+    from penstock.turns import stop
 
 __version__ = "0.1.0"
 __all__ = [
@@ -41,6 +43,8 @@ __all__ = [
     "Cluster",
     "Costs",
     "Device",
+    "Fleet",
+    "Job",
     "Kind",
     "Layer",
     "LayerGraph",
@@ -66,6 +70,7 @@ __all__ = [
     "run_spine",
     "schedules",
     "simulate",
+    "stop",
     "stream",
     "versions",
 ]
@@ -82,6 +87,7 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
             "penstock.checkpoint.wanted": ("Checkpoints",),
             "penstock.cluster": ("Cluster", "Device", "Link", "Tier"),
             "penstock.drawing": ("draw",),
+            "penstock.fleet": ("Fleet", "Job"),
             "penstock.graph": ("Layer", "LayerGraph"),
             "penstock.live.opening": ("stream",),
             "penstock.model.microbatches": ("Microbatches",),
@@ -102,6 +108,7 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
         },
         modules={
             "schedules": "penstock.schedule.families",
+            "stop": "penstock.turns.stop",
             **{room: f"penstock.{room}" for room in _ROOMS},
         },
     )

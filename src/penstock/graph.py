@@ -26,7 +26,10 @@ class Layer(Value, frozen=True, kw_only=True):
         name: qualified name in the model, as in ``state_dict`` keys.
         kind: class name of the module, for people and for tensor parallelism; behind "own" where a
             class of the user's has the name of one of torch's, behind "captured" in a captured
-            model.
+            model. In brackets stands what else decides how it can be divided: ``groups=2`` of a
+            convolution, ``heads=4`` of a transformer's layer, ``undivided`` where a weight is
+            computed or renormalised, ``draws`` where random numbers are drawn but by dropout
+            layers.
         forward_seconds: one forward pass.
         backward_input_seconds: the gradient with respect to the layer's input.
         backward_weight_seconds: the gradient with respect to its parameters; the two together are a

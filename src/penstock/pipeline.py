@@ -7,7 +7,8 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, Self
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -34,9 +35,13 @@ from penstock.run.materialising import Init
 from penstock.run.minibatch import Minibatch, StreamPosition
 from penstock.run.outcome import MinibatchOutcome
 from penstock.run.recipe import BatchNormStatistics, Loss, LossScale, Metric, Recipe
+from penstock.summation.staleness import StaleStream
 from penstock.timing.timeline import Timeline
 from penstock.values import MOST_AMOUNT, expect, flag, number
 from penstock.weights.store import Held
+
+if TYPE_CHECKING:
+    from penstock.checkpoint.on_mesh import MeshEdge
 
 
 class Pipeline:
@@ -76,10 +81,11 @@ class Pipeline:
             finite; by default unless there is a ``grad_scaler``. On an accelerator it never does,
             since every microbatch would have to be waited for.
         devices: where ranks compute: ``"cpu"`` or another device for all, or a list with one for
-            each rank of the plan (as torch names it, a ``torch.device``, or the number of an
-            accelerator); ranks may share one. By default, ranks that were planned for accelerators
-            take this process's in their order, under ``torchrun`` that of ``LOCAL_RANK``, and all
-            others the CPU. Each stage of the model is moved to its rank's device.
+            each rank of the plan, or each tensor rank of each (as torch names it, a
+            ``torch.device``, or the number of an accelerator); ranks may share one. By default,
+            ranks that were planned for accelerators take this process's in their order, under
+            ``torchrun`` that of ``LOCAL_RANK``, and all others the CPU. Each stage of the model is
+            moved to its rank's device.
         init: ``"given"``: the model has the values with which it was built, and only what is on
             ``meta`` gets new ones. ``"per-layer"``: every layer draws its parameters anew by the
             ``reset_parameters`` of its modules, from the ``seed`` and its number in the model, so
@@ -205,7 +211,9 @@ class Pipeline:
         self._joins_outputs: bool | None = None  # not known yet
         self._running = threading.Lock()
         self._keeper = Keeper(self._parts, grad_scaler)
-        self._elsewhere = Elsewhere.watching(model, self.stages, len(self.plan.stages))
+        self._elsewhere = Elsewhere.watching(
+            model, self.stages, len(self.plan.stages), in_parts=self._parts.in_parts
+        )
 
     def step(
         self, inputs: Any, targets: Any, *, update: bool = True, share: float = 1.0
@@ -479,6 +487,18 @@ class Pipeline:
         """
         return self._history.grad_norm
 
+    @property
+    def stale_streams(self) -> dict[int, StaleStream]:
+        """What the updates of a parameter server were made of in the last training step, or the
+        last loop over ``steps`` that has ended: by stage, of the stages with copies that this
+        process has. Empty unless the plan's ``summing.stale`` allows for late gradients."""
+        return {
+            stage: reducer.stream
+            for worker in self._parts.workers
+            for reducer in worker.updater.sums.stale
+            for stage in reducer.stages
+        }
+
     def dump(self) -> str:
         """What each rank of this process did last and does now, one line per rank; may be called
         from any thread, such as a watchdog's, while a step is running."""
@@ -500,7 +520,7 @@ class Pipeline:
         Raises:
             RunError: another rank did not call it.
         """
-        if self._parts.in_processes and self.plan.num_tensor_ranks > 1 and not whole:
+        if self._parts.in_parts and not whole:
             raise InputError(
                 "this process has parts of its stages' layers, which it shares with other tensor "
                 "ranks; gather them with state_dict(whole=True), which every rank must call"
@@ -513,7 +533,7 @@ class Pipeline:
         return {key: value for _, state in sorted(states.items()) for key, value in state.items()}
 
     def _states(self) -> dict[int, dict[str, Any]]:
-        """The state of each stage; copies, where stages come and go."""
+        """The state of each stage; copies in main memory, where stages come and go."""
         if self.plan.spill is None:
             return self._parts.states()
         states = {}
@@ -523,9 +543,54 @@ class Pipeline:
                 for index in worker.stages:
                     with worker.visiting(index):
                         held = self.stages[index].state_dict()
-                        states[index] = tree.replace(Tensor, Tensor.clone, held)
+                        states[index] = tree.replace(
+                            Tensor, lambda tensor: tensor.to("cpu", copy=True), held
+                        )
                         del held  # nothing may see a stage when it leaves
         return dict(sorted(states.items()))
+
+    def dtensor_state_dict(self) -> dict[str, Tensor]:
+        """Copies of parameters and buffers in main memory, under the unsplit model's keys, as
+        ``torch.distributed.checkpoint`` saves them and loads into them.
+
+        Returns:
+            Those of this process's stages, as ``DTensor``s over the axes ``("data", "tensor")`` of
+            a ``DeviceMesh`` of all processes, whose other axis is ``"pipe"``. Where one process has
+            all ranks there is no mesh: whole tensors of all stages.
+
+        Raises:
+            InputError: stages have different numbers of copies or of tensor ranks.
+            PeerError, DeadlineError: another process did not call it; all must, between steps.
+        """
+        if not self._parts.in_processes:
+            state = self.state_dict().items()
+            tensors = {key: value for key, value in state if isinstance(value, Tensor)}
+            return {key: value.detach().to("cpu", copy=True) for key, value in tensors.items()}
+        with self._exclusively():
+            return self._mesh_edge.taken()
+
+    def load_dtensor_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take parameters and buffers from what ``dtensor_state_dict`` gave, on this pipeline or
+        another one, after ``torch.distributed.checkpoint`` has loaded into it; or from whole
+        tensors. Optimizers keep their state.
+
+        Args:
+            state: by the unsplit model's keys; it may have more than this process's stages need.
+
+        Raises:
+            InputError: a key is missing, or a value has another shape or other placements; nothing
+                has changed then.
+            PeerError, DeadlineError: another process did not call it; all must, between steps.
+        """
+        with self._exclusively():
+            self._mesh_edge.give(state)
+            self._elsewhere.stale = True
+
+    @cached_property
+    def _mesh_edge(self) -> MeshEdge:
+        from penstock.checkpoint.on_mesh import MeshEdge  # DTensors take long to import
+
+        return MeshEdge(self._parts)
 
     def save(
         self,
@@ -546,8 +611,9 @@ class Pipeline:
             position: where the run is in its data: numbers, texts or ``None``, in lists, tuples and
                 dictionaries. By default how many minibatches were trained on.
             background: copy the state to main memory, return, and write the copy while training
-                goes on; it stays allocated for the next time. Otherwise return when the files are
-                on the disk.
+                goes on; it stays allocated for the next time. Stages that come and go are read
+                from their tier instead, which keeps what is to be read beside what is new.
+                Otherwise return when the files are on the disk.
 
         Raises:
             InputError: gradients of ``step(update=False)`` wait for their update, or something is
@@ -599,17 +665,23 @@ class Pipeline:
         Raises:
             FileError: that checkpoint could not be written.
         """
-        self._close()
-        self._keeper.close()
+        try:
+            self._close()
+        finally:
+            self._finish()
 
     def _close(self, why: str = "") -> None:
         if not self._closed:
             self._closed = True
-            try:
-                self._parts.driver.close(why)
-            finally:
-                for worker in self._parts.workers:
-                    worker.close()
+            self._parts.driver.close(why)
+
+    def _finish(self) -> None:
+        """Wait for the last checkpoint, and give back the tiers from which it may be read."""
+        try:
+            self._keeper.close()
+        finally:
+            for worker in self._parts.workers:
+                worker.close()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -622,8 +694,14 @@ class Pipeline:
         if error is None:
             self.close()
             return
-        self._close(f"{type(error).__name__}: {told(error)}")
         try:
-            self._keeper.close()
+            self._close(f"{type(error).__name__}: {told(error)}")
+        finally:
+            self._finish_quietly(error)
+
+    def _finish_quietly(self, error: BaseException) -> None:
+        """``_finish`` while an error is on its way, which learns what went wrong."""
+        try:
+            self._finish()
         except FileError as failure:
             error.add_note(f"The last checkpoint was not written: {told(failure)}")

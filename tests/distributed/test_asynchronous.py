@@ -16,7 +16,7 @@ JOB = Path(__file__).parent / "jobs" / "asynchronous.py"
     ("num_ranks", "transport", "what"),
     [
         (2, "shared-memory", "all"),
-        (3, "shared-memory", "replicas"),
+        more(3, "shared-memory", "replicas"),
         more(3, "process-group", "some"),
         more(2, "process-group", "all"),
         more(3, "shared-memory", "all"),

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(bool(building.why_not()), reason=building.why_no
         (2, "two", "auto"),
         (2, "two linked", "auto"),
         more(2, "two linked", "shared-memory"),
-        (4, "four", "auto"),
+        more(4, "four", "auto"),
     ],
 )
 def test_processes_train_on_their_own_devices_as_threads_on_the_cpu(num_ranks, cases, transport):

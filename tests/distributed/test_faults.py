@@ -69,9 +69,10 @@ def check(fault, rank, report):
 @pytest.mark.parametrize(
     ("transport", "seed", "most"),
     [
-        ("shared-memory", 0, 16),
-        ("process-group", 3, 4),
+        ("shared-memory", 0, 5),
+        more("process-group", 3, 4),
         ("two hosts", 5, 4),
+        more("shared-memory", 0, 16),
         more("shared-memory", 1, 100),
     ],
 )

@@ -15,9 +15,9 @@ JOB = Path(__file__).parent / "jobs" / "live_streams.py"
 @pytest.mark.parametrize(
     ("num_ranks", "transport"),
     [
-        (3, "shared-memory"),
-        (2, "process-group"),
-        more(2, "shared-memory"),
+        more(3, "shared-memory"),
+        more(2, "process-group"),
+        (2, "shared-memory"),
         more(4, "shared-memory"),
         more(3, "process-group"),
     ],

@@ -15,7 +15,7 @@ JOB = Path(__file__).parent / "jobs" / "logical_model.py"
 @pytest.mark.parametrize(
     ("what", "num_ranks", "transport"),
     [
-        ("families", 2, "shared-memory"),
+        more("families", 2, "shared-memory"),
         ("features", 2, "shared-memory"),
         more("features", 2, "process-group"),
         # As every family of an MLP; see test_process_group.

@@ -115,6 +115,7 @@ shaped = pytest.mark.skipif(reason is not None, reason=str(reason))
 
 
 @shaped
+@pytest.mark.soak
 def test_a_shaped_rate_is_found_again(tmp_path):
     path = tmp_path / "cluster.json"
     with ShapedNetwork(3, 50) as network:

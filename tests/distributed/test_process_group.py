@@ -26,9 +26,10 @@ def failing_job(how, victim, transport, launch=forked):
     [
         # Messages and what launches have no part in the order of ops: each meets some counts.
         (1, forked, "process-group", "1,2,5"),
-        (2, torchrun, "process-group", "2"),
+        more(2, torchrun, "process-group", "2"),
         more(3, forked, "process-group", "5"),
-        (3, forked, "shared-memory", "1,2"),
+        (3, forked, "shared-memory", "2"),
+        more(3, forked, "shared-memory", "1"),
         more(1, forked, "shared-memory", "1,2,5"),
         more(2, torchrun, "process-group", "1,5"),
         more(2, torchrun, "shared-memory", "1,2,5"),
@@ -58,7 +59,7 @@ def test_gradients_equal_those_of_torch_pipelining(num_ranks):
     ("victim", "launch", "transport"),
     [
         *((victim, forked, transport) for victim in (0, 2) for transport in TRANSPORTS),
-        (1, torchrun, "process-group"),
+        more(1, torchrun, "process-group"),
         more(1, torchrun, "shared-memory"),
     ],
 )

@@ -44,6 +44,12 @@ def test_every_way_sums_what_is_on_accelerators(accelerator, servers):
     assert job.reports == {0: [], 1: []}, job.output
 
 
+@pytest.mark.soak
+def test_a_parameter_server_updates_what_is_on_accelerators(accelerator):
+    job = run("served devices", ([], []))
+    assert job.reports == {rank: [] for rank in range(3)}, job.output
+
+
 def test_checkpoints_of_shards_go_on_in_any_layout():
     job = run("checkpoint", ([], []))
     named = [f"stage-{stage}.part-{part}.safetensors" for stage, part in PARTS]
@@ -58,12 +64,30 @@ def test_a_server_of_another_job_refuses(servers):
     assert any("the secret or the name of the job is another one" in text for text in texts)
 
 
+def test_parameter_servers_update_as_copies_do_and_checkpoints_fit_both():
+    job = run("parameter servers", ([], []), 4)
+    assert job.reports == {rank: [] for rank in range(4)}, job.output
+
+
+def test_stale_updates_are_what_their_journal_says():
+    job = run("stale", ([], []))
+    assert job.reports == {rank: [] for rank in range(3)}, job.output
+
+
 @pytest.mark.parametrize(
-    "way",
-    ["servers", *(pytest.param(way, marks=pytest.mark.soak) for way in ("all-reduce", "sharded"))],
+    ("way", "victim"),
+    [
+        ("servers", 1),
+        pytest.param("parameter-server", 2, marks=pytest.mark.soak),
+        pytest.param("parameter-server", 1, marks=pytest.mark.soak),
+        ("stale", 1),
+        pytest.param("stale", 2, marks=pytest.mark.soak),
+        pytest.param("all-reduce", 1, marks=pytest.mark.soak),
+        pytest.param("sharded", 1, marks=pytest.mark.soak),
+    ],
 )
-def test_a_rank_that_is_killed_is_missed_by_all(servers, way):
-    job = run(f"killed {way}", servers)
-    assert set(job.reports) == {0, 2}, job.output
+def test_a_rank_that_is_killed_is_missed_by_all(servers, way, victim):
+    job = run(f"killed {way} {victim}", servers)
+    assert set(job.reports) == {0, 1, 2} - {victim}, job.output
     for kind, text in job.reports.values():
         assert kind == "PeerError", text

@@ -62,6 +62,7 @@ def test_the_system_allows_a_part_of_what_is_trained(tmp_path, way):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.timeout(400 * TIMES)  # a hundred kills take more than one
 def test_a_kill_at_any_moment_leaves_the_last_checkpoint_and_nothing_else(tmp_path):
     expected = train(None, Spill(tier=HOST))
     chance = random.Random(5)

@@ -100,3 +100,14 @@ def make_tied(seed=0):
     return nn.Sequential(
         first, nn.Linear(24, 24), nn.Dropout(0.2), nn.Tanh(), Tied(first), nn.Linear(16, 4)
     )
+
+
+class Picky(nn.Module):
+    """Fails when it is told to."""
+
+    fails = False
+
+    def forward(self, value):
+        if self.fails:
+            raise RuntimeError("no")
+        return value

@@ -22,6 +22,7 @@ import penstock as pk
 from penstock.errors import DeadlineError, InputError, RunError, StageError
 from penstock.run.drive import threads
 from penstock.trial.reference.single_device import SingleDevice
+from tests.kit.examples import TIMES
 from tests.kit.helpers import (
     MLP_LAYERS,
     make_batch,
@@ -216,7 +217,7 @@ def check_repeats(pipeline, losses, reference, same_order):
     return True
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(max_examples=12 * TIMES, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(
     case=st.sampled_from(CASES),
     update=st.sampled_from(UPDATES),

@@ -166,6 +166,7 @@ def test_nor_is_one_of_a_longer_chain(graph, t, link):
     assert split.seconds == pytest.approx(Group(graph, t, link, 2).fastest())
 
 
+@settings(max_examples=25)
 @given(graph=graphs(most=12, branching=True), t=ranks, link=links, m=minibatches)
 def test_it_is_never_slower_than_data_tensor_or_one_device(graph, t, link, m):
     split = split_layers(graph, t, link, num_microbatches=m)

@@ -104,12 +104,19 @@ def test_what_runs_again_exchanges_again(recompute):
     assert_same(model, theirs, TOLERANCE)
 
 
+UNEVEN_SPLITS = {
+    **{key: how for key, how in SPLITS.items() if "blocks" not in key},
+    "blocks.0": "data",
+    "blocks.*.mlp.0": "column",
+    "blocks.*.mlp.2": "features",
+    "blocks.*.mlp.3": "row",
+}
+"""Of a ``Net`` over three members, among whom two heads cannot be divided."""
+
+
 def test_three_tensor_ranks_have_uneven_parts():
-    splits = {key: how for key, how in SPLITS.items() if "blocks" not in key}
-    splits |= {"blocks.0": "data", "blocks.*.mlp.0": "column"}
-    splits |= {"blocks.*.mlp.2": "features", "blocks.*.mlp.3": "row"}
     model = make_net()
-    train(model, mesh(model, "1f1b", 2, 1, 3, splits=splits))
+    train(model, mesh(model, "1f1b", 2, 1, 3, splits=UNEVEN_SPLITS))
     assert_same(model, on_one_device()[1], TOLERANCE)
 
 
@@ -244,13 +251,6 @@ def test_what_the_caller_does_to_the_model_between_steps_counts():
             assert_same_values(pipeline.state_dict(), theirs.state_dict(), TOLERANCE)
 
 
-@lru_cache
-def untied_on_one_device():
-    model = make_net(tied=False)
-    one = SingleDevice(model, MICROBATCHES, net_loss, partial(momentum, clip_norm=CLIP), seed=3)
-    return torch.stack([one.step(*batch) for batch in batches()]), model
-
-
 def of_sizes(model, schedule, replicas, sizes):
     """A mesh whose stages are groups of different sizes."""
     splits = {key: how for key, how in SPLITS.items() if "mix" not in key and "project" not in key}
@@ -277,17 +277,11 @@ def of_sizes(model, schedule, replicas, sizes):
     ("replicas", "sizes"),
     [((1, 1), (2, 1)), ((1, 1), (1, 2)), ((1, 1), (2, 3)), ((1, 1), (3, 2)), ((3, 1), (1, 4))],
 )
-def test_groups_of_different_sizes_hand_over_slices(replicas, sizes, tmp_path):
-    model = make_net(tied=False)
+def test_groups_of_different_sizes_hand_over_slices_and_share_tied_weights(replicas, sizes):
+    model = make_net()
     plan = of_sizes(model, "1f1b", replicas, sizes)
     assert plan.num_seats == sum(count * size for count, size in zip(replicas, sizes, strict=True))
     losses = train(model, plan)
-    expected, theirs = untied_on_one_device()
+    expected, theirs = on_one_device()
     assert same(losses, expected, TOLERANCE)
     assert_same(model, theirs, TOLERANCE)
-
-
-def test_a_weight_that_groups_of_different_sizes_hold_is_refused():
-    model = make_net()
-    with pytest.raises(pk.errors.ModelError, match="stages have 2 and 1 tensor ranks; give them"):
-        train(model, of_sizes(model, "1f1b", (1, 1), (2, 1)))

@@ -23,7 +23,7 @@ from penstock.schedule.families.seq1f1b import seq1f1b
 from penstock.schedule.lower import split_backward
 from tests.kit.helpers import make_plan
 from tests.kit.one_device import OneDevice, assert_same, assert_same_gradients
-from tests.kit.training import adamw
+from tests.kit.training import adamw, momentum
 from tests.numerics.test_one_logical_model_shared import TiedGPT, token_batch
 
 VOCABULARY, CONTEXT = 13, 11
@@ -88,6 +88,32 @@ def test_several_steps_with_ragged_minibatches_and_sequences(
             outputs = pipeline.evaluate(inputs)
             torch.testing.assert_close(outputs, twin.eval()(inputs), rtol=1e-9, atol=1e-9)
     assert_same(model, twin, 1e-10)
+
+
+GROUP_SPLITS = {
+    "embedding.tokens": "row",
+    "blocks.0": "data",
+    "blocks.2": "sequence",
+    "blocks.*.attention.queries_keys_values": "column/3",
+    "blocks.*.attention.project": "row",
+    "blocks.*.mlp.expand": "column",
+    "blocks.*.mlp.project": "row",
+    "head.logits": "column",
+}
+
+
+def test_tensor_ranks_carry_their_part_from_slice_to_slice():
+    """Keys and values of a member's heads stay with it, whatever lies around the attention."""
+    model = build_gpt()
+    twin = copy.deepcopy(model)
+    reference = OneDevice(twin, 3, loss, momentum)
+    plan = plan_of(model, 2, 3, 2).sharing(2, GROUP_SPLITS)
+    with pk.Pipeline(model, plan, loss=loss, optimizer=momentum) as pipeline:
+        for step, length in enumerate((11, 8)):
+            batch = tokens(6, length, step)
+            ours, theirs = pipeline.step(*batch), reference.step(*batch)
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert_same(model, twin, 1e-12)
 
 
 @pytest.mark.parametrize("recompute", ["stage", "layers"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import os
+import threading
 import time
 
 import pytest
@@ -19,18 +20,20 @@ from penstock.plans import StagePlan
 from penstock.plans.spilling import Spill, Tier, traffic
 from penstock.trial.reference.single_device import SingleDevice
 from penstock.weights.tiers import HostStore
+from penstock.weights.ways import HostWay
 from tests.kit.examples import in_turns
 from tests.kit.helpers import make_batch
 from tests.kit.one_device import OneDevice, assert_same_values
 from tests.kit.spilling import (
     HOST,
+    Picky,
     make_net,
     make_tied,
     residence_of,
     spilled_pipeline,
     spilled_plan,
 )
-from tests.kit.training import adamw, momentum, sgd
+from tests.kit.training import DEADLINE_SECONDS, adamw, momentum, sgd
 
 BATCHES = [make_batch(rows, seed=rows) for rows in (13, 16, 8, 13)]
 
@@ -354,17 +357,6 @@ def test_a_view_of_a_weight_that_is_handed_on_is_an_error():
         pipeline.step(*BATCHES[0])
 
 
-class Picky(nn.Module):
-    """Fails when it is told to."""
-
-    fails = False
-
-    def forward(self, value):
-        if self.fails:
-            raise RuntimeError("no")
-        return value
-
-
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("where", [1, 5])
 def test_a_step_that_failed_can_be_tried_again(clip, where):
@@ -571,7 +563,7 @@ class Stalled(HostStore):
 
 
 def test_a_tier_that_does_not_answer_ends_at_the_deadline(monkeypatch):
-    monkeypatch.setattr("penstock.run.spilling.opened", lambda tier: Stalled())
+    monkeypatch.setattr("penstock.weights.ways.opened", lambda tier: Stalled())
     with spilled_pipeline(make_net(), options={"deadline_seconds": 0.5}) as pipeline:
         pipeline.step(*BATCHES[0])
         Stalled.stalls = True
@@ -593,7 +585,7 @@ class Broken(HostStore):
 
 def test_a_write_that_fails_behind_compute_is_told_by_the_next_op_that_needs_it(monkeypatch):
     store = Broken()
-    monkeypatch.setattr("penstock.run.spilling.opened", lambda tier: store)
+    monkeypatch.setattr("penstock.weights.ways.opened", lambda tier: store)
     with spilled_pipeline(make_net()) as pipeline:
         pipeline.step(*BATCHES[0])
         residence_of(pipeline).transfers.finish()
@@ -601,3 +593,65 @@ def test_a_write_that_fails_behind_compute_is_told_by_the_next_op_that_needs_it(
         with pytest.raises(StageError, match=r"op 3LEAVE_B3: FileError: cannot write the weights"):
             pipeline.step(*BATCHES[0])
         store.fails = False
+
+
+def test_what_waits_for_weights_is_idle_in_the_timeline(monkeypatch):
+    """As it is predicted: an op begins when its weights are there."""
+    read = HostStore.read
+
+    def slowly(self, extent, memory):
+        time.sleep(0.02)
+        read(self, extent, memory)
+
+    monkeypatch.setattr(HostStore, "read", slowly)
+    with spilled_pipeline(make_net(), options={"clip_norm": 0.05}) as pipeline:
+        for _ in range(2):
+            pipeline.step(*BATCHES[0])
+        timeline = pipeline.timeline
+        assert timeline.makespan > 3 * timeline.busy[0]  # mostly, it waits
+        starts = [span.start for span in timeline.spans]
+        assert starts == sorted(starts)
+
+
+def pictures(seed):
+    """A convolution whose weights lie in another order, and layers."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 32), nn.Tanh(), nn.Linear(32, 4)
+    ).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_a_checkpoint_is_read_from_the_tier_while_training_goes_on(tmp_path, monkeypatch, kind):
+    """What is saved is what was trained when it was asked for, in the memory of the budget."""
+    may_read = threading.Event()
+    peek = HostWay.peek
+
+    def late(self, *args):
+        assert may_read.wait(DEADLINE_SECONDS)
+        peek(self, *args)
+
+    monkeypatch.setattr(HostWay, "peek", late)
+    tier = HOST if kind == "host" else Tier(folder=str(tmp_path))
+    batches = [(torch.randn(8, 3, 6, 6), torch.randint(0, 4, (8,))) for _ in range(6)]
+    with spilled_pipeline(pictures(0), Spill(tier=tier)) as pipeline:
+        ends = []
+        for start in (0, 2, 4):
+            may_read.clear()
+            pipeline.step(*batches[start])
+            saved = pipeline.state_dict()
+            pipeline.save(tmp_path / "run")
+            pipeline.step(*batches[start + 1])  # the files are not there yet
+            assert not list((tmp_path / "run").glob(f"step-{start + 1:08}/stage-*"))
+            may_read.set()
+            pipeline._keeper._saver.wait()
+            ends.append(residence_of(pipeline).store._end)
+        slabs = residence_of(pipeline).slabs
+        assert slabs.peak_bytes <= slabs.budget_bytes
+        trained = pipeline.state_dict()
+    assert ends[1] == ends[2]  # what was read has become free
+    with spilled_pipeline(pictures(9), None) as pipeline:
+        assert pipeline.load(tmp_path / "run") == 5
+        assert_same_values(pipeline.state_dict(), saved)
+        pipeline.step(*batches[5])
+        assert_same_values(pipeline.state_dict(), trained)

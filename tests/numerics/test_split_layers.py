@@ -191,7 +191,6 @@ def test_what_cannot_be_split_is_refused_by_name(what):
     [
         ({"optimizer": None}, "a loss without an optimizer: not with 2 tensor ranks"),
         ({"clip_norm": 1.0, "post_validate": True}, "post_validate: not with 2 tensor ranks"),
-        ({"batch_norm": "minibatch"}, "batch_norm='minibatch': not with 2 tensor ranks"),
     ],
 )
 def test_what_groups_cannot_do_is_refused_at_once(options, message):
@@ -199,6 +198,24 @@ def test_what_groups_cannot_do_is_refused_at_once(options, message):
     plan = make_plan(model, 1, 2).sharing(2, {})
     with pytest.raises(InputError, match=message):
         pk.Pipeline(model, plan, **{"loss": F.cross_entropy, "optimizer": momentum, **options})
+
+
+@pytest.mark.parametrize("way", ["channels", "one weird trick"])
+def test_statistics_of_minibatches_are_those_of_one_rank(way):
+    """Members run copies of the same batch norms at the same time, which may share its hooks."""
+
+    def trained(plan_for):
+        model = make_pictures()
+        with pk.Pipeline(
+            model, plan_for(make_plan(model, 1, 2)), loss=F.cross_entropy, optimizer=momentum,
+            batch_norm="minibatch", seed=3, deadline_seconds=DEADLINE_SECONDS,
+        ) as pipeline:  # fmt: skip
+            list(pipeline.steps(pictures(seed) for seed in range(3)))
+        return model
+
+    ours = trained(lambda plan: plan.sharing(2, PICTURES[way]))
+    assert_same(ours, trained(lambda plan: plan), TOLERANCE)
+    assert ours[1].num_batches_tracked == 3
 
 
 class Inside(nn.Module):

@@ -55,6 +55,7 @@ MAY_LOAD = {
     "plan graph.json -p 2 -m 4 --schedule 1f1b": PLANNED | TABLE,
     "explain plan.json": PLAN | TABLE,
     "explain plan.json --json": PLAN,
+    "fleet fleet.toml --simulate --json": PLAN,
     "report run": PAGE | TABLE,
     "serve --listen 0.0.0.0": set(),  # refused without a secret
 }
@@ -77,6 +78,8 @@ def folder(tmp_path_factory):
     graph.save(folder / "graph.json")
     plan = pk.plan(graph, pk.Cluster.local(2), microbatches=4, schedule="1f1b", stages=2)
     plan.save(folder / "plan.json")
+    pk.plan(graph, pk.Cluster.local(1), microbatches=4).save(folder / "one.json")
+    (folder / "fleet.toml").write_text('steps = 2\n[jobs.a]\nplan = "one.json"\n')
     write_report(Report(title="a run", facts=()), folder / "run")
     return folder
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from penstock.checkpoint.header import Extent, extent_of
@@ -28,11 +27,13 @@ class PartState(NamedTuple):
         part: the piece's number.
         num_parts: how many pieces the stage has.
         tensors: by their names, with their places.
+        tells: whether what is no tensor goes there, too.
     """
 
     part: int
     num_parts: int
     tensors: dict[str, tuple[Extent, Tensor]]
+    tells: bool = True
 
 
 class Division(NamedTuple):
@@ -64,29 +65,58 @@ class Division(NamedTuple):
             return whole
         return self.cuts[key].part(whole, self.size, self.coordinate)
 
-    def pieces(self, tensors: Mapping[str, Tensor]) -> Iterator[PartState]:
-        """What the member writes, piece by piece; its first one has all but further blocks."""
+    def pieces(
+        self,
+        tensors: Mapping[str, Tensor],
+        extents: Mapping[str, Extent],
+        copy: int = 0,
+        num_copies: int = 1,
+    ) -> Iterator[PartState]:
+        """What the member writes, piece by piece; its first one has all but further blocks.
+
+        Args:
+            tensors: by their names.
+            extents: where they lie in the member's part, if they are not all of it.
+            copy: which of the stage's copies writes, where each has rows of its own.
+            num_copies: how many write.
+        """
+        own_pieces = self.size * self.num_blocks
         for block in range(self.num_blocks):
             own: dict[str, tuple[Extent, Tensor]] = {}
             for name, tensor in tensors.items():
-                key = _key(name)
-                if key in self.cuts and tuple(tensor.shape) == self._own_shape(key):
-                    if block < self.cuts[key].blocks:
-                        own[name] = self._placed(key, tensor, block)
+                key, within = _key(name), extents.get(name) or extent_of(tensor)
+                if key in self.cuts and within.shape == self._own_shape(key):
+                    placed = self._placed(key, tensor, within, block)
+                    if placed is not None:
+                        own[name] = placed
                 elif block == self.coordinate == 0:
-                    own[name] = extent_of(tensor), tensor
+                    own[name] = within, tensor
             number = self.coordinate * self.num_blocks + block
-            yield PartState(number, self.num_blocks * self.size, own)
+            yield PartState(copy * own_pieces + number, num_copies * own_pieces, own, not number)
 
-    def _placed(self, key: str, tensor: Tensor, block: int) -> tuple[Extent, Tensor]:
+    def _placed(
+        self, key: str, tensor: Tensor, within: Extent, block: int
+    ) -> tuple[Extent, Tensor] | None:
+        """What of a tensor lies in a block, and where in the whole; ``None`` if nothing does.
+
+        Args:
+            within: where the tensor lies in the member's part.
+        """
         cut, shape = self.cuts[key], self.shapes[key]
+        if block >= cut.blocks:
+            return None
         places = cut.bounds(shape[cut.dim], self.size, self.coordinate)
-        lengths = [place.length for place in places]
-        piece = torch.split(tensor, lengths, cut.dim)[block]
-        start = [0] * len(shape)
-        start[cut.dim] = places[block].start
-        whole = extent_of(piece)
-        extent = Extent(dtype=whole.dtype, shape=shape, start=tuple(start), size=whole.shape)
+        before = sum(place.length for place in places[:block])
+        own_start = [*within.start] or [0] * len(shape)
+        first = max(own_start[cut.dim], before)
+        last = min(own_start[cut.dim] + within.own_shape[cut.dim], before + places[block].length)
+        if first >= last and tensor.numel():
+            return None
+        piece = tensor.narrow(cut.dim, first - own_start[cut.dim], max(last - first, 0))
+        start = [*own_start]
+        start[cut.dim] = places[block].start + first - before
+        size = tuple(piece.shape)
+        extent = Extent(dtype=within.dtype, shape=shape, start=tuple(start), size=size)
         return extent, piece
 
     def _own_shape(self, key: str) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.errors import FileError
 from penstock.values import MOST_BYTES, Value
+from penstock.weights.shelf import Shelved
 
 FORMAT = 1
 
@@ -51,7 +52,7 @@ class Extent(Value, frozen=True, kw_only=True, array_like=True):
             )
 
 
-def extent_of(tensor: Tensor) -> Extent:
+def extent_of(tensor: Tensor | Shelved) -> Extent:
     """The extent of a tensor that a piece has all of."""
     return Extent(dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
 

@@ -41,6 +41,7 @@ from penstock.checkpoint.saver import Saver
 from penstock.checkpoint.taking import StageState, TrainedStage, state_of
 from penstock.checkpoint.wanted import Checkpoints
 from penstock.errors import FileError, InputError
+from penstock.plans.serving import served_stages, server_ranks
 from penstock.run.assembly import Assembly
 from penstock.run.drive.driver import told
 from penstock.run.minibatch import Mark
@@ -128,9 +129,13 @@ class Keeper:
         self._check_own(run)
         identity = self._identity(step, position)
         if self._parts.plan.spill is not None:
-            # One stage at a time is in memory, so its piece is written before the next one comes.
             for worker in self._parts.workers:
                 worker.settle()
+            if background:
+                shelved = list(self._shelved())
+                self._saver.begin(partial(self._write_shelved, run, identity, shelved, keep))
+                return
+            # One stage at a time is in memory, so its piece is written before the next one comes.
             self._write(run, identity, self._in_turn(), keep)
             return
         states = [(trained, self._state(trained)) for trained in self._written_here()]
@@ -151,8 +156,36 @@ class Keeper:
             with worker.visiting(trained.stage.index):
                 yield trained, self._state(trained)
 
+    def _shelved(self) -> Iterator[tuple[TrainedStage, StageState]]:
+        """The state of each stage that comes and goes, as it lies on the tier; what does not is
+        copied."""
+        for worker, trained in self._held_here():
+            assert worker.residence is not None
+            with worker.visiting(trained.stage.index):
+                state = self._state(trained)
+                there = worker.residence.shelved(trained.stage.index, state.tensors)
+                rest = {name: one for name, one in state.tensors.items() if name not in there}
+                copies = self._saver.copied(trained.whose, rest)
+                taken = state._replace(tensors=copies, shelved=there)
+                del state, rest  # nothing may see a stage when it leaves
+            yield trained, taken
+
+    def _write_shelved(
+        self,
+        run: Path,
+        identity: Identity,
+        states: Sequence[tuple[TrainedStage, StageState]],
+        keep: int | None,
+    ) -> None:
+        try:
+            self._write(run, identity, states, keep)
+        finally:
+            for _, state in states:
+                for shelved in state.shelved.values():
+                    shelved.extent.is_held = False
+
     def _copied(self, trained: TrainedStage, state: StageState) -> dict[str, Tensor]:
-        return self._saver.copied(trained.whose, state.tensors)
+        return self._saver.copied(f"{trained.whose}, part {trained.part}", state.tensors)
 
     def _check_own(self, run: Path) -> None:
         """Raise ``FileError`` if somebody else saves in a folder: nobody would know which run goes
@@ -232,7 +265,13 @@ class Keeper:
         """(which of a stage's copies a rank has, how many pieces the stage has): copies are equal,
         and one is written, unless each rank has a part of the optimizer's state."""
         copies = sorted(self._parts.plan.placement.ranks_of(stage))
-        return copies.index(rank), len(copies) if self._is_sharded else 1
+        if stage not in served_stages(self._parts.plan):
+            return copies.index(rank), len(copies) if self._is_sharded else 1
+        # The first piece has the weights, each of the others what one parameter server keeps.
+        servers = server_ranks(self._parts.plan)
+        if rank in servers:
+            return 1 + servers.index(rank), 1 + len(servers)
+        return (0 if rank == copies[0] else 1 + len(servers)), 1 + len(servers)
 
     @property
     def _is_sharded(self) -> bool:
@@ -277,7 +316,8 @@ class Keeper:
     def _write_piece(
         self, folder: Path, identity: Identity, trained: TrainedStage, state: StageState
     ) -> None:
-        tensors, extra, optimizing, under_way, extents = state
+        tensors, extra, optimizing, under_way, extents, shelved = state
+        on_tier = {name: extents.get(name) or extent_of(one) for name, one in shelved.items()}
         if trained.division is None:
             placed = {
                 name: (extents.get(name) or extent_of(tensor), tensor)
@@ -285,23 +325,22 @@ class Keeper:
             }
             pieces: Iterable[PartState] = [PartState(trained.part, trained.num_parts, placed)]
         else:
-            pieces = trained.division.pieces(tensors)
+            copy = trained.part, trained.num_parts
+            pieces = trained.division.pieces(tensors, extents, *copy)
         for piece in pieces:
-            # Of tensor ranks, all have the same of what is no tensor.
-            is_told = trained.division is None or not piece.part
             header = Header(
                 identity=identity,
                 stage=trained.stage.index,
                 part=piece.part,
                 num_parts=piece.num_parts,
-                tensors={name: extent for name, (extent, _) in piece.tensors.items()},
-                extra=extra if is_told else {},
-                optimizing=optimizing if is_told else None,
-                under_way=under_way if is_told else (),
+                tensors={name: extent for name, (extent, _) in piece.tensors.items()} | on_tier,
+                # Of tensor ranks, all have the same of what is no tensor.
+                extra=extra if piece.tells else {},
+                optimizing=optimizing if piece.tells else None,
+                under_way=under_way if piece.tells else (),
             )
-            write_piece(
-                folder, header, _apart({name: one for name, (_, one) in piece.tensors.items()})
-            )
+            in_memory = _apart({name: one for name, (_, one) in piece.tensors.items()})
+            write_piece(folder, header, {**in_memory, **shelved})
 
     def mark(self, wanted: Checkpoints, step: int, *, position: Any = None) -> Mark:
         """What saves every stage behind a minibatch of a stream that goes on.
@@ -334,11 +373,11 @@ class Keeper:
     def _num_pieces(self) -> list[int]:
         """Of each stage."""
         plan, sharings = self._parts.plan, self._parts.layout.sharings
-        if sharings is not None:
-            planned = zip(plan.stages, sharings.num_blocks, strict=True)
-            return [stage.tensor_ranks * many for stage, many in planned]
-        copies = (len(plan.placement.ranks_of(stage)) for stage in range(len(plan.stages)))
-        return [count if self._is_sharded else 1 for count in copies]
+        blocks = [1] * len(plan.stages) if sharings is None else sharings.num_blocks
+        return [
+            stage.tensor_ranks * many * self._part(plan.placement.ranks_of(index)[0], index)[1]
+            for index, (stage, many) in enumerate(zip(plan.stages, blocks, strict=True))
+        ]
 
     def _remove_foreign(self, folder: Path) -> None:
         """Pieces of an earlier attempt's plan with more stages."""

@@ -25,8 +25,10 @@ from torch import Tensor
 
 from penstock.checkpoint.header import Header
 from penstock.checkpoint.plain import dtype_named
+from penstock.checkpoint.streamed import save_streamed
 from penstock.errors import FileError
 from penstock.values import readable_mode
+from penstock.weights.shelf import Shelved
 
 _KEY = "penstock"
 _NAME = re.compile(r"stage-(\d+)(?:\.part-(\d+))?\.safetensors")
@@ -46,13 +48,13 @@ def is_piece_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def write_piece(folder: Path, header: Header, tensors: Mapping[str, Tensor]) -> Path:
+def write_piece(folder: Path, header: Header, tensors: Mapping[str, Tensor | Shelved]) -> Path:
     """Write a piece into the folder of its checkpoint, which is made if need be.
 
     Args:
         folder: the checkpoint's.
         header: its ``tensors`` say where these lie in the whole ones.
-        tensors: in main memory, none sharing memory with another.
+        tensors: in main memory, none sharing memory with another, or on a tier.
 
     Returns:
         The file.
@@ -65,7 +67,9 @@ def write_piece(folder: Path, header: Header, tensors: Mapping[str, Tensor]) -> 
     return path
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor | Shelved], metadata: dict[str, str]
+) -> None:
     """Write a safetensors file and its folder, so that whoever sees it sees all of it.
 
     Raises:
@@ -76,7 +80,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             # [1]
-            save_file(dict(tensors), beside, metadata=metadata)
+            in_memory = {name: one for name, one in tensors.items() if isinstance(one, Tensor)}
+            if len(in_memory) == len(tensors):
+                save_file(in_memory, beside, metadata=metadata)
+            else:
+                save_streamed(tensors, beside, metadata)
             beside.chmod(readable_mode())
             flush(beside)  # [2]
             os.replace(beside, path)  # [3]

@@ -17,6 +17,7 @@ from penstock.reduce.sharding import Shard
 from penstock.run.rank.mail import Letter
 from penstock.stage.stage import Stage
 from penstock.values import shown
+from penstock.weights.shelf import Shelved
 from penstock.weights.store import WeightStore
 
 
@@ -100,6 +101,7 @@ class StageState(NamedTuple):
         optimizing: the optimizer, but for its tensors.
         under_way: gradients on their way to other stages, but for their tensors.
         extents: where tensors lie of which this is a part.
+        shelved: what is to be read from a tier, by its name in the file.
     """
 
     tensors: dict[str, Tensor]
@@ -107,6 +109,7 @@ class StageState(NamedTuple):
     optimizing: Optimizing | None
     under_way: tuple[UnderWay, ...] = ()
     extents: Mapping[str, Extent] = MappingProxyType({})
+    shelved: Mapping[str, Shelved] = MappingProxyType({})
 
 
 def state_of(trained: TrainedStage, elsewhere: Collection[str]) -> StageState:

@@ -20,6 +20,7 @@ _PLACES = {
     "demo": ("model_verbs", "demo"),
     "draw": ("schedule_verbs", "draw"),
     "explain": ("explain_verb", "explain_plan"),
+    "fleet": ("fleet_verb", "fleet"),
     "measure-cluster": ("cluster_verb", "measure_cluster"),
     "plan": ("plan_verb", "plan"),
     "profile": ("profile_verb", "profile"),

@@ -61,7 +61,8 @@ class CostsType(click.ParamType[Costs]):
             self.fail(f"{value!r} has {len(parts)} numbers; write F,I,W or F,I,W,hop", param, ctx)
         try:
             numbers = [float(part) for part in parts]
-            return Costs(**dict(zip(_COST_NAMES, numbers, strict=False)))
+            given: dict[str, Any] = dict(zip(_COST_NAMES, numbers, strict=False))
+            return Costs(**given)
         except InputError as error:
             self.fail(str(error), param, ctx)
         except ValueError:

@@ -94,6 +94,13 @@ def _parse_tensor_ranks(_: click.Context, __: click.Parameter, text: str) -> int
     help="How copies of a stage sum gradients.",
 )
 @click.option(
+    "--stale",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Updates by which gradients may be late, with --reducer parameter-server.",
+)
+@click.option(
     "--cost-model",
     type=click.Choice(COST_MODELS),
     default="ring",
@@ -105,7 +112,7 @@ def _parse_tensor_ranks(_: click.Context, __: click.Parameter, text: str) -> int
     type=click.FloatRange(0, 1),
     default=0.0,
     show_default=True,
-    help="Share of an exchange of gradients that hides behind the backward.",
+    help="Share of an exchange of gradients that hides behind the backward; 0: as simulated.",
 )
 @click.option(
     "--order",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,6 +14,10 @@ from penstock.errors import InputError
 from penstock.schedule import Schedule, families
 from penstock.schedule.check import check as check_schedule
 from penstock.timing.costs import Costs
+
+if TYPE_CHECKING:
+    from penstock.drawing.axes import Titled
+    from penstock.plans import Plan
 
 _SOURCE_HELP = (
     "SOURCE is a schedule's name, a .csv of ops, or a .json plan, timeline or run. Options of a "
@@ -115,6 +121,11 @@ def draw(
 @options.costs_option
 @options.output_option("Also draw them stacked on one time axis: .svg, .html or .txt.")
 @click.option("--scatter", type=click.Path(), help="Also draw memory against both bubbles (.svg).")
+@click.option(
+    "--memory", type=click.Path(),
+    help="Also draw what ranks hold over time (.svg); the first source is a plan, the others are "
+    "its timelines.",
+)  # fmt: skip
 @options.json_option
 def compare(
     names: tuple[str, ...],
@@ -123,6 +134,7 @@ def compare(
     costs: Costs,
     output: str | None,
     scatter: str | None,
+    memory: str | None,
     as_json: bool,
 ) -> None:
     """Compare schedules on the same ranks, microbatches and costs."""
@@ -137,12 +149,30 @@ def compare(
     if scatter is not None:
         drawing.draw_scatter(titled, scatter)
         show.say(f"wrote {scatter}")
+    if memory is not None:
+        _draw_memory(loaded[0].plan, titled, memory)
+        show.say(f"wrote {memory}")
     if as_json:
         show.print_json([show.metrics(source) for source in loaded])
         return
     show.print_metrics(loaded)
-    if output is None and scatter is None:
+    if output is None and scatter is None and memory is None:
         click.echo(f"\n{show.stacked_in_terminal(titled)}")
+
+
+def _draw_memory(plan: Plan | None, titled: Sequence[Titled], path: str) -> None:
+    if plan is None:
+        raise InputError(
+            "only a plan knows bytes; give the plan's file first, then timelines that were "
+            "measured with it"
+        )
+    from penstock.plans.memory_curves import memory_limits, memory_over_time
+
+    curves = {
+        f"{title}, {timeline.source}": memory_over_time(plan, timeline)
+        for title, timeline in titled
+    }
+    drawing.draw_memory(curves, memory_limits(plan), path)
 
 
 @click.command(epilog=_SOURCE_HELP)

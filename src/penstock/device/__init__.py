@@ -4,7 +4,8 @@ Decisions:
 
 A rank's work on an accelerator is a ``queue``: one stream for compute, others for copies, events
 between them. The host hands work over and waits for nothing. What happens in main memory has no
-queue at all, and costs nothing. No room above this one names a kind of accelerator.
+queue at all, and costs nothing. No room above this one names a kind of accelerator. Weights that
+come and go have two streams of their own (``side_streams``): the queue knows nothing of them.
 
 Tensors cross devices with their strides (``crossing``), since kernels are chosen by them. What a
 caller gives arrives on a stream that no rank's work holds up (``Landing``).

@@ -42,6 +42,16 @@ def device_kinds() -> tuple[str, ...]:
     return ("cpu",) if kind is None else ("cpu", kind)
 
 
+@cache
+def can_pin() -> bool:
+    """Whether this process's kind of accelerator has pinned memory; without, copies are slower."""
+    try:
+        torch.empty(1, pin_memory=True)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
 def is_on_host(device: torch.device) -> bool:
     """Whether what happens there has happened when the call returns."""
     return device.type in ("cpu", "meta")

@@ -105,10 +105,13 @@ class ActivationMeter:
         self._peak_bytes, self._peak_keys = self._live_bytes, len(self._holds)
 
     def watching(
-        self, key: Key, instead: Callable[[Tensor], Any] | None = None
+        self,
+        key: Key,
+        instead: Callable[[Tensor], Any] | None = None,
+        around: Callable[[Saved], Any] | None = None,
     ) -> AbstractContextManager[None]:
         """While active in this thread, what autograd saves is counted for ``key``; except where
-        ``instead`` gives something else to save (see ``saving``)."""
+        ``instead`` gives something else to save. ``around`` as for ``saving``."""
         self._renew_excluded()
 
         def pack(tensor: Tensor) -> Any:
@@ -116,9 +119,10 @@ class ActivationMeter:
             if other is not None:
                 return other
             addresses = self._count(key, _storages(tensor))
-            if not addresses:
-                return plain(tensor)
-            return _Counted(_without_history(tensor), (key, addresses), self._notes)
+            saved = plain(tensor)
+            if addresses:
+                saved = _Counted(_without_history(tensor), (key, addresses), self._notes)
+            return saved if around is None else around(saved)
 
         return saved_tensors_hooks(pack, _unpack)
 
@@ -215,10 +219,20 @@ class Saved:
         self._tensor = tensor
         self._version = tensor._version
 
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor, whether it is what it was or not."""
+        return self._tensor
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether nobody has overwritten the tensor since it was saved."""
+        return self._tensor._version == self._version
+
     def unpack(self) -> Tensor:
         """The tensor; autograd leaves the check of its version to whoever has hooks."""
         tensor = self._tensor
-        if tensor._version != self._version:
+        if not self.is_intact:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: [{tensor.type()} {list(tensor.shape)}] is at version "
@@ -242,13 +256,22 @@ class _Counted(Saved):
         self._notes.append(self._note)
 
 
-def saving(instead: Callable[[Tensor], Any]) -> AbstractContextManager[None]:
-    """While active in this thread, autograd saves what ``instead`` gives for a tensor: something
-    with a method ``unpack``, or ``None`` for the tensor itself."""
+def saving(
+    instead: Callable[[Tensor], Any] | None, around: Callable[[Saved], Any] | None = None
+) -> AbstractContextManager[None]:
+    """While active in this thread, autograd saves something else than tensors.
+
+    Args:
+        instead: gives what is saved for a tensor, something with a method ``unpack``, or ``None``
+            for the tensor itself.
+        around: of a tensor itself, gives what is saved.
+    """
 
     def pack(tensor: Tensor) -> Any:
-        other = instead(tensor)
-        return plain(tensor) if other is None else other
+        other = None if instead is None else instead(tensor)
+        if other is not None:
+            return other
+        return plain(tensor) if around is None else around(plain(tensor))
 
     return saved_tensors_hooks(pack, _unpack)
 

@@ -24,7 +24,8 @@ def devices_of_ranks(
 
     Args:
         given: what the caller asks for; ``None`` follows the plan.
-        on_accelerator: for each rank of the plan, whether it was made for an accelerator there.
+        on_accelerator: for each rank of the plan, or each tensor rank of each, whether it was made
+            for an accelerator there.
         ranks: those of this process.
         first: the number of the accelerator that this process takes first.
 
@@ -43,7 +44,8 @@ def devices_of_ranks(
     return {rank: _device(given[rank]) for rank in ranks}
 
 
-_HOST = torch.device("cpu")
+HOST = torch.device("cpu")
+"""Where ranks compute that have no accelerator."""
 
 
 def _planned(
@@ -59,7 +61,7 @@ def _planned(
             "for cores, as in Cluster.local(2), or let ranks share a device, as in "
             "devices=['cuda:0', 'cuda:0']"
         )
-    places = dict.fromkeys(ranks, _HOST)
+    places = dict.fromkeys(ranks, HOST)
     return places | dict(zip(wanted, here[first:], strict=False))
 
 
@@ -71,7 +73,7 @@ def _device(given: Any) -> torch.device:
     except (RuntimeError, TypeError) as error:
         raise InputError(f"devices: {shown(given)} is no device of torch; {_EXAMPLE}") from error
     if device.type == "cpu":
-        return _HOST
+        return HOST
     here = accelerators()
     device = torch.device(device.type, device.index or 0)
     if device not in here:

@@ -19,13 +19,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from penstock.device.accelerators import is_on_host
+from penstock.device.accelerators import can_pin, is_on_host
 from penstock.device.crossing import moved
 from penstock.device.stamps import DeviceClock, Stamps
 
@@ -212,16 +211,7 @@ class AcceleratorQueue(DeviceQueue):
         return self.fetched(self._staging_for(tensor).copy_(tensor), None)
 
     def _staging_for(self, tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device="cpu", pin_memory=self._can_pin)
-
-    @cached_property
-    def _can_pin(self) -> bool:
-        """Whether this kind of device has pinned memory; without, its copies are slower."""
-        try:
-            torch.empty(1, pin_memory=True)
-        except (RuntimeError, NotImplementedError):
-            return False
-        return True
+        return torch.empty_like(tensor, device="cpu", pin_memory=can_pin())
 
 
 class Landing:

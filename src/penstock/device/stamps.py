@@ -62,6 +62,10 @@ class Stamps:
         """Something begins or ends here."""
         self._events.append(self._clock.stamp())
 
+    def put_off(self) -> None:
+        """What seemed to begin has only waited: it begins here."""
+        self._events[-1] = self._clock.stamp()
+
     def seconds(self) -> tuple[array[float], array[float]]:
         """The begin and the end of each op; waits until all of them have ended."""
         if not self._events and self._seconds is None:

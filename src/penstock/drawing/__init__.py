@@ -1,7 +1,8 @@
 """Pictures of a timeline: text, SVG, HTML, Chrome trace. One function, ``draw``, for all of them;
 ``draw_plan`` for a plan with its timeline, ``draw_stacked`` for several timelines on one axis,
-``draw_scatter`` for memory against bubble, ``draw_borrowed`` for two ticks of PARTIME,
-``write_report`` for a whole training run."""
+``draw_scatter`` for memory against bubble, ``draw_memory`` for memory over time, ``draw_borrowed``
+for two ticks of PARTIME, ``draw_fleets`` for many models on few devices, ``write_report`` for a
+whole training run."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from penstock.drawing.formats import (
         draw,
         draw_borrowed,
+        draw_fleets,
+        draw_memory,
         draw_plan,
         draw_scatter,
         draw_stacked,
@@ -28,6 +31,8 @@ else:
             "penstock.drawing.formats": (
                 "draw",
                 "draw_borrowed",
+                "draw_fleets",
+                "draw_memory",
                 "draw_plan",
                 "draw_scatter",
                 "draw_stacked",
@@ -54,6 +59,8 @@ __all__ = [
     "TimelineRecord",
     "draw",
     "draw_borrowed",
+    "draw_fleets",
+    "draw_memory",
     "draw_plan",
     "draw_scatter",
     "draw_stacked",

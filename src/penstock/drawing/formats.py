@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from penstock.drawing.axes import Titled
 from penstock.errors import InputError
+from penstock.schedule.memory import Curve
+from penstock.timing.fleet_timeline import FleetTimeline
 from penstock.timing.timeline import Timeline
 from penstock.values import expect, write_atomically
 
 if TYPE_CHECKING:
+    from penstock.drawing.fleets import TitledFleet
     from penstock.drawing.plan.picture import PlanPicture
 
 Pictured = TypeVar("Pictured")
@@ -22,12 +25,15 @@ _KINDS = (".txt", ".svg", ".html", ".json")
 
 
 def draw(
-    timeline: Timeline, path: str | os.PathLike[str] | None = None, *, versions: bool = False
+    timeline: Timeline | FleetTimeline,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    versions: bool = False,
 ) -> str:
     """Draw a timeline.
 
     Args:
-        timeline: predicted or measured.
+        timeline: predicted or measured; or that of a fleet, into ``.txt`` or ``.svg``.
         path: where to write the picture; its suffix chooses the kind: ``.txt``, ``.svg``,
             ``.html`` (self-contained page) or ``.json`` (Chrome trace, for Perfetto). Without a
             path nothing is written.
@@ -40,6 +46,8 @@ def draw(
         InputError: the suffix is none of these, or the timeline does not know the versions.
         FileError: the file cannot be written.
     """
+    if isinstance(timeline, FleetTimeline):
+        return draw_fleets([("", timeline)], path)
     expect(timeline, Timeline, "the timeline", "make one with penstock.simulate")
     if versions:
         timeline.check_versions()
@@ -123,6 +131,23 @@ def draw_scatter(timelines: Sequence[Titled], path: str | os.PathLike[str]) -> s
     return _drawn((".svg",), lambda _, scattered: scatter_timelines(scattered), timelines, path)
 
 
+def draw_memory(
+    curves: Mapping[str, Sequence[Curve]],
+    limits: Sequence[float | None],
+    path: str | os.PathLike[str],
+) -> str:
+    """Draw what ranks hold over time, beside what they may hold, into an ``.svg``; otherwise as
+    ``draw``.
+
+    Args:
+        curves: by name, one per rank, as ``penstock.plans.memory_over_time`` gives them.
+        limits: bytes that each rank may hold; ``None`` where there is no limit.
+    """
+    from penstock.drawing.memory import memory_chart
+
+    return _drawn((".svg",), lambda _, shown: memory_chart(shown, limits), curves, path)
+
+
 def draw_borrowed(path: str | os.PathLike[str], num_stages: int = 3) -> str:
     """Draw two ticks of PARTIME, with an arrow from each gradient to the forward whose activations
     it goes through, into an ``.svg``; otherwise as ``draw``.
@@ -133,6 +158,23 @@ def draw_borrowed(path: str | os.PathLike[str], num_stages: int = 3) -> str:
     from penstock.drawing.borrowed import borrowed
 
     return _drawn((".svg",), lambda _, count: borrowed(count), num_stages, path)
+
+
+def draw_fleets(
+    timelines: Sequence[TitledFleet], path: str | os.PathLike[str] | None = None
+) -> str:
+    """Draw timelines of fleets, each with its title, on one time axis, into ``.txt`` or ``.svg``;
+    otherwise as ``draw``."""
+    return _drawn((".txt", ".svg"), _of_fleets, timelines, path)
+
+
+def _of_fleets(suffix: str, timelines: Sequence[TitledFleet]) -> str:
+    from penstock.drawing.fleets import fleet_svg, fleet_text
+
+    if suffix == ".svg":
+        return fleet_svg(timelines)
+    texts = ((title, fleet_text(timeline)) for title, timeline in timelines)
+    return "\n\n".join(f"{title}\n{text}" if title else text for title, text in texts)
 
 
 def _drawn(

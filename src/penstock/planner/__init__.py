@@ -5,7 +5,8 @@
 ``pricing`` says what its stages cost, ``moments`` and ``limits`` what it needs and may use,
 ``bounds`` what it takes at least. ``race`` finds the best, ``why`` says what decided, ``shortfall``
 why there is none; ``live`` finds the fewest devices that keep up with a source. ``spilling`` plans
-for stages that come from a tier and leave again, where nothing fits otherwise.
+for stages that come from a tier and leave again, where nothing fits otherwise; ``offloading`` holds
+activations that wait in a tier against forwards that run twice.
 
 Decisions:
 

@@ -39,7 +39,9 @@ class Candidate(CutSetting):
         if self.way.reducer != "owners":
             again += f", gradients summed by {self.way.reducer}"
         if self.task.num_tensor_ranks > 1:
-            again = f", layers over {self.task.num_tensor_ranks} devices{again}"
+            alike = self.task.groups is None or self.task.groups.are_alike
+            which = "layers" if alike else "the last one's layers"
+            again = f", {which} over {self.task.num_tensor_ranks} devices{again}"
         if len(setting.replicas) == 1:
             return f"data parallelism on {count_of(setting.num_ranks, 'device')}{again}"
         return f"{count_of(len(self.recomputes), 'stage')} with {name}{again}"
@@ -141,6 +143,8 @@ class Candidate(CutSetting):
         total = 0.0
         for index, stage in enumerate(self.stages):
             others = self.setting.replicas_of(index) - 1
+            if others and self.way.reducer == "parameter-server":
+                others += 1  # each copy sends all, and gets all
             updates = 1
             if self.setting.versions.updates == "microbatch":
                 updates = self.task.num_microbatches // self.setting.replicas_of(index)

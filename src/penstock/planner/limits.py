@@ -41,14 +41,16 @@ def worst_excess(task: Task, setting: Setting, rank_bytes: Sequence[int]) -> Exc
         for rank, (held, limit) in enumerate(zip(rank_bytes, limits, strict=True))
     ]
     for host, limit in task.topology.shared_memories:
+        # Who shares layers with a rank shares its host's memory, too.
         on_host = [
-            held for held, device in zip(rank_bytes, setting.devices, strict=True) if device in host
+            held * task.num_devices_at(device)
+            for held, device in zip(rank_bytes, setting.devices, strict=True)
+            if device in host
         ]
         place = "on all ranks together, which share memory"
         if len(on_host) < setting.num_ranks:
             place = f"on the {len(on_host)} ranks that share a host's memory"
-        # Who shares layers with a rank shares its host's memory, too.
-        excesses.append(_excess(sum(on_host) * task.num_tensor_ranks, limit, place))
+        excesses.append(_excess(sum(on_host), limit, place))
     return max(excesses)
 
 

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from penstock.planner.setting import Setting
 from penstock.planner.summing import Way
 from penstock.planner.task import Task
 from penstock.plans.stage_plan import RecomputeWay, StagePlan
 from penstock.plans.summing import COPIES_OF_GRADIENTS
+
+
+class _Reduced(NamedTuple):
+    """How a stage's gradients are summed; see ``StagePlan``."""
+
+    seconds: float
+    num_parts: int = 1
+    steps: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,7 @@ class CutSetting:
         prepares = seconds("split_forward_seconds") if setting.schedule.splits_backward else 0.0
         rank, replicas = setting.ranks_of[index][0], len(setting.ranks_of[index])
         update = pace.updates * task.sum("update_seconds", start, stop)
+        reduced = self._reduced(index, start, stop)
         return StagePlan(
             layers=tuple(layer.name for layer in layers),
             rank=rank,
@@ -64,7 +74,9 @@ class CutSetting:
             split_seconds=seconds("split_seconds") + more,
             recompute_seconds=seconds("recompute_seconds") + more,
             update_seconds=self.way.update_seconds(update, replicas),
-            reduce_seconds=self._reduce_seconds(index, start, stop),
+            reduce_seconds=reduced.seconds,
+            reduce_parts=reduced.num_parts,
+            reduce_steps=reduced.steps,
             hop_seconds=hop,
             link_seconds=busy,
             transfer_bytes=0 if is_last else task.crossing_bytes[stop],
@@ -84,14 +96,14 @@ class CutSetting:
             peak_activations=setting.peaks[rank],
             weight_versions=setting.weight_versions(index, task.num_microbatches),
             recompute=self.recomputes[index],
-            tensor_ranks=task.num_tensor_ranks,
+            tensor_ranks=task.num_devices_at(devices[0]),
             splits={}
-            if task.groups is None
+            if task.groups is None or task.num_devices_at(devices[0]) == 1
             else task.groups.splits([layer.name for layer in layers]),
         )
 
-    def _reduce_seconds(self, index: int, start: int, stop: int) -> float:
-        """Seconds until gradients of replicas, and of weights tied across stages, are summed."""
+    def _reduced(self, index: int, start: int, stop: int) -> _Reduced:
+        """How gradients of replicas, and of weights tied across stages, are summed."""
         task, setting = self.task, self.setting
         devices = setting.devices_of[index]
         num_bytes = task.sum("parameter_bytes", start, stop)
@@ -105,7 +117,12 @@ class CutSetting:
         rate = task.graph.sum_bytes_per_second
         # Each replica adds what all others have of its own share.
         added = self.way.added_bytes(num_bytes, devices) / rate if rate else 0.0
-        return whole - hidden + added + self._tied_seconds(index, start, stop)
+        seconds = whole - hidden + added + self._tied_seconds(index, start, stop)
+        num_parts = self.way.num_parts(num_bytes, devices)
+        if num_parts == 1:
+            return _Reduced(seconds)
+        latency = self.way.exchange_seconds(0.0, devices)
+        return _Reduced(seconds, num_parts, (max(whole - latency, 0.0), added))
 
     def _tied_seconds(self, index: int, start: int, stop: int) -> float:
         task, setting = self.task, self.setting

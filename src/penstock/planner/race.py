@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -75,6 +75,11 @@ class Race:
         if not all(contender.setting.is_final for contender in self.contenders):
             self._settle_orders()
             self._climb(wish)
+
+    def enter(self, candidates: Iterable[Candidate]) -> None:
+        """Let more compete, as they are."""
+        for candidate in candidates:
+            self._enter(candidate)
 
     def _settle_orders(self) -> None:
         """Search orders under the costs of the stages for what came close, and for what wins until

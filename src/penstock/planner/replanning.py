@@ -74,9 +74,14 @@ def replan(
             "the plan shares layers among devices, which replan cannot do; plan anew with "
             "penstock.plan"
         )
-    known = _graph_of(plan) if graph is None else _measured(plan, graph)
     reducer = plan.summing.reducer
-    if reducer == "servers" and not cluster.spares:
+    if reducer == "parameter-server" and graph is None:
+        raise InputError(
+            "a plan with parameter servers does not say how much optimizer state there is; give "
+            "replan the model's graph"
+        )
+    known = _graph_of(plan) if graph is None else _measured(plan, graph)
+    if reducer in {"servers", "parameter-server"} and not cluster.spares:
         reducer = "owners"  # with the same sums
     num_devices = len(cluster.devices)
     asked = [(_FALLBACK, num_devices)]
@@ -86,7 +91,10 @@ def replan(
         "microbatches": plan.num_microbatches,
         "memory_bytes": memory_bytes,
         "reducer": reducer,
+        "stale": plan.summing.stale if reducer == "parameter-server" else 0,
     }
+    if plan.offload is not None and not cluster.tiers:
+        cluster = replace(cluster, tiers=(plan.offload.tier,))
     if plan.spill is not None:
         found = _spilled(plan, known, cluster, memory_bytes)
     else:

@@ -22,7 +22,9 @@ from penstock.partition import cost_model as find_cost_model
 from penstock.planner.candidate import Candidate
 from penstock.planner.doubts import doubts_about
 from penstock.planner.live import PROPOSED, Kept, is_live, keeping, live_schedule, missing
+from penstock.planner.mixed_groups import mixed
 from penstock.planner.offers import PLAIN, REPLICATED
+from penstock.planner.offloading import weighed
 from penstock.planner.race import Race, closest, fastest
 from penstock.planner.reordering import in_other_orders, learned
 from penstock.planner.shortfall import shortfall
@@ -36,10 +38,11 @@ from penstock.planner.why import (
     reason_for,
     rivals,
     why_summed_so,
+    why_sums_hide,
 )
 from penstock.planner.wish import RecomputeRule, SpillRule, Wish
 from penstock.plans.plan import Plan
-from penstock.plans.summing import REDUCERS, ReducerName
+from penstock.plans.summing import MOST_STALE, REDUCERS, ReducerName
 from penstock.schedule import families
 from penstock.schedule.families.replicated import read_replicas
 from penstock.units import count_of
@@ -73,6 +76,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     overlap: float = 0.0,
     tensor_ranks: int | Literal["any"] = 1,
     reducer: ReducerName | Literal["any"] = "owners",
+    stale: int = 0,
     order: Literal["execution", "any"] = "execution",
     placement: Literal["exact", "reinforce"] = "exact",
     rate: float | None = None,
@@ -110,14 +114,17 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
             ``"never"``, or all by ``"stage"`` or by ``"layers"``.
         cost_model: how exchanges of gradients are counted: ``"ring"``, ``"pipedream-paper"`` or
             ``"pipedream-released"`` (``penstock.partition.cost_models``).
-        overlap: the share of an exchange that hides behind the backward before it, 0 to 1; the
-            runtime's own exchange begins when the backward has ended.
+        overlap: the share of an exchange that hides behind the backward before it, 0 to 1. By
+            default the simulator says how much does: parts leave while the last backward runs.
         tensor_ranks: devices that share every layer, each by rows, columns or neither as costs
-            least (``docs/tensor-parallelism.md``); ``"any"`` tries all powers of two. Such plans
-            can be drawn and simulated, but not run yet.
+            least (``docs/tensor-parallelism.md``); ``"any"`` tries all powers of two, and for
+            chains replicas of the first layers with one group for the others.
         reducer: how copies of a stage sum gradients (``docs/data-parallelism.md``): ``"owners"``,
-            ``"sharded"``, ``"all-reduce"``, or ``"servers"``, which uses the cluster's spare
-            machines; ``"any"`` takes what is fastest of those that give the bits of owners.
+            ``"sharded"``, ``"all-reduce"``, or ``"servers"`` and ``"parameter-server"``, which use
+            the cluster's spare machines; ``"any"`` takes what is fastest of those that give the
+            bits of owners.
+        stale: by how many updates the gradients of a copy may be late, with ``"parameter-server"``;
+            the cluster's first spare machine is then the server.
         order: ``"any"`` also cuts branching models where no prefix of their execution order ends;
             the plan then lists layers in another order (``Captured.ordered`` puts a model's into
             it).
@@ -129,7 +136,8 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
             needs fewer devices or is all that fits. By default, as many as make it fastest.
         spill: whether stages may come from one of the cluster's tiers and leave again
             (``docs/larger-than-memory.md``): ``"where-needed"``, if nothing fits otherwise;
-            ``"never"`` or ``"always"``.
+            ``"never"`` or ``"always"``. Unless it is ``"never"``, activations may wait in a tier
+            where otherwise forwards would run twice, if that is faster.
 
     Returns:
         The plan; ``print`` shows it, ``save`` keeps it, ``reason`` and ``alternatives`` tell why it
@@ -173,7 +181,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         )
         for size, count in _microbatches(graph, microbatches, minibatch)
     ]
-    tasks = list(_with_tensor_ranks(list(_with_reducers(single, reducer)), tensor_ranks))
+    tasks = list(_with_tensor_ranks(list(_with_reducers(single, reducer, stale)), tensor_ranks))
     if order == "any" and not given:
         tasks += [other for task in tasks for other in in_other_orders(task)]
     if versions is not None and versions.asynchronous and schedule is None:
@@ -258,7 +266,7 @@ def _spilled(tasks: Sequence[Task], wish: Wish) -> Plan:
             "stages that come and go are planned as a whole; leave out schedule, stages, cuts, "
             'replicas and versions, or take spill="never"'
         )
-    return spilled_plan(tasks, wish, tiers)
+    return weighed(spilled_plan(tasks, wish, tiers), tasks[0], wish)
 
 
 def _check_learnable(wish: Wish) -> None:
@@ -300,6 +308,8 @@ def _explained(
     reason = reason_for(chosen, contenders, labelled, wish)
     if chosen.way.reducer != "owners":
         reason += f" ({why_summed_so(chosen)})"
+    if hides := why_sums_hide(chosen):
+        reason += f" ({hides})"
     if chosen.task.is_coarse and not wish.cuts:
         reason += f" ({coarsely(chosen.task)})"
     if num_skipped:
@@ -308,14 +318,22 @@ def _explained(
     return chosen.to_plan(reason, alternatives_of(chosen, labelled, wish), tuple(doubts))
 
 
-def _with_reducers(tasks: Sequence[Task], reducer: ReducerName | Literal["any"]) -> Iterator[Task]:
+def _with_reducers(
+    tasks: Sequence[Task], reducer: ReducerName | Literal["any"], stale: int
+) -> Iterator[Task]:
     """Each task for the ways to sum that are asked for."""
     one_of("reducer", reducer, (*REDUCERS, "any"))
+    whole("stale", stale, 0, MOST_STALE)
+    if stale and reducer != "parameter-server":
+        raise InputError(
+            f"stale={stale} is for reducer='parameter-server', and the reducer is {reducer!r}; "
+            "name that one, or leave stale out"
+        )
     for task in tasks:
         has_servers = bool(task.cluster.spares)
-        if reducer == "servers" and not has_servers:
+        if reducer in {"servers", "parameter-server"} and not has_servers:
             raise InputError(
-                "reducer='servers' needs machines that sum, and the cluster has none; give it "
+                f"reducer={reducer!r} needs machines that sum, and the cluster has none; give it "
                 "[[spares]] (docs/clusters.md)"
             )
         if reducer == "any":
@@ -323,8 +341,9 @@ def _with_reducers(tasks: Sequence[Task], reducer: ReducerName | Literal["any"])
             yield replaced(task, reducer="sharded")
             if has_servers:
                 yield replaced(task, reducer="servers")
+                yield replaced(task, reducer="parameter-server")
         else:
-            yield replaced(task, reducer=reducer)
+            yield replaced(task, reducer=reducer, stale=stale)
 
 
 def _with_tensor_ranks(tasks: Sequence[Task], tensor_ranks: int | Literal["any"]) -> Iterator[Task]:
@@ -345,6 +364,7 @@ def _solve(tasks: Sequence[Task], wish: Wish) -> Plan:
         families.family(wish.schedule)  # an unknown name is the caller's mistake, not a refusal
     race = Race()
     race.run(tasks, wish)
+    race.enter(mixed(tasks, wish))
     chosen = race.winner
     if chosen is None:
         _check_built(race, tasks[0], wish)
@@ -354,7 +374,8 @@ def _solve(tasks: Sequence[Task], wish: Wish) -> Plan:
         if nearest is None or not nearest.fits:
             return _fits_nowhere(nearest, tasks, wish)
         chosen = nearest if nearest.setting.is_final else nearest.with_final_order()
-    return _explained(chosen, race.contenders, tasks, wish, race.num_skipped)
+    plan = _explained(chosen, race.contenders, tasks, wish, race.num_skipped)
+    return weighed(plan, chosen.task, wish)
 
 
 def _fits_nowhere(nearest: Candidate | None, tasks: Sequence[Task], wish: Wish) -> Plan:
@@ -362,7 +383,8 @@ def _fits_nowhere(nearest: Candidate | None, tasks: Sequence[Task], wish: Wish) 
     if wish.spill == "never" or not wish.may_spill:
         raise PlanError(shortfall(nearest, tasks, wish))
     if tasks[0].cluster.tiers:
-        return spilled_plan(tasks, wish, tasks[0].cluster.tiers)
+        plan = spilled_plan(tasks, wish, tasks[0].cluster.tiers)
+        return weighed(plan, tasks[0], wish)
     raise PlanError(shortfall(nearest, tasks, wish) + offered(tasks, wish))
 
 

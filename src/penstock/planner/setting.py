@@ -121,7 +121,8 @@ class Setting(Terms):
         the way goes with a pipeline that never flushes."""
         has_copies = any(len(ranks) > 1 for ranks in self.ranks_of)
         drains = not self.versions.asynchronous
-        return task.reducer if has_copies and (drains or task.reducer != "sharded") else "owners"
+        steps = task.reducer in {"sharded", "parameter-server"}
+        return task.reducer if has_copies and (drains or not steps) else "owners"
 
     def weight_versions(self, stage: int, num_microbatches: int) -> int:
         """Copies of a stage's weights."""
@@ -317,11 +318,15 @@ def _needed(
     ]
     workspace = "again_workspace_bytes" if again else "workspace_bytes"
     replicas, reducer = summing
-    share = replicas if reducer == "sharded" else 1
+    optimizer_bytes = numbers["optimizer_bytes"]
+    if replicas > 1 and reducer == "parameter-server":
+        optimizer_bytes = 0 * optimizer_bytes
+    elif reducer == "sharded":
+        optimizer_bytes = optimizer_bytes / replicas
     summed = numbers["tied_bytes"]
     if replicas > 1:
         summed = COPIES_OF_GRADIENTS[reducer] * numbers["parameter_bytes"]
-    state = np.ceil(numbers["optimizer_bytes"] / share) + summed
+    state = np.ceil(optimizer_bytes) + summed
     state = state + numbers["buffer_bytes"] + numbers[workspace]
     weights = (copies + 1) * numbers["parameter_bytes"]
     return np.ceil(np.maximum.reduce(in_flight)) + weights + state

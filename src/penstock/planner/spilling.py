@@ -293,6 +293,10 @@ def _traffic(best: Spilled) -> tuple[int, int]:
     return sum(read for read, _ in totals), sum(written for _, written in totals)
 
 
+TWICE = "forwards run twice, since their activations would not fit or take longer"
+"""Said of plans, as long as nothing better is known."""
+
+
 def _reason(best: Spilled, in_memory_seconds: float) -> str:
     task, tier = best.candidate.task, best.spill.tier
     read, written = _traffic(best)
@@ -306,7 +310,7 @@ def _reason(best: Spilled, in_memory_seconds: float) -> str:
     if best.spill.ahead == 0:
         parts.append("there is no room to bring a stage in ahead")
     if any(stage.recompute != "none" for stage in best.stages):
-        parts.append("forwards run twice, since their activations would not fit or take longer")
+        parts.append(TWICE)
     seconds = max(tier.read_seconds(read), tier.write_seconds(written))
     rows = task.num_microbatches * task.graph.microbatch_size
     if seconds and rows and in_memory_seconds:

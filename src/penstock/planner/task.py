@@ -90,6 +90,7 @@ class Task:
         near: cuts; where not every layer can be a place to cut, those around these are.
         groups: where each device stands for several that share layers: which, and how.
         reducer: how copies of a stage sum gradients.
+        stale: by how many updates the gradients of a copy may be late.
     """
 
     graph: LayerGraph
@@ -101,11 +102,19 @@ class Task:
     near: tuple[int, ...] = ()
     groups: TensorGroups | None = None
     reducer: ReducerName = "owners"
+    stale: int = 0
 
     @property
     def num_tensor_ranks(self) -> int:
-        """Devices that share layers."""
+        """The most devices that share layers."""
         return 1 if self.groups is None else self.groups.num_ranks
+
+    def num_devices_at(self, index: int) -> int:
+        """How many devices one device of the cluster stands for; the same groups again where the
+        cluster has been made several times as large."""
+        if self.groups is None:
+            return 1
+        return len(self.groups.devices[index % len(self.groups.devices)])
 
     def devices_at(self, index: int) -> tuple[Device, ...]:
         """The devices that one device of the cluster stands for."""
@@ -319,7 +328,7 @@ class Task:
     def _is_crowded(self, devices: Collection[int], used: Collection[int]) -> bool:
         """Whether one of them shares its host's memory with another one that works."""
         return any(
-            len(set(host) & set(used)) * self.num_tensor_ranks > 1 and set(host) & set(devices)
+            sum(map(self.num_devices_at, set(host) & set(used))) > 1 and set(host) & set(devices)
             for host, _ in self.topology.shared_memories
         )
 

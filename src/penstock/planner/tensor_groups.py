@@ -18,7 +18,8 @@ from penstock.plans.stage_plan import Split
 if TYPE_CHECKING:
     from penstock.partition.tensor import TensorSplit
 
-_USUAL_BYTES = 2**20
+USUAL_BYTES = 2**20
+"""Of a message for which links are compared."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class TensorGroups:
 
     Attributes:
         devices: those of each group, which stands for one device of the task's cluster.
-        tensor_split: which layers are split, and how.
+        tensor_split: which layers are split, and how; where groups are of different sizes, the
+            layers of the large ones.
         single: the task without groups.
     """
 
@@ -37,8 +39,13 @@ class TensorGroups:
 
     @property
     def num_ranks(self) -> int:
-        """Devices per group."""
-        return len(self.devices[0])
+        """Devices of the largest group."""
+        return max(map(len, self.devices))
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether all groups are equally large."""
+        return len({*map(len, self.devices)}) == 1
 
     def splits(self, layers: Sequence[str]) -> dict[str, Split]:
         """How the group shares some layers, by their names."""
@@ -65,8 +72,8 @@ def in_groups(task: Task, num_tensor_ranks: int) -> Task:
         )
     last = count - count % num_tensor_ranks
     members = [range(first, first + num_tensor_ranks) for first in range(0, last, num_tensor_ranks)]
-    links = [task.topology.slowest_link(group, _USUAL_BYTES) for group in members]
-    slowest = max(links, key=lambda link: link.seconds(_USUAL_BYTES))
+    links = [task.topology.slowest_link(group, USUAL_BYTES) for group in members]
+    slowest = max(links, key=lambda link: link.seconds(USUAL_BYTES))
     tensor_split = split_layers(
         task.graph, num_tensor_ranks, slowest, num_microbatches=task.num_microbatches
     )
@@ -74,15 +81,16 @@ def in_groups(task: Task, num_tensor_ranks: int) -> Task:
     return replace(
         task,
         graph=tensor_split.graph,
-        cluster=_of_leaders(cluster, members, groups),
+        cluster=of_leaders(cluster, members, groups),
         groups=TensorGroups(groups, tensor_split, task),
     )
 
 
-def _of_leaders(
+def of_leaders(
     cluster: Cluster, members: Sequence[range], groups: Sequence[Sequence[Device]]
 ) -> Cluster:
-    """The first device of every group, as slow and as small as the weakest in it."""
+    """A cluster with one device for each group: its first one, as slow and as small as the weakest
+    in it."""
     leaders = only(cluster, [group[0] for group in members])
     devices = tuple(
         with_fields(

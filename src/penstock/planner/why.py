@@ -13,6 +13,7 @@ from penstock.planner.race import SAME, fastest
 from penstock.planner.task import Task
 from penstock.planner.wish import Wish
 from penstock.plans.alternative import Alternative
+from penstock.schedule.op import Kind
 from penstock.units import count_of, format_bytes, format_seconds, format_speed_up
 
 _MATTERS = 0.1
@@ -81,7 +82,7 @@ def alternatives_of(
             bubble=rival.prediction.bubble,
             memory_bytes=max(rival.rank_bytes),
             moved_bytes=rival.moved_bytes,
-            delay=rival.prediction.delay,
+            delay=rival.prediction.delay + rival.way.most_stale,
             remark=_remark(rival, chosen, wish),
         )
         for label, rival in rows.items()
@@ -170,6 +171,25 @@ def why_summed_so(chosen: Candidate) -> str:
     if more > 0:
         told += f" and {format_bytes(more)} more"
     return told
+
+
+def why_sums_hide(chosen: Candidate) -> str:
+    """How much of the longest sum of gradients passes while backwards run; empty where that is
+    nothing that matters."""
+    stage = max(range(len(chosen.stages)), key=lambda index: chosen.stages[index].reduce_seconds)
+    whole, prediction = chosen.stages[stage].reduce_seconds, chosen.prediction
+    if chosen.stages[stage].exchange is None or chosen.setting.versions.asynchronous:
+        return ""
+    spans = [span for span in prediction.timeline.spans if span.op.stage == stage]
+    handed_in = max((s.end for s in spans if s.op.kind is Kind.REDUCE), default=0.0)
+    updated = max((s.start for s in spans if s.op.kind is Kind.UPDATE), default=handed_in)
+    hidden = whole - (updated - handed_in)
+    if hidden < _MATTERS * chosen.seconds:
+        return ""
+    return (
+        f"{format_seconds(hidden)} of the {format_seconds(whole)} that gradients take to be summed "
+        "pass while backwards run"
+    )
 
 
 def coarsely(task: Task) -> str:

@@ -3,9 +3,8 @@
 ``plan`` is the value that people read and edit, ``stage_plan`` one stage of it, ``orders`` the ops
 of families that search, ``consistency`` what its parts must not contradict. ``prediction`` is what
 follows from them, ``steady`` how long a minibatch takes where a pipeline never drains, ``spilling``
-what it takes where stages come and go. ``title``,
-``table`` and ``alternative`` are its text, ``picture`` its picture, ``explanation`` its asynchrony
-in words.
+what it takes where stages come and go, ``offloading`` where activations do. ``title``, ``table``
+and ``alternative`` are its text, ``picture`` its picture, ``explanation`` its asynchrony in words.
 
 Decisions:
 

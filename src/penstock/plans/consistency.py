@@ -65,13 +65,13 @@ def check_layers(stages: Sequence[StagePlan], *, any_rank: bool) -> None:
 def means(key: str, layer: str) -> bool:
     """Whether a key of ``splits`` means a layer, or modules inside it.
 
-    >>> means("blocks.*.mlp.0", "blocks.3"), means("blocks.3", "blocks.3"), means("*", "a.b")
+    >>> means("blocks.*.mlp.0", "blocks.3"), means("blocks.*", "blocks.3"), means("*", "a.b")
     (True, True, False)
     """
     if key == layer:
         return True
     wanted, given = key.split("."), layer.split(".")
-    return len(wanted) > len(given) and all(map(fnmatchcase, given, wanted))
+    return len(wanted) >= len(given) and all(map(fnmatchcase, given, wanted))
 
 
 def with_splits(

@@ -10,9 +10,11 @@ from math import ceil, inf, pi, sin
 
 from penstock.errors import InputError
 from penstock.plans.plan import Plan
+from penstock.plans.serving import served_stages
 from penstock.plans.title import title
 from penstock.schedule import Kind, Op
 from penstock.schedule.op import RELEASING
+from penstock.units import count_of
 from penstock.values import Value, is_number
 from penstock.versions import DoubleBuffer, PipeMare, Place, Policy, Predict, VerticalSync
 
@@ -39,7 +41,8 @@ class ExplainedStage(Value, frozen=True, kw_only=True):
         ranks: those that hold the stage; several where it has replicas or copies.
         forward, backward: which version the two passes of a microbatch read.
         delay: updates between the version that a forward reads and the one that its gradient is
-            applied to, in the steady state; a mean where microbatches differ.
+            applied to, in the steady state; a mean where microbatches differ, and the most that it
+            may be where a parameter server does not wait for slow copies.
         versions_held: the most that are alive at once, on each of the ranks.
         version_bytes: memory of all these versions.
         extra_bytes: memory of PipeMare's δ.
@@ -131,13 +134,13 @@ def explain(plan: Plan) -> Explanation:
             ranks=ranks[place.stage],
             forward=Reading(_forward(plan, place), forwards[place.stage]),
             backward=Reading(_backward(plan, place), backwards[place.stage]),
-            delay=policy.delay(place),
+            delay=_delay(plan, place),
             versions_held=policy.versions_held(place),
             version_bytes=policy.versions_held(place) * stage.parameter_bytes,
             extra_bytes=stage.parameter_bytes if _has_drift(policy, place) else 0,
             activations_in_flight=in_flight[place.stage],
             activation_bytes=in_flight[place.stage] * stage.kept_bytes,
-            stability_bound=stability_bound(policy.delay(place)),
+            stability_bound=stability_bound(_delay(plan, place)),
             rate_factor=_rate_factor(plan, place.stage),
         )
         for stage, place in zip(plan.stages, places, strict=True)
@@ -149,6 +152,11 @@ def explain(plan: Plan) -> Explanation:
         example=example,
         stages=tuple(stages),
     )
+
+
+def _delay(plan: Plan, place: Place) -> float:
+    late = plan.summing.stale if place.stage in served_stages(plan) else 0
+    return plan.versions.delay(place) + late
 
 
 def steady_minibatch(plan: Plan) -> int:
@@ -266,6 +274,14 @@ def _rate_factor(plan: Plan, stage: int) -> float:
 
 def _summary(plan: Plan) -> str:
     policy = plan.versions
+    if plan.summing.stale:
+        most = count_of(plan.summing.stale, "update")
+        return (
+            "Stale-synchronous: stages with copies are updated by a parameter server as soon as "
+            "one copy has handed in a minibatch; gradients of the others may come in a later "
+            f"update, late by {most} at most. Within a copy the pipeline drains, and one version "
+            "is held. What is learned depends on who was late, as pipeline.stale_streams tells."
+        )
     if not policy.asynchronous:
         return (
             "Synchronous: all microbatches of minibatch t read version t in both passes, and the "

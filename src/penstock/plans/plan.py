@@ -27,6 +27,7 @@ from penstock.plans.consistency import (
     check_replicas,
     with_splits,
 )
+from penstock.plans.offloading import Offload, check_offload_fits, with_offload
 from penstock.plans.orders import (
     check_order_options,
     read_order,
@@ -86,6 +87,8 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
             nobody says.
         spill: where the stages of a rank are while they are not in memory, if they come and go;
             ``None`` where all of them stay.
+        offload: whose activations leave between forward and backward, and where to; ``None`` where
+            all of them stay.
         version: the number of this file format.
 
     Raises:
@@ -111,6 +114,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
     warnings: tuple[str, ...] = ()
     rate: float | None = None
     spill: Spill | None = None
+    offload: Offload | None = None
     version: int = 2
 
     def __post_init__(self) -> None:
@@ -132,6 +136,8 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         self._settle_order()
         if self.schedule in USUAL and not self.versions.asynchronous:
             force_setattr(self, "versions", USUAL[self.schedule])
+        if self.offload is not None:
+            check_offload_fits(self.offload, self.stages, self.versions)
         check_placement(self._sample, self.stages, has_replicas=bool(self._given_replicas))
         if not self.versions.asynchronous:  # without a flush, a minibatch may end between replicas
             check_replicas(self.replicas, self.num_microbatches)
@@ -161,15 +167,21 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
                 f"summing: bytes_per_second has {len(rates)} numbers for {self.num_ranks} ranks; "
                 "give one for each, or none"
             )
-        if self.num_tensor_ranks > 1 and self.summing.reducer != "owners":
+        if self.num_tensor_ranks > 1 and self.summing.reducer == "parameter-server":
             raise InputError(
-                f"stages of {self.num_tensor_ranks} tensor ranks sum the gradients of replicas by "
-                f"owners only, but the plan says {self.summing.reducer!r}; take 'owners'"
+                f"stages of {self.num_tensor_ranks} tensor ranks update their parts of the weights "
+                "themselves, and parameter servers have whole ones; take another reducer"
             )
-        if self.summing.reducer == "sharded" and self.versions.asynchronous:
+        steps = self.summing.reducer in {"sharded", "parameter-server"}
+        if steps and self.versions.asynchronous:
             raise InputError(
-                "the reducer 'sharded' needs a flush before each update, and this schedule has "
-                "none; take 'owners', or a synchronous schedule"
+                f"the reducer {self.summing.reducer!r} needs a flush before each update, and this "
+                "schedule has none; take 'owners', or a synchronous schedule"
+            )
+        if self.summing.reducer == "parameter-server" and self.spill is not None:
+            raise InputError(
+                "parameter servers send weights to stages that are in memory, and with spill they "
+                "come and go; leave spill out, or take the reducer 'owners'"
             )
 
     def _settle_order(self) -> None:
@@ -195,7 +207,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
     @property
     def _limits(self) -> list[float]:
         """Bytes that each rank may use; no limits where nobody says, or too many do."""
-        limits = [device.memory_bytes or inf for device in self._leaders]
+        limits = [device.memory_bytes or inf for device in self.leaders]
         return limits if len(limits) == self.num_ranks else [inf] * self.num_ranks
 
     @cached_property
@@ -218,7 +230,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         return max(stage.tensor_ranks for stage in self.stages)
 
     @property
-    def _leaders(self) -> tuple[Device, ...]:
+    def leaders(self) -> tuple[Device, ...]:
         """The first device of every rank; none where nobody says."""
         firsts = accumulate(self.group_sizes[:-1], initial=0)
         return tuple(self.devices[first] for first in firsts) if self.devices else ()
@@ -273,6 +285,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
             self.placement,
             self.build_schedule,
             self.spill,
+            self.offload,
         )
 
     def place(self, stage: int) -> Place:
@@ -340,6 +353,8 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         again = [index for index, stage in enumerate(self.stages) if stage.recompute == "stage"]
         if again:
             schedule = add_recompute(schedule, again)
+        if self.offload is not None:
+            schedule = with_offload(schedule, self.offload)
         check(schedule)
         return schedule
 
@@ -381,6 +396,25 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         )
         return replace(self, stages=tuple(changed))
 
+    def offloading(self, offload: Offload | None) -> Plan:
+        """This plan with activations that leave memory between forward and backward, or with all of
+        them staying. Stages whose activations leave run forward once.
+
+        Wan et al., "PipeOffload", arXiv 2503.01328.
+
+        Raises:
+            InputError: the plan never flushes, has no such stage, or shares layers between devices.
+        """
+        expect(offload, Offload | None, "offload", "give a penstock.plans.offloading.Offload")
+        stages = self.stages
+        if offload is not None:
+            chosen = offload.chosen(len(stages))
+            stages = tuple(
+                replace(stage, recompute="none") if index in chosen else stage
+                for index, stage in enumerate(stages)
+            )
+        return replace(self, stages=stages, offload=offload)
+
     def sharing(self, tensor_ranks: int, splits: Mapping[str, Split]) -> Plan:
         """This plan with several tensor ranks for every stage, of a model that was profiled on one
         device; predictions stay those of one.
@@ -406,19 +440,23 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         expect(versions, Policy, "versions", "take one of penstock.versions, as in Stash()")
         return replace(self, versions=versions)
 
-    def summed_by(self, reducer: ReducerName, servers: Sequence[SpareMachine] = ()) -> Plan:
+    def summed_by(
+        self, reducer: ReducerName, servers: Sequence[SpareMachine] = (), *, stale: int = 0
+    ) -> Plan:
         """This plan with another way to sum gradients of weights with several holders; times are
         those of the plan as it was.
 
         Args:
             reducer: see ``Summing``.
-            servers: where ``penstock serve`` runs, for ``"servers"``.
+            servers: where ``penstock serve`` runs, for ``"servers"``; on which machines the last
+                ranks run, for ``"parameter-server"``, by default one.
+            stale: by how many updates a gradient may be late, for ``"parameter-server"``.
 
         Raises:
             InputError: no such reducer, or it does not go with the schedule or with servers.
         """
         expect(servers, Sequence, "servers", "give a list of penstock.cluster.SpareMachine")
-        summing = replace(self.summing, reducer=reducer, servers=tuple(servers))
+        summing = replace(self.summing, reducer=reducer, servers=tuple(servers), stale=stale)
         return replace(self, summing=summing)
 
     def simulate(self, num_minibatches: int | None = None) -> Timeline:
@@ -444,10 +482,11 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def on_accelerator(self) -> tuple[bool, ...]:
-        """For each rank, whether it was planned for an accelerator; not where nobody says."""
+        """For each rank, or each tensor rank of each, whether it was planned for an accelerator;
+        not where nobody says."""
         if not self.devices:
-            return (False,) * self.num_ranks
-        return tuple(device.kind == "gpu" for device in self._leaders)
+            return (False,) * self.num_seats
+        return tuple(device.kind == "gpu" for device in self.devices)
 
     def check_model(self, names: Sequence[str], model_fingerprint: str) -> None:
         """Raise ``ModelError`` unless this plan was made for a model with these layers."""

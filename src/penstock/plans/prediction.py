@@ -8,6 +8,7 @@ from functools import cached_property
 from math import ceil, inf
 from typing import NamedTuple
 
+from penstock.plans.offloading import Offload, offloading_costs
 from penstock.plans.spilling import (
     Spill,
     bytes_of_spilled_ranks,
@@ -55,6 +56,7 @@ class Prediction:
             pipeline drains, of a stream as long as fills it where it never does.
         build: makes the schedule of another number of microbatches.
         spill: where stages are while they are not in memory, if they leave it.
+        offload: where activations are meanwhile, if any leave; the placement says which.
     """
 
     stages: tuple[StagePlan, ...]
@@ -64,6 +66,7 @@ class Prediction:
     placement: Schedule
     build: Callable[[int], Schedule]
     spill: Spill | None = None
+    offload: Offload | None = None
 
     @property
     def flushes(self) -> bool:
@@ -74,6 +77,8 @@ class Prediction:
     def costs(self) -> Costs:
         """The duration of each op, stage by stage."""
         costs = costs_of(self.stages)
+        if self.offload is not None:
+            costs = offloading_costs(costs, self.stages, self.offload)
         return costs if self.spill is None else spilled_costs(costs, self.stages, self.spill)
 
     @cached_property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import ceil
@@ -10,10 +10,11 @@ from math import ceil
 from penstock.cluster.parts import Tier
 from penstock.errors import InputError
 from penstock.plans.stage_plan import StagePlan, sizes_of
-from penstock.schedule import Schedule
+from penstock.schedule import Op, Schedule
 from penstock.schedule.lower import add_late_agreement, add_late_update, add_update
-from penstock.schedule.memory import changes
+from penstock.schedule.memory import Sizes, changes
 from penstock.schedule.residence import StageBytes, add_residence, resident_bytes
+from penstock.schedule.schedule import Activations
 from penstock.timing.costs import Costs
 from penstock.values import Value, whole
 from penstock.versions import Policy
@@ -109,13 +110,34 @@ def most_held(
 ) -> int:
     """As ``bytes_of_spilled_ranks``, for one rank, of whose stages somebody knows the bytes."""
     ops = with_residence(schedule, spill, agrees=agrees).ranks[rank]
-    steps = changes(ops, sizes_of(stages), schedule.num_slices)
-    activations = accumulate(change for _, change in steps)
-    resident = resident_bytes(ops, own_bytes)
-    worst = max(map(sum, zip(resident, activations, strict=True)), default=0)
+    held = held_by_op(ops, sizes_of(stages), own_bytes, schedule.num_slices)
+    worst = max((while_it_runs for while_it_runs, _ in held), default=0)
     own = [stages[stage] for stage in schedule.stages_of[rank]]
     always = sum(stage.buffer_bytes + stage.sum_bytes for stage in own)
     return ceil(worst) + always + max(stage.workspace_bytes for stage in own)
+
+
+def held_by_op(
+    ops: Sequence[Op],
+    sizes: Sizes,
+    own_bytes: StageBytes | None,
+    num_slices: int = 1,
+    activations: Activations = "own",
+) -> Iterator[tuple[float, float]]:
+    """For each op of a rank, the bytes that come and go as they are while it runs, and behind it.
+
+    Args:
+        ops: in the rank's order.
+        sizes: of what microbatches keep.
+        own_bytes: of stages that come and go; ``None`` where all of them stay.
+        num_slices, activations: as ``Schedule`` has them.
+    """
+    steps = list(changes(ops, sizes, num_slices, activations))
+    kept_behind = accumulate(change for _, change in steps)
+    resident = [0] * len(ops) if own_bytes is None else resident_bytes(ops, own_bytes)
+    for there, kept, (at_start, change) in zip(resident, kept_behind, steps, strict=True):
+        # What a backward goes through is there while gradients already take their room.
+        yield there + kept - (0 if at_start else min(change, 0)), there + kept
 
 
 def spilled_costs(costs: Costs, stages: Sequence[StagePlan], spill: Spill) -> Costs:

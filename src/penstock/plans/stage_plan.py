@@ -12,6 +12,7 @@ from penstock.errors import InputError
 from penstock.schedule import Schedule
 from penstock.schedule.memory import Sizes, peaks
 from penstock.timing.costs import Costs
+from penstock.timing.exchange import Exchange
 from penstock.values import Value
 
 RecomputeWay = Literal["none", "stage", "layers"]
@@ -31,7 +32,11 @@ class StagePlan(Value, frozen=True, kw_only=True):
         split_seconds: what a backward in two halves takes longer than a whole one.
         recompute_seconds: a forward that runs again; as long as the first by default.
         update_seconds: once per minibatch.
-        reduce_seconds: until the sum of its replicas' gradients is there, once per update.
+        reduce_seconds: until the sum of its replicas' gradients is there, once per update, if
+            nothing of it hides behind backwards.
+        reduce_parts: in how many parts gradients leave while the last backward makes them.
+        reduce_steps: where they leave in parts, the seconds that all of them take on each thing
+            that they pass: the links, and whoever adds.
         hop_seconds: from this stage's output until the next stage can use it.
         link_seconds: of the hop, how long it keeps the link busy.
         transfer_bytes: what goes to the next stage for a microbatch, and as gradients comes back.
@@ -72,6 +77,8 @@ class StagePlan(Value, frozen=True, kw_only=True):
     recompute_seconds: float | None = None
     update_seconds: float = 0.0
     reduce_seconds: float = 0.0
+    reduce_parts: int = 1
+    reduce_steps: tuple[float, ...] = ()
     hop_seconds: float = 0.0
     link_seconds: float = 0.0
     transfer_bytes: int = 0
@@ -96,6 +103,8 @@ class StagePlan(Value, frozen=True, kw_only=True):
             value = getattr(self, name)
             if isinstance(value, int | float) and value < 0:
                 raise InputError(f"{name} is {value}, but must be ≥ 0")
+        if self.reduce_parts < 1:
+            raise InputError(f"reduce_parts is {self.reduce_parts}, but must be ≥ 1")
         if self.tensor_ranks < 1:
             raise InputError(f"tensor_ranks is {self.tensor_ranks}, but must be ≥ 1")
 
@@ -103,6 +112,15 @@ class StagePlan(Value, frozen=True, kw_only=True):
     def compute_seconds(self) -> float:
         """Seconds of forward and full backward of one microbatch."""
         return self.forward_seconds + self.backward_input_seconds + self.backward_weight_seconds
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """How its replicas sum part by part; ``None`` where they sum when backwards are done."""
+        if not self.reduce_steps:
+            return None
+        each = tuple(seconds / self.reduce_parts for seconds in self.reduce_steps)
+        once = max(self.reduce_seconds - sum(self.reduce_steps), 0.0)
+        return Exchange(self.reduce_parts, each, once)
 
     @property
     def kept_bytes(self) -> int:
@@ -148,6 +166,7 @@ def costs_of(stages: Sequence[StagePlan]) -> Costs:
     again = [stage.again_seconds if stage.recompute == "layers" else 0.0 for stage in stages]
     inputs = [one.backward_input_seconds + more for one, more in zip(stages, again, strict=True)]
     whole = [first + one.backward_weight_seconds for one, first in zip(stages, inputs, strict=True)]
+    exchanges = [stage.exchange for stage in stages]
     return Costs(
         forward=[stage.forward_seconds for stage in stages],
         backward_input=inputs,
@@ -156,6 +175,7 @@ def costs_of(stages: Sequence[StagePlan]) -> Costs:
         recompute=[stage.again_seconds for stage in stages],
         update=[stage.update_seconds for stage in stages],
         reduce=[stage.reduce_seconds for stage in stages],
+        exchanges=exchanges if any(exchanges) else (),
         hop=[stage.hop_seconds for stage in stages],
         link=[stage.link_seconds for stage in stages],
     )

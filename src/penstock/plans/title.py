@@ -27,7 +27,9 @@ def title(plan: Plan) -> str:
 
 def full_title(plan: Plan) -> str:
     """As ``title``, with devices per rank and rows per microbatch, for pictures."""
-    devices = [f"{plan.num_tensor_ranks} devices each"] if plan.num_tensor_ranks > 1 else []
+    sizes = {*plan.group_sizes}
+    each = f"{max(sizes)} devices each" if len(sizes) == 1 else f"{plan.num_seats} devices"
+    devices = [each] if max(sizes) > 1 else []
     rows = f" of {plan.microbatch_size}" if plan.microbatch_size else ""
     rest = [*_versions(plan), *_summing(plan), *_tier(plan)]
     return ", ".join([_shape(plan), *devices, _microbatches(plan) + rows, *rest])
@@ -52,7 +54,11 @@ def _microbatches(plan: Plan) -> str:
 
 
 def _tier(plan: Plan) -> list[str]:
-    return [] if plan.spill is None else [f"stages come from {plan.spill.tier} and leave again"]
+    said = [] if plan.spill is None else [f"stages come from {plan.spill.tier} and leave again"]
+    if plan.offload is not None:
+        count = len(plan.offload.chosen(len(plan.stages)))
+        said.append(f"activations of {count_of(count, 'stage')} wait in {plan.offload.tier}")
+    return said
 
 
 def _versions(plan: Plan) -> list[str]:
@@ -63,4 +69,8 @@ def _summing(plan: Plan) -> list[str]:
     reducer, servers = plan.summing.reducer, len(plan.summing.servers)
     if reducer == "owners":
         return []
+    if reducer == "parameter-server":
+        stale = plan.summing.stale
+        late = f", up to {count_of(stale, 'update')} late" if stale else ""
+        return [f"gradients: {count_of(max(servers, 1), 'parameter server')}{late}"]
     return [f"gradients: {count_of(servers, 'server') if servers else reducer}"]

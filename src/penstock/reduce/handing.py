@@ -6,20 +6,18 @@ gradients they lack. Gradients leave as soon as they are complete.
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import NamedTuple
 
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import nn
 
-from penstock.device.accelerators import is_on_host
 from penstock.errors import RunError
 from penstock.reduce.flat import FlatBuffers, FlatLayout, Placed
-from penstock.reduce.reducer import Purpose, Reducer, SharedWeights
+from penstock.reduce.reducer import Passed, Purpose, Reducer, SharedWeights
+from penstock.reduce.watch import GradientWatch
 from penstock.transport import Edge, Transport
 
 
@@ -53,8 +51,10 @@ class FlatReducer(Reducer):
         self._own = _Told(0, (), ())
         self._averages = False
         self._has_begun = False
+        self._began = 0.0
+        self._passed: list[Passed] = []
         self._left: set[Placed] = set()
-        self._times_made: Counter[Placed] = Counter()
+        self._watch = GradientWatch(shared.parameters)
 
     @abstractmethod
     def start(self, layout: FlatLayout) -> None:
@@ -83,42 +83,23 @@ class FlatReducer(Reducer):
         if frozen not in self._layouts:
             # What is frozen seldom changes, and then for good.
             self._layouts = {frozen: FlatLayout(self._shared.parameters, frozen)}
-            self._times_made = Counter()
         return self._layouts[frozen]
 
     @contextmanager
-    def closing(self) -> Iterator[None]:
-        """Within, each gradient leaves as soon as it has been made, on a CPU. One that is made in
-        several steps leaves after as many as it took in the round before."""
-        layout, parameters = self._start(), self._shared.parameters
-        expected, self._times_made = self._times_made, Counter()
+    def closing(self, number: int) -> Iterator[None]:
+        """Within, each gradient leaves as soon as it has been made."""
+        placed = {one.place: one for one in self._start().placed}
 
-        def made(placed: Placed, _: Tensor) -> None:
-            self._times_made[placed] += 1
-            if placed in self._left:
-                raise RunError(
-                    "a gradient was added to after it had left, since the model computes otherwise "
-                    "than in the step before; plan with reducer='owners'"
-                )
-            if self._times_made[placed] == expected[placed]:
-                self._left.add(placed)
-                self.give(placed)
+        def complete(place: int) -> None:
+            self._left.add(placed[place])
+            self.give(placed[place])
 
-        hooks = [
-            _when_made(parameters[placed.place], partial(made, placed))
-            for placed in layout.placed
-            # Elsewhere gradients are made later than it seems, and by other threads.
-            if is_on_host(parameters[placed.place].device)
-        ]
-        try:
+        with self._watch.watching(placed, complete, _refuse):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _start(self) -> FlatLayout:
         layout, self._has_begun = self.layout, True
-        self._left = set()
+        self._left, self._began = set(), time.perf_counter()
         self.start(layout)
         return layout
 
@@ -149,12 +130,17 @@ class FlatReducer(Reducer):
             total += told.num_gathered
             absent &= {*told.absent}
         sums = self.summed(f"{waiting} the sum of gradients of weights that several ranks hold")
+        self._passed.append(Passed(0, self._began, time.perf_counter()))
         sums.put(self._shared.parameters, absent, total if self._averages else 1)
 
     def _hear(self, holder: int, waiting: str) -> _Told:
         edge = self._shared.edge(holder, self._rank, Purpose.PART)
         told = f"{waiting} rank {holder}'s gradients of weights that both hold"
         return _Told(*self._transport.recv(edge, self._number, told))
+
+    def take_passed(self) -> list[Passed]:
+        passed, self._passed = self._passed, []
+        return passed
 
     def outgoing(self) -> set[Edge]:
         others = self._shared.others(self._rank)
@@ -166,6 +152,8 @@ def _frozen(parameters: Sequence[nn.Parameter]) -> tuple[int, ...]:
     return tuple(place for place, one in enumerate(parameters) if not one.requires_grad)
 
 
-def _when_made(parameter: nn.Parameter, then: Callable[[Tensor], None]) -> RemovableHandle:
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(then)  # type: ignore[no-untyped-call]
-    return handle
+def _refuse(place: int) -> None:
+    raise RunError(
+        "a gradient was added to after it had left, since the model computes otherwise than in the "
+        "step before; plan with reducer='owners'"
+    )

@@ -10,8 +10,11 @@ from typing import NamedTuple
 
 from torch import nn
 
+from penstock.tensor.stand_ins import StandIns
 from penstock.transport import Edge, Transport
-from penstock.transport.tags import SHARED_TAGS
+from penstock.transport.tags import RENEWED_TAGS, SHARED_TAGS
+
+_MOST_LANES = 16
 
 
 class Purpose(IntEnum):
@@ -33,24 +36,48 @@ class SharedWeights(NamedTuple):
         ranks: those that hold a copy, ascending.
         stages: those of this rank that use them.
         parameters: this rank's copies, in an order that is the same on all holders.
-        of_one_stage: whether all holders have copies of one stage; otherwise weights are tied.
+        divisible: whether each holder may update a part of them for all: where they are copies of
+            one stage, and their gradients are whole when they are summed.
+        stand_ins: whose ``parameters`` these are, if this rank's own are parts and holders have
+            different ones.
     """
 
     tag: int
     ranks: tuple[int, ...]
     stages: frozenset[int]
     parameters: tuple[nn.Parameter, ...]
-    of_one_stage: bool = True
+    divisible: bool = True
+    stand_ins: StandIns | None = None
 
-    def edge(self, source: int, target: int, purpose: Purpose) -> Edge:
-        """The channel on which one holder tells another something."""
-        return Edge(source, target, SHARED_TAGS + len(Purpose) * self.tag + purpose)
+    def edge(self, source: int, target: int, purpose: Purpose, lane: int = 0) -> Edge:
+        """The channel on which one holder tells another something.
+
+        Args:
+            lane: 0 … 15; messages of different lanes do not wait for each other.
+        """
+        if purpose is Purpose.WEIGHTS:
+            return Edge(source, target, RENEWED_TAGS + _MOST_LANES * self.tag + lane)
+        channel = len(Purpose) * self.tag + purpose
+        return Edge(source, target, SHARED_TAGS + _MOST_LANES * channel + lane)
 
     def others(self, rank: int) -> tuple[int, ...]:
         """The other holders, beginning with the one behind ``rank``: where all send in this order,
         none gets everybody's message at once."""
         place = self.ranks.index(rank)
         return self.ranks[place + 1 :] + self.ranks[:place]
+
+
+class Passed(NamedTuple):
+    """A part of gradients on its way to the sum and back, as one rank saw it.
+
+    Attributes:
+        part: its number.
+        start, end: from when it left until its sum was here, in seconds of ``time.perf_counter``.
+    """
+
+    part: int
+    start: float
+    end: float
 
 
 class Reducer(ABC):
@@ -65,8 +92,12 @@ class Reducer(ABC):
     leaves_early = False
     """Whether gradients may leave before all of them are there."""
 
-    def closing(self) -> AbstractContextManager[None]:
-        """Within, the last gradients of this rank are made: those that are may leave."""
+    def closing(self, number: int) -> AbstractContextManager[None]:
+        """Within, the last gradients of this rank are made: those that are may leave.
+
+        Args:
+            number: that of the round, as ``hand_in`` will have it.
+        """
         return nullcontext()
 
     @abstractmethod
@@ -90,6 +121,10 @@ class Reducer(ABC):
     def finish(self) -> None:
         """Make every ``.grad`` the sum over all holders that have one: with the same bits on all of
         them, those of adding in the order of the ranks. May wait until others advance."""
+
+    def take_passed(self) -> list[Passed]:
+        """What has been exchanged since this was asked last, as far as anybody notes it."""
+        return []
 
     def open(self) -> None:  # noqa: B027 - most need nothing but the transport
         """Meet the other holders, before the first round. All call it for groups in one order."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 
 from penstock.cluster import SpareMachine
@@ -39,12 +40,21 @@ class ServerReducer(FlatReducer):
         transport: the holder's end of its channels.
         summing: the plan's.
         attempt: the name of this pipeline, in hexadecimal digits, which no other has.
+        numbers: by the tag of each group of weights, what tells its sum from all others of the
+            pipeline.
     """
 
     def __init__(
-        self, rank: int, shared: SharedWeights, transport: Transport, summing: Summing, attempt: str
+        self,
+        rank: int,
+        shared: SharedWeights,
+        transport: Transport,
+        summing: Summing,
+        attempt: str,
+        numbers: Sequence[int],
     ) -> None:
         super().__init__(rank, shared, transport)
+        self._sum = numbers[shared.tag]
         self._summing = summing
         self._session = bytes.fromhex(attempt)[:16]
         self._server: SummationServer | None = None
@@ -82,11 +92,11 @@ class ServerReducer(FlatReducer):
         ]
         assert self._server is not None
         place = self._shared.ranks.index(self._rank)
-        member = Member(self._session, self._shared.tag, place, len(holders))
+        member = Member(self._session, self._sum, place, len(holders))
         self._exchange = Exchange(member, [*holders, *spare], self._server)
 
     def _listen(self, word: str) -> tuple[str, int, str]:
-        self._server = SummationServer(_own_host(), 0, key_of(word, ""))
+        self._server = SummationServer(own_host(), 0, key_of(word, ""))
         return *self._server.address, word
 
     def _hear_address(self, rank: int) -> tuple[str, int, str]:
@@ -136,7 +146,7 @@ def _owner(server: SpareMachine) -> Owner:
     return Owner(name, address, key_of(secret, job), server.bytes_per_second)
 
 
-def _own_host() -> str:
+def own_host() -> str:
     """The address at which other ranks reach this host: that from which it reaches rank 0."""
     first = os.environ.get("MASTER_ADDR", "127.0.0.1")
     with suppress(OSError):

@@ -1,4 +1,6 @@
-"""``ShardedReducer``: each holder keeps the sum of the rows that it owns, and updates them for all.
+"""``ShardedReducer``: who owns rows keeps their sum, and updates them for all holders.
+
+Owners are the holders themselves, or parameter servers: ranks that do nothing else.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv
 1910.02054, section 5.1: with r holders, each has 1/r of the optimizer's state. The bytes are those
@@ -8,24 +10,32 @@ of a sum that all get, since weights travel in place of sums:
    parameters, so that the optimizer's state is in rows, too, which a checkpoint can put together.
 2. The optimizer of a holder has, in the place of each parameter, the rows of it that the holder
    owns: a parameter that shares its memory (``Shards``). Its gradient is the sum of these rows.
-3. When all stages of a rank have stepped, it sends its rows to the other holders and takes theirs.
+3. When a stage has stepped, its rank sends its rows to the other holders, those that the next
+   forward needs first before the others. It takes theirs when it is about to read the stage's
+   weights: at the latest when a step, or a loop of steps, is over.
 
 Where gradients must be known as a whole, to clip them, 1 hands the sums to all first, which is half
 as much again to send.
+
+Parameter servers (Li et al., "Scaling Distributed Machine Learning with the Parameter Server",
+OSDI'14) own all rows, and the others none: these send M bytes, and take M, and have no optimizer
+state. Who runs no stage has time and memory for a step, and nobody waits for its backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from penstock.errors import InputError
-from penstock.reduce.owners import OwnedPiece, OwnerReducer, Pieces, Slice
+from penstock.reduce.owners import OwnerReducer
+from penstock.reduce.pieces import Pieces
 from penstock.reduce.reducer import Purpose, SharedWeights
+from penstock.reduce.slices import OwnedPiece, Portion, row_portions_of
 from penstock.transport import Edge, Transport
 
 _ELEMENTWISE = {
@@ -79,7 +89,7 @@ class Shards:
         if not (known if alone is None else alone) or optimizer.state:
             raise InputError(
                 f"{kind.__name__}, the optimizer of {whose}, may need whole parameters to step, "
-                "and with reducer='sharded' a rank has rows of them; take 'owners', one of "
+                "and with this reducer a rank has rows of them; take reducer='owners', one of "
                 f"{', '.join(sorted(_ELEMENTWISE))}, or say elementwise = True in its class"
             )
         for group in optimizer.param_groups:
@@ -110,7 +120,7 @@ def _row_size(whole: torch.Tensor) -> int:
     return max(whole[0].numel(), 1) if whole.dim() else 1
 
 
-def _owned_rows(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+def owned_rows(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """The rows, in the memory of the whole, that some of its numbers make."""
     size = _row_size(whole)
     return whole[start // size : stop // size] if whole.dim() else whole
@@ -122,99 +132,115 @@ class ShardedReducer(OwnerReducer):
     Args:
         rank: the holder.
         transport: the holder's end of its channels.
+        most_portions, servers: see ``OwnerReducer``.
 
     Attributes:
         shards: what this rank owns, by the whole parameter.
         hands_sums_to_all: whether every holder gets all sums.
     """
 
-    def __init__(self, rank: int, shared: SharedWeights, transport: Transport) -> None:
-        super().__init__(rank, shared, transport)
+    def __init__(
+        self,
+        rank: int,
+        shared: SharedWeights,
+        transport: Transport,
+        most_portions: int = 1,
+        servers: Collection[int] = (),
+    ) -> None:
+        super().__init__(rank, shared, transport, most_portions, servers)
         self.hands_sums_to_all = False
-        self._rows = row_slices_of(shared.parameters, shared.ranks)
+        self._of_rows = row_portions_of(shared.parameters, self._owners, most_portions)
         self.shards = {parameter: Shard(0, None) for parameter in shared.parameters}
         for place, start, stop in self._pieces(rank):
             whole = shared.parameters[place]
-            rows = _owned_rows(whole.detach(), start, stop)
+            rows = owned_rows(whole.detach(), start, stop)
             part = nn.Parameter(rows, requires_grad=whole.requires_grad)
             self.shards[whole] = Shard(start // _row_size(whole), part)
 
     def _pieces(self, rank: int) -> tuple[OwnedPiece, ...]:
-        return next(pieces for owner, pieces in self._rows if owner == rank)
+        return tuple(
+            piece
+            for portion in self._of_rows
+            for owner, pieces in portion.slices
+            if owner == rank
+            for piece in pieces
+        )
 
-    def _slices_without(self, frozen: tuple[int, ...]) -> tuple[Slice, ...]:
-        return self._rows  # who owns what never changes, since the optimizer's state is there
+    def _portions_without(self, frozen: tuple[int, ...]) -> tuple[Portion, ...]:
+        return self._of_rows  # who owns what never changes, since the optimizer's state is there
 
-    def _hand_out(self) -> None:
+    def _hand_out(self, index: int, more: int) -> None:
         if self.hands_sums_to_all:
-            super()._hand_out()
+            super()._hand_out(index, more)
 
     def finish(self) -> None:
         if self.hands_sums_to_all:
             super().finish()
             return
-        for (place, *_), value in zip(self._pieces(self._rank), self._sums, strict=True):
+        for index in self._now.sums:
+            self._note(index)
+        sums = (value for _, values in sorted(self._now.sums.items()) for value in values)
+        for (place, *_), value in zip(self._pieces(self._rank), sums, strict=True):
             part = self.shards[self._shared.parameters[place]].part
             assert part is not None
+            if value is not None:
+                self._divide(value)
             part.grad = None if value is None else value.view_as(part)
         for parameter in self._shared.parameters:
             parameter.grad = None
-        self._forget()
+        self._round = None
+
+    @property
+    def stages(self) -> frozenset[int]:
+        """Those of this rank whose weights these are."""
+        return self._shared.stages
+
+    def _in_turn(self, owner: int) -> Iterator[tuple[int, tuple[OwnedPiece, ...]]]:
+        """(portion, rows of it that a holder owns), those of the first layers first: backwards make
+        the last ones first, and forwards need them last."""
+        for index in reversed(range(len(self._of_rows))):
+            slices = self._of_rows[index].slices
+            pieces = next((pieces for holder, pieces in slices if holder == owner), ())
+            if pieces:
+                yield index, pieces
 
     def hand_back(self, number: int) -> None:
         """Send the rows that have been updated to all other holders; waits for nobody."""
-        values: Pieces = [
-            self._shared.parameters[place].detach().reshape(-1)[start:stop]
-            for place, start, stop in self._pieces(self._rank)
-        ]
-        for other in self._shared.others(self._rank) if values else ():
-            edge = self._shared.edge(self._rank, other, Purpose.WEIGHTS)
-            self._transport.send(edge, number, values)
+        for index, pieces in self._in_turn(self._rank):
+            values: Pieces = [
+                self._shared.parameters[place].detach().reshape(-1)[start:stop]
+                for place, start, stop in pieces
+            ]
+            for other in self._shared.others(self._rank):
+                if other not in self._givers:
+                    continue  # other servers compute nothing with them
+                edge = self._shared.edge(self._rank, other, Purpose.WEIGHTS, index)
+                self._transport.send(edge, number, values)
 
     @torch.no_grad()
     def take_back(self, number: int) -> None:
         """Wait for the rows that others have updated."""
-        for other in self._shared.others(self._rank):
-            pieces = self._pieces(other)
-            if not pieces:
-                continue
-            edge = self._shared.edge(other, self._rank, Purpose.WEIGHTS)
-            waiting = f"rank {self._rank}, waiting for the weights that rank {other} has updated"
-            values = self._transport.recv(edge, number, waiting)
-            for (place, start, stop), value in zip(pieces, values, strict=True):
-                rows = _owned_rows(self._shared.parameters[place], start, stop)
-                rows.copy_(value.view(rows.shape))
+        if self._rank not in self._givers:
+            return
+        rows_of = {other: self._in_turn(other) for other in self._shared.others(self._rank)}
+        # All others send in the same order: none of them is waited for while another's lie here.
+        for turns in zip_longest(*rows_of.values()):
+            for other, turn in zip(rows_of, turns, strict=True):
+                if turn is not None:
+                    self._take(other, number, *turn)
+
+    def _take(self, other: int, number: int, index: int, pieces: Sequence[OwnedPiece]) -> None:
+        edge = self._shared.edge(other, self._rank, Purpose.WEIGHTS, index)
+        waiting = f"rank {self._rank}, waiting for the weights that rank {other} has updated"
+        values = self._transport.recv(edge, number, waiting)
+        for (place, start, stop), value in zip(pieces, values, strict=True):
+            rows = owned_rows(self._shared.parameters[place], start, stop)
+            rows.copy_(value.view(rows.shape))
 
     def outgoing(self) -> set[Edge]:
         others = self._shared.others(self._rank)
-        weights = {self._shared.edge(self._rank, other, Purpose.WEIGHTS) for other in others}
-        return super().outgoing() | weights
-
-
-def row_slices_of(parameters: Sequence[nn.Parameter], owners: Sequence[int]) -> tuple[Slice, ...]:
-    """Cut parameters into slices of whole rows and of bytes as equal as rows allow.
-
-    Args:
-        parameters: those that are shared.
-        owners: ranks, one for each slice.
-    """
-    total = sum(parameter.nbytes for parameter in parameters)
-    borders = [total * index // len(owners) for index in range(len(owners) + 1)]
-    slices: dict[int, list[OwnedPiece]] = {owner: [] for owner in owners}
-    before = 0
-    for place, parameter in enumerate(parameters):
-        count = parameter.shape[0] if parameter.dim() else 1
-        row = parameter.nbytes / count if count else 0.0
-        for owner, (first, last) in zip(owners, _cuts(borders, before, count, row), strict=True):
-            if first < last:
-                size = parameter.numel() // count
-                slices[owner].append(OwnedPiece(place, first * size, last * size))
-        before += parameter.nbytes
-    return tuple(Slice(owner, tuple(pieces)) for owner, pieces in slices.items())
-
-
-def _cuts(borders: Iterable[int], before: int, count: int, row: float) -> Iterator[tuple[int, int]]:
-    """(first row, row behind the last) of each owner."""
-    rows = [min(max(round((border - before) / row), 0), count) if row else 0 for border in borders]
-    rows[-1] = count if row else 0
-    return pairwise(rows)
+        return super().outgoing() | {
+            self._shared.edge(self._rank, other, Purpose.WEIGHTS, index)
+            for other in others
+            for index in range(len(self._of_rows))
+        }

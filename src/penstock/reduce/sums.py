@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from penstock.reduce.owners import OwnerReducer, begin_equal
-from penstock.reduce.reducer import MakeReducer, Reducer, SharedWeights
+from penstock.reduce.equal_start import begin_equal
+from penstock.reduce.owners import OwnerReducer
+from penstock.reduce.reducer import MakeReducer, Passed, Reducer, SharedWeights
 from penstock.reduce.sharding import ShardedReducer, Shards
+from penstock.reduce.stale import StaleReducer
 from penstock.transport import Edge, Transport
 
 
@@ -38,12 +40,30 @@ class Sums:
         self._everywhere = everywhere
         self._reducers: list[Reducer] = [make(rank, weights, transport) for weights in shared]
         self._sharded = [one for one in self._reducers if isinstance(one, ShardedReducer)]
+        for reducer in self.stale[1:]:
+            reducer.heard = self.stale[0].heard
         self._number = 0
         self._averages = False
         self._num_gathered = 0
         self._to_hand_in: list[set[int]] = []
         self._to_advance: list[int] = []
         self._to_finish: set[int] = set()
+        self._to_take_back: list[tuple[ShardedReducer, int]] = []
+
+    @property
+    def number(self) -> int:
+        """What tells the messages of the round at hand from others."""
+        return self._number
+
+    @property
+    def stale(self) -> list[StaleReducer]:
+        """Those of weights whose updates need not wait for all workers."""
+        return [one for one in self._reducers if isinstance(one, StaleReducer)]
+
+    def take_last(self) -> None:
+        """Take the weights with which a stream has ended that nobody knew to end."""
+        for reducer in self.stale:
+            reducer.take_back(self._number)
 
     def begin(self, number: int, *, averages: bool) -> None:
         """Begin a round.
@@ -63,7 +83,11 @@ class Sums:
         """Give shared weights the values that their first holder has, and let reducers meet. For
         processes."""
         for weights in self._shared:
+            if weights.stand_ins is not None:
+                weights.stand_ins.gather_values()
             begin_equal(self._rank, weights, self._transport)
+            if weights.stand_ins is not None:
+                weights.stand_ins.hand_back_values()
         try:
             for reducer in self._reducers:
                 reducer.open()
@@ -82,13 +106,29 @@ class Sums:
         parts = [item for reducer in self._sharded for item in reducer.shards.items()]
         return Shards(dict(parts))
 
-    def share_updates(self) -> None:
-        """Give others what this rank has updated for them, and take what they have: when all stages
-        of the rank have stepped."""
+    @property
+    def has_shards(self) -> bool:
+        """Whether others update weights for this rank."""
+        return bool(self._sharded)
+
+    def hand_back(self, stage: int) -> None:
+        """A stage has stepped: give others what this rank has updated for them. What they have is
+        to be taken before anybody reads the stage's weights."""
         for reducer in self._sharded:
-            reducer.hand_back(self._number)
-        for reducer in self._sharded:
-            reducer.take_back(self._number)
+            if stage in reducer.stages:
+                reducer.hand_back(self._number)
+                self._to_take_back.append((reducer, self._number))
+
+    def take_back(self, stage: int | None = None) -> None:
+        """Wait for what others have updated.
+
+        Args:
+            stage: the one whose weights are wanted; by default all stages.
+        """
+        wanted = [item for item in self._to_take_back if stage is None or stage in item[0].stages]
+        for reducer, number in wanted:
+            self._to_take_back.remove((reducer, number))
+            reducer.take_back(number)
 
     def close(self, *, failed: bool) -> None:
         """No round follows; ``failed`` says whether it is because this rank has failed."""
@@ -112,7 +152,7 @@ class Sums:
         with ExitStack() as stack:
             for reducer, left in zip(self._reducers, self._to_hand_in, strict=True):
                 if left == {stage}:
-                    stack.enter_context(reducer.closing())
+                    stack.enter_context(reducer.closing(self._number))
             yield
 
     def hand_in(self, stage: int) -> None:
@@ -121,6 +161,9 @@ class Sums:
             if stage in left:
                 left.remove(stage)
                 if not left:
+                    stand_ins = self._shared[index].stand_ins
+                    if stand_ins is not None:
+                        stand_ins.gather()
                     self._reducers[index].hand_in(self._number, self._num_gathered)
                     self._to_advance.append(index)
 
@@ -143,9 +186,21 @@ class Sums:
         for index in due:
             self._to_finish.remove(index)
             self._reducers[index].finish()
+            stand_ins = self._shared[index].stand_ins
+            if stand_ins is not None:
+                stand_ins.hand_back()
             if not self._everywhere and self._rank != self._shared[index].ranks[0]:
                 for parameter in self._shared[index].parameters:
                     parameter.grad = None
+
+    def take_passed(self) -> list[tuple[int, Passed]]:
+        """What copies of a stage have exchanged since this was asked last, with the stage."""
+        return [
+            (min(weights.stages), passed)
+            for reducer, weights in zip(self._reducers, self._shared, strict=True)
+            for passed in reducer.take_passed()
+            if len(weights.stages) == 1
+        ]
 
     def outgoing(self) -> set[Edge]:
         """The channels on which others may wait for this rank's gradients or sums."""

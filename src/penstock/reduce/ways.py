@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
+from itertools import accumulate
 
 from msgspec.structs import replace
 
@@ -13,39 +14,81 @@ from penstock.reduce.owners import OwnerReducer
 from penstock.reduce.reducer import MakeReducer, Reducer, SharedWeights
 from penstock.reduce.serving import ServerReducer
 from penstock.reduce.sharding import ShardedReducer
+from penstock.reduce.stale import StaleReducer
+from penstock.summation.portions import MOST_PORTIONS
 from penstock.transport import Transport
 from penstock.transport.groups import make_groups
 from penstock.units import count_of
 
 
+def stepping_servers(summing: Summing, attempt: str, servers: Collection[int]) -> MakeReducer:
+    """What makes the reducers of a rank whose shared weights parameter servers update.
+
+    Args:
+        summing: the plan's.
+        attempt: the name of this pipeline, in hexadecimal digits, which no other has.
+        servers: their ranks.
+    """
+    if summing.stale and servers:
+        return partial(StaleReducer, servers=servers, most_stale=summing.stale, attempt=attempt)
+    return partial(_sharded, servers=servers)
+
+
 def maker_of(
-    summing: Summing, attempt: str, holders: Sequence[Sequence[int]], seconds: float
+    summing: Summing,
+    attempt: str,
+    holders: Sequence[Sequence[Sequence[int]]],
+    seconds: float,
+    coordinate: int = 0,
+    servers: Collection[int] = (),
 ) -> MakeReducer:
     """What makes the reducers of a rank that is a process; all ranks call it.
 
     Args:
         summing: the plan's.
         attempt: the name of this pipeline, in hexadecimal digits, which no other has.
-        holders: the ranks that hold each group of shared weights, by its tag; alike on all ranks.
+        holders: the processes that hold each group of shared weights, by its tag and by the
+            coordinate of tensor ranks, of which each has a part; alike on all ranks.
         seconds: how long ranks wait for each other.
+        coordinate: this process's.
+        servers: the ranks that are parameter servers, if any are.
     """
+    if summing.reducer == "parameter-server":
+        return stepping_servers(summing, attempt, servers)
+    teams = [team for those in holders for team in those]
+    # By tag, the place of this process's team; of groups that it has nothing of, any.
+    firsts = accumulate(map(len, holders[:-1]), initial=0) if holders else ()
+    places = [
+        first + min(coordinate, len(those) - 1)
+        for first, those in zip(firsts, holders, strict=True)
+    ]
     if summing.reducer == "servers":
-        # Each group of weights counts on its share of a server.
-        servers = tuple(
-            replace(server, bytes_per_second=server.bytes_per_second / len(holders))
+        # Each sum counts on its share of a server.
+        shares = tuple(
+            replace(server, bytes_per_second=server.bytes_per_second / len(teams))
             for server in summing.servers
-            if holders
+            if teams
         )
-        return partial(ServerReducer, summing=replace(summing, servers=servers), attempt=attempt)
+        by_shares = replace(summing, servers=shares)
+        return partial(ServerReducer, summing=by_shares, attempt=attempt, numbers=places)
     if summing.reducer == "all-reduce":
-        return partial(AllReducer, group=make_groups(seconds, holders))
-    return _sharded if summing.reducer == "sharded" else OwnerReducer
+        groups = make_groups(seconds, teams)
+        return partial(AllReducer, group=[groups[place] for place in places])
+    return _sharded if summing.reducer == "sharded" else _by_owners
 
 
-def _sharded(rank: int, shared: SharedWeights, transport: Transport) -> Reducer:
-    """Tied weights are of several stages, each with an optimizer: all holders keep all of them."""
-    make = ShardedReducer if shared.of_one_stage else OwnerReducer
-    return make(rank, shared, transport)
+def _by_owners(rank: int, shared: SharedWeights, transport: Transport) -> Reducer:
+    return OwnerReducer(rank, shared, transport, MOST_PORTIONS)
+
+
+def _sharded(
+    rank: int, shared: SharedWeights, transport: Transport, servers: Collection[int] = ()
+) -> Reducer:
+    """Tied weights are of several stages, each with an optimizer, and of gradients of which tensor
+    ranks have terms nobody knows a row before all are summed: all holders keep all of those."""
+    make = ShardedReducer if shared.divisible else OwnerReducer
+    # A server that steps takes all gradients of a worker at once.
+    return make(rank, shared, transport, 1 if servers else MOST_PORTIONS, servers)
 
 
 def told(summing: Summing) -> str:
@@ -55,6 +98,10 @@ def told(summing: Summing) -> str:
         return f"gradients of copies are summed by ranks and {servers}"
     if summing.reducer == "all-reduce":
         return "gradients of copies are summed by torch.distributed"
+    if summing.reducer == "parameter-server":
+        servers = count_of(max(len(summing.servers), 1), "parameter server")
+        late = f", {summing.stale} late at most" if summing.stale else ""
+        return f"weights of copies are updated by {servers}, the last of the ranks{late}"
     if summing.reducer == "sharded":
         return "each copy updates a part of the weights for all"
     return ""

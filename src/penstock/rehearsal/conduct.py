@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from typing import Any, get_args
 
 from penstock.errors import InputError
@@ -82,10 +83,17 @@ def rehearse(  # noqa: PLR0913 - each has a default that most callers keep
             "stages of this plan come from a tier and leave again, and emulated devices have none; "
             "simulate it, or rehearse it as if all stayed: take spill out of the plan"
         )
+    if isinstance(plan, Plan) and plan.offload is not None:
+        raise InputError(
+            "activations of this plan wait in a tier, and emulated devices have none; simulate it, "
+            "or rehearse it as if all stayed: plan.offloading(None)"
+        )
     schedule = compute_of(plan)
     if costs is None:
         costs = plan.costs if isinstance(plan, Plan) else default_costs(schedule)
     expect(costs, Costs, "costs", "give a penstock.Costs")
+    # Emulated stages make all gradients at once, so that no part can leave before the others.
+    costs = replace(costs, exchanges=())
     _check_arguments(steps, scale, message_bytes)
     one_of("transport", transport, get_args(RehearsalTransport))
     one_of("waits", waits, get_args(WaitsName))

@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType, NoneType
-from typing import Any, Literal, NamedTuple, get_args
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import NoneType
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
-from penstock.device.placement import Devices, devices_of_ranks
+from penstock.device.placement import HOST, Devices, devices_of_ranks
 from penstock.device.queue import AcceleratorQueue, DeviceQueue
 from penstock.errors import InputError
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import NamedLayer, spine_fingerprint
 from penstock.plans import Plan
+from penstock.plans.serving import server_ranks
 from penstock.reduce import ways
 from penstock.reduce.owners import OwnerReducer
 from penstock.reduce.reducer import MakeReducer
@@ -31,19 +33,23 @@ from penstock.run.drive.threads import ThreadDriver
 from penstock.run.feed import Feed
 from penstock.run.given_weights import GivenWeights
 from penstock.run.giving import DeviceGiver, Giver
-from penstock.run.groups import check_processes, check_shareable, member
+from penstock.run.groups import check_kinds, check_processes, check_shareable, seats_of
 from penstock.run.layout import Layout
 from penstock.run.materialising import Init, Initialiser, Values
 from penstock.run.rank.forward import Void
+from penstock.run.rank.parameter_server import ParameterServer
 from penstock.run.rank.updater import Updater
 from penstock.run.rank.worker import Worker
 from penstock.run.recipe import Recipe
 from penstock.run.seals import SealedTransport
-from penstock.run.seating import Seat
+from penstock.run.seating import MeshTransport, Seat
+from penstock.run.serving import check_updates
 from penstock.run.settling import building, draw_all, local_rank, place_all, queues_of
 from penstock.run.shared_state import SharedState
 from penstock.run.spilling import Settling, check_spillable, settled_in
+from penstock.run.wholes import Wholes, check_there
 from penstock.stage.stage import Stage
+from penstock.tensor.channel_group import ChannelGroup
 from penstock.transport import Codec, ThreadExchange, ThreadTransport, Transport, connect
 from penstock.transport.device_link import DeviceLink
 from penstock.transport.linking import LinkedDevices, link_devices
@@ -51,6 +57,7 @@ from penstock.transport.on_devices import ProcessDeviceTransport, ThreadDeviceTr
 from penstock.transport.rendezvous import Rendezvous
 from penstock.values import expect, flag, one_of, whole
 from penstock.weights.residence import Residence
+from penstock.weights.ways import Way
 
 Results = Literal["every rank", "none"]
 
@@ -129,6 +136,11 @@ class Assembly:
     deadlines: Deadlines
     in_processes: bool
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether this process has parts of its stages' layers, and nobody has the whole ones."""
+        return self.in_processes and any(worker.seat.size > 1 for worker in self.workers)
+
     def states(self) -> StageStates:
         """The state of this process's stages, under the model's keys: of a member of a group its
         parts, numbered stage × (most members of any) + coordinate."""
@@ -185,6 +197,8 @@ def assemble(
         ModelError: the model cannot be spread so, or processes built different ones.
         PeerError, DeadlineError: another process failed or did not come.
     """
+    if running.weights is None and running.init == "given":
+        check_there(layers)
     if meeting is None:
         return _in_threads(model, layers, plan, recipe, running)
     return _in_processes(model, layers, plan, recipe, running, meeting)
@@ -194,42 +208,41 @@ def _in_threads(
     model: nn.Module, layers: tuple[NamedLayer, ...], plan: Plan, recipe: Recipe, running: Running
 ) -> Assembly:
     streams = LayerStreams(running.seed)
-    devices = devices_of_ranks(running.devices, plan.on_accelerator, range(plan.num_ranks))
+    check_updates(plan, recipe, one_process=True)
+    seats = seats_of(plan)
+    devices = devices_of_ranks(running.devices, plan.on_accelerator, range(plan.num_seats))
+    devices |= dict.fromkeys(server_ranks(plan), HOST)
     queues = queues_of(devices)
     if plan.num_tensor_ranks > 1:
-        check_shareable(plan, recipe, on_host=not queues)
-    if plan.spill is None:
+        check_shareable(plan, recipe)
+        check_kinds(seats, [devices[seat.number].type for seat in seats])
+        here = dict.fromkeys(range(plan.num_ranks), HOST)
+        draw_all(layers, plan, here, {}, running.values(layers))
+    elif plan.spill is None:
         draw_all(layers, plan, devices, queues, running.values(layers))
     layout = Layout(model, plan, layers, streams, one_process=True, devices=devices)
-    exchange = ThreadExchange(plan.num_seats, running.deadlines.start.seconds)
-    if plan.num_tensor_ranks > 1:
-        members = [
-            member(layout, Seat.numbered(number, plan.group_sizes), transport, recipe)
-            for number, transport in enumerate(exchange.transports)
-        ]
-        workers = [worker for worker, _ in members]
-        stages = {worker.rank: held for worker, held in reversed(members)}
-    else:
-        stages = {rank: layout.stages(rank) for rank in range(plan.num_ranks)}
-        shared = {rank: layout.shared_state(stages[rank]) for rank in stages}
-        place_all(layout, stages, queues)
-        residences = _residences(layers, plan, recipe, running, layout, stages)
-        workers = [
-            _worker(
-                layout,
-                stages[rank],
-                rank,
-                recipe,
-                shared[rank],
-                _Connections(transport, queues.get(rank)),
-            )
-            for rank, transport in enumerate(exchange.transports)
-        ]
-        for rank, residence in residences.items():
-            workers[rank].settle_in(residence)
+    exchange = ThreadExchange(len(seats), running.deadlines.start.seconds)
+    servers = layout.server_ranks
+    attempt = _new_name()
+    make = ways.stepping_servers(plan.summing, attempt, servers) if servers else OwnerReducer
+    connections = [
+        _Connections(transport, seat, queues.get(seat.number), make_reducer=make)
+        for seat, transport in zip(seats, exchange.transports, strict=True)
+    ]
+    held = {one.seat: one.stages(layout) for one in connections}
+    shared = {seat: layout.shared_state(own) for seat, own in held.items()}
+    residences = _settled(layers, plan, recipe, running, layout, held, devices, queues)
+    stages = {seat.rank: own for seat, own in held.items() if seat.coordinate == 0}
+    workers = [
+        _worker(layout, held[one.seat], recipe, shared[one.seat], one) for one in connections
+    ]
+    for rank, residence in residences.items():
+        workers[rank].settle_in(residence)
+    for seat, worker in zip(seats, workers, strict=True):
+        _offload(worker, plan, devices[seat.number], running)
     first_copies: dict[int, Stage] = {}
-    for held in stages.values():
-        first_copies = {**held, **first_copies}
+    for rank in range(plan.num_ranks):  # parameter servers run none
+        first_copies = {**stages[rank], **first_copies}
     driver = ThreadDriver(workers, plan.num_threads, running.deadlines)
     return Assembly(
         plan,
@@ -241,7 +254,7 @@ def _in_threads(
         workers,
         dict(sorted(first_copies.items())),
         _sentence(["ranks are threads of this process, and hand values over as they are"]),
-        _new_name(),
+        attempt,
         running.deadlines,
         in_processes=False,
     )
@@ -255,18 +268,15 @@ def _in_processes(
     running: Running,
     meeting: Rendezvous,
 ) -> Assembly:
-    if recipe.post_validate and plan.summing.reducer == "sharded":
-        raise InputError(
-            "post_validate undoes updates, and with the reducer 'sharded' others have made a part "
-            "of them; leave it out, or take another reducer"
-        )
     settings = {**recipe.settings, **running.settings}
     plan, seed, attempt = agree(
         meeting, plan, spine_fingerprint(layers), running.seed, _new_name(), settings
     )
     check_processes(plan, meeting.num_ranks)
-    in_groups = plan.num_tensor_ranks > 1
-    seat = Seat.numbered(meeting.rank, plan.group_sizes) if in_groups else Seat(meeting.rank)
+    check_updates(plan, recipe, one_process=False)
+    seats = seats_of(plan)
+    seat = seats[meeting.rank]
+    serves = seat.rank in server_ranks(plan)
     assert running.transport != "threads"  # who asks for them meets nobody
     start = running.deadlines.start
     codec = Codec(_message_types(layers, running))
@@ -274,37 +284,40 @@ def _in_processes(
     transport.patience = start
     try:
         streams = LayerStreams(seed)
-        devices = devices_of_ranks(
-            running.devices, plan.on_accelerator, [seat.rank], first=local_rank()
-        )
+        devices = _device_here(plan, running, seat)
         queues = queues_of(devices)
+        device, queue = devices[seat.number], queues.get(seat.number)
         alike = replace(running, seed=seed)
-        if in_groups:
-            check_shareable(plan, recipe, on_host=not queues)
-        if plan.spill is None:
-            draw_all(layers, plan, devices, queues, alike.values(layers))
+        if plan.num_tensor_ranks > 1:
+            check_shareable(plan, recipe)
+            kinds = meeting.exchange(device.type, str, "to say on which kind of device it is")
+            check_kinds(seats, kinds)
+        values = alike.values(layers)
+        if plan.spill is None and seat.size == 1:
+            here = {} if queue is None else {seat.rank: queue}
+            draw_all(layers, plan, {seat.rank: device}, here, values)
         layout = Layout(model, plan, layers, streams, one_process=False, devices=devices)
-        sealed = SealedTransport(transport, meeting.rank)
-        queue = queues.get(seat.rank)
         links = LinkedDevices()
-        if in_groups:
-            worker, stages = member(layout, seat, sealed, recipe, equal=True)
-        else:
-            stages = layout.stages(meeting.rank)
-            shared = layout.shared_state(stages)
-            place_all(layout, {meeting.rank: stages}, queues)
-            if running.transport == "auto":
-                own_host = transport.hosts[meeting.rank]
-                device = devices[meeting.rank]
-                links = link_devices(
-                    meeting, own_host, device, queue, layout.neighbours, start.seconds
-                )
-            residences = _residences(layers, plan, recipe, alike, layout, {meeting.rank: stages})
-            make = ways.maker_of(plan.summing, attempt, layout.holders, start.seconds)
-            connections = _Connections(sealed, queue, links.of_rank, make)
-            worker = _worker(layout, stages, meeting.rank, recipe, shared, connections)
-            for residence in residences.values():
-                worker.settle_in(residence)
+        if running.transport == "auto":
+            pairs, own_host = layout.neighbours, transport.hosts[meeting.rank]
+            links = link_devices(meeting, own_host, device, queue, pairs, start.seconds)
+        make = ways.maker_of(
+            plan.summing,
+            attempt,
+            layout.holders,
+            start.seconds,
+            seat.coordinate,
+            layout.server_ranks,
+        )
+        sealed = SealedTransport(transport, meeting.rank)
+        connections = _Connections(sealed, seat, queue, links.of_rank, make)
+        stages = connections.stages(layout, _wholes(layout, seat, sealed, values))
+        shared = layout.shared_state(stages)
+        residences = _settled(layers, plan, recipe, alike, layout, {seat: stages}, devices, queues)
+        worker = _worker(layout, stages, recipe, shared, connections)
+        for residence in residences.values():
+            worker.settle_in(residence)
+        _offload(worker, plan, device, running)
         # The user's code has run: whoever fails in it says so here, before others wait for more.
         meeting.exchange(None, NoneType, "to start training")
         with building(queue):
@@ -316,6 +329,7 @@ def _in_processes(
             sealed,
             meeting,
             running.deadlines,
+            num_told=plan.num_ranks,
             num_threads=plan.num_threads,
             clock_offsets=offsets_of_clocks(transport) if running.record else None,
             share_results=running.results == "every rank",
@@ -336,7 +350,7 @@ def _in_processes(
         layout,
         streams,
         [worker],
-        stages,
+        {} if serves else stages,
         _sentence(
             [transport.told, links.told, ways.told(plan.summing) if layout.shared_stages else ""]
         ),
@@ -346,25 +360,61 @@ def _in_processes(
     )
 
 
-def _residences(
+def _device_here(plan: Plan, running: Running, seat: Seat) -> dict[int, torch.device]:
+    """Where the rank of this process computes; parameter servers do so in main memory."""
+    if seat.rank in server_ranks(plan):
+        return {seat.number: HOST}
+    return devices_of_ranks(running.devices, plan.on_accelerator, [seat.number], first=local_rank())
+
+
+def _wholes(layout: Layout, seat: Seat, transport: Transport, values: Values) -> Wholes | None:
+    """What brings whole values, where a process keeps parts of them only.
+
+    Args:
+        transport: between seats, for what is in main memory, where values are drawn.
+    """
+    group = seat.group(transport)
+    if group is None or layout.sharings is None:
+        return None
+    return Wholes(layout.layers_of(seat.rank), values, group, layout.sharings.cuts)
+
+
+def _settled(
     layers: tuple[NamedLayer, ...],
     plan: Plan,
     recipe: Recipe,
     running: Running,
     layout: Layout,
-    stages: Mapping[int, Mapping[int, Stage]],
+    held: Mapping[Seat, dict[int, Stage]],
+    devices: Mapping[int, torch.device],
+    queues: Mapping[int, DeviceQueue],
 ) -> dict[int, Residence]:
-    """Where stages come and go: of each rank of this process, which are in memory."""
+    """Move stages to their ranks' devices; where they come and go, to tiers: of each rank of this
+    process, which are in memory."""
     if plan.spill is None:
+        place_all(layout, held, queues)
         return {}
     check_spillable(plan, recipe, layout)
-    values = running.values(layers)
-    return {
-        rank: settled_in(
-            Settling(plan, layout, recipe, values, running.deadlines.step.seconds), rank, own
+    if not queues:
+        place_all(layout, held, queues)
+    settling = Settling(
+        plan, layout, recipe, running.values(layers), devices, running.deadlines.step.seconds
+    )
+    residences = {}
+    for seat, own in held.items():
+        with building(queues.get(seat.number)):
+            residences[seat.rank] = settled_in(settling, seat.rank, own)
+    if queues:  # what is left: buffers, and what is tied
+        place_all(layout, held, queues)
+    return residences
+
+
+def _offload(worker: Worker, plan: Plan, device: torch.device, running: Running) -> None:
+    """Let a rank's activations leave, if the plan says so."""
+    if plan.offload is not None:
+        worker.offload(
+            Way.between(plan.offload.tier, device, running.deadlines.step.seconds), device
         )
-        for rank, own in stages.items()
-    }
 
 
 def _sentence(parts: Iterable[str]) -> str:
@@ -381,7 +431,12 @@ def _cutter(
 ) -> Cutter:
     last = len(plan.stages) - 1
     here = [
-        {devices[rank] for rank in plan.placement.ranks_of(stage) if rank in devices}
+        {
+            devices[seat]
+            for rank in plan.placement.ranks_of(stage)
+            for seat in layout.seats_of(rank)
+            if seat in devices
+        }
         for stage in (0, last)
     ]
     return Cutter(
@@ -417,39 +472,59 @@ def _message_types(layers: tuple[NamedLayer, ...], running: Running) -> list[typ
     return [Void, *running.message_types, *told]
 
 
-class _Connections(NamedTuple):
-    """How a rank is connected to others and to its device.
+@dataclass(frozen=True)
+class _Connections:
+    """How a rank, or a member of one, is connected to others and to its device.
 
     Attributes:
-        transport: its end of its channels.
+        transport: its end of its channels to other seats.
+        seat: where it sits.
         queue: its work on its device, if that is not the host.
-        links: to the devices of other ranks.
+        links: to the devices of other seats.
         make_reducer: how gradients of weights are summed that others hold, too.
     """
 
     transport: Transport
+    seat: Seat
     queue: DeviceQueue | None
-    links: Mapping[int, DeviceLink] = MappingProxyType({})
+    links: Mapping[int, DeviceLink] = field(default_factory=dict)
     make_reducer: MakeReducer = OwnerReducer
 
-    def on_device(self) -> Transport:
-        """The transport for tensors that are on the device."""
+    @cached_property
+    def channels(self) -> Transport:
+        """The transport between seats, for tensors that are on the device."""
         if self.queue is not None and isinstance(self.transport, ThreadTransport):
             return ThreadDeviceTransport(self.transport, self.queue)
         if isinstance(self.queue, AcceleratorQueue):
             return ProcessDeviceTransport(self.transport, self.queue, self.links)
         return self.transport
 
+    @cached_property
+    def group(self) -> ChannelGroup | None:
+        """With whom it shares its layers; ``None`` if with nobody."""
+        return self.seat.group(self.channels)
+
+    def stages(self, layout: Layout, wholes: Wholes | None = None) -> dict[int, Stage]:
+        """Its own; ``wholes`` brings values for it, where nobody else does."""
+        with building(self.queue):
+            return layout.stages(self.seat.rank, self.group, wholes)
+
+    def between_ranks(self, layout: Layout) -> Transport:
+        """The transport between ranks of the plan."""
+        if layout.sharings is None:
+            return self.channels
+        divided = layout.sharings.along(layout.skips)
+        return MeshTransport(self.channels, self.seat, self.group, divided)
+
 
 def _worker(
     layout: Layout,
     stages: dict[int, Stage],
-    rank: int,
     recipe: Recipe,
     shared: SharedState,
     connections: _Connections,
 ) -> Worker:
-    transport = connections.on_device()
+    transport, rank = connections.between_ranks(layout), connections.seat.rank
     with building(connections.queue):
         updater = Updater(
             rank,
@@ -457,8 +532,10 @@ def _worker(
             layout.holdings(rank, stages),
             transport,
             recipe,
-            layout.shared(rank, stages),
-            make_reducer=connections.make_reducer,
+            layout.shared(rank, stages, connections.group),
+            connections.group,
+            connections.make_reducer,
         )
         stores = layout.stores(stages, updater.optimizers)
-        return Worker(rank, stages, transport, recipe, updater, layout.skips, stores, shared)
+        make = ParameterServer if rank in layout.server_ranks else Worker
+        return make(rank, stages, transport, recipe, updater, layout.skips, stores, shared)

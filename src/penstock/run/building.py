@@ -10,6 +10,7 @@ from torch import nn
 from penstock.device.allocator import keep_freed_pages, return_freed_pages
 from penstock.model.spine import spine_fingerprint, spine_of
 from penstock.plans import Plan
+from penstock.plans.serving import num_processes
 from penstock.run.assembly import Assembly, Running, assemble
 from penstock.run.drive.driver import Deadlines
 from penstock.run.drive.joining import TransportName, joined
@@ -50,7 +51,7 @@ def build(
         InputError: a number of processes that the plan does not have.
         PeerError, DeadlineError: another process failed or did not come.
     """
-    with joined(transport, deadlines.start.seconds, plan.num_seats) as meeting:
+    with joined(transport, deadlines.start.seconds, num_processes(plan)) as meeting:
         if plan.spill is None:
             keep_freed_pages()
         else:  # kept pages would be missing in a budget

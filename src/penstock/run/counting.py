@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from penstock.device.activation_meter import ActivationMeter, Kept
+from penstock.device.activation_meter import ActivationMeter, Kept, Saved
 from penstock.stage.protocol import RunnableStage
 
 
@@ -41,11 +41,19 @@ class Counter:
         self._meter.reset_peak()
 
     def watching(
-        self, stage: int, unit: int, instead: Callable[[Tensor], Any] | None = None
+        self,
+        stage: int,
+        unit: int,
+        instead: Callable[[Tensor], Any] | None = None,
+        around: Callable[[Saved], Any] | None = None,
     ) -> AbstractContextManager[None]:
         """What autograd saves meanwhile belongs to a stage's microbatch, or slice of it; except
-        what ``instead`` takes the place of."""
-        return self._meter.watching((stage, unit), instead)
+        what ``instead`` takes the place of, and as long as what it is wrapped in holds it."""
+        return self._meter.watching((stage, unit), instead, around)
+
+    def keep(self, key: tuple[int, int], tensors: Iterable[Tensor]) -> Kept:
+        """Count memory for a stage and a unit as long as what this gives is held."""
+        return self._meter.keep(key, tensors)
 
     def after(self, stage: int, unit: int) -> None:
         """Count anew what a stage holds of a microbatch, or slice, outside of autograd."""

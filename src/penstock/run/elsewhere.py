@@ -1,7 +1,8 @@
 """Weights that another process trains: reading them here gives what they were before.
 
 Under torchrun each process has the whole model and trains its own stages of it. The rest stays as
-it was built or loaded, and nothing about it looks wrong; so reading it warns.
+it was built or loaded, and nothing about it looks wrong; so reading it warns. So it does where a
+process trains parts of weights, whose whole values are nowhere.
 """
 
 from __future__ import annotations
@@ -24,21 +25,25 @@ class Elsewhere:
     Args:
         own: the stages that this process trains.
         num_stages: how many the pipeline has.
+        in_parts: whether it trains parts of their weights.
 
     Attributes:
         stale: whether other processes have trained weights since this one knew them all.
     """
 
-    def __init__(self, own: list[int], num_stages: int) -> None:
+    def __init__(self, own: list[int], num_stages: int, in_parts: bool = False) -> None:
         self._own = own
         self._num_stages = num_stages
+        self._in_parts = in_parts
         self.stale = False
 
     @classmethod
-    def watching(cls, model: nn.Module, own: Iterable[int], num_stages: int) -> Self:
+    def watching(
+        cls, model: nn.Module, own: Iterable[int], num_stages: int, *, in_parts: bool = False
+    ) -> Self:
         """An ``Elsewhere`` that watches a model, if this process does not train all of it."""
-        elsewhere = cls(sorted(own), num_stages)
-        if len(elsewhere._own) < num_stages:
+        elsewhere = cls(sorted(own), num_stages, in_parts)
+        if len(elsewhere._own) < num_stages or in_parts:
             for module in (model, getattr(model, "original", None)):  # a captured one has two names
                 if isinstance(module, nn.Module):
                     elsewhere.watch(module)
@@ -64,10 +69,17 @@ class Elsewhere:
     def _warn(self, what: str, stack_level: int) -> None:
         if self.stale:
             others = [stage for stage in range(self._num_stages) if stage not in self._own]
+            elsewhere = [
+                f"stages {', '.join(map(str, others))} of {self._num_stages} are trained by other "
+                "ranks, and are here as they were when training began"
+            ] * bool(others)
+            elsewhere += [
+                "layers that this process shares with other tensor ranks are on meta, without "
+                "values, since each has a part of them"
+            ] * self._in_parts
             warnings.warn(
-                f"{what} reads weights that this process has not trained: stages "
-                f"{', '.join(map(str, others))} of {self._num_stages} are trained by other ranks, "
-                "and are here as they were when training began. pipeline.state_dict(whole=True), "
+                f"{what} reads weights that this process has not trained: "
+                f"{'; '.join(elsewhere)}. pipeline.state_dict(whole=True), "
                 "called on every rank, gives rank 0 all of them; pipeline.evaluate runs the model",
                 RuntimeWarning,
                 stacklevel=stack_level,

@@ -46,6 +46,7 @@ class Feed:
         self._flushed = lru_cache(maxsize=32)(self._synchronous)
         self._evaluated = lru_cache(maxsize=32)(self._forwards)
         self.under_way: deque[Any] = deque()
+        self._goes_on = False
         self._windows: Windows | None = None
         self._num_synchronous = 0
         self._restart()
@@ -102,6 +103,7 @@ class Feed:
         for minibatch, given in minibatches:
             segment, position = self._segment(minibatch, given)
             self._logbook.begin(minibatch.step)
+            self._goes_on = position.more_follow
             try:
                 self._submit(segment, minibatch, position)
                 most = self._most_under_way(minibatch, position) if position.more_follow else 0
@@ -166,11 +168,15 @@ class Feed:
             while len(self.under_way) > 1:
                 yield self.collect()
         else:
-            while self.under_way:
+            # Updates that were not known to be the last ones come to their end only behind it.
+            late = bool(self._plan.summing.stale) and self._goes_on
+            while self.under_way and not late:
                 yield self.collect()
             nothing = Schedule(((),) * self._plan.num_ranks)
             empty = Minibatch(step, (), trains=False)
             self._submit(Segment.whole(nothing), empty, StreamPosition())
+            while len(self.under_way) > 1:
+                yield self.collect()
         self.collect()
 
     def _submit(self, segment: Segment, minibatch: Minibatch, position: StreamPosition) -> None:
@@ -205,6 +211,10 @@ class Feed:
     def _segment(
         self, minibatch: Minibatch, given: StreamPosition
     ) -> tuple[Segment, StreamPosition]:
+        if not minibatch.updates and self._plan.summing.stale:
+            raise InputError(
+                "with stale updates each minibatch is one; leave update=False out, or take stale=0"
+            )
         if not minibatch.updates and self._windows is not None:
             raise InputError(
                 "an asynchronous pipeline updates as it goes; leave update=False out, or plan with "
@@ -243,7 +253,7 @@ class Feed:
     def _most_under_way(self, minibatch: Minibatch, position: StreamPosition) -> int:
         """How many minibatches behind the first rank the last one may be."""
         if position.synchronous or self._windows is None:
-            return 1
+            return 1 + self._plan.summing.stale
         return 1 + ceil(self._windows.num_in_flight / max(1, minibatch.num_microbatches))
 
     def _synchronous(self, count: int, update: bool) -> Segment:

@@ -1,40 +1,27 @@
-"""A member of a group: what of a pipeline can be shared, and the worker of one who does."""
+"""What groups can share, and with whom."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-import torch
+from collections.abc import Sequence
 
 from penstock.errors import InputError
-from penstock.model.spine import NamedLayer
 from penstock.plans import Plan
-from penstock.run.layout import Layout
-from penstock.run.members import tensors_of
-from penstock.run.rank.updater import Updater
-from penstock.run.rank.worker import Worker
+from penstock.plans.serving import num_processes, server_ranks
 from penstock.run.recipe import Recipe
-from penstock.run.seating import MeshTransport, Seat
-from penstock.stage.stage import Stage
-from penstock.tensor.group import Group
-from penstock.transport import Transport
+from penstock.run.seating import Seat
+from penstock.units import count_of
 
 
-def check_shareable(plan: Plan, recipe: Recipe, *, on_host: bool) -> None:
-    """Raise ``InputError`` for what groups cannot do yet.
-
-    Args:
-        on_host: whether all ranks compute in main memory.
-    """
+def check_shareable(plan: Plan, recipe: Recipe) -> None:
+    """Raise ``InputError`` for what groups cannot do."""
     refusals = {
+        # A forward that fails on weights which may not stand goes on without its values, and others
+        # in its group would wait for them.
         "post_validate": (recipe.post_validate, "leave it out"),
-        "batch_norm='minibatch'": (recipe.batch_norm == "minibatch", "leave it out"),
         "a loss without an optimizer": (
             recipe.loss is not None and recipe.optimizer is None,
             "gradients would be parts of the model's; give optimizer=…",
         ),
-        "slices of sequences": (plan.placement.num_slices > 1, "plan without slices"),
-        "ranks on accelerators": (not on_host, "give devices='cpu'"),
     }
     for what, (wanted, remedy) in refusals.items():
         if wanted:
@@ -44,60 +31,41 @@ def check_shareable(plan: Plan, recipe: Recipe, *, on_host: bool) -> None:
             )
 
 
+def seats_of(plan: Plan) -> list[Seat]:
+    """Where all members of all ranks of a plan sit, and behind them its parameter servers."""
+    return Seat.all_of((*plan.group_sizes, *[1] * len(server_ranks(plan))))
+
+
 def check_processes(plan: Plan, count: int) -> None:
-    """Raise ``InputError`` unless a job has a process for each seat of a plan."""
-    if plan.num_seats == count:
+    """Raise ``InputError`` unless a job has a process for each seat of a plan, and for each of its
+    parameter servers."""
+    needed = num_processes(plan)
+    if needed == count:
         return
     groups = ""
     if plan.num_tensor_ranks > 1:
         groups = f" of {', '.join(map(str, plan.group_sizes))} tensor ranks"
+    if servers := server_ranks(plan):
+        groups += f" and {count_of(len(servers), 'parameter server')}"
     raise InputError(
         f"the plan has {plan.num_ranks} ranks{groups}, but the job has {count} processes; "
-        f"start it with torchrun --nproc-per-node={plan.num_seats}, or plan for "
+        f"start it with torchrun --nproc-per-node={needed}, or plan for "
         f"{count} ranks (stages = ranks × stages per rank of the schedule)"
     )
 
 
-def begin_equal(layers: Iterable[NamedLayer], group: Group) -> None:
-    """Give layers the values that a group's first member has, where each member has built the
-    model for itself."""
-    pairs = (pair for layer in layers for pair in tensors_of(layer.module))
-    with torch.no_grad():
-        for tensor in {id(tensor): tensor for _, tensor in pairs}.values():
-            tensor.copy_(group.of_first(tensor.detach()))
-
-
-def member(
-    layout: Layout, seat: Seat, channels: Transport, recipe: Recipe, *, equal: bool = False
-) -> tuple[Worker, dict[int, Stage]]:
-    """The worker of one member of a rank that a group performs, and its stages.
+def check_kinds(seats: Sequence[Seat], kinds: Sequence[str]) -> None:
+    """Raise ``InputError`` unless the members of each group compute on one kind of device: others
+    draw other random numbers, so that members would drop out different values.
 
     Args:
-        equal: give it the values of the first member before.
+        seats: of the whole plan, in their order.
+        kinds: of the device of each.
     """
-    group = seat.group(channels)
-    if equal and group is not None:
-        begin_equal(layout.layers_of(seat.rank), group)
-    assert layout.sharings is not None
-    transport = MeshTransport(channels, seat, group, layout.sharings.along(layout.skips))
-    stages = layout.stages(seat.rank, group)
-    updater = Updater(
-        seat.rank,
-        layout.num_ranks,
-        layout.holdings(seat.rank, stages),
-        transport,
-        recipe,
-        layout.shared(seat.rank, stages),
-        group,
-    )
-    worker = Worker(
-        seat.rank,
-        stages,
-        transport,
-        recipe,
-        updater,
-        layout.skips,
-        layout.stores(stages, updater.optimizers),
-        layout.shared_state(stages),
-    )
-    return worker, stages
+    for seat, kind in zip(seats, kinds, strict=True):
+        first = kinds[seat.first(seat.rank)]
+        if kind != first:
+            raise InputError(
+                f"the tensor ranks of rank {seat.rank} compute on {first} and {kind}, which draw "
+                "different random numbers; give devices=… of one kind to each group"
+            )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from penstock.errors import ModelError
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import NamedLayer
 from penstock.plans import Plan
+from penstock.plans.serving import ranks_holding, server_ranks, stages_held
 from penstock.reduce.reducer import SharedWeights
 from penstock.run.holders import Holders
 from penstock.run.members import MemberTwins, Sharings, divided
@@ -28,6 +29,7 @@ from penstock.run.rank.program import SkipRoute
 from penstock.run.rank.updater import Holding
 from penstock.run.shared_state import SharedState
 from penstock.run.twins import Twins
+from penstock.run.wholes import Wholes
 from penstock.stage.slices import check_sliceable
 from penstock.stage.stage import Stage
 from penstock.tensor.channel_group import ChannelGroup
@@ -67,10 +69,11 @@ class Layout:
         layers: its spine.
         streams: where layers draw random numbers.
         one_process: whether all ranks share this process.
-        devices: of the ranks of this process, by their numbers; of groups, of their first members.
+        devices: of the members of ranks of this process, by the numbers of their seats.
 
     Attributes:
         sharings: how groups share layers; ``None`` where every rank is one device.
+        server_ranks: the ranks that are parameter servers.
 
     Raises:
         ModelError: something in the model cannot be spread as planned.
@@ -96,10 +99,13 @@ class Layout:
         self._streams = streams
         self._one_process = one_process
         self._devices = devices
-        self._holders = Holders(self._layers_of, self._schedule.ranks_of)
+        self.server_ranks = server_ranks(plan)
+        group_sizes = (*plan.group_sizes, *[1] * len(self.server_ranks))
+        self._first_seats = [*itertools.accumulate(group_sizes, initial=0)]
+        self._holders = Holders(self._layers_of, partial(ranks_holding, plan))
         self._weights = self._find_weights(model)
         self._check_buffers()
-        if plan.versions.asynchronous:
+        if plan.versions.asynchronous or plan.summing.stale:
             self._check_untied()
         grouped = plan.num_tensor_ranks > 1
         self.sharings = Sharings(tuple(layers), plan) if grouped else None
@@ -113,11 +119,17 @@ class Layout:
             for key, parameter in layer.module.named_parameters():
                 named.setdefault(parameter, layer.key(key))
         return [
-            _Weight(
-                places[id(parameter)], name, parameter, tuple(sorted(self._holders.of(parameter)))
-            )
+            _Weight(places[id(parameter)], name, parameter, self._users_of(parameter))
             for parameter, name in named.items()
         ]
+
+    def _users_of(self, parameter: nn.Parameter) -> tuple[tuple[int, int], ...]:
+        """(rank, stage), ascending. Parameter servers update no weights of several stages, each of
+        which has an optimizer."""
+        users = sorted(self._holders.of(parameter))
+        if len({stage for _, stage in users}) > 1:
+            users = [user for user in users if user[0] not in self.server_ranks]
+        return tuple(users)
 
     def _check_buffers(self) -> None:
         """Ranks that run the same module see different values, so statistics would drift apart."""
@@ -193,10 +205,13 @@ class Layout:
     def _tied(self) -> list[_Weight]:
         return [weight for weight in self._weights if len({stage for _, stage in weight.users}) > 1]
 
-    @property
-    def devices(self) -> Iterable[torch.device]:
-        """Those of the ranks of this process."""
-        return self._devices.values()
+    def seats_of(self, rank: int) -> range:
+        """The numbers of the seats of a rank: one for each member of its group."""
+        return range(self._first_seats[rank], self._first_seats[rank + 1])
+
+    def _device(self, rank: int, coordinate: int = 0) -> torch.device:
+        """That of a member of a rank of this process."""
+        return self._devices[self._first_seats[rank] + coordinate]
 
     @property
     def modules(self) -> Iterator[nn.Module]:
@@ -212,8 +227,8 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the model is spread over."""
-        return self._plan.num_ranks
+        """How many ranks the model is spread over, and parameter servers."""
+        return self._plan.num_ranks + len(self.server_ranks)
 
     @property
     def num_microbatches(self) -> int:
@@ -256,8 +271,8 @@ class Layout:
 
     @cached_property
     def neighbours(self) -> frozenset[tuple[int, int]]:
-        """The pairs of ranks, the lower one first, that exchange tensors with every minibatch:
-        outputs and gradients, skips, sums of shared weights."""
+        """The pairs of seats, the lower one first, that exchange tensors with every minibatch:
+        outputs and gradients, skips, sums of shared weights, parts of values within groups."""
         ranks_of = self._schedule.ranks_of
         chain = [(stage, stage + 1) for stage in range(self._schedule.num_stages - 1)]
         skips = [(route.source, route.target) for route in self.skips]
@@ -268,15 +283,31 @@ class Layout:
         ]
         for weight in self._weights:
             pairs += itertools.combinations(weight.ranks, 2)
-        return frozenset((min(pair), max(pair)) for pair in pairs if pair[0] != pair[1])
+        apart = {pair for pair in pairs if pair[0] != pair[1]}
+        together = [pair for one, other in apart for pair in self._exchanging(one, other)]
+        for rank in range(self.num_ranks):
+            together += itertools.combinations(self.seats_of(rank), 2)
+        return frozenset((min(pair), max(pair)) for pair in together)
 
-    def stages(self, rank: int, group: ChannelGroup | None = None) -> dict[int, Stage]:
+    def _exchanging(self, rank: int, other: int) -> Iterable[tuple[int, int]]:
+        """The seats of two ranks that exchange what these do: those of equal coordinate, or all
+        where groups have different sizes."""
+        ours, theirs = self.seats_of(rank), self.seats_of(other)
+        if len(ours) == len(theirs):
+            return zip(ours, theirs, strict=True)
+        return itertools.product(ours, theirs)
+
+    def stages(
+        self, rank: int, group: ChannelGroup | None = None, wholes: Wholes | None = None
+    ) -> dict[int, Stage]:
         """The stages of a rank, with twins where others hold the model's own parameters.
 
         Args:
             group: of the member whose stages they are, where a group performs the rank's ops.
+            wholes: what the model's own parameters are for while stages are built, if for no
+                longer.
         """
-        twins = self._twins_of(rank, group)
+        twins = self._twins_of(rank, group, wholes)
         first = [0, *itertools.accumulate(map(len, self._layers_of))]
         return {
             stage: Stage(
@@ -290,14 +321,17 @@ class Layout:
                 if self._plan.versions.activations == "newest"
                 else None,
             )
-            for stage in self._schedule.stages_of[rank]
+            for stage in stages_held(self._plan, rank)
         }
 
-    def layers_of(self, rank: int) -> list[NamedLayer]:
-        """The model's layers that a rank runs."""
-        return [
-            layer for stage in self._schedule.stages_of[rank] for layer in self._layers_of[stage]
-        ]
+    def layers_of(self, rank: int) -> dict[int, NamedLayer]:
+        """The model's layers that a rank runs, by their numbers."""
+        first = [0, *itertools.accumulate(map(len, self._layers_of))]
+        return {
+            number: layer
+            for stage in self._schedule.stages_of[rank]
+            for number, layer in enumerate(self._layers_of[stage], start=first[stage])
+        }
 
     def own_state(self, stage: int) -> dict[str, Tensor]:
         """What the model itself has of a stage, under its keys."""
@@ -307,32 +341,35 @@ class Layout:
             for key, value in layer.module.state_dict().items()
         }
 
-    def _twins_of(self, rank: int, group: ChannelGroup | None) -> Twins:
+    def _twins_of(self, rank: int, group: ChannelGroup | None, wholes: Wholes | None) -> Twins:
         """This rank's copies of what another one has the model's own of."""
-        first, foreign = 0 if group is None else group.index, []
+        coordinate, foreign = 0 if group is None else group.index, []
         if self._one_process:
             holders = ((weight.parameter, weight.ranks) for weight in self._weights)
-            foreign = [one for one, ranks in holders if rank in ranks[0 if first else 1 :]]
-        twins = Twins(foreign, self._devices[rank])
+            foreign = [one for one, ranks in holders if rank in ranks[0 if coordinate else 1 :]]
+        device = self._device(rank, coordinate)
+        twins = Twins(foreign, device)
         if group is not None and self.sharings is not None:
             owned = [
                 weight.parameter
                 for weight in self._weights
                 if not self._one_process or rank == weight.ranks[0]
             ]
-            has_buffers = not first or not self._one_process
-            device = self._devices[rank]
-            twins = MemberTwins(foreign, self.sharings, group, device, owned, has_buffers)
-        self._twins[rank, first] = twins
+            has_buffers = not coordinate or not self._one_process
+            twins = MemberTwins(foreign, self.sharings, group, device, owned, has_buffers, wholes)
+        self._twins[rank, coordinate] = twins
         return twins
 
-    def place(self, rank: int, stages: Mapping[int, Stage]) -> None:
-        """Move what a rank has of the model to its device."""
-        device = self._devices[rank]
+    def place(self, rank: int, stages: Mapping[int, Stage], coordinate: int = 0) -> None:
+        """Move what a rank, or a member of it, has of the model to its device. What members have
+        parts of stays where it is, since none has room for the whole of it."""
+        device = self._device(rank, coordinate)
         for stage in stages.values():
             for layer in stage.layers:
                 place_parameters(layer.module, device)
-        place_buffers(self._modules_with_buffers_of(rank, stages), device)
+        if not coordinate or not self._one_process:
+            divided = self._twins[rank, coordinate].divided
+            place_buffers(self._modules_with_buffers_of(rank, stages), device, divided)
 
     def _modules_with_buffers_of(
         self, rank: int, stages: Mapping[int, Stage]
@@ -347,9 +384,9 @@ class Layout:
                     if first_rank == rank or not self._one_process:
                         yield module
 
-    def place_twins(self, rank: int) -> None:
+    def place_twins(self, rank: int, coordinate: int = 0) -> None:
         """Give a rank's twins buffers on its device, once those of the model are on theirs."""
-        twins = self._twins[rank, 0]
+        twins = self._twins[rank, coordinate]
         twins.share()
         twins.let_go()  # that the originals were moved is nothing to follow
 
@@ -378,7 +415,11 @@ class Layout:
                 plan.versions.delay(place),
                 plan.replicas[stage] if by_microbatch else 1.0,
                 plan.versions.damping(place),
-                *divided(self.sharings, [(one.parameter, own[one.place]) for one in first]),
+                *divided(
+                    self.sharings,
+                    [(one.parameter, own[one.place]) for one in first],
+                    whole={id(one.parameter) for one in first if self._has_stand_ins(one)},
+                ),
             )
         return holdings
 
@@ -402,32 +443,75 @@ class Layout:
 
     @cached_property
     def _groups(self) -> list[list[_Weight]]:
-        """Weights with several holders, those with the same users together."""
-        groups: dict[tuple[tuple[int, int], ...], list[_Weight]] = defaultdict(list)
+        """Weights with several holders, those with the same users together; apart from them those
+        of whose gradients members of groups have terms."""
+        groups: dict[tuple[object, bool], list[_Weight]] = defaultdict(list)
         for weight in self._weights:
             if len(weight.ranks) > 1:
-                groups[weight.users].append(weight)
+                groups[weight.users, self._has_terms(weight)].append(weight)
         return [*groups.values()]
 
-    @property
-    def holders(self) -> list[tuple[int, ...]]:
-        """The ranks that hold each group of shared weights, by its tag."""
-        return [group[0].ranks for group in self._groups]
+    def _has_terms(self, weight: _Weight) -> bool:
+        return self.sharings is not None and id(weight.parameter) in self.sharings.terms
 
-    def shared(self, rank: int, stages: dict[int, Stage]) -> list[SharedWeights]:
-        """The weights of a rank that others hold, too; those with the same users together."""
-        own = self._parameters(stages)
+    @property
+    def holders(self) -> list[list[tuple[int, ...]]]:
+        """The seats that hold each group of shared weights, by its tag and by coordinate: members
+        of equal coordinate sum what they have.
+
+        Raises:
+            ModelError: groups of different sizes hold one, and the plan's reducer is not the
+                transport's.
+        """
+        if self._plan.summing.reducer in {"servers", "all-reduce"}:
+            for first, *_ in self._groups:
+                if self._has_stand_ins(first):
+                    raise ModelError(
+                        f"{first.name!r} is tied between stages of different numbers of tensor "
+                        f"ranks, whose sums {self._plan.summing.reducer!r} can't make; take the "
+                        "reducer 'owners'"
+                    )
+        # Where sizes differ, members sum whole values by the transport, which needs no list.
         return [
-            SharedWeights(
-                index,
-                group[0].ranks,
-                group[0].stages(rank),
-                tuple(own[weight.place] for weight in group),
-                len({stage for _, stage in group[0].users}) == 1,
-            )
-            for index, group in enumerate(self._groups)
-            if rank in group[0].ranks
+            [*zip(*map(self.seats_of, first.ranks), strict=False)] for first, *_ in self._groups
         ]
+
+    def shared(
+        self, rank: int, stages: dict[int, Stage], group: ChannelGroup | None = None
+    ) -> list[SharedWeights]:
+        """The weights of a rank that others hold, too; those with the same users together.
+
+        Args:
+            group: of the member whose stages they are, where a group performs the rank's ops.
+        """
+        own = self._parameters(stages)
+        shared: list[SharedWeights] = []
+        for index, weights in enumerate(self._groups):
+            first = weights[0]
+            if rank not in first.ranks:
+                continue
+            parameters = tuple(own[weight.place] for weight in weights)
+            stand_ins = None
+            if self.sharings is not None and self._has_stand_ins(first):
+                originals = [weight.parameter for weight in weights]
+                stand_ins = self.sharings.stand_ins(originals, parameters, group)
+                parameters = stand_ins.parameters
+            of_one_stage = len({stage for _, stage in first.users}) == 1
+            shared.append(
+                SharedWeights(
+                    index,
+                    first.ranks,
+                    first.stages(rank),
+                    parameters,
+                    of_one_stage and not self._has_terms(first),
+                    stand_ins,
+                )
+            )
+        return shared
+
+    def _has_stand_ins(self, weight: _Weight) -> bool:
+        """Whether groups of different sizes hold a weight."""
+        return len({len(self.seats_of(rank)) for rank in weight.ranks}) > 1
 
     def shared_state(self, stages: dict[int, Stage]) -> SharedState:
         """What no forward of a rank's stages may write, since others hold it as well."""

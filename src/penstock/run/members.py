@@ -7,24 +7,27 @@ step and put back behind it, so that between steps the model has what was traine
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from penstock.device.crossing import moved
 from penstock.errors import ModelError
 from penstock.model.spine import NamedLayer
 from penstock.plans import Plan
 from penstock.run.rank.program import SkipRoute
 from penstock.run.twins import Twins
+from penstock.run.wholes import Wholes
 from penstock.tensor.chain import LayerSharing, walk
 from penstock.tensor.channel_group import ChannelGroup
 from penstock.tensor.cuts import Cut
 from penstock.tensor.layouts import Layout
-from penstock.tensor.patterns import check_used, inner_splits
+from penstock.tensor.patterns import check_used, inner_splits, own_split
 from penstock.tensor.sharing import cut_tensors, shared, terms
+from penstock.tensor.stand_ins import StandIns
 from penstock.transport.tags import SKIP_TAGS
 
 
@@ -58,7 +61,7 @@ class Sharings:
 
     def __init__(self, layers: tuple[NamedLayer, ...], plan: Plan) -> None:
         names = [layer.name for layer in layers]
-        given: dict[str, str] = {}
+        given: list[str] = []
         inner: list[dict[str, str]] = []
         start = 0
         for stage in plan.stages:
@@ -67,10 +70,10 @@ class Sharings:
             check_used(own, stage.splits)
             patterns = {key: how for key, how in stage.splits.items() if key not in names}
             inner += [inner_splits(layer, patterns) for layer in own]
-            given |= {key: how for key, how in stage.splits.items() if key in names}
+            given += [own_split(layer, stage.splits) for layer in own]
         sizes = [stage.tensor_ranks for stage in plan.stages for _ in stage.layers]
         self._sizes = dict(zip(names, sizes, strict=True))
-        walked = walk(layers, [given.get(name, "whole") for name in names], inner, sizes)
+        walked = walk(layers, given, inner, sizes)
         self._by_name = dict(zip(names, walked, strict=True))
         self.cuts: dict[int, Cut] = {}
         self.terms: set[int] = set()
@@ -85,7 +88,7 @@ class Sharings:
 
     def _find(self, layers: tuple[NamedLayer, ...]) -> None:
         """What is divided, and of what members have terms; by ids of tensors."""
-        kinds: dict[int, tuple[object, int, str]] = {}
+        kinds: dict[int, tuple[object, str]] = {}
         for layer in layers:
             sharing = self.of(layer)
             cuts = {id(tensor): cut for tensor, cut in cut_tensors(layer.module, sharing)}
@@ -93,22 +96,18 @@ class Sharings:
             for name, parameter in layer.module.named_parameters():
                 key = id(parameter)
                 kind = cuts.get(key, "terms" if key in added else "whole")
-                size = self._sizes[layer.name]
-                before, others, where = kinds.setdefault(key, (kind, size, layer.key(name)))
-                if size != others:
-                    raise ModelError(
-                        f"{where!r} and {layer.key(name)!r} are the same parameter, but their "
-                        f"stages have {others} and {size} tensor ranks; give them as many, or put "
-                        "both layers into one stage"
-                    )
+                if self._sizes[layer.name] == 1:
+                    continue  # who sits alone has all of it, however others divide it
+                before, where = kinds.setdefault(key, (kind, layer.key(name)))
                 if before != kind:
                     raise ModelError(
                         f"{where!r} and {layer.key(name)!r} are the same parameter, but splits "
                         "let members have different parts of it; split both layers alike, or "
                         'repeat both ("whole")'
                     )
-            self.cuts |= cuts
-            self.terms |= added
+            if self._sizes[layer.name] > 1:
+                self.cuts |= cuts
+                self.terms |= added
             for own_key, tensor in tensors_of(layer.module):
                 if id(tensor) in cuts:
                     self.cut_keys[layer.key(own_key)] = cuts[id(tensor)]
@@ -137,17 +136,39 @@ class Sharings:
         return along
 
     def joined(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """The state of a stage, of what its members have of it.
+        """The state of a stage, of what its members have of it. What is put together is in main
+        memory, since no accelerator may have room for it.
 
         Args:
             parts: by coordinate.
         """
         return {
-            key: self.cut_keys[key].joined([part[key] for part in parts])
+            key: self.cut_keys[key].joined([part[key].cpu() for part in parts])
             if key in self.cut_keys
             else value
             for key, value in parts[0].items()
         }
+
+    def stand_ins(
+        self,
+        originals: Sequence[nn.Parameter],
+        parameters: Sequence[nn.Parameter],
+        group: ChannelGroup | None,
+    ) -> StandIns:
+        """What a member shows to groups of other sizes that hold the same weights.
+
+        Args:
+            originals: the model's.
+            parameters: the member's, in the same order.
+        """
+        pairs = zip(originals, parameters, strict=True)
+        return StandIns(
+            parameters,
+            [tuple(original.shape) for original in originals],
+            [self.cuts.get(id(original)) for original in originals],
+            frozenset(id(own) for original, own in pairs if id(original) in self.terms),
+            group,
+        )
 
     def of(self, layer: NamedLayer) -> LayerSharing:
         """How a layer is shared."""
@@ -155,18 +176,21 @@ class Sharings:
 
 
 def divided(
-    sharings: Sharings | None, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]
+    sharings: Sharings | None,
+    pairs: Iterable[tuple[nn.Parameter, nn.Parameter]],
+    whole: Collection[int] = (),
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Of a rank's parameters, those of whose gradients it has a term, and those of which it has a
     part; none where nothing is shared.
 
     Args:
         pairs: the model's, and the rank's.
+        whole: ids of the model's whose gradients are made whole elsewhere.
     """
     if sharings is None:
         return [], []
     known = [(id(theirs), ours) for theirs, ours in pairs]
-    added = [ours for key, ours in known if key in sharings.terms]
+    added = [ours for key, ours in known if key in sharings.terms and key not in whole]
     return added, [ours for key, ours in known if key in sharings.cuts]
 
 
@@ -187,6 +211,7 @@ class MemberTwins(Twins):
         owned: parameters of the model into which its parts are put back.
         has_buffers: whether the model's own buffers are this member's: somebody's forwards must
             move them.
+        wholes: brings whole values and takes them away again; by default the model keeps them.
     """
 
     def __init__(
@@ -197,24 +222,35 @@ class MemberTwins(Twins):
         device: torch.device,
         owned: Iterable[nn.Parameter],
         has_buffers: bool,
+        wholes: Wholes | None = None,
     ) -> None:
         super().__init__((one for one in repeated if id(one) not in sharings.cuts), device)
         self._sharings = sharings
         self._group = group
         self._owned = {id(parameter) for parameter in owned}
         self._has_buffers = has_buffers
+        self._wholes = wholes
         self._parts: dict[int, _Part] = {}
         self._own_buffers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def of(self, layer: NamedLayer) -> nn.Module:
         sharing = self._sharings.of(layer)
+        if self._wholes is not None:
+            self._wholes.come(layer)
         for tensor, cut in cut_tensors(layer.module, sharing):
             if id(tensor) not in self._parts:
                 self._parts[id(tensor)] = _Part(tensor, cut, self._new_part(tensor, cut))
-        return shared(super().of(layer), sharing, self._group)
+        own = shared(super().of(layer), sharing, self._group, layer.module)
+        if self._wholes is not None:
+            self._wholes.go(layer)
+        return own
+
+    @property
+    def divided(self) -> frozenset[int]:
+        return frozenset(self._parts)
 
     def _new_part(self, tensor: Tensor, cut: Cut) -> Tensor:
-        part = cut.part(tensor.detach(), self._group.size, self._group.index)
+        part = moved(cut.part(tensor.detach(), self._group.size, self._group.index), self._device)
         if not isinstance(tensor, nn.Parameter):
             return part
         own = nn.Parameter(part, tensor.requires_grad)
@@ -235,6 +271,11 @@ class MemberTwins(Twins):
                     for name, buffer in theirs.items()
                 }
 
+    def _is_elsewhere(self, buffer: Tensor | None) -> bool:
+        """Whether the model's buffer is to be copied; a member's own is on its device already."""
+        own = not self._has_buffers or id(buffer) in self._parts
+        return not own and super()._is_elsewhere(buffer)
+
     def _has_the_models(self, buffers: Iterable[Tensor | None]) -> bool:
         return self._has_buffers and not any(id(buffer) in self._parts for buffer in buffers)
 
@@ -246,7 +287,7 @@ class MemberTwins(Twins):
             return buffer
         original, own = self._own_buffers.get(id(buffer), (None, None))
         if own is None or original is not buffer:
-            own = buffer.detach().clone()
+            own = torch.empty_like(buffer, device=self._device).copy_(buffer.detach())
             self._own_buffers[id(buffer)] = buffer, own
         return own
 
@@ -254,7 +295,8 @@ class MemberTwins(Twins):
         super().follow()
         with torch.no_grad():
             for original, cut, own in self._parts.values():
-                own.copy_(cut.part(original.detach(), self._group.size, self._group.index))
+                if not original.is_meta:
+                    own.copy_(cut.part(original.detach(), self._group.size, self._group.index))
                 own.requires_grad_(original.requires_grad)
             for buffer, own_buffer in self._own_buffers.values():
                 own_buffer.copy_(buffer)
@@ -263,5 +305,7 @@ class MemberTwins(Twins):
         super().let_go()
         with torch.no_grad():
             for original, cut, own in self._parts.values():
+                if original.is_meta:
+                    continue
                 if id(original) in self._owned or not isinstance(original, nn.Parameter):
                     cut.put(original.detach(), own.detach(), self._group.size, self._group.index)

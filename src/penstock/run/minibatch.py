@@ -17,6 +17,7 @@ from penstock.model import tree
 from penstock.model.autocast import autocasting, remembering_no_casts
 from penstock.run.counting import Peak
 from penstock.run.seals import Call, Modes, Next, Seal, autocast_codes
+from penstock.timing.spans import TransferKind
 from penstock.weights.store import Held
 
 
@@ -165,6 +166,8 @@ class Harvest:
         held: the most versions of its stage's weights that the rank held since the stream began.
         moment: when all of this is made, where it is made by an accelerator.
         stamps: when each op happened there; ``starts`` and ``ends`` are when the host asked for it.
+        moved: what kept links and tiers busy, as ``Transfer`` has it: (kind, stage, number, start,
+            end), in seconds of the same clock.
     """
 
     starts: array[float] = field(default_factory=lambda: array("d"))
@@ -179,6 +182,7 @@ class Harvest:
     held: Held | None = None
     moment: torch.Event | None = None
     stamps: Stamps | None = None
+    moved: list[tuple[TransferKind, int, int, float, float]] = field(default_factory=list)
 
     def take_up(self) -> None:
         """Let this thread go on with what was made, as soon as it is."""
@@ -193,7 +197,17 @@ def modes(trains: bool, *, shares: bool = False) -> Iterator[None]:
     Args:
         shares: whether forwards wait for those of other members of a group.
     """
-    alone = remembering_no_casts() if shares else nullcontext()
     inference = torch.inference_mode(False) if trains else nullcontext()
+    alone = _waiting_in_backwards() if shares else nullcontext()
     with inference, torch.set_grad_enabled(trains), autocasting({}), alone:
+        yield
+
+
+@contextmanager
+def _waiting_in_backwards() -> Iterator[None]:
+    """What a thread needs whose forwards and backwards wait for those of other threads."""
+    # Autograd has one thread for each accelerator, whichever thread asks for a backward. If that
+    # waited for a message of a rank whose own backward has to go through it, nobody would go on. So
+    # backwards stay in the rank's thread, on the streams that their forwards had.
+    with remembering_no_casts(), torch.autograd.set_multithreading_enabled(False):
         yield

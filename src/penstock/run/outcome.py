@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +18,7 @@ from penstock.model import tree
 from penstock.run.counting import Peak
 from penstock.schedule import Op
 from penstock.schedule.schedule import Activations
-from penstock.timing.spans import Row
+from penstock.timing.spans import Row, Transfer, TransferKind
 from penstock.timing.timeline import Timeline
 from penstock.weights.store import Held
 
@@ -58,6 +58,7 @@ class RankRecord(NamedTuple):
         clock_offset: by how many seconds the rank's clock is ahead of rank 0's.
         stamps: when each op happened, where that was on an accelerator: ``starts`` and ``ends`` are
             when the host asked for it.
+        moved: what the rank moved, as ``Transfer`` has it: (kind, stage, number, start, end).
     """
 
     ops: Sequence[Op]
@@ -67,6 +68,7 @@ class RankRecord(NamedTuple):
     base: int = 0
     clock_offset: float = 0.0
     stamps: Stamps | None = None
+    moved: Sequence[tuple[TransferKind, int, int, float, float]] = ()
 
     def row(self) -> Row:
         """The same as a timeline has it: numbered in the stream, in seconds of rank 0's clock."""
@@ -203,7 +205,51 @@ def timeline(
         )
         for row in columns
     )
-    return Timeline(tuple(moved), name, "measured", activations)
+    transfers = [
+        one._replace(start=max(one.start - zero, 0.0), end=one.end - zero)
+        for records in steps
+        for one in (*_sums(records), *_stored(records))
+        if one.end > zero
+    ]
+    return Timeline(tuple(moved), name, "measured", activations, transfers=tuple(sorted(transfers)))
+
+
+def _sums(records: Sequence[RankRecord]) -> list[Transfer]:
+    """The parts of gradients that ranks have exchanged: each from when the first of them sent it
+    until the last one had the sum."""
+    told: dict[tuple[int, int, int], list[tuple[int, float, float]]] = defaultdict(list)
+    for rank, record in enumerate(records):
+        rounds: Counter[tuple[int, int]] = Counter()
+        for kind, stage, part, start, end in record.moved:
+            if kind != "sum":
+                continue
+            # In a stream, a stage may update several times.
+            span = rank, start - record.clock_offset, end - record.clock_offset
+            told[stage, part, rounds[stage, part]].append(span)
+            rounds[stage, part] += 1
+    return [
+        Transfer(
+            tuple(rank for rank, _, _ in spans),
+            "sum",
+            stage,
+            part,
+            min(start for _, start, _ in spans),
+            max(end for _, _, end in spans),
+        )
+        for (stage, part, _), spans in told.items()
+        if len(spans) > 1
+    ]
+
+
+def _stored(records: Sequence[RankRecord]) -> list[Transfer]:
+    """What came from tiers and went there."""
+    return [
+        Transfer((rank,), kind, stage, number, start - offset, end - offset)
+        for rank, record in enumerate(records)
+        for offset in [record.clock_offset]
+        for kind, stage, number, start, end in record.moved
+        if kind != "sum"
+    ]
 
 
 def _joined(rows: Sequence[Row]) -> Row:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +21,19 @@ def place_parameters(module: nn.Module, device: torch.device) -> None:
             part.compute_on(device)
 
 
-def place_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
+def place_buffers(
+    modules: Iterable[nn.Module], device: torch.device, but: Collection[int] = ()
+) -> None:
     """Move the buffers of modules, not of those inside them.
 
     Args:
         modules: all of a rank, so that a buffer of several is still one.
+        but: the ids of buffers that stay where they are.
     """
     placed: dict[int, Tensor] = {}
     for module in modules:
         for name, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffer is not None and id(buffer) not in but:
                 if id(buffer) not in placed:
                     placed[id(buffer)] = there = moved(buffer, device)
                     placed[id(there)] = there

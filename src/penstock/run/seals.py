@@ -27,7 +27,7 @@ from penstock.model import tree
 from penstock.model.microbatches import Microbatches
 from penstock.transport import Edge, Noted, Transport
 from penstock.transport.base import OnTop
-from penstock.transport.tags import REPORT_TAG, SHARED_TAGS
+from penstock.transport.tags import RENEWED_TAGS, REPORT_TAG, SHARED_TAGS
 
 _FIELDS = struct.Struct("<BBBBIqdQQ")
 _MOST_SAMPLES = 1024
@@ -340,6 +340,6 @@ class SealedTransport(OnTop):
 
     def _has_seal(self, edge: Edge) -> bool:
         """Whether messages of an edge belong to the minibatch at hand: gradients that come back may
-        be those of an earlier one."""
+        be those of an earlier one, and so may weights that others have updated."""
         forward = edge.tag < REPORT_TAG and edge.tag % 2 == 0
-        return forward or (edge.tag >= SHARED_TAGS and self.synchronous)
+        return forward or (SHARED_TAGS <= edge.tag < RENEWED_TAGS and self.synchronous)

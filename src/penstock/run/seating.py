@@ -22,6 +22,7 @@ from penstock.tensor.layouts import Layout
 from penstock.tensor.routes import receivers, senders, slices
 from penstock.transport import Edge, Transport
 from penstock.transport.base import OnTop
+from penstock.transport.tags import SHARED_TAGS
 
 
 class Seat:
@@ -46,11 +47,18 @@ class Seat:
         self.number = self._number(rank, coordinate)
 
     @classmethod
-    def numbered(cls, number: int, sizes: tuple[int, ...]) -> Seat:
-        """The seat with a number."""
-        firsts = [*accumulate(sizes, initial=0)]
-        rank = max(rank for rank in range(len(sizes)) if firsts[rank] <= number)
-        return cls(rank, number - firsts[rank], sizes)
+    def all_of(cls, sizes: tuple[int, ...]) -> list[Seat]:
+        """All seats in their order.
+
+        Args:
+            sizes: of the group of each rank.
+        """
+        alone = max(sizes) == 1
+        return [
+            cls(rank, coordinate, () if alone else sizes)
+            for rank, size in enumerate(sizes)
+            for coordinate in range(size)
+        ]
 
     @cached_property
     def firsts(self) -> tuple[int, ...]:
@@ -106,7 +114,7 @@ class MeshTransport(OnTop):
         divided: by tags, along which dimension values are divided that groups hand over.
 
     Attributes:
-        seat: as given.
+        seat, group: as given.
     """
 
     def __init__(
@@ -118,7 +126,7 @@ class MeshTransport(OnTop):
     ) -> None:
         super().__init__(inner)
         self.seat = seat
-        self._group = group
+        self.group = group
         self._divided = divided
 
     def edges(self, edge: Edge) -> list[Edge]:
@@ -129,8 +137,12 @@ class MeshTransport(OnTop):
         dim, edges = self._divided.get(edge.tag), self.edges(edge)
         size = self.seat.sizes[edge.target]
         if dim is None or size == self.seat.size:
-            for one in edges:
-                self.inner.send(one, number, value)
+            for place, one in enumerate(edges):
+                # Between threads gradients are handed over as they are, and who has handed them
+                # writes the sums there when it has these: from the first one, who has then read
+                # them. The others may not have.
+                answers = place == 0 or edge.tag < SHARED_TAGS
+                self.inner.send(one, number, value if answers else _copied(value))
             return
         pieces = self._pieces(value, dim, size)
         for one, piece in zip(edges, pieces, strict=True):
@@ -164,14 +176,17 @@ class MeshTransport(OnTop):
             return [leaf] * size
         length, own = leaf.shape[dim], self.seat.coordinate
         lengths = [length]
-        if self._group is not None:
-            told = torch.tensor([length])
-            lengths = [int(one) for one in self._group.exchange([told] * self._group.size)]
+        if self.group is not None:
+            lengths = self.group.tell(length)
         return [
             leaf.narrow(dim, piece.within.start, piece.within.length).contiguous()
             for piece in slices(lengths, size)
             if piece.source == own
         ]
+
+
+def _copied(value: Any) -> Any:
+    return tree.replace(Tensor, Tensor.clone, value)
 
 
 def _joined(pieces: tuple[Any, ...], dim: int) -> Any:

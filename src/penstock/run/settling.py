@@ -17,14 +17,21 @@ from penstock.device.queue import DeviceQueue, moments_of_caller, taken_up
 from penstock.errors import InputError
 from penstock.model.spine import NamedLayer
 from penstock.plans import Plan
+from penstock.plans.serving import stages_held
 from penstock.run.layout import Layout
 from penstock.run.materialising import Values
 from penstock.run.placing import place_buffers, place_parameters
+from penstock.run.seating import Seat
 from penstock.stage.stage import Stage
 
 
 def queues_of(devices: Mapping[int, torch.device]) -> dict[int, DeviceQueue]:
-    """The work of each rank on its device; none if no rank here needs to know about devices."""
+    """The work of each rank, or member of one, on its device; none if none here needs to know about
+    devices.
+
+    Args:
+        devices: by the numbers of seats.
+    """
     if all(map(is_on_host, devices.values())):
         return {}
     return {rank: DeviceQueue.on(device) for rank, device in devices.items()}
@@ -43,7 +50,8 @@ def draw_all(
     Args:
         layers: of the whole model.
         devices: of the ranks of this process, by their numbers.
-        queues: their work, if any of them is an accelerator.
+        queues: their work, if any of them is an accelerator; none if layers are to stay in main
+            memory, from where the members of groups take their parts.
         values: where they have them from.
 
     Raises:
@@ -53,7 +61,7 @@ def draw_all(
     places = [
         (index, rank)
         for rank in devices
-        for stage in plan.placement.stages_of[rank]
+        for stage in stages_held(plan, rank)
         for index in range(first[stage], first[stage + 1])
     ]
     # In the model's order, since what is tied has the values of its first layer.
@@ -66,24 +74,30 @@ def draw_all(
 
 
 def place_all(
-    layout: Layout, stages: Mapping[int, Mapping[int, Stage]], queues: Mapping[int, DeviceQueue]
+    layout: Layout, stages: Mapping[Seat, Mapping[int, Stage]], queues: Mapping[int, DeviceQueue]
 ) -> None:
     """Move stages to their ranks' devices.
 
     What is written by one rank and read by another has been found by then: afterwards, ranks with
     the same buffer have copies of it.
 
+    Args:
+        stages: by the seat of who performs them.
+        queues: by the numbers of seats.
+
     Raises:
         InputError: all ranks compute on the CPU, and the model is elsewhere.
     """
-    if not queues and accelerator_kind() is not None:
-        _check_on_host(stage for own in stages.values() for stage in own.values())
-    for rank, queue in queues.items():
-        with building(queue):
-            layout.place(rank, stages[rank])
-    for rank, queue in queues.items():
-        with building(queue):
-            layout.place_twins(rank)
+    if not queues:
+        if accelerator_kind() is not None:
+            _check_on_host(stage for own in stages.values() for stage in own.values())
+        return
+    for seat, own in stages.items():
+        with building(queues[seat.number]):
+            layout.place(seat.rank, own, seat.coordinate)
+    for seat in stages:
+        with building(queues[seat.number]):
+            layout.place_twins(seat.rank, seat.coordinate)
 
 
 def _check_on_host(stages: Iterable[Stage]) -> None:

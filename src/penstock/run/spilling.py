@@ -15,7 +15,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from penstock.device.accelerators import is_on_host
 from penstock.errors import InputError, ModelError
 from penstock.model.optimizer_factory import Parameters, make_optimizer
 from penstock.plans import Plan
@@ -31,7 +30,7 @@ from penstock.weights.group import Group
 from penstock.weights.optimizer_state import state_tensors
 from penstock.weights.residence import Residence
 from penstock.weights.slabs import Slabs
-from penstock.weights.tiers import opened
+from penstock.weights.ways import Way
 
 _ROUNDED = 1.01
 
@@ -48,12 +47,6 @@ def check_spillable(plan: Plan, recipe: Recipe, layout: Layout) -> None:
         raise InputError(
             "post_validate keeps a copy of weights and optimizer state, which stages that leave "
             f"memory have no room for; leave it out, or {remedy}"
-        )
-    other = next((device for device in layout.devices if not is_on_host(device)), None)
-    if other is not None:
-        raise InputError(
-            f"stages come and go between main memory and a tier, and a rank computes on {other}; "
-            f"give devices='cpu', or {remedy}"
         )
     for module in layout.modules:
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -79,6 +72,7 @@ class Settling:
 
     Attributes:
         values: where layers have their initial values from, right before these leave.
+        devices: of the ranks of this process, by their numbers.
         seconds: how long a transfer may take.
     """
 
@@ -86,6 +80,7 @@ class Settling:
     layout: Layout
     recipe: Recipe
     values: Values
+    devices: Mapping[int, torch.device]
     seconds: float
 
 
@@ -108,14 +103,14 @@ def settled_in(settling: Settling, rank: int, stages: Mapping[int, Stage]) -> Re
         for index, stage in stages.items()
     }
     first = [0, *accumulate(len(stage.layers) for stage in plan.stages)]
-    store = opened(plan.spill.tier)
-    residence = Residence(store, Slabs(float("inf")), weights, settling.seconds)
+    device = settling.devices[rank]
+    way = Way.between(plan.spill.tier, device, settling.seconds)
+    residence = Residence(way, Slabs(float("inf"), device), weights)
     try:
         for index in stages:
             for layer in range(first[index], first[index + 1]):
                 settling.values.draw(layer)
             residence.take_in(index)
-        residence.slabs.clear()
         state = {
             index: state_bytes(recipe, holdings[index], weights[index], index) for index in stages
         }
@@ -206,4 +201,4 @@ def _stepped_once(
     with torch.no_grad():
         optimizer.step()
     tensors: list[Tensor] = state_tensors(optimizer, travels)
-    return Group("", tensors).num_bytes
+    return Group("", tensors, stage).num_bytes

@@ -99,6 +99,11 @@ class Twins:
         self._copied: dict[int, _Copied] = {}
 
     @property
+    def divided(self) -> frozenset[int]:
+        """The ids of those of the model's tensors of which the rank has parts only."""
+        return frozenset()
+
+    @property
     def modules(self) -> tuple[nn.Module, ...]:
         """Twins of layers."""
         return tuple(self._roots)

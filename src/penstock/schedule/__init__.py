@@ -11,9 +11,10 @@ first asks for ``ranks``. Families lay columns out themselves (``families.layout
 ``columns`` checks them and adds to them. Small schedules go op by op and never load numpy. Wherever
 there are two ways, a test holds them together.
 
-When a stage is in memory is said by ops, too (``residence``): whoever reads a schedule sees when
-weights come and go, and the check proves that none is missed. Both ends of a stay follow from the
-rank's order; what a stay is for (``stays_of``) is read from the ops between them.
+When a stage is in memory is said by ops, too (``residence``; of activations, ``offload``): whoever
+reads a schedule sees when they come and go, and the check proves that none is missed. Both ends of
+a stay follow from the rank's order; what a stay is for (``stays_of``) is read from the ops between
+them.
 
 An op may name a slice of its microbatch (``2F0.1``). Sequence slices depend on each other within a
 stage, so they cannot be microbatches; as a fourth field of ``Op`` they leave torch's text as it is

@@ -1,10 +1,11 @@
 """Prove that a schedule can run before a device is touched.
 
 Four proofs: every piece of work is there exactly once; all work of one (stage, microbatch) is on
-one rank; where stages leave memory, every op finds its weights there; and some order of events
-satisfies every rank's order and every data dependency, also when a channel between two stages holds
-only ``capacity`` messages, or when messages pass in the order of their sends and nothing holds them
-until their receives are posted (a capacity of 0), as where accelerators exchange them directly.
+one rank; where stages or activations leave memory, every op finds there what it needs; and some
+order of events satisfies every rank's order and every data dependency, also when a channel between
+two stages holds only ``capacity`` messages, or when messages pass in the order of their sends and
+nothing holds them until their receives are posted (a capacity of 0), as where accelerators exchange
+them directly.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from itertools import islice
 from penstock.errors import ScheduleError
 from penstock.schedule.channels import check_capacity, other_end, room_needed
 from penstock.schedule.lower import add_communication, last_gradients
+from penstock.schedule.offload import check_offload
 from penstock.schedule.op import COMMUNICATION, COMPUTE, RELEASING, Kind, Op
 from penstock.schedule.residence import check_residence
 from penstock.schedule.schedule import MANY_OPS, Schedule
@@ -60,6 +62,7 @@ def check_each_op(schedule: Schedule) -> None:
     _check_updates(schedule)
     _check_communication(schedule)
     check_residence(schedule)
+    check_offload(schedule)
     _check_progress(schedule, None)
 
 

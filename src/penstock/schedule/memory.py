@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import InputError
 from penstock.schedule.columns.rank_ops import RankOps, kinds_in, stages_with
-from penstock.schedule.op import FORWARDS, RELEASING, Kind, Op
+from penstock.schedule.op import FORWARDS, RELEASING, STASHES, Kind, Op
 from penstock.schedule.schedule import Activations
 from penstock.values import amount, items_of, shown
 
@@ -80,15 +80,20 @@ def changes(
 
     Explicit free points count where there are any; otherwise memory comes back behind I, W and B.
     Where backwards go through the newest activations, a forward takes the place of what the one
-    before it has left.
+    before it has left. Marks like [1] are the rules of ``offload``.
     """
     left = _left_behind(ops, sizes, num_slices)
     held: dict[object, float] = {}
+    leaving = 0.0
     for op in ops:
         holder = op.stage if activations == "newest" else op._replace(kind=Kind.FORWARD)
         before = held.get(holder, 0.0)
         after = held[holder] = left.get(op[:2], before)
-        yield op.kind in FORWARDS, after - before
+        if op.kind in STASHES:
+            written, leaving = leaving, before if op.kind is Kind.LEAVE_STASH else 0.0  # [1]
+            yield True, after - before + leaving - written
+        else:
+            yield op.kind in FORWARDS, after - before
 
 
 def _left_behind(ops: Sequence[Op], sizes: Sizes, num_slices: int) -> dict[tuple[int, Kind], float]:
@@ -104,6 +109,8 @@ def _left_behind(ops: Sequence[Op], sizes: Sizes, num_slices: int) -> dict[tuple
         left[stage, Kind.RECOMPUTE] = sizes.activation[stage] / num_slices
         left[stage, frees_part] = sizes.kept_for_weight[stage] / num_slices
         left.update(dict.fromkeys(((stage, kind) for kind in frees_rest), 0.0))
+        left[stage, Kind.LEAVE_STASH] = 0.0
+        left[stage, Kind.FETCH_STASH] = sizes.activation[stage] / num_slices  # [2]
     return left
 
 
@@ -133,7 +140,7 @@ def _most_held(ops: Sequence[Op], sizes: Sizes, num_slices: int, activations: Ac
         # Each op leaves what it leaves, whatever was there before.
         left = _left_behind(ops, sizes, num_slices)
         return max(left[stage, kind] for stage, kind in left if kind in kinds_in(ops))
-    if isinstance(ops, RankOps) and activations == "own":
+    if isinstance(ops, RankOps) and activations == "own" and not STASHES & set(kinds_in(ops)):
         return ops.most_held(_left_behind(ops, sizes, num_slices))
     steps = changes(ops, sizes, num_slices, activations)
     return max(accumulate((change for _, change in steps), initial=0.0))

@@ -59,6 +59,10 @@ class Kind(StrEnum):
     LEAVE_BACKWARD = "LEAVE_B"
     """Let a stage go behind backwards, and write what changed: weights and optimizer state behind
     an update, gradients where none has come yet."""
+    LEAVE_STASH = "LEAVE_S"
+    """Let go what a microbatch keeps at this stage for its backward."""
+    FETCH_STASH = "FETCH_S"
+    """Begin to bring back what has left of a microbatch."""
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
@@ -81,6 +85,8 @@ LEAVES = frozenset({Kind.LEAVE_FORWARD, Kind.LEAVE_BACKWARD})
 """Kinds that let a stage go out of memory."""
 RESIDENCE = FETCHES | LEAVES
 """Kinds that say when a stage is in memory."""
+STASHES = frozenset({Kind.LEAVE_STASH, Kind.FETCH_STASH})
+"""Kinds that say when what a microbatch keeps for its backward is in memory."""
 OF_A_ROUND = frozenset({Kind.REDUCE, Kind.UPDATE})
 """Kinds that stand once for all microbatches of a round, in the name of one of them."""
 
@@ -153,14 +159,16 @@ NEEDS: dict[Kind, tuple[tuple[tuple[int, Kind], ...], ...]] = {
     Kind.UPDATE: (_WEIGHT_GRADIENT,),
     Kind.LATE_UPDATE: (),
     **dict.fromkeys(RESIDENCE, ()),
+    Kind.LEAVE_STASH: (((0, _F),),),
+    Kind.FETCH_STASH: (((0, Kind.LEAVE_STASH),),),
 }
 """What each kind needs. Every need lists (stages further, kind) of the ops that can meet it; the
 first that is present does."""
 
 BEFORE: dict[Kind, tuple[tuple[Kind, int], ...]] = {
     _F: ((_F, -1),),
-    _B: ((_I, 1), (_B, 1)),
-    _I: ((_I, 1), (_B, 1)),
+    _B: ((_I, 1), (_B, 1), (Kind.FETCH_STASH, 0)),
+    _I: ((_I, 1), (_B, 1), (Kind.FETCH_STASH, 0)),
     # The rest goes after the part that goes earlier, if that is said.
     Kind.FREE: ((Kind.FREE_INPUT_PART, 0),),
 }

@@ -106,15 +106,7 @@ def add_residence(
         ScheduleError: backwards come in two halves, or an update stands apart from all backwards of
             its stage.
     """
-    chosen = range(schedule.num_stages) if stages is None else stages
-    expect(chosen, Collection, "the stages that leave memory", "give a list of their numbers")
-    whole("ahead", ahead, 0, _MOST_AHEAD)
-    absent = sorted(set(chosen) - set(range(schedule.num_stages)))
-    if absent:
-        raise InputError(
-            f"stage {absent[0]} cannot leave memory: the schedule has {schedule.num_stages} "
-            "stages, numbered from 0"
-        )
+    chosen = leaving_stages(schedule, stages, ahead)
     if RESIDENCE & schedule.kinds:
         raise ScheduleError("the schedule says already when stages are in memory; say it once")
     if schedule.splits_backward:
@@ -122,8 +114,32 @@ def add_residence(
             f"{schedule.name or 'the schedule'} splits backwards into I and W, and each would have "
             "to bring its weights in; take a schedule with whole backwards, such as spilled"
         )
-    ranks = (_with_residence(ops, set(chosen), ahead) for ops in schedule.ranks)
+    ranks = (_with_residence(ops, chosen, ahead) for ops in schedule.ranks)
     return Schedule.of(ranks, schedule.name)
+
+
+def leaving_stages(
+    schedule: Schedule, stages: Collection[int] | None, ahead: int, *, part: str = ""
+) -> set[int]:
+    """The stages that something of leaves memory: those given, or all.
+
+    Args:
+        ahead: how far ahead of its need it is fetched.
+        part: what of them leaves, for errors, as in ``"activations"``; by default all.
+
+    Raises:
+        InputError: a stage is not in the schedule, or ``ahead`` is no whole number ≥ 0.
+    """
+    chosen = range(schedule.num_stages) if stages is None else stages
+    those = f"the stages whose {part} leave" if part else "the stages that leave memory"
+    expect(chosen, Collection, those, "give a list of their numbers")
+    whole("ahead", ahead, 0, _MOST_AHEAD)
+    absent = sorted(set(chosen) - set(range(schedule.num_stages)))
+    if absent:
+        stage = f"stage {absent[0]}"
+        what = f"{part} of {stage} cannot leave" if part else f"{stage} cannot leave memory"
+        raise InputError(f"{what}: the schedule has {schedule.num_stages} stages, numbered from 0")
+    return set(chosen)
 
 
 def _with_residence(ops: Sequence[Op], chosen: Collection[int], ahead: int) -> Iterator[Op]:

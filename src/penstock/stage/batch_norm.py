@@ -9,9 +9,9 @@ does GPipe: Huang et al., 2019, section 3.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -54,15 +54,10 @@ class MinibatchStatistics:
         self.layers = tuple(dict.fromkeys(_tracking_layers(modules)))
         self._paused = False
         self._gathered: dict[_BatchNorm, _Moments] = {}
-        self._switched_off: set[_BatchNorm] = set()
-        self._hooks = [
-            hook
-            for layer in self.layers
-            for hook in (
-                layer.register_forward_pre_hook(self._before),
-                layer.register_forward_hook(self._after, always_call=True),
-            )
-        ]
+        # No hooks: copies of a module, of which other threads run one each, share those.
+        self._forwards = [(layer, vars(layer).get("forward")) for layer in self.layers]
+        for layer in self.layers:
+            layer.forward = partial(self._run, layer, layer.forward)  # type: ignore[method-assign]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -88,29 +83,30 @@ class MinibatchStatistics:
 
     def close(self) -> None:
         """Let the layers work as they did before; what was gathered is dropped."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        for layer, forward in self._forwards:
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward  # type: ignore[method-assign]
+        self._forwards.clear()
         self.forget()
 
-    def _before(self, layer: nn.Module, inputs: Any) -> None:
+    def _run(
+        self, layer: _BatchNorm, forward: Callable[[Tensor], Tensor], inputs: Tensor
+    ) -> Tensor:
+        if not layer.training or not layer.track_running_stats:
+            return forward(inputs)
         # Without tracking, a layer in training normalises alike but does not know its buffers;
         # a momentum of 0 would still let NaN and infinity into them.
-        if isinstance(layer, _BatchNorm) and layer.training and layer.track_running_stats:
-            layer.track_running_stats = False
-            self._switched_off.add(layer)
-
-    def _after(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor | None) -> None:
-        if not isinstance(layer, _BatchNorm) or layer not in self._switched_off:
-            return
-        layer.track_running_stats = True
-        self._switched_off.remove(layer)
-        failed = output is None
-        if failed or self._paused:
-            return
-        moments = _Moments.of(inputs[0])
-        before = self._gathered.get(layer)
-        self._gathered[layer] = moments if before is None else before.joined(moments)
+        layer.track_running_stats = False
+        try:
+            output = forward(inputs)
+        finally:
+            layer.track_running_stats = True
+        if not self._paused:
+            moments = _Moments.of(inputs)
+            before = self._gathered.get(layer)
+            self._gathered[layer] = moments if before is None else before.joined(moments)
+        return output
 
 
 class _Moments:

@@ -60,6 +60,8 @@ class Kind(IntEnum):
     """A worker has left; ``start`` is its place among the workers."""
     PACE = 5
     """A worker is to be answered at ``start`` bytes per second."""
+    RING = 6
+    """Numbers come by another way; ``start`` tells which of the worker's they are."""
 
 
 ITEM_BYTES = (4, 8, 2, 2)

@@ -27,6 +27,7 @@ from penstock.summation.frames import (
     receive_greeting,
     tune,
 )
+from penstock.summation.listener import Listener
 
 _END = None
 _OLD_ROUNDS = 2
@@ -122,7 +123,7 @@ class _Session:
             outlet.put(_END)
 
 
-class SummationServer:
+class SummationServer(Listener):
     """Listens for workers and adds what they send.
 
     Args:
@@ -144,21 +145,14 @@ class SummationServer:
     ) -> None:
         self._key, self._tell = key, tell
         self._sessions: dict[tuple[bytes, int], _Session] = {}
-        self._lock = threading.Lock()
-        self._connections: set[socket.socket] = set()
         self._senders: set[threading.Thread] = set()
-        self._closed = False
         self.sent = 0
         try:
-            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            self._listener = socket.create_server((host, port), family=family, backlog=64)
+            super().__init__(host, port, "sums")
         except OSError as error:
             raise InputError(
                 f"cannot listen on {host}:{port}: {error.strerror or error}; give another address"
             ) from None
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        self._acceptor = threading.Thread(target=self._accept, daemon=True, name="sums: accept")
-        self._acceptor.start()
 
     def join(self) -> None:
         """Wait until the server is closed."""
@@ -176,29 +170,7 @@ class SummationServer:
             senders = [*self._senders]
         for sender in senders:
             sender.join(max(end - time.monotonic(), 0.0))
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        with self._lock:
-            connections = [*self._connections]
-        for connection in connections:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, peer = self._listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                continue
-            with self._lock:
-                self._connections.add(connection)
-            name = f"{peer[0]}:{peer[1]}"
-            threading.Thread(
-                target=self._serve, args=(connection, name), daemon=True, name=f"sums of {name}"
-            ).start()
+        self._stop()
 
     def attach(self, member: Member, outlet: Outlet) -> _Session:
         """Let a worker take part.
@@ -260,12 +232,6 @@ class SummationServer:
             self._tell(f"refused {name}: {error}")
         except OSError as error:
             self._tell(f"lost {name}: {error.strerror or error}")
-        finally:
-            with self._lock:
-                self._connections.discard(connection)
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-            connection.close()
 
     @staticmethod
     def _take(connection: socket.socket, member: Member, session: _Session, head: Head) -> None:

@@ -3,11 +3,13 @@
 A plan may give a rank several tensor ranks: threads or processes that perform the same ops, each on
 its part of every layer. ``channel_group`` is how members talk, ``group`` what they say to each
 other, and ``redistributions`` moves values between ``layouts``, with the adjoint for gradients.
-``ways`` tells what a module can be divided into, and ``chain`` in which layout each value of a
-model lies. ``linear``, ``embedding``, ``convolution``, ``norms`` and ``dropout`` are torch's own
-modules with a part of the parameters; ``sharing`` makes them of a user's modules, and
-``membership`` is what they know. ``routes`` is who hands what to whom between groups of different
-sizes.
+``ways`` tells what a module can be divided into, ``heads`` how attention and transformer blocks
+are, and ``chain`` in which layout each value of a model lies. ``linear``, ``embedding``,
+``convolution``, ``attention``, ``norms`` and ``dropout`` are torch's own modules with a part of the
+parameters, ``transposed`` those of ``transformers``; ``sharing`` makes them of a user's modules,
+and ``membership`` is what they know. Layers of captured models are written anew by ``recorded``.
+``routes`` is who hands what to whom between groups of different sizes, ``stand_ins`` how such
+groups sum the gradients of weights that both hold.
 
 Decisions:
 

@@ -14,15 +14,18 @@ from torch import nn
 
 from penstock.errors import ModelError
 from penstock.model.spine import NamedLayer
+from penstock.tensor.heads import by_heads, is_block
 from penstock.tensor.layouts import CHANNELS, FEATURES, ROWS, SEQUENCE, WHOLE, Layout
+from penstock.tensor.module_way import Way
 from penstock.tensor.ways import (
-    Way,
     channels,
     has_batch_statistics,
     way,
+    ways_of,
     works_on_channels,
     works_on_features,
 )
+from penstock.tracing.layers import CapturedLayer
 
 _DIVIDING = {"data": ROWS, "sequence": SEQUENCE, "whole": WHOLE}
 
@@ -88,7 +91,8 @@ def walk(
             have = WHOLE  # one that has everything has every part
         if uneven and have == CHANNELS and isinstance(layer.module, nn.Flatten):
             split = "whole"  # behind it, parts of features would be other ones than of channels
-        sharing = _shared(layer, split, inner[index], have, wanted)
+        sharing = _shared(layer, split, inner[index], have, wanted, sizes[index])
+        _check_pieces(sharing, sizes[index])
         channels_out = getattr(layer.module, "out_channels", None)
         uneven = uneven if channels_out is None else channels_out % sizes[index] != 0
         taken = {key: skips.pop(key) for key in layer.recalls}
@@ -102,21 +106,19 @@ def walk(
 
 
 def _shared(
-    layer: NamedLayer, split: str, inner: Mapping[str, str], have: Layout, wanted: Layout
+    layer: NamedLayer, split: str, inner: Mapping[str, str], have: Layout, wanted: Layout, size: int
 ) -> LayerSharing:
     module, name = layer.module, layer.name
     _check_skips(layer, split)
+    if isinstance(module, CapturedLayer) and (inner or split not in (*_DIVIDING, "any")):
+        return _recorded(layer, module, split, inner, have)
     if split == "any":
-        return _following(name, module, have)
+        return _following(name, module, have, size)
     if split in _DIVIDING:
         works = _DIVIDING[split]
         if works is not WHOLE and has_batch_statistics(module):
             works = WHOLE  # its rows are normalised together, on one device
-        ways = {
-            path: way(module.get_submodule(path), how, layer.key(path))
-            for path, how in inner.items()
-        }
-        return LayerSharing(name, have, works, works, works, inner=ways)
+        return LayerSharing(name, have, works, works, works, inner=_inner_ways(layer, inner))
     if inner:
         raise ModelError(
             f"layer {name!r} is split as {split!r} itself, so that {next(iter(inner))!r} in it "
@@ -127,12 +129,69 @@ def _shared(
             f"layer {name!r} is split as {split!r}, but what lies behind a layer must be one part "
             f'of its features; split modules inside a layer so, or take "column"'
         )
+    if split == "heads" and is_block(module):
+        return LayerSharing(name, have, WHOLE, WHOLE, WHOLE, inner=by_heads(module, name))
     own = way(module, split, name)
     if not own.adds:
         reads = WHOLE if isinstance(module, nn.Embedding) else have
         return LayerSharing(name, have, reads, own.features, own.features, own)
     reads = WHOLE if isinstance(module, nn.Embedding) else own.features
     return LayerSharing(name, have, reads, wanted, wanted, own)
+
+
+def _recorded(
+    layer: NamedLayer,
+    module: CapturedLayer,
+    split: str,
+    inner: Mapping[str, str],
+    have: Layout,
+) -> LayerSharing:
+    """A layer of a captured model, in which modules are split: it is named as one of them is."""
+    name = layer.name
+    if split not in (*_DIVIDING, "any"):
+        inner, split = {**inner, name: split}, "whole"
+    if split not in ("whole", "any"):
+        raise ModelError(
+            f"layer {name!r} of a captured model is split as {split!r}, and modules in it are "
+            "split, too; its code was recorded for whole values, so leave one of the two out"
+        )
+    uncalled = [path for path in inner if path not in module.calls]
+    if uncalled:
+        raise ModelError(
+            f"layer {name!r} of a captured model calls no module {uncalled[0]!r} that could be "
+            f"split as {inner[uncalled[0]]!r}; it calls {', '.join(sorted(module.calls)) or 'none'}"
+        )
+    return LayerSharing(name, have, WHOLE, WHOLE, WHOLE, inner=_inner_ways(layer, inner))
+
+
+def _inner_ways(layer: NamedLayer, inner: Mapping[str, str]) -> dict[str, Way]:
+    """By their names in a layer, how modules are shared that are split, or whose parents are."""
+    ways: dict[str, Way] = {}
+    said: dict[str, str] = {}
+    for path, how in inner.items():
+        name = layer.key(path)
+        for below, own in ways_of(layer.module.get_submodule(path), how, name).items():
+            key = f"{path}.{below}" if below else path
+            if key in ways:
+                raise ModelError(
+                    f"splits say twice how {layer.key(key)!r} is split: for itself and with "
+                    f"{said[key] if said[key] != layer.key(key) else name!r}; leave one of them out"
+                )
+            ways[key], said[key] = own, name
+    return ways
+
+
+def _check_pieces(sharing: LayerSharing, size: int) -> None:
+    """Raise ``ModelError`` where members would have nothing, or not as much as they must."""
+    ways = {**sharing.inner, **({} if sharing.own is None else {"": sharing.own})}
+    for path, own in ways.items():
+        name = f"{sharing.name}.{path}" if path else sharing.name
+        if own.pieces and (own.pieces < size or (own.even and own.pieces % size)):
+            need = "each needs as many" if own.even else "each needs at least one"
+            raise ModelError(
+                f"{name!r} has {own.pieces} heads or groups for {size} tensor ranks, but {need}; "
+                'let all tensor ranks repeat it ("whole") or take their rows ("data")'
+            )
 
 
 def _check_skips(layer: NamedLayer, split: str) -> None:
@@ -143,7 +202,7 @@ def _check_skips(layer: NamedLayer, split: str) -> None:
         )
 
 
-def _following(name: str, module: nn.Module, have: Layout) -> LayerSharing:
+def _following(name: str, module: nn.Module, have: Layout, size: int) -> LayerSharing:
     """A layer that is split as ``"any"``: it takes its values as they come, if it can."""
     own = None
     works = have
@@ -152,8 +211,8 @@ def _following(name: str, module: nn.Module, have: Layout) -> LayerSharing:
     elif have == FEATURES:
         works = FEATURES if works_on_features(module) else WHOLE
     elif have is not WHOLE:
-        works = have if works_on_channels(module) else WHOLE
-    if works == CHANNELS and has_batch_statistics(module):
+        works = have if works_on_channels(module, size) else WHOLE
+    if works == CHANNELS:
         own = channels(module)
     return LayerSharing(name, have, works, works, works, own)
 
@@ -161,7 +220,7 @@ def _following(name: str, module: nn.Module, have: Layout) -> LayerSharing:
 def _wanted(layers: Sequence[NamedLayer], splits: Sequence[str], index: int) -> Layout:
     """In which layout the next reader that does not take values as they come wants its input."""
     for layer, split in zip(layers[index:], splits[index:], strict=True):
-        if split == "row" and not isinstance(layer.module, nn.Embedding):
+        if split == "row" and not isinstance(layer.module, (nn.Embedding, CapturedLayer)):
             return way(layer.module, split, layer.name).features
         if split == "any":
             if works_on_features(layer.module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,16 +43,25 @@ class ChannelGroup(Group):
         return {self._edge(self.index, other) for other in self._others}
 
     def exchange(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        self._number += 1
+        given = [*parts]
         for other in self._others:
             part = parts[other].detach()
             self.sent_bytes += part.numel() * part.element_size()
             # Between threads it is handed over as it is, and the caller may overwrite its own.
-            own = part.clone(memory_format=torch.contiguous_format)
-            self._transport.send(self._edge(self.index, other), self._number, own)
+            given[other] = part.clone(memory_format=torch.contiguous_format)
+        return self._swap(given)
+
+    def tell(self, number: int) -> list[int]:
+        return self._swap([number] * self.size)
+
+    def _swap(self, given: Sequence[Any]) -> list[Any]:
+        """Send each member what is for it, and take what each has for this one."""
+        self._number += 1
+        for other in self._others:
+            self._transport.send(self._edge(self.index, other), self._number, given[other])
         seat = self._seats[self.index]
         return [
-            parts[other]
+            given[other]
             if other == self.index
             else self._transport.recv(
                 self._edge(other, self.index),

@@ -17,17 +17,20 @@ class Cut(NamedTuple):
         dim: along which dimension.
         blocks: how many equal pieces lie one behind another along it, each of which is divided:
             queries, keys and values of one linear layer are three.
+        unit: entries that stay together, such as those of a head.
     """
 
     dim: int
     blocks: int = 1
+    unit: int = 1
 
     def bounds(self, size: int, count: int, index: int) -> list[Bounds]:
         """Where the member's part lies: a piece of every block."""
         length = size // self.blocks
-        own = bounds(length, count, index)
+        own = bounds(length // self.unit, count, index)
+        first, last = own.start * self.unit, own.stop * self.unit
         starts = range(0, length * self.blocks, length or 1)
-        return [Bounds(start + own.start, start + own.stop) for start in starts]
+        return [Bounds(start + first, start + last) for start in starts]
 
     def part(self, whole: Tensor, count: int, index: int) -> Tensor:
         """The member's part, in memory of its own."""

@@ -5,6 +5,8 @@ So the mask is the same on every mesh, and different features never share one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +14,34 @@ from torch import Tensor, nn
 from penstock.errors import ModelError
 from penstock.tensor.layouts import Layout
 from penstock.tensor.membership import Member
+
+FEATURE_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+DROPOUTS = (nn.Dropout, *FEATURE_DROPOUTS)
+"""Modules of which a member can keep its part of the whole value's mask."""
+
+
+class PartChannelDropout(Member, nn.modules.dropout._DropoutNd):
+    """Dropout of whole channels, of a value of which each member has some rows or channels."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[rows, channels, …]``; dropped as the whole value would be."""
+        here = self.membership
+        dim = here.gives if here.region.inside else here.around
+        if not self.training or self.p == 0.0 or dim is None:
+            output: Tensor = super().forward(input)
+            return output
+        if dim not in (0, 1) or input.dim() < 3:
+            raise ModelError(
+                f"{here.name!r} drops out channels of what is divided along dimension {dim} of "
+                f'{input.dim()}; let all tensor ranks repeat its layer (split "whole")'
+            )
+        lengths = here.group.tell(input.shape[dim])
+        shape = [*input.shape[:2], *[1] * (input.dim() - 2)]
+        shape[dim] = sum(lengths)
+        here.region.check()
+        mask: Tensor = super().forward(input.new_ones(shape))
+        here.region.drawn()
+        return input * torch.split(mask, lengths, dim)[here.group.index]
 
 
 class PartDropout(Member, nn.Dropout):
@@ -30,12 +60,11 @@ class PartDropout(Member, nn.Dropout):
         if not self.training or self.p == 0.0 or layout is None:
             return F.dropout(input, self.p, self.training)
         group, dim = self.membership.group, layout % input.dim()
-        own = torch.tensor([input.shape[dim]])
-        lengths = [int(length) for length in group.exchange([own] * group.size)]
+        lengths = group.tell(input.shape[dim])
         shape = [*input.shape]
         shape[dim] = sum(lengths)
         self.membership.region.check()
-        mask = F.dropout(torch.ones(shape, dtype=input.dtype, device=input.device), self.p)
+        mask = mask_of_whole(input, shape, self.p)
         self.membership.region.drawn()
         return input * torch.split(mask, lengths, dim)[group.index]
 
@@ -50,3 +79,16 @@ class PartDropout(Member, nn.Dropout):
                 'they are its last dimension, or as "heads" if heads are its second'
             )
         return here.gives
+
+
+def mask_of_whole(part: Tensor, shape: Sequence[int], p: float) -> Tensor:
+    """The mask of dropout for a whole value, of ``shape``, of which a member has a part.
+
+    Numbers are drawn in the order in which they lie in memory, which is that of the part's. A
+    dimension of one number tells nothing of its place beside another with the same stride, except
+    that it is the inner one.
+    """
+    strides, sizes = [*part.stride()], [*part.shape]
+    order = sorted(range(part.dim()), key=lambda dim: (-strides[dim], -sizes[dim]))
+    ones = part.new_ones([shape[dim] for dim in order])
+    return F.dropout(ones, p).permute([order.index(dim) for dim in range(part.dim())])

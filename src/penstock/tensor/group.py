@@ -45,6 +45,14 @@ class Group(ABC):
             PeerError, DeadlineError: a member failed, or did not come.
         """
 
+    @abstractmethod
+    def tell(self, number: int) -> list[int]:
+        """What every member tells, in the order of the members; no device has to be waited for.
+
+        Raises:
+            PeerError, DeadlineError: a member failed, or did not come.
+        """
+
     def gather(self, part: Tensor, dim: int) -> tuple[Tensor, list[int]]:
         """The whole of which every member has a part, and how much each has along ``dim``."""
         parts = self.exchange([part] * self.size)

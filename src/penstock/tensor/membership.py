@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import nn
@@ -23,16 +25,20 @@ class Region:
 
     Attributes:
         inside: whether it is there.
+        open: whether the layer's forward is running.
     """
 
     def __init__(self, layer: str) -> None:
         self.inside = False
+        self.open = False
         self._layer = layer
         self._divided = False
         self._drew = self._before = False
 
-    def begin(self, *, divided: bool) -> None:
-        """The forward of the layer begins.
+    @contextmanager
+    def opened(self, *, divided: bool) -> Iterator[None]:
+        """A context in which the forward of the layer runs; it says when it has come to its
+        ``end``.
 
         Args:
             divided: whether it has a part of its rows, or positions.
@@ -41,6 +47,11 @@ class Region:
         stream = current_stream()
         if stream is not None:
             self._before, stream.drew = stream.drew, False
+        self.open = True
+        try:
+            yield
+        finally:
+            self.open = False
 
     def enter(self) -> None:
         """A module has divided its outputs."""
@@ -88,6 +99,13 @@ class Region:
                 'all of them, or let all tensor ranks repeat the layer (split "whole")'
             )
         self.drawn()
+
+
+class RecordedRegion(Region):
+    """Of a layer whose code knows itself where values are divided (``recorded``)."""
+
+    def enter(self) -> None:
+        self.check()
 
 
 @dataclass(frozen=True)

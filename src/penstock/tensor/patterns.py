@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 
 from penstock.errors import ModelError
 from penstock.model.spine import NamedLayer
+from penstock.tracing.layers import CapturedLayer
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -32,21 +33,35 @@ def inner_splits(layer: NamedLayer, splits: Mapping[str, str]) -> dict[str, str]
     for path, _ in layer.module.named_modules():
         if not path:
             continue
-        said = {how for pattern, how in splits.items() if matches(pattern, f"{layer.name}.{path}")}
-        if len(said) > 1:
-            told = " and ".join(map(repr, sorted(said)))
-            raise ModelError(
-                f"splits say {told} of {layer.name}.{path}; let only one pattern mean it"
-            )
-        if said - {"whole", "any"}:
-            inner[path] = said.pop()
+        said = _said(named(layer, path), splits)
+        if said not in ("", "whole", "any"):
+            inner[path] = said
     return inner
+
+
+def own_split(layer: NamedLayer, splits: Mapping[str, str]) -> str:
+    """How a layer itself is split: by its name, or else by a pattern; ``"whole"`` if none says."""
+    return splits.get(layer.name) or _said(layer.name, splits) or "whole"
+
+
+def _said(name: str, splits: Mapping[str, str]) -> str:
+    said = {how for pattern, how in splits.items() if matches(pattern, name)}
+    if len(said) > 1:
+        told = " and ".join(map(repr, sorted(said)))
+        raise ModelError(f"splits say {told} of {name}; let only one pattern mean it")
+    return said.pop() if said else ""
+
+
+def named(layer: NamedLayer, path: str) -> str:
+    """What splits call a module in a layer. Layers of a captured model hold modules under the names
+    that these have in the model."""
+    return path if isinstance(layer.module, CapturedLayer) else f"{layer.name}.{path}"
 
 
 def check_used(layers: Sequence[NamedLayer], splits: Mapping[str, str]) -> None:
     """Raise ``ModelError`` for a key that means no module of these layers."""
     names = [
-        f"{layer.name}.{path}" if path else layer.name
+        named(layer, path) if path else layer.name
         for layer in layers
         for path, _ in layer.module.named_modules()
     ]

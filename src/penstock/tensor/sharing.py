@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from penstock.errors import ModelError
 from penstock.tensor.chain import LayerSharing
 from penstock.tensor.cuts import Cut
-from penstock.tensor.dropout import PartDropout
+from penstock.tensor.dropout import DROPOUTS, PartChannelDropout, PartDropout
 from penstock.tensor.group import Group
 from penstock.tensor.layouts import FEATURES, WHOLE, Layout, converted
-from penstock.tensor.membership import Member, Membership, Outside, Region
+from penstock.tensor.membership import Member, Membership, Outside, RecordedRegion, Region
+from penstock.tensor.recorded import for_member
+from penstock.tracing.layers import CapturedLayer
 
 
 class SharedLayer(nn.Module):
@@ -30,14 +32,25 @@ class SharedLayer(nn.Module):
     sharers: Group
     region: Region
 
-    def forward(self, value: Any, **recalled: Any) -> Any:
-        """As its own class, on the member's part of everything."""
+    def __call__(self, value: Any, **recalled: Any) -> Any:
+        """As its own class, on the member's part of everything. Its forward and its hooks see what
+        the layer reads and gives."""
+        value, recalled = self._taken(value, recalled)
+        with self.region.opened(divided=self.sharing.reads is not WHOLE):
+            return self._given(super().__call__(value, **recalled))
+
+    def _taken(self, value: Any, recalled: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """What comes to the layer, in the layouts that it reads."""
         how, group, name = self.sharing, self.sharers, self.sharing.name
         value = converted(value, how.have, how.reads, group, name)
-        for key, skip in recalled.items():
-            recalled[key] = converted(skip, how.recalls[key], how.reads, group, name)
-        self.region.begin(divided=how.reads is not WHOLE)
-        output = super().forward(value, **recalled)
+        return value, {
+            key: converted(skip, how.recalls[key], how.reads, group, name)
+            for key, skip in recalled.items()
+        }
+
+    def _given(self, output: Any) -> Any:
+        """What goes from the layer, in the layout in which it leaves."""
+        how, group, name = self.sharing, self.sharers, self.sharing.name
         gives = self._left_by_features() if how.inner and self.region.inside else how.gives
         self.region.end()
         if gives == how.leaves:
@@ -57,13 +70,31 @@ class SharedLayer(nn.Module):
         return FEATURES
 
 
-def shared(layer: nn.Module, sharing: LayerSharing, group: Group) -> nn.Module:
+class SlicedLayer(SharedLayer):
+    """One that can run on a slice of the sequence. What it carries to the next slice stays with the
+    member, in whatever layout it is."""
+
+    def forward_slice(self, value: Any, carry: Any, **recalled: Any) -> Any:
+        """As its own class, on the member's part of everything."""
+        if self.region.open:  # it is its own forward that calls
+            return super().forward_slice(value, carry, **recalled)  # type: ignore[misc]
+        value, recalled = self._taken(value, recalled)
+        with self.region.opened(divided=self.sharing.reads is not WHOLE):
+            result = super().forward_slice(value, carry, **recalled)  # type: ignore[misc]
+            if not isinstance(result, tuple) or len(result) != 2:
+                return result  # whoever called says what is wrong
+            return self._given(result[0]), result[1]
+
+
+def shared(layer: nn.Module, sharing: LayerSharing, group: Group, original: nn.Module) -> nn.Module:
     """Make a copy of a layer a member's own; its parameters must be parts already.
 
     Args:
         layer: changed, and given back.
+        original: the user's, with whole parameters.
     """
-    region = Region(sharing.name)
+    is_recorded = isinstance(layer, CapturedLayer) and bool(sharing.inner)
+    region = (RecordedRegion if is_recorded else Region)(sharing.name)
     for path, module in [*layer.named_modules()]:
         way = sharing.inner.get(path) if path else sharing.own
         name = f"{sharing.name}.{path}" if path else sharing.name
@@ -71,15 +102,21 @@ def shared(layer: nn.Module, sharing: LayerSharing, group: Group) -> nn.Module:
         membership = Membership(group, name, region, sharing.reads, gives)
         if way is not None:
             _become(module, way.kind, membership)
-        elif isinstance(module, nn.Dropout):
-            _become(module, PartDropout, membership)
+        elif isinstance(module, DROPOUTS):
+            of_numbers = isinstance(module, nn.Dropout)
+            _become(module, PartDropout if of_numbers else PartChannelDropout, membership)
         elif sharing.inner and module._parameters:
             _become(module, Outside, membership)
     if not sharing.is_plain:
         kind = type(layer)
-        layer.__class__ = type(kind.__name__, (SharedLayer, kind), {})
+        outside = SlicedLayer if hasattr(kind, "forward_slice") else SharedLayer
+        layer.__class__ = type(kind.__name__, (outside, kind), {})
         outer = cast(SharedLayer, layer)
         outer.sharing, outer.sharers, outer.region = sharing, group, region
+    if is_recorded:
+        cast(CapturedLayer, layer).rewrite(
+            lambda graph: for_member(graph, original.get_submodule, sharing.inner, group)
+        )
     return layer
 
 

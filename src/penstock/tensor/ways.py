@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 from torch import nn
 
 from penstock.errors import ModelError
 from penstock.tensor.convolution import ColumnConv, RowConv
 from penstock.tensor.cuts import Cut
-from penstock.tensor.dropout import PartDropout
+from penstock.tensor.dropout import DROPOUTS, PartDropout
 from penstock.tensor.embedding import ColumnEmbedding, RowEmbedding
-from penstock.tensor.layouts import CHANNELS, FEATURES, Layout
-from penstock.tensor.linear import ColumnLinear, RowLinear
+from penstock.tensor.heads import COLUMN, ROW, Ways, by_heads, is_block
+from penstock.tensor.layouts import CHANNELS, FEATURES
 from penstock.tensor.membership import Member
-from penstock.tensor.norms import ChannelNorm
-from penstock.tracing.layers import CapturedLayer
+from penstock.tensor.module_way import Way
+from penstock.tensor.norms import ChannelNorm, PartGroupNorm, PartInstanceNorm
+from penstock.tensor.transposed import ColumnTransposed, RowTransposed, is_transposed
 
-
-@dataclass(frozen=True)
-class Way:
-    """How members share one module.
-
-    Attributes:
-        kind: the class that a member's copy becomes, before its own.
-        cuts: how parameters and buffers are divided, by their names in the module.
-        features: along which dimension its divided values lie; ``None`` where none do.
-        adds: whether outputs are sums over the members, in a layout that is to be chosen.
-        alike: whether parameters are repeated, and each member's gradient is a term of a sum.
-        bias: the name of a parameter that is added behind the sum, in its layout.
-    """
-
-    kind: type[Member]
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
-    features: Layout = None
-    adds: bool = False
-    alike: bool = False
-    bias: str = ""
-
-
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _STATISTICS = ("weight", "bias", "running_mean", "running_var")
 
@@ -59,6 +38,12 @@ BY_CHANNEL: tuple[type[nn.Module], ...] = (
 """What treats every row and channel by itself, where both are dimensions of their own."""
 
 
+def ways_of(module: nn.Module, split: str, name: str) -> Ways:
+    """How members share a module that is split so, and modules in it; arguments as of ``way``."""
+    known = by_heads(module, name) if split == "heads" else {}
+    return known or {"": way(module, split, name)}
+
+
 def way(module: nn.Module, split: str, name: str) -> Way:
     """How members share a module that is split so.
 
@@ -73,8 +58,8 @@ def way(module: nn.Module, split: str, name: str) -> Way:
     bare, _, blocks = split.partition("/")
     if bare in ("features", "heads"):
         return _inside(module, bare, name)
-    if isinstance(module, CapturedLayer):
-        raise _refused(module, split, name, _CAPTURED)
+    if is_transposed(module):
+        return _transposed(int(blocks or 1), divides_outputs=bare == "column")
     if not _is_plain(module):
         raise _refused(module, split, name, _CAN_SPLIT)
     _check_plain(module, split, name)
@@ -87,10 +72,6 @@ def way(module: nn.Module, split: str, name: str) -> Way:
     return _row(module)
 
 
-_CAPTURED = (
-    "it is a layer of a captured model, whose forward was recorded for whole values; let all "
-    'tensor ranks repeat it ("whole") or take their rows ("data"), or give the model a spine'
-)
 _CAN_SPLIT = (
     'linear layers, embeddings and convolutions can be "column" or "row"; let all tensor ranks '
     'repeat it ("whole") or take their rows ("data")'
@@ -121,6 +102,22 @@ def _check_plain(module: nn.Module, split: str, name: str) -> None:
         )
 
 
+def trait_of(module: nn.Module) -> str:
+    """What the kind of a module does not tell of how it can be divided; empty if that is all."""
+    if isinstance(module, nn.TransformerEncoderLayer) and is_block(module):
+        return f"heads={module.self_attn.num_heads}"
+    if not _is_plain(module):
+        return ""
+    groups = getattr(module, "groups", 1)
+    if groups != 1:
+        return f"groups={groups}"
+    try:
+        _check_plain(module, "column", "")
+    except ModelError:
+        return "undivided"
+    return ""
+
+
 def _outputs(module: nn.Module) -> int:
     if isinstance(module, nn.Embedding):
         return module.embedding_dim
@@ -132,17 +129,22 @@ def _column(module: nn.Module, blocks: int) -> Way:
         return Way(ColumnEmbedding, {"weight": Cut(1, blocks)}, FEATURES)
     cuts = {"weight": Cut(0, blocks), "bias": Cut(0, blocks)}
     if isinstance(module, nn.Linear):
-        return Way(ColumnLinear, cuts, FEATURES)
+        return replace(COLUMN, cuts=cuts)
     return Way(ColumnConv, cuts, CHANNELS)
 
 
 def _row(module: nn.Module) -> Way:
     if isinstance(module, nn.Embedding):
         return Way(RowEmbedding, {"weight": Cut(0)}, FEATURES, adds=True)
-    cuts = {"weight": Cut(1)}
     if isinstance(module, nn.Linear):
-        return Way(RowLinear, cuts, FEATURES, adds=True, bias="bias")
-    return Way(RowConv, cuts, CHANNELS, adds=True, bias="bias")
+        return ROW
+    return Way(RowConv, {"weight": Cut(1)}, CHANNELS, adds=True, bias="bias")
+
+
+def _transposed(blocks: int, *, divides_outputs: bool) -> Way:
+    if divides_outputs:
+        return Way(ColumnTransposed, {"weight": Cut(1, blocks), "bias": Cut(0, blocks)}, FEATURES)
+    return Way(RowTransposed, {"weight": Cut(0)}, FEATURES, adds=True, bias="bias")
 
 
 def _inside(module: nn.Module, split: str, name: str) -> Way:
@@ -150,25 +152,39 @@ def _inside(module: nn.Module, split: str, name: str) -> Way:
         return Way(PartDropout, features=FEATURES if split == "features" else 1)
     if split == "heads":
         return Way(Member, alike=True)
-    if isinstance(module, _NORMS):
-        return channels(module)
+    own = channels(module)
+    if own is not None:
+        return own
     if next(module.parameters(), None) is None:
         return Way(Member)
     raise _refused(module, split, name, "nobody knows which of its parameters belong to a feature")
 
 
-def channels(module: nn.Module) -> Way:
-    """How members share a batch norm, channel by channel."""
+def channels(module: nn.Module) -> Way | None:
+    """How members share a module with parameters or statistics for each channel; ``None`` if it has
+    nothing that would have to be divided with its channels."""
     held = {**module._parameters, **module._buffers}
     cuts = {key: Cut(0) for key in _STATISTICS if held.get(key) is not None}
-    return Way(ChannelNorm, cuts, CHANNELS)
+    if isinstance(module, _BATCH_NORMS):
+        return Way(ChannelNorm, cuts, CHANNELS)
+    if isinstance(module, _INSTANCE_NORMS):
+        return Way(PartInstanceNorm, cuts, CHANNELS)
+    if isinstance(module, nn.GroupNorm):
+        return Way(PartGroupNorm, cuts, CHANNELS, pieces=module.num_groups, even=True)
+    if isinstance(module, nn.PReLU) and module.num_parameters > 1:
+        return Way(Member, cuts, CHANNELS)
+    return None
 
 
-def works_on_channels(module: nn.Module) -> bool:
-    """Whether a module can take a part of the channels, or features, and give such a part."""
+def works_on_channels(module: nn.Module, size: int) -> bool:
+    """Whether each of ``size`` members can give a module its part of the channels, or features, and
+    gets such a part."""
     if isinstance(module, nn.Flatten):
         return module.start_dim == 1
-    return isinstance(module, (*_NORMS, *BY_CHANNEL, *BY_ELEMENT, nn.Dropout))
+    own = channels(module)
+    if own is not None:
+        return not own.even or own.pieces % size == 0
+    return isinstance(module, (*BY_CHANNEL, *BY_ELEMENT, *DROPOUTS, nn.PReLU))
 
 
 def works_on_features(module: nn.Module) -> bool:
@@ -177,5 +193,10 @@ def works_on_features(module: nn.Module) -> bool:
 
 
 def has_batch_statistics(module: nn.Module) -> bool:
-    """Whether a module's output for a row depends on other rows."""
-    return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
+    """Whether a module's output for a row, or what it remembers, depends on other rows."""
+    return any(
+        isinstance(part, nn.modules.batchnorm._BatchNorm)
+        or (isinstance(part, _INSTANCE_NORMS) and part.track_running_stats)
+        or (isinstance(part, nn.Embedding) and part.max_norm is not None)
+        for part in module.modules()
+    )

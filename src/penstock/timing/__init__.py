@@ -5,6 +5,9 @@
 says where its gaps come from, ``measured`` what its ops cost, ``flow`` how fast and how late things
 go through, and ``parting`` where it departs from its prediction.
 
+What links carry is a part of a timeline (``Transfer``), beside what ranks do. ``exchange`` has the
+flow shop by which sums of gradients pass while backwards run.
+
 Decisions:
 
 Two simulators, one meaning. ``events`` is the one to read. ``waves`` works on the columns of large

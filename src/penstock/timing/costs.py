@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from penstock.errors import InputError
 from penstock.schedule.op import Kind, Op
 from penstock.schedule.residence import Stay
+from penstock.timing.exchange import Exchange
 from penstock.values import amount, is_number, items_of, shown
 
 PerStage = float | Sequence[float]
@@ -33,9 +35,12 @@ class Costs:
         backward: a full backward B; by default ``backward_input + backward_weight``.
         reduce: from the moment the last copy of a stage has handed in its gradients until their
             sum is there; overlaps with compute.
+        exchanges: per stage, how the sum is exchanged part by part while the last backwards run,
+            in the place of ``reduce``; ``None`` where ``reduce`` says how long it takes.
         fetch, leave: until a stage's weights (or as many gradients) have come into memory, or were
             written behind it; a rank reads one thing at a time and writes one, beside compute.
         fetch_state, leave_state: the same for what the optimizer keeps of a stage.
+        fetch_stash, leave_stash: the same for what a microbatch keeps at a stage.
 
     Raises:
         InputError: a cost is no number, negative, or neither 0 nor between 1e-30 and 1e30.
@@ -54,9 +59,15 @@ class Costs:
     leave: PerStage = 0.0
     fetch_state: PerStage = 0.0
     leave_state: PerStage = 0.0
+    fetch_stash: PerStage = 0.0
+    leave_stash: PerStage = 0.0
+    exchanges: Sequence[Exchange | None] = ()
 
     def __post_init__(self) -> None:
+        self._check_exchanges()
         for field in fields(self):
+            if field.name == "exchanges":
+                continue
             value = getattr(self, field.name)
             if value is None and field.default is None:
                 continue
@@ -70,10 +81,23 @@ class Costs:
             plain = tuple(amount(f"costs: {field.name}", number) for number in numbers)
             object.__setattr__(self, field.name, plain[0] if is_number(value) else plain)
 
+    def _check_exchanges(self) -> None:
+        exchanges = items_of(self.exchanges)
+        if exchanges is None or not all(isinstance(one, Exchange | None) for one in exchanges):
+            raise InputError(
+                f"costs: exchanges is {shown(self.exchanges)}; give an Exchange or None per stage"
+            )
+        checked = tuple(
+            None if one is None else one.checked("costs: exchanges") for one in exchanges
+        )
+        object.__setattr__(self, "exchanges", checked)
+
     def check_stages(self, num_stages: int) -> None:
         """Raise ``InputError`` if a per-stage cost does not give ``num_stages`` numbers."""
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name == "exchanges" and not value:
+                continue
             # The last stage has no edge behind it, so its hop may be left out.
             edges = field.name in ("hop", "link")
             enough = {num_stages, num_stages - 1} if edges else {num_stages}
@@ -111,6 +135,15 @@ class Costs:
         return _at(self.hop, min(needed.stage, op.stage))
 
     @property
+    def has_exchanges(self) -> bool:
+        """Whether any stage sums its gradients part by part."""
+        return any(self.exchanges)
+
+    def exchange(self, stage: int) -> Exchange | None:
+        """How the copies of a stage sum part by part; ``None`` if they do not."""
+        return self.exchanges[stage] if self.exchanges else None
+
+    @property
     def has_busy_links(self) -> bool:
         """Whether messages may have to wait for each other."""
         return bool(self.link if isinstance(self.link, float) else any(self.link))
@@ -133,6 +166,11 @@ class Costs:
         """How long the optimizer state of a stage takes to come into memory."""
         return _at(self.fetch_state, stage)
 
+    def stash_seconds(self, op: Op) -> float:
+        """How long what a microbatch keeps takes to leave, or to come back."""
+        takes = self.leave_stash if op.kind is Kind.LEAVE_STASH else self.fetch_stash
+        return _at(takes, op.stage)
+
     def leaving(self, stay: Stay) -> float:
         """How long it takes to write what a stay has changed."""
         weights, state = _at(self.leave, stay.stage), _at(self.leave_state, stay.stage)
@@ -145,11 +183,14 @@ class Costs:
         the compute. Lists are per stage already, and a hop takes as long as before."""
         values = {name: getattr(self, name) for name in (*_COMPUTE, "update")}
         numbers = {name: value for name, value in values.items() if isinstance(value, float)}
-        return replace(self, **{name: value / stages_per_rank for name, value in numbers.items()})
+        shared: dict[str, Any] = {name: value / stages_per_rank for name, value in numbers.items()}
+        return replace(self, **shared)
 
     def scaled(self, factor: float) -> Costs:
         """These costs with all durations times ``factor``."""
-        return self._multiplied(factor, [field.name for field in fields(self)])
+        exchanges = [one and one.scaled(factor) for one in self.exchanges]
+        names = [field.name for field in fields(self)]
+        return replace(self._multiplied(factor, names), exchanges=exchanges)
 
     def of_slices(self, num_slices: int) -> Costs:
         """The costs of one slice where these are those of a whole microbatch: an even share of the
@@ -163,8 +204,10 @@ class Costs:
         return replace(self, hop=[hop + seconds for hop in self.hop])
 
     def _multiplied(self, factor: float, names: Iterable[str]) -> Costs:
-        changed: dict[str, PerStage] = {}
+        changed: dict[str, Any] = {}
         for name in names:
+            if name == "exchanges":
+                continue
             value: PerStage | None = getattr(self, name)
             if isinstance(value, float):
                 changed[name] = value * factor

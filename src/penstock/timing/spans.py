@@ -12,6 +12,10 @@ BUSY = COMPUTE | {Kind.RECOMPUTE, Kind.UPDATE, Kind.LATE_UPDATE}
 """Kinds that count as work; sends and receives are waiting."""
 
 Source = Literal["predicted", "measured"]
+TransferKind = Literal["sum", "value", "gradient", "read", "write"]
+
+ALL_OF_STAGE = -1
+"""As the number of a transfer: what comes or goes is the stage's, and no microbatch's."""
 
 
 NO_VERSION = -1
@@ -30,6 +34,28 @@ class Span(NamedTuple):
     start: float
     end: float
     version: int | None = None
+
+
+class Transfer(NamedTuple):
+    """Something that keeps links or tiers busy from ``start`` to ``end`` (seconds, or the unit of
+    costs).
+
+    Attributes:
+        ranks: of a message, its source and its target; of a sum, all that take part, ascending; of
+            what comes from a tier or goes there, the one whose it is.
+        kind: ``"sum"``: a part of gradients on its way to the sum and back; ``"value"``: a stage's
+            output; ``"gradient"``: that of a stage's input; ``"read"`` and ``"write"``: what comes
+            from a tier, and what goes there.
+        stage: whose gradients or output it is; of ``"gradient"``, the stage that has made it.
+        number: of a sum, the part's; otherwise the microbatch, or −1 where it is the stage's.
+    """
+
+    ranks: tuple[int, ...]
+    kind: TransferKind
+    stage: int
+    number: int
+    start: float
+    end: float
 
 
 class Row(NamedTuple):

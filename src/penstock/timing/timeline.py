@@ -27,7 +27,16 @@ from penstock.schedule.memory import (
 from penstock.schedule.op import RELEASING, Kind, Op
 from penstock.schedule.schedule import Activations, Schedule
 from penstock.timing.flow import beat, entries, outputs, outputs_by_stage, window
-from penstock.timing.spans import BUSY, NO_VERSION, Row, Source, Span, spans_of, version_of
+from penstock.timing.spans import (
+    BUSY,
+    NO_VERSION,
+    Row,
+    Source,
+    Span,
+    Transfer,
+    spans_of,
+    version_of,
+)
 from penstock.timing.timeline_file import decode, encode
 from penstock.values import expect, whole
 
@@ -44,6 +53,7 @@ class Timeline:
         activations: which activations backwards go through, as ``Schedule`` has it.
         arrivals: when each microbatch came from a live source, from number 0 on; empty where all
             were there at the beginning.
+        transfers: what kept links busy meanwhile, as far as it is known.
     """
 
     rows: tuple[Row, ...]
@@ -51,6 +61,7 @@ class Timeline:
     source: Source = "predicted"
     activations: Activations = "own"
     arrivals: tuple[float, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
 
     @classmethod
     def of(
@@ -61,8 +72,9 @@ class Timeline:
         source: Source = "predicted",
         activations: Activations = "own",
         arrivals: Sequence[float] = (),
+        transfers: Iterable[Transfer] = (),
     ) -> Timeline:
-        """Build a timeline that starts at 0 from spans in any order."""
+        """Build a timeline that starts at 0 from spans and transfers in any order."""
         ordered = sorted(spans, key=lambda span: (span.rank, span.start, span.end))
         zero = min((span.start for span in ordered), default=0.0)
         ranks: list[list[Span]] = [[] for _ in range(num_ranks)]
@@ -79,7 +91,15 @@ class Timeline:
             )
             for spans in ranks
         )
-        return cls(tuple(rows), name, source, activations, tuple(time - zero for time in arrivals))
+        moved = (one._replace(start=one.start - zero, end=one.end - zero) for one in transfers)
+        return cls(
+            tuple(rows),
+            name,
+            source,
+            activations,
+            tuple(time - zero for time in arrivals),
+            tuple(sorted(moved)),
+        )
 
     def with_versions(self, versions: Sequence[Sequence[int]]) -> Timeline:
         """This timeline with what weights its ops read, as ``versions.trace`` says it.
@@ -241,7 +261,13 @@ class Timeline:
                 f"microbatches, but there are {len(begins)}; simulate a longer stream"
             )
         rows = window(self.rows, begins[first], begins[first + num_ticks])
-        return replace(self, rows=tuple(rows), arrivals=())
+        begin, end = begins[first], begins[first + num_ticks]
+        moved = (
+            one._replace(start=one.start - begin, end=one.end - begin)
+            for one in self.transfers
+            if begin <= one.start and one.end <= end
+        )
+        return replace(self, rows=tuple(rows), arrivals=(), transfers=tuple(moved))
 
     @cached_property
     def in_flight(self) -> tuple[Curve, ...]:
@@ -306,6 +332,7 @@ class Timeline:
             with_versions=known,
             activations=self.activations,
             arrivals=self.arrivals,
+            transfers=self.transfers,
         )
 
     @classmethod
@@ -317,7 +344,13 @@ class Timeline:
         """
         file, spans = decode(text, where)
         return cls.of(
-            spans, file.num_ranks, file.name, file.source, file.activations, file.arrivals
+            spans,
+            file.num_ranks,
+            file.name,
+            file.source,
+            file.activations,
+            file.arrivals,
+            [Transfer(*transfer) for transfer in file.transfers],
         )
 
 

@@ -9,7 +9,14 @@ import msgspec
 from penstock.errors import FileError, InputError
 from penstock.schedule.op import Op
 from penstock.schedule.schedule import Activations
-from penstock.timing.spans import NO_VERSION, Source, Span, version_of
+from penstock.timing.spans import (
+    NO_VERSION,
+    Source,
+    Span,
+    Transfer,
+    TransferKind,
+    version_of,
+)
 from penstock.values import MOST_AMOUNT, amount, expect, refused_as, whole
 
 _MOST_STAGES = 1_000_000
@@ -22,6 +29,8 @@ class TimelineFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
         versions: one per span, −1 where it reads none; left out where none are known.
         activations: which of them backwards go through; left out where it is their own.
         arrivals: when microbatches came from a source; left out where all were there.
+        transfers: (ranks, kind, stage, number, start, end) of what kept links busy; left out where
+            nothing is known.
     """
 
     name: str
@@ -31,6 +40,7 @@ class TimelineFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     versions: list[int] | None = None
     activations: Activations = "own"
     arrivals: tuple[float, ...] = ()
+    transfers: list[tuple[tuple[int, ...], TransferKind, int, int, float, float]] = []
 
 
 def encode(
@@ -42,12 +52,13 @@ def encode(
     with_versions: bool,
     activations: Activations = "own",
     arrivals: tuple[float, ...] = (),
+    transfers: Sequence[Transfer] = (),
 ) -> str:
     """A timeline as JSON."""
     rows = [(str(span.op), span.rank, span.start, span.end) for span in spans]
     versions = list(map(version_of, spans)) if with_versions else None
     return msgspec.json.encode(
-        TimelineFile(name, source, num_ranks, rows, versions, activations, arrivals)
+        TimelineFile(name, source, num_ranks, rows, versions, activations, arrivals, [*transfers])
     ).decode()
 
 
@@ -61,7 +72,9 @@ def decode(text: str, where: str) -> tuple[TimelineFile, list[Span]]:
     with refused_as(f"{where} is not a timeline"):
         file = msgspec.json.decode(text, type=TimelineFile)
         spans = [Span(Op.parse(op), rank, start, end) for op, rank, start, end in file.spans]
-        _check_spans(spans, whole("num_ranks", file.num_ranks, 0, _MOST_STAGES))
+        num_ranks = whole("num_ranks", file.num_ranks, 0, _MOST_STAGES)
+        _check_spans(spans, num_ranks)
+        _check_transfers(file, num_ranks)
     if file.versions is not None:
         spans = _versioned(spans, file.versions, where)
     return file, spans
@@ -78,6 +91,18 @@ def _check_spans(spans: Iterable[Span], num_ranks: int) -> None:
                 f"{op} starts at {start} and ends at {end}; give the earlier one first"
             )
         amount(f"{op}: how long it takes", end - start, most=2 * MOST_AMOUNT)
+
+
+def _check_transfers(file: TimelineFile, num_ranks: int) -> None:
+    """Raise ``InputError`` for a transfer between ranks that there are not, or at no time."""
+    for ranks, kind, stage, number, start, end in file.transfers:
+        what = f"the {kind} {number} of stage {stage}"
+        enough = len(ranks) == 1 if kind in ("read", "write") else len(ranks) > 1
+        if not enough or not all(0 <= rank < num_ranks for rank in ranks):
+            raise InputError(f"{what} is of ranks {ranks}, but num_ranks is {num_ranks}")
+        whole(f"{what}: its stage", stage, 0, _MOST_STAGES)
+        if not -MOST_AMOUNT <= start <= end <= MOST_AMOUNT:
+            raise InputError(f"{what} starts at {start} and ends at {end}; give the earlier first")
 
 
 def _versioned(spans: list[Span], versions: list[int], where: str) -> list[Span]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -38,6 +38,7 @@ class LayerProgram:
             layer, whose values are those of the model.
         hands_on: for every position of its output, the position of the same value among its
             inputs, or ``None`` for what it makes.
+        graph: what ``run`` was made of, with the shapes of its values where they are known.
     """
 
     run: Callable[..., Sequence[Any]]
@@ -50,6 +51,7 @@ class LayerProgram:
     num_inputs: int
     uses: tuple[int, ...] | None
     hands_on: tuple[int | None, ...]
+    graph: fx.Graph
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self  # never changes, and its function belongs to no layer
@@ -84,6 +86,7 @@ def program_of(traced: Traced, flow: ValueFlow, index: int) -> LayerProgram:
         hands_on=tuple(
             places.get(value) if isinstance(value, fx.Node) else None for value in wanted
         ),
+        graph=graph,
     )
 
 
@@ -94,11 +97,13 @@ def _graph(
     ours: dict[fx.Node, fx.Node] = {}
     for position, value in enumerate(given):
         ours[value] = graph.placeholder(f"value_{position}")
+        ours[value].meta = dict(value.meta)
 
     def own(node: fx.Node) -> fx.Node:
         if node not in ours:  # what the model holds is read where it is needed
             assert node.op == "get_attr", node
             ours[node] = graph.create_node("get_attr", node.target)
+            ours[node].meta = dict(node.meta)
         return ours[node]
 
     def own_or_here(value: Any) -> Any:
@@ -111,6 +116,7 @@ def _graph(
         args = fx.node.map_aggregate(node.args, own_or_here)
         kwargs = fx.node.map_aggregate(node.kwargs, own_or_here)
         ours[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
+        ours[node].meta = dict(node.meta)
     graph.output(fx.node.map_arg(list(wanted), own))
     return graph
 
@@ -281,6 +287,18 @@ class CapturedLayer(nn.Module):
         for key, value in {k: v for program in both for k, v in program.constants.items()}.items():
             # Neither state of the model nor a module of it.
             self._scope(key).__dict__[_last(key)] = value
+
+    @property
+    def calls(self) -> frozenset[str]:
+        """Names of the modules that it calls, in either mode."""
+        return frozenset().union(*(program.modules for program in self._programs.values()))
+
+    def rewrite(self, write: Callable[[fx.Graph], fx.Graph]) -> None:
+        """Do what ``write`` makes of what was recorded, in both modes."""
+        self._programs = {
+            mode: replace(program, run=_compiled(write(program.graph)))
+            for mode, program in self._programs.items()
+        }
 
     @property
     def message_types(self) -> set[type]:

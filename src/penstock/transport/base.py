@@ -8,7 +8,7 @@ shapes, or raises before the deadline.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from penstock.device.queue import DeviceQueue
@@ -127,6 +127,17 @@ class Transport(ABC):
         nobody can tell without waiting."""
         return None
 
+    def first_of(self, expected: Sequence[tuple[Edge, int]], waiting: str) -> int | None:
+        """Wait until one of several messages is here, each an edge and a number.
+
+        Returns:
+            Which of them came first; ``None`` where nobody can tell, and nothing was waited for.
+
+        Raises:
+            PeerError, DeadlineError: as ``recv``, of any of them.
+        """
+        return None
+
     @abstractmethod
     def fail(self, reason: str, edges: Iterable[Edge]) -> None:
         """Tell the ranks that may wait at the far ends of ``edges`` that this one failed, and why.
@@ -189,6 +200,9 @@ class OnTop(Transport):
 
     def has_come(self, edge: Edge, number: int) -> bool | None:
         return self.inner.has_come(edge, number)
+
+    def first_of(self, expected: Sequence[tuple[Edge, int]], waiting: str) -> int | None:
+        return self.inner.first_of(expected, waiting)
 
     def fail(self, reason: str, edges: Iterable[Edge]) -> None:
         self.inner.fail(reason, edges)

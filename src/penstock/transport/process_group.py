@@ -1,6 +1,6 @@
 """Transport between processes: ``torch.distributed`` point-to-point messages.
 
-gloo has five habits, all measured. It is rendezvous at every size, so sends are kept under way in
+gloo has six habits, all measured. It is rendezvous at every size, so sends are kept under way in
 the background. Its receiver must know the size, so both ends remember how large the blocks of an
 edge have been, and announce growth. A message leaves only once its receiver has said that it is
 ready, and that word queues behind what the receiver itself is sending. So between hosts, on every
@@ -8,13 +8,15 @@ edge that has been used, a receive stands for the next message, which then trave
 compute. On one host that costs more than it hides: the thread that takes the message in is in the
 way of the compute, so there a receive is posted only when its op is next. And a receive whose
 memory is gone when its message comes makes the thread spin and blocks the connection, so that
-memory lives as long as the group.
+memory lives as long as the group. Whether a receive is done it tells only who waits for it, which
+another thread does for those who can use the time (``watching``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable
@@ -28,11 +30,13 @@ from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.transport import groups, packing
 from penstock.transport.base import Edge, Noted, Patience, Transport, overdue
 from penstock.transport.packing import BlockKind, Packer
+from penstock.transport.tags import SHARED_TAGS
+from penstock.transport.watching import ReceiveWatch
 from penstock.transport.wire import Codec
 
 _FIRST_CAPACITY = 4096
 _MOST_UNDER_WAY = 64
-_PARTING_SECONDS = 1.0
+_PARTING_SECONDS, _LEAST_PARTING_SECONDS = 1.0, 0.01
 
 
 class ProcessGroupTransport(Transport):
@@ -62,6 +66,7 @@ class ProcessGroupTransport(Transport):
         # The group outlives this object, and what receives write to must outlive the group.
         weakref.finalize(group, self._standing.clear).atexit = False
         groups.lend(group, self)
+        self._watch = ReceiveWatch()
         self._packer = Packer(codec or Codec())
         self._early: dict[tuple[Edge, int], Any] = {}
         self._farewells: dict[Edge, str] = {}
@@ -146,9 +151,33 @@ class ProcessGroupTransport(Transport):
 
     def _receive(self, edge: Edge, waiting: str) -> Tensor:
         self._stand(edge, waiting)
+        if self._watch.has(edge):
+            self._await_watched(edge, waiting)
+            return self._standing.pop(edge)[1]
         work, block = self._standing.pop(edge)
         self._finish(work, edge.source, waiting)
         return block
+
+    def _await_watched(self, edge: Edge, waiting: str) -> None:
+        try:
+            if not self._watch.wait(edge, self.patience.seconds):
+                raise DeadlineError(overdue(waiting, edge.source, self.patience))
+        except DeadlineError:
+            raise
+        except RuntimeError as error:
+            raise self._translated(error, edge.source, waiting) from error
+
+    def has_come(self, edge: Edge, number: int) -> bool | None:
+        # Of all else, nobody gains by knowing what a thread would have to wait for.
+        if edge.source in self._near or edge.tag < SHARED_TAGS:
+            return None
+        waiting = f"rank {edge.target}, looking for a message of rank {edge.source}"
+        while (edge, number) not in self._early and edge not in self._farewells:
+            self._stand(edge, waiting)
+            if not self._watch.is_done(edge, self._standing[edge][0]):
+                return False
+            self._take_in(self._receive(edge, waiting), edge, waiting)
+        return True
 
     def _stand(self, edge: Edge, waiting: str) -> None:
         """Be ready for the next message of an edge."""
@@ -188,10 +217,12 @@ class ProcessGroupTransport(Transport):
             # A rank that is gone needs no notice.
             with contextlib.suppress(RuntimeError):
                 parting.append(dist.isend(notice, edge.target, group=self.group, tag=edge.tag))
+        end = time.monotonic() + _PARTING_SECONDS  # of all together: there may be many
         for work in parting:
             if work is not None:
+                left = max(end - time.monotonic(), _LEAST_PARTING_SECONDS)
                 with contextlib.suppress(RuntimeError):
-                    work.wait(datetime.timedelta(seconds=_PARTING_SECONDS))
+                    work.wait(datetime.timedelta(seconds=left))
 
     def flush(self) -> None:
         for edge, under_way in self._under_way.items():
@@ -212,6 +243,7 @@ class ProcessGroupTransport(Transport):
         if self._closed is not None:
             return
         self._closed = reason
+        self._watch.close()
         self._early.clear()
         notice = packing.pack_notice(BlockKind.CLOSED, text=reason)
         # It leaves when a rank waits on one of these edges, as long as this process lives.

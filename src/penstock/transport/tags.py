@@ -15,7 +15,10 @@ GROUP_TAG = REPORT_TAG + 5
 SKIP_TAGS = 1 << 21
 """The first of them: two per skip."""
 SHARED_TAGS = 1 << 22
-"""The first of them: one per purpose of a message and group of shared weights."""
+"""The first of them: sixteen per purpose of a message and group of shared weights."""
+RENEWED_TAGS = 1 << 24
+"""The first of those of weights that were updated for others: sixteen per group of weights. It may
+be in the next minibatch that they are awaited."""
 
 FIRST_EXCHANGE = 1 << 60
 """Numbers of messages that belong to no microbatch: above those of all that do."""

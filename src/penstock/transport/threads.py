@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from penstock.errors import DeadlineError, PeerError, RunError
@@ -70,6 +70,25 @@ class ThreadTransport(Transport):
                 raise DeadlineError(overdue(waiting, edge.source, patience))
             self._take_in(notice, waiting)
         return self._early.pop(wanted)
+
+    def first_of(self, expected: Sequence[tuple[Edge, int]], waiting: str) -> int:
+        self._check_open()
+        places = {wanted: place for place, wanted in enumerate(expected)}
+        patience = self.patience
+        end = time.monotonic() + patience.seconds
+        while True:
+            # What came first stands first.
+            for wanted in self._early:
+                if wanted in places:
+                    return places[wanted]
+            sources = [edge.source for edge, _ in expected]
+            for source in sources:
+                if farewell := self._farewells.get(source):
+                    raise PeerError(f"{waiting}: {farewell}", farewell)
+            notice = self._next(end)
+            if notice is None:
+                raise DeadlineError(overdue(waiting, sources[0], patience))
+            self._take_in(notice, waiting)
 
     def _take_in(self, notice: _Notice, waiting: str) -> None:
         match notice:

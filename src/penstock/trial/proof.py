@@ -36,8 +36,10 @@ from penstock.trial.curvature import layers_of_stages
 from penstock.trial.reference.delayed_replay import DelayedReplay
 from penstock.trial.reference.sideways_replay import SidewaysReplay
 from penstock.trial.reference.single_device import SingleDevice
+from penstock.trial.stale_proof import Journal, latest, replayed, too_late
 from penstock.trial.verdict import Difference, Proof, ProofRow
 from penstock.trial.workload import Batch, Workload
+from penstock.units import count_of
 from penstock.versions import PipeMare, Predict, Sideways
 
 _SEED = 0
@@ -60,10 +62,11 @@ def prove(
 ) -> Proof:
     """Train through a ``Pipeline`` in threads and through an independent reference, and compare.
 
-    A synchronous plan is compared with ``SingleDevice``, an asynchronous one with
-    ``DelayedReplay``, which has no pipeline and applies literally the versions that the policy
-    states; there, recorded delays and versions held are compared with the policy's formulas, too.
-    Both sides begin with equal weights and draw the same random numbers.
+    A synchronous plan is compared with ``SingleDevice``; one with stale updates with
+    ``StaleReplay``, which takes from the pipeline's journal what each update was made of; an
+    asynchronous one with ``DelayedReplay``, which has no pipeline and applies literally the
+    versions that the policy states. There, recorded delays and versions held are compared with the
+    policy's formulas, too. Both sides begin with equal weights and draw the same random numbers.
 
     Everything is expected to be equal to the bit, except where sums have another order: weights
     that several layers share, replicas or copies of stages, tensor ranks, slices of sequences,
@@ -102,8 +105,8 @@ def prove(
     before, batches = batches[: _BEFORE * resume], batches[_BEFORE * resume :]
     window = _steady_window(plan, batches)
     with intra_op_threads(plan.num_threads):
-        ours, timeline, held = _pipelined(sides, workload, before, batches, progress)
-        theirs, delays = _referred(sides, workload, before, batches)
+        ours, timeline, held, journals = _pipelined(sides, workload, before, batches, progress)
+        theirs, delays = _referred(sides, workload, before, batches, journals)
     if progress is not None:
         progress(2 * len(ours), 2 * len(ours))
     rows = tuple(_row(sides, stage, timeline, held, window) for stage in range(len(sides.names)))
@@ -119,14 +122,23 @@ def prove(
     )
     return Proof(
         plan=plan,
-        reference="the sequential replay of its delays" if asynchronous else "one device",
+        reference=_reference(plan, journals),
         num_before=len(before),
         expected=sides.expected,
         losses=tuple(zip(map(float, ours), map(float, theirs), strict=True)),
         loss_tolerance=sqrt(torch.finfo(ours[0].dtype).eps) if sides.rounding else 0.0,
         rows=rows,
-        misread=tuple(misread),
+        misread=(*misread, *too_late(journals, plan.summing.stale)),
     )
+
+
+def _reference(plan: Plan, journals: Sequence[Journal]) -> str:
+    if plan.versions.asynchronous:
+        return "the sequential replay of its delays"
+    if plan.summing.stale:
+        most = count_of(latest(journals), "update")
+        return f"the replay of its journal, in which gradients were up to {most} late"
+    return "one device"
 
 
 def steps_needed(plan: Plan) -> int:
@@ -236,7 +248,8 @@ def _rounding(plan: Plan, modules: Sequence[nn.Module]) -> str:
     users = Counter(id(weight) for module in modules for weight in module.parameters())
     reasons = {
         "tensor ranks add what each of them has": plan.num_tensor_ranks > 1,
-        "ranks that hold the same stage add their gradients": placement.weight_copies > 1,
+        "ranks that hold the same stage add their gradients": placement.weight_copies > 1
+        and not plan.summing.stale,
         "layers share weights, whose gradients are added": max(users.values(), default=1) > 1,
         "weights are predicted": isinstance(policy, Predict),
         "PipeMare's drift is a running mean": isinstance(policy, PipeMare)
@@ -303,11 +316,13 @@ class _Trained(NamedTuple):
         losses: one per minibatch.
         timeline: the last step's, or the stream's.
         held: how many versions each rank held; empty for a synchronous plan.
+        journals: of each stream, by stage, what a parameter server's stale updates were made of.
     """
 
     losses: list[Tensor]
     timeline: Timeline
     held: tuple[int, ...]
+    journals: list[Journal]
 
 
 def _pipeline(sides: Sides, workload: Workload, model: nn.Module) -> Pipeline:
@@ -329,6 +344,7 @@ def _pipelined(
     progress: Progress | None,
 ) -> _Trained:
     losses: list[Tensor] = []
+    journals: list[Journal] = []
 
     def train(pipeline: Pipeline, own: Sequence[Batch]) -> None:
         for loss in pipeline.steps(own):
@@ -336,6 +352,7 @@ def _pipelined(
             losses.append(loss)
             if progress is not None:
                 progress(len(losses), 2 * (len(before) + len(batches)))
+        journals.append(pipeline.stale_streams)
 
     with tempfile.TemporaryDirectory() as folder:
         if before:
@@ -350,11 +367,15 @@ def _pipelined(
             asynchronous = sides.plan.versions.asynchronous
             held = tuple(held.versions for held in pipeline.held_versions) if asynchronous else ()
             bring_back(pipeline, sides.model)
-            return _Trained(losses, pipeline.timeline, held)
+            return _Trained(losses, pipeline.timeline, held, journals)
 
 
 def _referred(
-    sides: Sides, workload: Workload, before: Sequence[Batch], batches: Sequence[Batch]
+    sides: Sides,
+    workload: Workload,
+    before: Sequence[Batch],
+    batches: Sequence[Batch],
+    journals: Sequence[Journal],
 ) -> tuple[list[Tensor], dict[tuple[int, int], int]]:
     """The losses of the reference and, by stage and microbatch, the delays that it applied.
 
@@ -366,6 +387,9 @@ def _referred(
     before, batches = tree.replace(
         Tensor, lambda tensor: tensor.to(device), (list(before), list(batches))
     )
+    if plan.summing.stale:
+        streams = [before, batches] if before else [batches]
+        return replayed(twin, plan, workload, streams, journals, _SEED), {}
     if isinstance(plan.versions, Sideways):
         return _borrowed(twin, plan, workload, [*before, *batches])
     if plan.versions.asynchronous:

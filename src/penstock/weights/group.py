@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import RunError
+from penstock.timing.spans import ALL_OF_STAGE
+from penstock.weights.lane import Moved
 from penstock.weights.slabs import Slab
 from penstock.weights.tiers import Extent, whole_pages
 
@@ -31,10 +32,12 @@ class Group:
 
     Args:
         whose: what they are, for errors.
-        tensors: in main memory; those that hold their values densely keep their strides.
+        tensors: those that hold their values densely keep their strides.
+        stage: whose they are.
+        microbatch: where they are what it keeps.
 
     Attributes:
-        whose: as given.
+        whose, stage, microbatch: as given.
         num_bytes: of the extent and of the slab that they need; 0 without tensors.
         extent: where they lie in the tier, once that is reserved.
         slab: where they lie in memory, if they are there or on their way.
@@ -43,8 +46,12 @@ class Group:
         is_parked: whether the slab has the values, and the tensors do not look there.
     """
 
-    def __init__(self, whose: str, tensors: Sequence[Tensor]) -> None:
+    def __init__(
+        self, whose: str, tensors: Sequence[Tensor], stage: int, microbatch: int = ALL_OF_STAGE
+    ) -> None:
         self.whose = whose
+        self.stage = stage
+        self.microbatch = microbatch
         self.places: list[Place] = []
         end = 0
         for tensor in tensors:
@@ -54,8 +61,8 @@ class Group:
         self.num_bytes = whole_pages(end)
         self.extent: Extent | None = None
         self.slab: Slab | None = None
-        self.arriving: Future[None] | None = None
-        self.writing: Future[None] | None = None
+        self.arriving: Moved | None = None
+        self.writing: Moved | None = None
         self.is_parked = False
         self._versions = 0
 
@@ -90,6 +97,7 @@ class Group:
         """Copy all values into a slab, in which they are from now on; memory that they leave is
         free at once, tensor by tensor."""
         self.slab = slab
+        slab.claim()
         for place in self.places:
             inside = self.lies_in(slab, place)
             inside.copy_(place.tensor.detach())
@@ -103,10 +111,19 @@ class Group:
         self.is_parked = False
         self._versions = self._counted_versions()
 
-    def blank(self) -> None:
-        """Take the values away: shape and type stay, and whoever reads them sees NaN."""
+    def blank(self, device: torch.device | None = None) -> None:
+        """Take the values away: shape and type stay, and whoever reads them sees NaN.
+
+        Args:
+            device: where the tensors are from now on; by default where they were.
+        """
         for place in self.places:
-            place.tensor.data = nothing_like(place.tensor)
+            place.tensor.data = nothing_like(place.tensor, device)
+
+    def drop(self) -> None:
+        """Take the values away from tensors that nobody but this group looks at."""
+        for place in self.places:
+            place.tensor.data = place.tensor.new_empty(0)
 
     def is_in(self, slab: Slab) -> bool:
         """Whether the values of all tensors are where this group has put them."""
@@ -116,10 +133,11 @@ class Group:
         )
 
 
-def nothing_like(tensor: Tensor) -> Tensor:
+def nothing_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     """A tensor of this shape and type that takes no memory and has no values."""
     fills = tensor.is_floating_point() or tensor.is_complex()
-    filled = torch.full((), torch.nan if fills else 0, dtype=tensor.dtype, device=tensor.device)
+    where = device or tensor.device
+    filled = torch.full((), torch.nan if fills else 0, dtype=tensor.dtype, device=where)
     return filled.expand(tensor.shape)
 
 

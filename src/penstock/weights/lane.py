@@ -7,6 +7,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 
+import torch
+
+Moved = Future["torch.Event | None"]
+"""The end of a transfer: done when the host has done its part; then it tells at which moment of an
+accelerator the rest is done, or ``None`` where there is no rest."""
+_Transfer = Callable[[], "torch.Event | None"]
+
 
 class Lane:
     """A thread that performs what it is given, in order. It ends with the process, whatever it
@@ -18,15 +25,15 @@ class Lane:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._given: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
+        self._given: SimpleQueue[tuple[_Transfer, Moved] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def begin(self, what: Callable[[], None]) -> Future[None]:
+    def begin(self, what: _Transfer) -> Moved:
         """Perform something behind what was given before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        future: Future[None] = Future()
+        future: Moved = Future()
         self._given.put((what, future))
         return future
 
@@ -34,11 +41,12 @@ class Lane:
         while (given := self._given.get()) is not None:
             what, future = given
             try:
-                what()
+                moment = what()
             except BaseException as error:  # whoever waits is told
                 future.set_exception(error)
             else:
-                future.set_result(None)
+                future.set_result(moment)
+                del moment
             # What was moved must not be kept alive until something else is.
             del given, what, future
 

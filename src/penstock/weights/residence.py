@@ -23,38 +23,37 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor, nn
 
+from penstock.device.crossing import moved
 from penstock.schedule.residence import Stay
 from penstock.weights.group import Elsewhere, Group
 from penstock.weights.optimizer_state import state_tensors
-from penstock.weights.slabs import Slabs
+from penstock.weights.shelf import Shelved, shelved
+from penstock.weights.slabs import Slab, Slabs
 from penstock.weights.store import Instead
-from penstock.weights.tiers import Store
+from penstock.weights.tiers import whole_pages
 from penstock.weights.transfers import Transfers
+from penstock.weights.ways import Way
 
 
 class Residence:
     """The stages of one rank that come and go.
 
     Args:
-        store: the rank's tier.
-        slabs: memory for what is here.
+        way: to the rank's tier and back.
+        slabs: memory for what is here, on the rank's device.
         weights: by stage, the parameters that leave with it, each of one stage only.
-        seconds: how long a transfer may take.
 
     Attributes:
-        store, slabs: as given.
+        store: the rank's tier.
+        slabs: as given.
         transfers: what is on its way between them.
     """
 
     def __init__(
-        self,
-        store: Store,
-        slabs: Slabs,
-        weights: Mapping[int, Sequence[nn.Parameter]],
-        seconds: float = 300.0,
+        self, way: Way, slabs: Slabs, weights: Mapping[int, Sequence[nn.Parameter]]
     ) -> None:
-        self.store, self.slabs = store, slabs
-        self.transfers = Transfers(store, slabs, seconds)
+        self.store, self.slabs = way.space, slabs
+        self.transfers = Transfers(way, slabs)
         self._optimizers: Mapping[int, torch.optim.Optimizer] = {}
         self._owed: Container[int] = ()
         self._parameters = weights
@@ -71,24 +70,31 @@ class Residence:
     def take_in(self, stage: int) -> None:
         """Move a stage's weights to the tier: it is built. [1]
 
+        They may be in main memory wherever the rank computes, so that its device never has to hold
+        what does not fit there.
+
         Raises:
             FileError: the tier has no room.
         """
         parameters = self._parameters[stage]
         groups = [
-            Group(f"{what} of stage {stage}", chosen)
+            Group(f"{what} of stage {stage}", chosen, stage)
             for what, trained in (("weights", True), ("frozen weights", False))
             if (chosen := [one for one in parameters if one.requires_grad is trained])
         ]
         self._weights[stage] = groups
         for group in groups:
             group.extent = self.store.reserve(group.whose, group.num_bytes)
-            slab = self.slabs.take(group.num_bytes, group.whose)
-            group.move_in(slab)
-            self.store.write(group.extent, slab.view)
-            group.blank()
+            packed = Slab(max(group.num_bytes, whole_pages(1)))
+            gradients = [parameter.grad for parameter in group.tensors]
+            for parameter in group.tensors:
+                parameter.grad = None  # which would have to be where the values are
+            group.move_in(packed)
+            self.transfers.way.put(group.extent, packed)
+            group.blank(self.slabs.device)
             group.slab = None
-            self.slabs.give(slab)
+            for parameter, gradient in zip(group.tensors, gradients, strict=True):
+                parameter.grad = None if gradient is None else moved(gradient, self.slabs.device)
 
     def follow(self, optimizers: Mapping[int, torch.optim.Optimizer], owed: Container[int]) -> None:
         """Let what optimizers keep travel as well.
@@ -111,7 +117,7 @@ class Residence:
         Raises:
             FileError: the tier has no room.
         """
-        group = self._state[stage] = Group(f"optimizer state of stage {stage}", [])
+        group = self._state[stage] = Group(f"optimizer state of stage {stage}", [], stage)
         group.extent = self.store.reserve(group.whose, num_bytes)
 
     def reserve_gradients(self, stage: int) -> None:
@@ -120,7 +126,7 @@ class Residence:
         Raises:
             FileError: the tier has no room.
         """
-        group = self._spent[stage] = Group(f"gradients of stage {stage}", [])
+        group = self._spent[stage] = Group(f"gradients of stage {stage}", [], stage)
         group.num_bytes = self.gradient_bytes(stage)
         group.extent = self.store.reserve(group.whose, group.num_bytes)
 
@@ -144,50 +150,67 @@ class Residence:
         if owes and stage in self._gradients:
             self.transfers.begin(self._gradients[stage][0])
 
-    def arrive(self, stage: int) -> None:
+    def arrive(self, stage: int) -> bool:
         """Wait until a stage's weights are here. [3]
+
+        Returns:
+            Whether they were not known to be here before.
 
         Raises:
             FileError: they could not be read, or are not what was written.
             DeadlineError: they do not come.
         """
-        for group in self._weights[stage]:
-            self.transfers.begin(group)
-            self.transfers.arrive(group)
+        came = [self._bring(group) for group in self._weights[stage]]
+        return any(came)
 
-    def arrive_with_state(self, stage: int) -> None:
+    def _bring(self, group: Group) -> bool:
+        self.transfers.begin(group)
+        return self.transfers.arrive(group)
+
+    def arrive_with_state(self, stage: int) -> bool:
         """Wait until a stage is here with all that its update needs, and nobody writes it any more:
-        what stays where it is, the tier may still be getting from there."""
-        self.arrive(stage)
+        what stays where it is, the tier may still be getting from there.
+
+        Returns:
+            Whether any of it was not known to be here before.
+        """
+        waited = self.arrive(stage)
         for group in self._weights[stage]:
             self.transfers.written(group)
         state = self._state.get(stage)
-        if state is not None:
-            self.transfers.begin(state)
-            self.transfers.arrive(state)
+        return (state is not None and self._bring(state)) or waited
 
-    def bring_gradients(self, stage: int) -> None:
-        """Give parameters the gradients that have left before, if there are any. [7]"""
+    def bring_gradients(self, stage: int) -> bool:
+        """Give parameters the gradients that have left before, if there are any. [7]
+
+        Returns:
+            Whether any came.
+        """
         if stage not in self._gradients:
-            return
+            return False
         group, parameters = self._gradients[stage]
         if group.slab is not None and group.arriving is None:
-            return
-        self.transfers.begin(group)
-        self.transfers.arrive(group)
+            return False
+        self._bring(group)
         for parameter, gradient in zip(parameters, group.tensors, strict=True):
             parameter.grad = gradient
+        return True
 
-    def begin_adding(self, stage: int) -> None:
+    def begin_adding(self, stage: int) -> bool:
         """Before a backward: bring in what was added up before, or count what will be; and begin
-        to bring in what the update behind the backwards needs."""
+        to bring in what the update behind the backwards needs.
+
+        Returns:
+            Whether something came that was waited for.
+        """
         if self._stays[stage].updates and stage in self._state:
             self.transfers.begin(self._state[stage])
         if stage in self._gradients:
-            self.bring_gradients(stage)
-        elif stage not in self._adding:
+            return self.bring_gradients(stage)
+        if stage not in self._adding:
             self._adding[stage] = self.gradient_bytes(stage)
             self.slabs.count(self._adding[stage], f"gradients of stage {stage}")
+        return False
 
     def _add_no_more(self, stage: int) -> None:
         self.slabs.count(-self._adding.pop(stage, 0))
@@ -245,7 +268,7 @@ class Residence:
         here = known is not None and known.slab is not None and known.is_in(known.slab)
         if not tensors or (known is not None and here and _same(known.tensors, tensors)):
             return
-        group = Group(f"optimizer state of stage {stage}", tensors)
+        group = Group(f"optimizer state of stage {stage}", tensors, stage)
         slab = None
         if known is not None:
             slab, known.slab = known.slab, None
@@ -290,7 +313,7 @@ class Residence:
         if known is not None and known[0].slab is not None and _same(known[0].tensors, gradients):
             group = known[0]
         else:
-            group = Group(f"gradients of stage {stage}", gradients)
+            group = Group(f"gradients of stage {stage}", gradients, stage)
             before = known[0] if known is not None else self._spent.get(stage)
             if before is not None and before.num_bytes == group.num_bytes:
                 group.extent, group.writing = before.extent, before.writing
@@ -323,6 +346,16 @@ class Residence:
             self.leave(stage, Stay(stage, keeps=here))
             self.transfers.finish()
 
+    def shelved(self, stage: int, tensors: Mapping[str, Tensor]) -> dict[str, Shelved]:
+        """Of some tensors, those that lie on the tier, where they are held as they are until
+        somebody says otherwise; while the stage is visited.
+
+        Args:
+            tensors: by name: weights and what the optimizer keeps, or parts of other memory.
+        """
+        groups = [*self._weights[stage], *filter(None, [self._state.get(stage)])]
+        return shelved(self.transfers.way, groups, tensors)
+
     def forget(self) -> None:
         """A step has failed, or another kind of step begins: let all go that is here. What has
         changed is written; gradients that no update waits for are dropped."""
@@ -343,7 +376,8 @@ class Residence:
                 self.transfers.arrive(group)
                 if (changed and group.is_trained) or (group.has_parameters and group.has_changed):
                     assert group.extent is not None
-                    self.store.write(group.extent, slab.view)
+                    self.transfers.write(group, slab)
+                    self.transfers.written(group)
             group.arriving = None
             group.is_parked = False
             group.blank()

@@ -3,19 +3,27 @@
 Memory that is mapped anew costs a fault for each page when it is first touched; in the steady state
 of training no slab is new. What is free counts towards the budget, too, since the system does not
 have it back; free slabs of other sizes go when room is needed.
+
+On an accelerator a slab is given back while streams still work on it, and taken again at once: it
+remembers what is to happen before anybody writes to it.
 """
 
 from __future__ import annotations
 
 import mmap
+import threading
 from collections import defaultdict
 
 import torch
 from torch import Tensor
 
+from penstock.device.accelerators import is_on_host
+from penstock.device.queue import moments_of_caller, taken_up
 from penstock.errors import RunError
 from penstock.units import format_bytes
 from penstock.weights.tiers import whole_pages
+
+HOST = torch.device("cpu")
 
 
 class Slab:
@@ -23,19 +31,35 @@ class Slab:
 
     Args:
         num_bytes: at least one page.
+        device: where it is.
 
     Attributes:
         num_bytes: its size.
-        view: the memory, for reading and writing.
+        view: the memory, for reading and writing; empty on an accelerator.
         bytes: the same as a tensor.
+        free_after: moments on an accelerator before which nobody may write to it.
     """
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, device: torch.device = HOST) -> None:
         self.num_bytes = num_bytes
-        memory = mmap.mmap(-1, num_bytes)
-        self.view = memoryview(memory)
-        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self.free_after: list[torch.Event] = []
+        if is_on_host(device):
+            memory = mmap.mmap(-1, num_bytes)
+            self.view = memoryview(memory)
+            self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        else:
+            self.view = memoryview(b"")
+            self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            # The allocator gives memory that its own stream is not done with.
+            self.free_after += moments_of_caller([device]).values()
         self._alone = self._num_holders()
+
+    def claim(self) -> None:
+        """Before this thread's current stream writes to it: let that come behind all that others
+        still do here."""
+        for moment in self.free_after:
+            taken_up([self.bytes], moment)
+        self.free_after.clear()
 
     def tensor(
         self, offset: int, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...]
@@ -60,23 +84,56 @@ class Slab:
         return count
 
 
+class Spare:
+    """Free slabs that ranks which take turns hand on to each other; any thread may ask.
+
+    Args:
+        limit_bytes: the most that it keeps.
+    """
+
+    def __init__(self, limit_bytes: float) -> None:
+        self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._free: dict[int, list[Slab]] = defaultdict(list)
+        self._kept = 0
+
+    def take(self, size: int) -> Slab | None:
+        """A slab of exactly this size, if there is one."""
+        with self._lock:
+            if not self._free[size]:
+                return None
+            self._kept -= size
+            return self._free[size].pop()
+
+    def put(self, slab: Slab) -> None:
+        """Take a slab that nobody uses; what is beyond the limit goes back to the system."""
+        with self._lock:
+            if self._kept + slab.num_bytes <= self._limit_bytes:
+                self._kept += slab.num_bytes
+                self._free[slab.num_bytes].append(slab)
+
+
 class Slabs:
     """The slabs of one rank, within a budget.
 
     Args:
         budget_bytes: the most that all of them together may have, free ones included.
+        device: where they are.
 
     Attributes:
-        budget_bytes: as given.
+        budget_bytes, device: as given.
         peak_bytes: the most that they have had.
         used_peak_bytes: the most that has been in use at once.
+        spare: where free slabs may come from and go to, if other ranks have some.
     """
 
-    def __init__(self, budget_bytes: float) -> None:
+    def __init__(self, budget_bytes: float, device: torch.device = HOST) -> None:
         self.budget_bytes = budget_bytes
+        self.device = device
         self._free: dict[int, list[Slab]] = defaultdict(list)
         self._mapped = self._used = 0
         self.peak_bytes = self.used_peak_bytes = 0
+        self.spare: Spare | None = None
 
     def take(self, num_bytes: int, whose: str) -> Slab:
         """A slab for so many bytes; what is in it is anything.
@@ -89,7 +146,8 @@ class Slabs:
             slab = self._free[size].pop()
         else:
             self._make_room(size, whose)
-            slab = Slab(size)
+            spare = None if self.spare is None else self.spare.take(size)
+            slab = spare or Slab(size, self.device)
             self._mapped += size
         self._used += size
         self.peak_bytes = max(self.peak_bytes, self._mapped)
@@ -130,6 +188,21 @@ class Slabs:
         """Let a slab go for good: somebody may still see it, so it must not be used again."""
         self._used -= slab.num_bytes
         self._mapped -= slab.num_bytes
+
+    @property
+    def mapped_bytes(self) -> int:
+        """What all of them have now, free ones included, and what else is counted."""
+        return self._mapped
+
+    def lend(self) -> None:
+        """Hand all free slabs on to whoever needs them; this rank stands still for a while."""
+        if self.spare is None:
+            return
+        for free in self._free.values():
+            for slab in free:
+                self._mapped -= slab.num_bytes
+                self.spare.put(slab)
+            free.clear()
 
     def clear(self) -> None:
         """Give all free memory back to the system."""

@@ -20,8 +20,10 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from penstock.cluster.parts import Tier
+from penstock.device.side_streams import pinned_bytes
 from penstock.errors import FileError
 from penstock.units import format_bytes
 
@@ -43,19 +45,21 @@ class Extent:
     Attributes:
         whose: what lies in it, for errors, such as ``"weights of stage 3"``.
         offset, num_bytes: where it begins and how long it is: whole pages.
+        is_held: whether somebody still reads what lies there, so that nothing may be written to it.
     """
 
-    __slots__ = ("num_bytes", "offset", "sums", "whose")
+    __slots__ = ("is_held", "num_bytes", "offset", "sums", "whose")
 
     def __init__(self, whose: str, offset: int, num_bytes: int) -> None:
         self.whose = whose
         self.offset = offset
         self.num_bytes = num_bytes
         self.sums: npt.NDArray[np.uint64] | None = None
+        self.is_held = False
 
 
-class Store(ABC):
-    """A tier in use by one rank. Reading and writing may go on in two threads at once.
+class Space(ABC):
+    """A tier in use by one rank, of which parts are reserved.
 
     Attributes:
         read_bytes, written_bytes: what has been moved so far.
@@ -81,6 +85,18 @@ class Store(ABC):
             self._end += extent.num_bytes
         return extent
 
+    @abstractmethod
+    def _grow(self, extent: Extent) -> None:
+        """Make sure that there is room for one more extent."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back all that was reserved."""
+
+
+class Store(Space):
+    """A tier that the host reads and writes; both may go on in two threads at once."""
+
     def write(self, extent: Extent, memory: memoryview) -> None:
         """Write all of an extent.
 
@@ -99,11 +115,29 @@ class Store(ABC):
         """
         self._get(extent, memory)
         self.read_bytes += extent.num_bytes
+        self._check(extent, 0, memory)
+
+    def peek(self, extent: Extent, start: int, memory: memoryview) -> None:
+        """Read some pages of an extent, for whoever is no part of training: not counted.
+
+        Args:
+            start: the first of the pages, in bytes from the beginning of the extent.
+
+        Raises:
+            FileError: as ``read``.
+        """
+        self._get_from(extent, start, memory)
+        self._check(extent, start, memory)
+
+    def _check(self, extent: Extent, start: int, memory: memoryview) -> None:
+        """Hold what was read against what was written."""
         if extent.sums is None:
             raise FileError(f"{extent.whose}: nothing was written at {self} before it was read")
-        (wrong,) = np.nonzero(_sums(memory) != extent.sums)
+        first = start // PAGE
+        sums = _sums(memory)
+        (wrong,) = np.nonzero(sums != extent.sums[first : first + len(sums)])
         if len(wrong):
-            offset = extent.offset + int(wrong[0]) * PAGE
+            offset = extent.offset + start + int(wrong[0]) * PAGE
             raise FileError(
                 f"{extent.whose}: what {self} holds at offset {offset} is not what was written "
                 f"there ({len(wrong)} of {len(extent.sums)} pages differ); the disk is not to be "
@@ -111,20 +145,16 @@ class Store(ABC):
             )
 
     @abstractmethod
-    def _grow(self, extent: Extent) -> None:
-        """Make sure that there is room for one more extent."""
-
-    @abstractmethod
     def _put(self, extent: Extent, memory: memoryview) -> None:
         """Write."""
 
-    @abstractmethod
     def _get(self, extent: Extent, memory: memoryview) -> None:
-        """Read."""
+        """Read all of it."""
+        self._get_from(extent, 0, memory)
 
     @abstractmethod
-    def close(self) -> None:
-        """Give back all that was reserved."""
+    def _get_from(self, extent: Extent, start: int, memory: memoryview) -> None:
+        """Read as much as fits into the memory, from a byte of the extent on."""
 
 
 def _sums(memory: memoryview) -> npt.NDArray[np.uint64]:
@@ -155,9 +185,41 @@ class HostStore(Store):
         if extent.num_bytes:
             self._parts[extent.offset][:] = memory
 
-    def _get(self, extent: Extent, memory: memoryview) -> None:
+    def _get_from(self, extent: Extent, start: int, memory: memoryview) -> None:
         if extent.num_bytes:
-            memory[:] = memoryview(self._parts[extent.offset])
+            part = memoryview(self._parts[extent.offset])
+            memory[:] = part[start : start + len(memory)]
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._parts.clear()
+
+
+class PinnedSpace(Space):
+    """Main memory as a tier of an accelerator, which copies from and to it by itself. There are no
+    sums of pages, since the host does not see what is copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parts: dict[int, Tensor] = {}
+
+    def __str__(self) -> str:
+        return "pinned main memory"
+
+    def _grow(self, extent: Extent) -> None:
+        if extent.num_bytes:
+            try:
+                self._parts[extent.offset] = pinned_bytes(extent.num_bytes)
+            except RuntimeError as error:
+                raise FileError(
+                    f"there is no pinned main memory for {format_bytes(extent.num_bytes)} of "
+                    f"{extent.whose}, behind {format_bytes(extent.offset)} that are reserved: "
+                    f"{error}; take a disk as tier"
+                ) from None
+
+    def part(self, extent: Extent) -> Tensor:
+        """The bytes of an extent."""
+        return self._parts[extent.offset]
 
     def close(self) -> None:
         """Give the memory back."""
@@ -195,25 +257,27 @@ class DiskStore(Store):
             raise _full(extent, self._folder, error) from None
 
     def _put(self, extent: Extent, memory: memoryview) -> None:
-        self._move(extent, memory, os.pwritev, "write")
+        self._move(extent, 0, memory[: extent.num_bytes], os.pwritev, "write")
 
-    def _get(self, extent: Extent, memory: memoryview) -> None:
-        self._move(extent, memory, os.preadv, "read")
+    def _get_from(self, extent: Extent, start: int, memory: memoryview) -> None:
+        self._move(extent, start, memory[: extent.num_bytes - start], os.preadv, "read")
 
-    def _move(self, extent: Extent, memory: memoryview, move: _Move, doing: str) -> None:
-        done = 0
-        while done < extent.num_bytes:
+    def _move(
+        self, extent: Extent, start: int, memory: memoryview, move: _Move, doing: str
+    ) -> None:
+        done, first = 0, extent.offset + start
+        while done < len(memory):
             piece = memory[done : done + _MOST_AT_ONCE]
             try:
-                moved = move(self._file, [piece], extent.offset + done)
+                moved = move(self._file, [piece], first + done)
             except OSError as error:
                 raise FileError(
                     f"cannot {doing} the {extent.whose} in {self._folder}, at offset "
-                    f"{extent.offset + done}: {error.strerror}; go on from the last checkpoint"
+                    f"{first + done}: {error.strerror}; go on from the last checkpoint"
                 ) from error
             if moved <= 0:
                 raise FileError(
-                    f"{self} ends at offset {extent.offset + done}, in the {extent.whose}; "
+                    f"{self} ends at offset {first + done}, in the {extent.whose}; "
                     "somebody has cut it"
                 )
             done += moved

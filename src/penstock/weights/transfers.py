@@ -2,74 +2,108 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import time
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from functools import partial
 
+import torch
+
+from penstock.device.accelerators import is_on_host
+from penstock.device.queue import taken_up
 from penstock.errors import DeadlineError, ModelError
+from penstock.timing.spans import TransferKind
 from penstock.weights.group import Group
-from penstock.weights.lane import Lane
+from penstock.weights.lane import Moved
 from penstock.weights.slabs import Slab, Slabs
-from penstock.weights.tiers import Store
+from penstock.weights.tiers import Extent
+from penstock.weights.ways import Way
 
 
 class Transfers:
     """Brings groups of tensors in and lets them go: one read and one write at a time, beside
     compute. Marks like [2] are those of ``residence``.
 
+    On an accelerator the host does not wait: where this says "wait", the current stream of the
+    thread that calls does, once the host has done its part of the transfer.
+
     Args:
-        store: the rank's tier.
+        way: how bytes get to the rank's tier and back.
         slabs: memory for what comes.
-        seconds: how long a transfer may take.
 
     Attributes:
-        store, slabs: as given.
+        way, slabs: as given.
     """
 
-    def __init__(self, store: Store, slabs: Slabs, seconds: float) -> None:
-        self.store = store
+    def __init__(self, way: Way, slabs: Slabs) -> None:
+        self.way = way
         self.slabs = slabs
-        self._seconds = seconds
+        self._moved: list[tuple[TransferKind, int, int, float, float]] = []
+        self._until: dict[TransferKind, float] = {}
+        self._notes = is_on_host(slabs.device)
         self._stalls = False
         self._leaving: list[tuple[Group, Slab]] = []
-        self._reader = Lane("penstock-fetching")
-        self._writer = Lane("penstock-writing")
+        self._held: list[Extent] = []
+        """Extents that groups have left since somebody read there; free once nobody does."""
 
     def begin(self, group: Group) -> None:
-        """Take a slab for a group and let the reader fill it, unless it is here or coming."""
+        """Take a slab for a group and begin to fill it, unless it is here or coming."""
         if group.slab is not None or not group.places:
             return
-        slab = group.slab = self.slabs.take(group.num_bytes, group.whose)
-        group.arriving = self._reader.begin(partial(self._read, group, slab, group.writing))
-
-    def _read(self, group: Group, slab: Slab, before: Future[None] | None) -> None:
-        if before is not None:
-            before.result(self._seconds)
         assert group.extent is not None
-        self.store.read(group.extent, slab.view)
+        slab = group.slab = self.slabs.take(group.num_bytes, group.whose)
+        group.arriving = self.noted("read", group, self.way.read(group.extent, slab, group.writing))
 
-    def arrive(self, group: Group) -> None:
+    def noted(self, kind: TransferKind, group: Group, moved: Moved) -> Moved:
+        """Note a transfer when it is done: a lane does one thing after another, so that it began
+        when it was asked for, or when the one before it ended."""
+        if not self._notes:
+            return moved
+        asked = time.perf_counter()
+
+        def note(_: Moved) -> None:
+            end = time.perf_counter()
+            begin = max(asked, self._until.get(kind, asked))
+            self._until[kind] = end
+            self._moved.append((kind, group.stage, group.microbatch, begin, end))
+
+        moved.add_done_callback(note)
+        return moved
+
+    def take_moved(self) -> list[tuple[TransferKind, int, int, float, float]]:
+        """What has come and gone since this was asked last, as ``Harvest.moved`` has it; of main
+        memory only, since an accelerator copies when it likes."""
+        moved, self._moved = self._moved, []
+        return moved
+
+    def arrive(self, group: Group) -> bool:
         """Wait until a group that was begun is here, and point its tensors there. [3]
+
+        Returns:
+            Whether nobody had waited for that before.
 
         Raises:
             FileError: it could not be read, or is not what was written.
             DeadlineError: it does not come.
         """
         if group.arriving is not None:
-            self._await(group.arriving, group, "have not come from")
+            assert group.slab is not None
+            moment = self._await(group.arriving, group, "have not come from")
+            taken_up([group.slab.bytes], moment)
             group.arriving = None
             group.point()
-        elif group.is_parked:
+            return True
+        if group.is_parked:
             group.point()
+        return False
 
-    def _await(self, future: Future[None], group: Group, what: str) -> None:
+    def _await(self, moved: Moved, group: Group, what: str) -> torch.Event | None:
+        """Wait for the host's part of a transfer; gives the moment of the rest, if there is any."""
         try:
             # Who did not answer once is not waited for again while all is taken down.
-            future.result(0 if self._stalls else self._seconds)
+            return moved.result(0 if self._stalls else self.way.seconds)
         except FutureTimeoutError:
             self._stalls = True
             raise DeadlineError(
-                f"the {group.whose} {what} {self.store} within {self._seconds:g} s; raise "
+                f"the {group.whose} {what} {self.way.space} within {self.way.seconds:g} s; raise "
                 "deadline_seconds, or take a faster tier"
             ) from None
 
@@ -80,8 +114,32 @@ class Transfers:
             FileError: it could not be written.
             DeadlineError: it takes too long.
         """
-        if group.writing is not None:
-            self._await(group.writing, group, "were not written to")
+        taken_up([], self._written(group))
+
+    def _written(self, group: Group) -> torch.Event | None:
+        if group.writing is None:
+            return None
+        return self._await(group.writing, group, "were not written to")
+
+    def write(self, group: Group, slab: Slab) -> None:
+        """Begin to write a group; to another extent, if somebody still reads what lies in its own.
+
+        Raises:
+            FileError: the tier has no room for another one.
+        """
+        assert group.extent is not None
+        if group.extent.is_held:
+            held, group.extent = group.extent, self._other_extent(group.extent)
+            self._held.append(held)
+        group.writing = self.noted("write", group, self.way.write(group.extent, slab))
+
+    def _other_extent(self, extent: Extent) -> Extent:
+        for other in self._held:
+            if not other.is_held and other.num_bytes == extent.num_bytes:
+                self._held.remove(other)
+                other.whose = extent.whose
+                return other
+        return self.way.space.reserve(extent.whose, extent.num_bytes)
 
     def let_go(self, group: Group, *, writes: bool, keeps: bool) -> None:
         """Take a group's values away. [6]
@@ -97,8 +155,7 @@ class Transfers:
         if group.arriving is not None:
             self.arrive(group)
         if writes:
-            assert group.extent is not None
-            group.writing = self._writer.begin(partial(self.store.write, group.extent, slab.view))
+            self.write(group, slab)
         group.blank()
         if keeps:
             group.is_parked = True
@@ -108,16 +165,22 @@ class Transfers:
         if writes:
             self._leaving.append((group, slab))
             return
-        self.written(group)  # what was kept here may still be on its way
-        self.give(slab, group)
+        self.give(slab, group, self._written(group))  # what was kept here may be on its way
 
-    def give(self, slab: Slab, group: Group) -> None:
-        """Let a slab be used again that a group has left.
+    def give(self, slab: Slab, group: Group, written: torch.Event | None = None) -> None:
+        """Let a slab be used again that a group has left; on an accelerator, behind what has been
+        asked for there.
+
+        Args:
+            written: when the tier has what was in it.
 
         Raises:
             ModelError: something still sees weights there.
         """
         if not slab.is_held:
+            slab.free_after += self.way.moments()
+            if written is not None:
+                slab.free_after.append(written)
             self.slabs.give(slab)
             return
         self.slabs.drop(slab)  # [8]
@@ -138,13 +201,25 @@ class Transfers:
         leaving, self._leaving = self._leaving, []
         for group, slab in leaving:
             try:
-                self.written(group)
+                written = self._written(group)
             except BaseException:
                 self.slabs.drop(slab)
                 raise
-            self.give(slab, group)
+            self.give(slab, group, written)
+
+    def take_back(self) -> bool:
+        """As ``finish``, for what is written by now; gives whether anything is not."""
+        leaving, self._leaving = self._leaving, []
+        under_way = [
+            (group, slab)
+            for group, slab in leaving
+            if group.writing is not None and not group.writing.done()
+        ]
+        self._leaving = [one for one in leaving if one not in under_way]
+        self.finish()
+        self._leaving = under_way
+        return bool(under_way)
 
     def close(self) -> None:
-        """End the threads, behind what they were given."""
-        self._reader.close()
-        self._writer.close()
+        """End what transfers, behind what it was given."""
+        self.way.close()

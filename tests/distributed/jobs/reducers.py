@@ -4,9 +4,11 @@
 
 ADDRESSES and PIDS are those of servers, with commas between. Cases: ``same`` compares all ways with
 threads, and kills the servers one after another; ``checkpoint`` goes on from shards in another
-layout; ``both ways`` has two ranks and no common order, ``devices`` two accelerators; ``stranger``
-names another job than the servers; ``killed WAY`` loses a rank. Each rank reports in
-``report-<rank>.json``.
+layout; ``parameter servers`` compares those with copies that update, on the way from one checkpoint
+to the next; ``stale`` lets updates be late, and does again what the journal says; ``both ways`` has
+two ranks and no common order, ``devices`` two accelerators, ``served devices`` with a parameter
+server besides; ``stranger`` names another job than the servers; ``killed WAY VICTIM`` loses a rank.
+Each rank reports in ``report-<rank>.json``.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ import json
 import os
 import signal
 import sys
+import time
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,12 +31,19 @@ import penstock as pk
 from penstock.cluster import SpareMachine
 from penstock.errors import PenstockError
 from penstock.plans import Plan
+from penstock.schedule import Kind
+from penstock.summation import portions
+from penstock.transport import ProcessGroupTransport
+from penstock.trial.reference.stale_replay import StaleReplay
+from penstock.trial.stale_proof import copies_of
 from tests.kit.accelerator.devices import register
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.reducing import replicated
 from tests.kit.training import DEADLINE_SECONDS, adamw
 
 STEPS = 4
+WITH_SERVERS = ("servers", "parameter-server")
+timelines = []
 
 
 def spares(addresses):
@@ -43,14 +55,14 @@ def spares(addresses):
 
 def plan_of(model, way, addresses, replicas=(3,)):
     plan = replicated(model, replicas)
-    return plan.summed_by(way, spares(addresses) if way == "servers" else ())
+    return plan.summed_by(way, spares(addresses) if way in WITH_SERVERS else ())
 
 
-def on_devices(addresses):
+def on_devices(addresses, ways):
     """Copies on accelerators in software, which raise where a wait is missing."""
     found, model = [], make_mlp(dropout=0.1)
     expected = train(plan_of(model, "owners", (), (2,)), "threads", devices="cpu")
-    for way in ("servers", "sharded", "all-reduce"):
+    for way in ways:
         plan = plan_of(model, way, addresses, (2,))
         got = train(plan, "process-group", devices=["emu:0", "emu:1"])
         found += [key for key, value in got.items() if not torch.equal(value.cpu(), expected[key])]
@@ -58,23 +70,55 @@ def on_devices(addresses):
     return found
 
 
-def train(plan, transport, between=lambda step: None, **options):
-    """The weights after some steps."""
+def train(plan, transport, between=lambda step: None, *, in_loop=False, **options):
+    """The weights after some steps; in a loop, ranks go on without waiting for each other's end."""
     torch.manual_seed(0)
     model = make_mlp(dropout=0.1)
     with pk.Pipeline(
         model, plan, loss=F.cross_entropy, optimizer=adamw, transport=transport, seed=1,
         deadline_seconds=DEADLINE_SECONDS, **options,
     ) as pipeline:  # fmt: skip
-        for step in range(STEPS):
+        if in_loop:
+            for _ in pipeline.steps(make_batch(24, seed=step) for step in range(STEPS)):
+                pass
+        for step in range(0 if in_loop else STEPS):
             between(step)
             pipeline.step(*make_batch(24, seed=step))
+        if options.get("record"):
+            timelines.append(pipeline.timeline)
         return pipeline.state_dict()
+
+
+@contextmanager
+def apart(wanted):
+    """Within, ranks believe to be on hosts of their own, if that is wanted."""
+    usual = ProcessGroupTransport.__init__
+
+    def begin(self, group, near, *rest, **options):
+        usual(self, group, frozenset({dist.get_rank()}), *rest, **options)
+
+    if wanted:
+        ProcessGroupTransport.__init__ = begin
+    try:
+        yield
+    finally:
+        ProcessGroupTransport.__init__ = usual
+
+
+def exchanged(timeline):
+    """What is wrong with what a timeline says of sums: parts leave while the last backward runs."""
+    sums = [one for one in timeline.transfers if one.stage == 0]
+    ends = [s.end for s in timeline.spans if s.op.stage == 0 and s.op.kind is Kind.BACKWARD]
+    updates = [s.end for s in timeline.spans if s.op.stage == 0 and s.op.kind is Kind.UPDATE]
+    if len(sums) < 2 or not min(one.start for one in sums) < max(ends):
+        return [f"no part left early: {sums}"]
+    return [f"{one} ends late" for one in sums if one.end > max(updates)]
 
 
 def same(addresses, pids):
     found = []
     model = make_mlp(dropout=0.1)
+    timelines.clear()
 
     def kills(step):
         if step and dist.get_rank() == 0 and pids:
@@ -87,7 +131,10 @@ def same(addresses, pids):
                 last = way == "servers" and replicas == (1, 2) and clip
                 plan = plan_of(model, way, addresses, replicas)
                 between = kills if last else lambda step: None
-                got = train(plan, "process-group", between, **clip)
+                more = {"in_loop": way == "sharded", "record": way == "owners", **clip}
+                with apart(replicas == (3,)):
+                    got = train(plan, "process-group", between, **more)
+                found += exchanged(timelines.pop()) if (way, replicas) == ("owners", (3,)) else []
                 for key, value in got.items():
                     if way == "all-reduce":
                         torch.testing.assert_close(value, expected[key])
@@ -157,42 +204,115 @@ def checkpoint(folder):
     return found
 
 
+def parameter_servers(folder):
+    """Four ranks: two or three have copies of stages, and the others update; then all have copies,
+    and then the same again. Names of weights that are not those of copies alone."""
+    model, own, found = make_mlp(), folder / f"own-{dist.get_rank()}", []
+    layouts = [((1, 2), ["a"]), ((1, 3), []), ((2,), ["a", "b"]), ((2,), ["a", "b"])]
+    for number, (replicas, servers) in enumerate(layouts):
+        first, transport = 2 * number, ("auto", "process-group")[number % 2]
+        plan = plan_of(model, "owners", (), replicas)
+        expected = going_on(plan, "threads", own, first, first + 2)
+        served = plan.summed_by("parameter-server", spares(servers)) if servers else plan
+        clip = {"clip_norm": 0.5} if number == 3 else {}
+        if clip:
+            expected = train(plan, "threads", **clip)
+            got = train(served, transport, **clip)
+        else:
+            got = going_on(served, transport, folder / "run", first, first + 2)
+        dist.barrier()
+        assert bool(got) == (dist.get_rank() < plan.num_ranks)
+        found += [key for key, value in got.items() if not torch.equal(value, expected[key])]
+    return found
+
+
+def stale():
+    """Two ranks have copies, one pauses, and the third updates without waiting for it; names of
+    weights that are not what the journal says, and how late gradients were."""
+    found, last = [], dist.get_rank() == 1
+    model = make_mlp(dropout=0.1)
+    plans = [replicated(model, (2,)), make_plan(model, 2, 4, "chimera")]
+    for plan, transport in zip(plans, ("process-group", "auto"), strict=True):
+        model, twin = make_mlp(dropout=0.1), make_mlp(dropout=0.1)
+        late = plan.summed_by("parameter-server", stale=2)
+        model[0].register_forward_hook(lambda *_: time.sleep(0.03 * last))
+        batches = [make_batch(12, seed=k) for k in range(8)]
+        with pk.Pipeline(
+            model, late, loss=F.cross_entropy, optimizer=adamw, transport=transport, seed=1,
+            deadline_seconds=DEADLINE_SECONDS,
+        ) as pipeline:  # fmt: skip
+            losses = list(pipeline.steps(batches[:5]))
+            journals = [pipeline.stale_streams]
+            for loss in pipeline.steps(batches[5:]):
+                losses.append(loss)
+                break
+            journals.append(pipeline.stale_streams)
+            weights = pipeline.state_dict(whole=True)
+        if not weights:
+            continue
+        replay = StaleReplay(
+            twin, [len(one.layers) for one in late.stages], late.num_microbatches,
+            F.cross_entropy, adamw, seed=1, copy_of=copies_of(late),
+        )  # fmt: skip
+        done = 1 + max(one.minibatch for own in journals[1][0].updates for one in own)
+        wanted = replay.train(batches[:5], journals[0])
+        wanted += replay.train(batches[5 : 5 + done], journals[1])
+        if losses != wanted[: len(losses)]:
+            found.append(f"losses of {late.schedule}")
+        theirs = twin.state_dict()
+        found += [key for key, value in weights.items() if not torch.equal(value, theirs[key])]
+        delays = [delay for one in journals[0].values() for delay in one.delays.values()]
+        if max(delays) > 2 or (late.schedule == "1f1b" and not max(delays)):
+            found.append(f"delays {delays}")
+    return found
+
+
 def refused(way, addresses, between=lambda step: None):
     """What a training ends with."""
+    replicas = (2,) if way in {"parameter-server", "stale"} else (3,)
     try:
-        train(plan_of(make_mlp(), way, addresses), "process-group", between)
+        plan = plan_of(make_mlp(), way if way != "stale" else "owners", addresses[:1], replicas)
+        if way == "stale":
+            plan = plan.summed_by("parameter-server", stale=2)
+        train(plan, "process-group", between)
     except PenstockError as error:
         return [type(error).__name__, str(error)]
     return []
 
 
-def dies(step):
-    if step == 2 and dist.get_rank() == 1:
+def dies(victim, step):
+    if step == 2 and dist.get_rank() == victim:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
     case, addresses, pids = sys.argv[1], sys.argv[2].split(","), sys.argv[3].split(",")
+    folder = Path(sys.argv[-1])
     torch.set_num_threads(1)
-    if case == "devices":
+    portions.LEAST_PORTION_BYTES = 1000  # or these small models would leave in one
+    if case.endswith("devices"):
         register()
     dist.init_process_group("gloo")
-    if case == "same":
-        found = same(addresses, pids)
-    elif case == "devices":
-        found = on_devices(addresses)
-    elif case == "both ways":
-        found = both_ways(addresses)
-    elif case == "checkpoint":
-        found = checkpoint(Path(sys.argv[-1]))
+    compares = {
+        "same": partial(same, addresses, pids),
+        "both ways": partial(both_ways, addresses),
+        "devices": partial(on_devices, addresses, ("servers", "sharded", "all-reduce")),
+        "served devices": partial(on_devices, ["spare:1"], ("parameter-server",)),
+        "checkpoint": partial(checkpoint, folder),
+        "parameter servers": partial(parameter_servers, folder),
+        "stale": stale,
+    }
+    if case in compares:
+        found = compares[case]()
     elif case == "stranger":
         os.environ["PENSTOCK_JOB"] = "another job"
         found = refused("servers", addresses)
     else:
-        found = refused(case.split()[1], addresses, dies)
-    report = Path(sys.argv[-1]) / f"report-{dist.get_rank()}.json"
+        _, way, victim = case.split()
+        found = refused(way, addresses, partial(dies, int(victim)))
+    report = folder / f"report-{dist.get_rank()}.json"
     report.write_text(json.dumps(found))
-    if case in {"same", "checkpoint", "both ways", "devices"}:
+    if case in compares:
         dist.destroy_process_group()
 
 

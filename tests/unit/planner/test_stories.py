@@ -50,6 +50,7 @@ def test_who_gains_and_who_does_not():
     assert min(gains.values()) > 2
 
 
+@pytest.mark.soak
 def test_the_simulated_plan_of_vgg_agrees():
     vgg, speed = planned(graph("vgg16"), CLUSTERS[SERVERS], asynchronous=True)
     assert (vgg.schedule, vgg.replicas) == ("pipedream", (15, 1))

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 import penstock as pk
 from penstock.cluster import Link, SpareMachine
 from penstock.errors import InputError
+from penstock.plans.explanation import explain
 from penstock.summation.split import best_split
 from tests.kit.planning import chain, devices
 
@@ -54,9 +55,38 @@ def test_any_takes_the_fastest_and_says_why():
     plan = copies(there, "any")
     assert plan.summing.reducer == "servers"
     assert "gradients summed by owners it would take" in plan.reason
-    each = [copies(there, way).step_seconds for way in ("owners", "sharded", "servers")]
+    ways = ("owners", "sharded", "servers", "parameter-server")
+    each = [copies(there, way).step_seconds for way in ways]
     assert plan.step_seconds == pytest.approx(min(each))
     assert copies(cluster(4, 0), "any").summing.reducer != "servers"
+
+
+@pytest.mark.parametrize(("n", "k", "share"), [(4, 1, 4), (4, 2, 2), (3, 4, 1)])
+def test_parameter_servers_take_gradients_and_give_weights(n, k, share):
+    plan = copies(cluster(n, k), "parameter-server")
+    stage = plan.stages[0]
+    assert stage.reduce_seconds == pytest.approx(2 * share * stage.parameter_bytes / RATE)
+    assert stage.optimizer_bytes == 0
+    chosen = next(other for other in plan.alternatives if other.remark == "chosen")
+    assert chosen.moved_bytes == 2 * n * stage.parameter_bytes
+    assert [server.name for server in plan.summing.servers] == [f"spare{j}" for j in range(k)]
+    assert max(plan.rank_bytes) < max(copies(cluster(n, k), "sharded").rank_bytes)
+
+
+def test_updates_may_be_planned_to_be_late():
+    late = copies(cluster(4, 2), "parameter-server", stale=3)
+    assert (late.summing.stale, len(late.summing.servers)) == (3, 1)
+    assert "gradients: 1 parameter server, up to 3 updates late" in str(late)
+    told = explain(late)
+    assert told.summary.startswith("Stale-synchronous")
+    assert "late by 3 updates at most" in told.summary
+    assert [stage.delay for stage in told.stages] == [3]
+    assert [other.delay for other in late.alternatives if other.remark == "chosen"] == [3]
+    assert pk.replan(late, cluster(3, 1), graph()).num_ranks == 3
+    with pytest.raises(InputError, match="how much optimizer state there is; give"):
+        pk.replan(late, cluster(3, 1))
+    with pytest.raises(InputError, match="stale=2 is for reducer='parameter-server'"):
+        copies(cluster(4, 2), "servers", stale=2)
 
 
 def test_what_fits_only_in_shards_is_found():

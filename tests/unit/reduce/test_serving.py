@@ -43,7 +43,7 @@ def fixture_reducers(monkeypatch):
         reducers = [
             ServerReducer(
                 rank, SharedWeights(0, ranks, frozenset({0}), copies[rank]), transports[rank],
-                summing, attempt,
+                summing, attempt, [0],
             )
             for rank in ranks
         ]  # fmt: skip
@@ -92,7 +92,7 @@ def test_gradients_leave_when_they_have_been_made(reducers):
         for model in models:
             model.zero_grad()
         for model, own, reducer in zip(models, rows, made, strict=True):
-            with reducer.closing():
+            with reducer.closing(number):
                 model(own).square().mean().backward()
                 round_ = reducer._exchange._current
                 waiting = sum(map(len, round_.waiting.values()))
@@ -112,7 +112,7 @@ def test_a_gradient_that_is_made_in_steps_leaves_with_the_last_and_never_with_ha
     def go(number, times):
         for one, reducer in zip(weight, made, strict=True):
             one.grad = None
-            with reducer.closing():
+            with reducer.closing(number):
                 for _ in range(times):
                     (2 * one).sum().backward()
         complete(made, number)
@@ -132,7 +132,7 @@ def test_a_server_elsewhere_needs_a_secret(reducers, monkeypatch):
     spare = SpareMachine(name="far", bytes_per_second=1e9, address="192.0.2.1")
     summing = Summing(reducer="servers", servers=(spare,))
     weights = SharedWeights(0, (0,), frozenset({0}), copies)
-    reducer = ServerReducer(0, weights, between_threads(1)[0], summing, "00" * 16)
+    reducer = ServerReducer(0, weights, between_threads(1)[0], summing, "00" * 16, [0])
     with pytest.raises(InputError, match="'far' is another machine, and PENSTOCK_SECRET is not"):
         reducer.open()
 
@@ -142,7 +142,7 @@ def test_a_server_that_is_not_there_is_named(reducers):
     spare = SpareMachine(name="none", bytes_per_second=1e9, address="127.0.0.1:1")
     weights = SharedWeights(0, (0,), frozenset({0}), copies)
     summing = Summing(reducer="servers", servers=(spare,))
-    reducer = ServerReducer(0, weights, between_threads(1)[0], summing, "00" * 16)
+    reducer = ServerReducer(0, weights, between_threads(1)[0], summing, "00" * 16, [0])
     with pytest.raises(RunError, match=r"the server 'none' can't be reached at 127\.0\.0\.1:1"):
         reducer.open()
     reducer.close(failed=True)

@@ -13,7 +13,8 @@ from torch import nn
 from penstock.errors import InputError
 from penstock.model import tree
 from penstock.reduce.reducer import SharedWeights
-from penstock.reduce.sharding import Shard, ShardedReducer, Shards, row_slices_of
+from penstock.reduce.sharding import Shard, ShardedReducer, Shards
+from penstock.reduce.slices import row_slices_of
 from penstock.transport.base import OnTop
 from tests.unit.reduce.test_sums import between_threads, fill, folded, holders, on_all_ranks
 

@@ -14,8 +14,8 @@ from torch import nn
 import penstock as pk
 from penstock.errors import PeerError, RunError
 from penstock.model import tree
-from penstock.reduce.owners import slices_of
 from penstock.reduce.reducer import SharedWeights
+from penstock.reduce.slices import slices_of
 from penstock.reduce.sums import Sums
 from penstock.transport import ThreadExchange
 from penstock.transport.base import Patience

@@ -4,7 +4,7 @@ import builtins
 from itertools import pairwise, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import Costs, Kind, Op, Schedule, check, schedules, simulate
@@ -12,6 +12,7 @@ from penstock.errors import InputError, ScheduleError
 from penstock.schedule import optimal as search
 from penstock.schedule.families.optimal import optimal
 from penstock.schedule.placement import snake
+from tests.kit.examples import examples
 
 FIXED = [name for name in schedules.names() if name not in schedules.SEARCHED]
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
@@ -126,7 +127,7 @@ def test_no_order_at_all_is_better(place, num_microbatches, limit, costs):
 durations = st.floats(0.1, 3.0).map(lambda number: round(number, 2))
 
 
-@settings(max_examples=12)
+@examples(6)
 @given(
     st.sampled_from([(2, 2), (2, 4), (4, 2), (3, 2), (1, 8)]),
     st.sampled_from(["straight", "snake"]),

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.transport import Edge, Noted, ProcessGroupTransport, groups
 from penstock.transport.base import NOTE_BYTES
+from penstock.transport.tags import SHARED_TAGS
 from tests.kit.launch import forked
 
 DEADLINE_SECONDS = 2.0
@@ -101,6 +102,29 @@ def unasked(rank, transport):
     dist.barrier()
     dist.barrier()
     return [*found, transport.recv(FORWARD, 301, "rank 1")]
+
+
+def looked_for(rank, transport):
+    """Of sums between hosts one can tell whether they are there, without being in the way of
+    receives; ``None`` of all else."""
+    there, back = Edge(0, 1, SHARED_TAGS + 5), Edge(1, 0, SHARED_TAGS + 5)
+    if rank == 0:
+        transport.recv(back, 400, "rank 0")  # it has been asked for 400
+        transport.send(there, 400, torch.ones(100_000))  # grows
+        transport.flush()
+        transport.recv(back, 401, "rank 0")
+        transport.send(there, 401, "second")
+        transport.flush()
+        return []
+    found = [transport.has_come(FORWARD, 999), transport.has_come(there, 400)]
+    transport.send(back, 400, None)
+    end = time.monotonic() + SOON_SECONDS
+    while not transport.has_come(there, 400) and time.monotonic() < end:
+        time.sleep(0.01)
+    found += [transport.has_come(there, 400), transport.recv(there, 400, "rank 1").sum().item()]
+    found.append(transport.has_come(there, 401))
+    transport.send(back, 401, None)
+    return [*found, transport.recv(there, 401, "rank 1")]  # waits for what is looked for
 
 
 def dropped(rank, deadline_seconds):
@@ -201,6 +225,7 @@ def main():
     for part in parts:
         report[part.__name__] = [part(rank, transport) for transport in (near, far)]
     report["unasked"] = unasked(rank, far)
+    report["looked for"] = looked_for(rank, far)
     report["failure"] = [failure(rank, transport) for transport in (near, far)]
     start = time.monotonic()
     dist.destroy_process_group()
@@ -220,6 +245,7 @@ def test_messages_between_two_processes():
         assert one["what_was_sent_may_be_overwritten"][where] == [True]
         assert one["discarded"][where] == [8, "fresh", "fresher", 0]
     assert one["unasked"] == ["asked for", "unasked"]
+    assert one["looked for"] == [None, False, True, 100_000.0, False, "second"]
     assert one["dropped"] == ["before", [1.0, 1.0, 1.0]]
     for (seconds, refused), heard in zip(zero["goodbye"], one["goodbye"], strict=True):
         assert seconds < SOON_SECONDS

@@ -12,23 +12,25 @@ from typing import Any
 
 import msgspec
 
+from penstock.drawing.timeline.link_rows import label_of, link_rows
 from penstock.timing.spans import Span
 from penstock.timing.timeline import Timeline
 
-_PROCESS = 0
+_PROCESS, _LINKS = 0, 1
 _MICROSECONDS = 1e6
 _Event = dict[str, Any]
 
 
 def chrome(timeline: Timeline, versions: bool = False) -> str:
     """The trace as JSON: a thread per rank, an event per span, a counter of the microbatches in
-    flight per rank. One unit of abstract costs becomes one second.
+    flight per rank, and a thread per link that carried anything. One unit of abstract costs becomes
+    one second.
 
     Args:
         versions: whether to say which version of the weights each op read.
     """
     spans = (_event(span, versions) for span in timeline.spans)
-    events = chain(_metadata(timeline), spans, _counters(timeline))
+    events = chain(_metadata(timeline), spans, _counters(timeline), _links(timeline))
     rows = ",\n".join(msgspec.json.encode(event).decode() for event in events)
     return f'{{"displayTimeUnit":"ms","traceEvents":[\n{rows}\n]}}'
 
@@ -64,6 +66,26 @@ def _metadata(timeline: Timeline) -> Iterator[_Event]:
 
 def _named(name: str, rank: int, args: _Event) -> _Event:
     return {"name": name, "ph": "M", "pid": _PROCESS, "tid": rank, "args": args}
+
+
+def _links(timeline: Timeline) -> Iterator[_Event]:
+    """A thread per link, in a process of their own."""
+    rows = link_rows(timeline)
+    if rows:
+        yield {**_named("process_name", 0, {"name": "links"}), "pid": _LINKS}
+    for number, row in enumerate(rows):
+        yield {**_named("thread_name", number, {"name": row.name}), "pid": _LINKS}
+        for transfer in row.transfers:
+            yield {
+                "name": f"{transfer.kind} {label_of(transfer)}",
+                "cat": transfer.kind,
+                "ph": "X",
+                "ts": transfer.start * _MICROSECONDS,
+                "dur": (transfer.end - transfer.start) * _MICROSECONDS,
+                "pid": _LINKS,
+                "tid": number,
+                "args": {"stage": transfer.stage, "ranks": transfer.ranks},
+            }
 
 
 def _counters(timeline: Timeline) -> Iterator[_Event]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from penstock.drawing.markup import coordinate, lines, tag, text_width, write
-from penstock.drawing.timeline import version_marks
+from penstock.drawing.timeline import link_rows, version_marks
 from penstock.drawing.timeline.boxes import LETTERS, PALEST, WORDS, paint
 from penstock.drawing.timeline.labels import Names
 from penstock.schedule.op import WAITING, Kind
@@ -46,6 +46,10 @@ def _entries(timelines: Sequence[Timeline], versions: bool) -> Iterator[tuple[st
     if any(_waits(timeline) for timeline in timelines):
         path = f"M0 7.5h{_SWATCH:g}"
         yield tag("path", class_="wait", d=path), "waiting for another rank"
+    carried = {transfer.kind for timeline in timelines for transfer in timeline.transfers}
+    for transferred, words in link_rows.MEANS.items():
+        if transferred in carried:
+            yield link_rows.swatch(transferred, _SWATCH), words
     yield tag("rect", class_="track", x=0.5, y=1, width=_SWATCH - 1, height=13), "idle"
     if any(timeline.spans for timeline in timelines):
         path = f"M0 14V9H7V3H13V9H{_SWATCH:g}V14Z"

@@ -1,4 +1,5 @@
-"""A timeline as a figure: a row per rank, a box per op, nothing where the rank is idle.
+"""A timeline as a figure: a row per rank, a box per op, nothing where the rank is idle; below them,
+a row per link that is known to have carried anything.
 
 Kinds differ in colour (safe for colour-blind readers) and also in lightness and hatching, so that
 a black-and-white print can be read: F light, B dark, I with stripes, W with dots, U darkest. Where
@@ -15,7 +16,7 @@ from itertools import pairwise
 
 from penstock.drawing.axes import Titled, UnitName, longest, tick_label, ticks, unit_for
 from penstock.drawing.markup import document, lines, shortened, tag, text_width, write
-from penstock.drawing.timeline import version_marks
+from penstock.drawing.timeline import link_rows, version_marks
 from penstock.drawing.timeline.boxes import LabelStyle, box, hatches, label_styles, widest_label
 from penstock.drawing.timeline.excerpt import excerpts, whole_of
 from penstock.drawing.timeline.labels import Names
@@ -76,7 +77,7 @@ def stacked(
     parts, top = [], _MARGIN
     for title, timeline in panels:
         parts.append(_panel(frame, title, timeline, top))
-        top += _HEAD_HEIGHT + frame.row * timeline.num_ranks + 10
+        top += _HEAD_HEIGHT + frame.row * timeline.num_ranks + 10 + link_rows.height_of(timeline)
     parts.append(_axis(frame, top))
     top += _AXIS_HEIGHT
     shown = [timeline for _, timeline in panels]
@@ -118,7 +119,8 @@ def _frame(
     versions: bool,
 ) -> _Frame:
     ranks = max((timeline.num_ranks for timeline in timelines), default=1)
-    left = _MARGIN + text_width(f"rank {max(ranks - 1, 0)}", 12) + 10
+    named = [text_width(f"rank {max(ranks - 1, 0)}", 12), *map(link_rows.widest_name, timelines)]
+    left = _MARGIN + max(named) + 10
     peaks = [peak for timeline in timelines for peak in timeline.peak_activations]
     after = 8 + max((text_width(_peak(peak), 11) for peak in peaks), default=0.0) + _MARGIN
     extent = longest(timelines)
@@ -152,6 +154,8 @@ def _document(frame: _Frame, height: float, parts: list[str], panels: list[Title
     definitions = tag("defs", used) if used else ""
     if frame.versions:
         definitions = lines([version_marks.style(), definitions])
+    if any(timeline.transfers for _, timeline in panels):
+        definitions = lines([link_rows.style(), definitions])
     size = frame.width, round(height)
     return document("timeline", size, named or "no timeline", "timeline.css", parts, definitions)
 
@@ -168,15 +172,18 @@ def _facts(timeline: Timeline, unit: TimeUnit) -> str:
 def _panel(frame: _Frame, title: str, timeline: Timeline, top: float) -> str:
     """One timeline: its headline and its rows."""
     rows = top + _HEAD_HEIGHT
+    links = rows + frame.row * timeline.num_ranks
     room = frame.width - 2 * _MARGIN
     names = Names(timeline)
     styles = label_styles(timeline, names, frame.scale)
     parts = [
         _tracks(frame, timeline, rows),
-        _grid(frame, rows, rows + frame.row * timeline.num_ranks - 4),
+        _grid(frame, rows, links + link_rows.height_of(timeline) - 4),
     ]
     for rank in range(timeline.num_ranks):
         parts.append(_row(frame, timeline, names, rank, rows + rank * frame.row, styles))
+    if timeline.transfers:
+        parts.append(link_rows.boxes(timeline, frame.x, links, frame.unit, _zero(timeline)))
     parts += [
         write(_MARGIN, top + 14, shortened(title, 15, room), "title"),
         write(_MARGIN, top + 33, shortened(_facts(timeline, frame.unit), 12, room), "muted"),
@@ -187,10 +194,13 @@ def _panel(frame: _Frame, title: str, timeline: Timeline, top: float) -> str:
 
 def _names(frame: _Frame, timeline: Timeline, top: float) -> str:
     """The names of the ranks, on their own ground: a page keeps them in view while it scrolls."""
-    height = frame.row * timeline.num_ranks
+    links = top + frame.row * timeline.num_ranks
+    height = frame.row * timeline.num_ranks + link_rows.height_of(timeline)
     names = [tag("rect", class_="paper", y=top - 2, width=frame.left - 5, height=height)]
     for rank in range(timeline.num_ranks):
         names.append(write(_MARGIN, top + rank * frame.row + frame.bar / 2 + 4, f"rank {rank}"))
+    if timeline.transfers:
+        names.append(link_rows.names(timeline, _MARGIN, links, frame.left - _MARGIN - 8))
     return tag("g", f"\n{lines(names)}\n", class_="stay")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from penstock.drawing.axes import Titled, longest
 from penstock.drawing.timeline.excerpt import excerpts
 from penstock.drawing.timeline.labels import Names, headline
+from penstock.drawing.timeline.link_rows import LETTERS, LinkRow, label_of, link_rows
 from penstock.drawing.timeline.version_marks import READING
 from penstock.schedule.op import Kind
 from penstock.timing.spans import BUSY, Span
@@ -88,6 +89,23 @@ def _rows(
         yield f"{f'rank {rank}':<{margin}} │{''.join(row)}│ peak {peak}"
         if versions:
             yield f"{_READS:<{margin}} │{_reads(spans, columns_per_unit, columns)}│"
+    for link in link_rows(timeline):
+        carried = _carried(link, columns_per_unit, columns)
+        if carried.strip(IDLE):  # what is too short to be seen needs no row
+            yield f"{link.name.replace(' ', ''):<{margin}} │{carried}│"
+
+
+def _carried(link: LinkRow, columns_per_unit: float, columns: int) -> str:
+    """What a link carries, as boxes with the letter and the number of each."""
+    row = [IDLE] * columns
+    for transfer in link.transfers:
+        start = round(transfer.start * columns_per_unit)
+        length = min(round(transfer.end * columns_per_unit), columns) - start
+        name = f"{LETTERS[transfer.kind]}{label_of(transfer)}"
+        if length > 0:
+            shown = name if len(name) <= length else name[:1]
+            row[start : start + length] = shown.ljust(length, FILL)
+    return "".join(row)
 
 
 def _reads(spans: Iterable[Span], columns_per_unit: float, columns: int) -> str:

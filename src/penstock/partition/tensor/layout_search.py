@@ -186,6 +186,15 @@ class LayoutProblem:
             num_bytes = self.graph.layers[index].output_bytes
             forward += self.ring.convert("partial", sharing.gives, num_bytes)
             backward += self.ring.convert(sharing.gives, "whole", num_bytes)
+        if sharing.sums:
+            inside = self.ring.all_reduce(self.graph.layers[index].output_bytes)
+            forward, backward = (
+                Traffic(
+                    talk.seconds + sharing.sums * inside.seconds,
+                    talk.num_bytes + sharing.sums * inside.num_bytes,
+                )
+                for talk in (forward, backward)
+            )
         for number in self._made_by[index]:
             if self._values[number].last > index:
                 after.append(_Live(number, sharing.gives))

@@ -9,6 +9,7 @@ collective goes over the group's ring; so does the gradient, on its way back. A 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from math import ceil
 from typing import Literal
@@ -16,7 +17,7 @@ from typing import Literal
 from penstock.cluster import Link
 from penstock.graph import Layer
 
-LayerSplit = Literal["data", "column", "row", "any"]
+LayerSplit = Literal["data", "column", "row", "heads", "any"]
 TensorLayout = Literal["rows", "whole", "features"]
 GradientLayout = Literal["rows", "whole", "features", "partial"]
 
@@ -32,6 +33,8 @@ class Sharing:
         reads: layout of the layer's inputs.
         gives: layout of its output.
         returns: how the gradients of its inputs come out.
+        sums: how often terms as large as its output are added up inside the layer, in the forward
+            and again in the backward.
     """
 
     split: LayerSplit
@@ -39,6 +42,7 @@ class Sharing:
     reads: TensorLayout
     gives: TensorLayout
     returns: GradientLayout
+    sums: int = 0
 
 
 # Of equally fast ways the search takes the first, so those that need less memory come first.
@@ -63,6 +67,9 @@ _LOOK_UP: tuple[Sharing, ...] = (
     Sharing("row", "features", "whole", "features", "whole"),
 )
 
+# Attention and MLP of a block: each is a column, and a row behind it.
+_BY_HEADS = Sharing("heads", "features", "whole", "whole", "whole", sums=2)
+
 _LINEAR_KINDS = {"linear", "conv1d", "conv2d", "conv3d"}
 _CHANNEL_KINDS = {
     *("batchnorm1d", "batchnorm2d", "batchnorm3d"),
@@ -76,28 +83,34 @@ _POINTWISE_KINDS = {
 }
 
 
-def ways(layer: Layer) -> tuple[Sharing, ...]:
-    """How a group can share ``layer``, told by its kind.
+def ways(layer: Layer, num_ranks: int = 2) -> tuple[Sharing, ...]:
+    """How a group of ``num_ranks`` can share ``layer``, told by its kind.
 
     Linear layers, convolutions and embeddings can divide their parameters. Layers that treat every
     feature alone (activations, dropout, pooling, sums) work in any layout, and so does attention
     without parameters, head by head. Batch normalisation takes its parameters along with its
-    channels. Everything else has its rows divided or is repeated on all devices. So have grouped
-    convolutions, where a kind says so; layers with tied parameters, whose other holders would have
-    to divide them alike; and layers with skips, because nobody knows what is in them.
+    channels. torch's transformer blocks divide their heads, if every device has as many. Everything
+    else has its rows divided or is repeated on all devices. So have grouped convolutions and what
+    cannot be divided, where a kind says so; layers with tied parameters, whose other holders would
+    have to divide them alike; and layers with skips, because nobody knows what is in them.
     """
     kind = kind_of(layer)
-    if layer.shared_parameters or layer.skip_bytes or "groups=" in layer.kind:
-        return (_DATA, _REPEATED)
+    told = layer.kind.partition("(")[2]
+    # What draws for its rows only would draw other numbers than one device does.
+    plain = (_REPEATED,) if "draws" in told else (_DATA, _REPEATED)
+    if layer.shared_parameters or layer.skip_bytes or "groups=" in told or "undivided" in told:
+        return plain
     if kind in _LINEAR_KINDS:
         return (_DATA, _COLUMN, *_ROW, _REPEATED)
     if kind == "embedding":
         return (_DATA, _COLUMN, *_LOOK_UP, _REPEATED)
-    if kind in _CHANNEL_KINDS:
-        return _CHANNELWISE
-    if not layer.parameter_bytes and (kind in _POINTWISE_KINDS or "attention" in kind):
-        return _POINTWISE
-    return (_DATA, _REPEATED)
+    alone = not layer.parameter_bytes and (kind in _POINTWISE_KINDS or "attention" in kind)
+    if alone or kind in _CHANNEL_KINDS:
+        return _POINTWISE if alone else _CHANNELWISE
+    heads = re.match(r"heads=(\d+)", told) if kind == "transformerencoderlayer" else None
+    if heads is not None and int(heads[1]) % num_ranks == 0:
+        return (*plain, _BY_HEADS)
+    return plain
 
 
 def kind_of(layer: Layer) -> str:

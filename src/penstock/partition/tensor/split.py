@@ -11,6 +11,7 @@ So all layers are decided together (``layout_search``).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 
 from msgspec.structs import replace
@@ -30,8 +31,9 @@ class TensorSplit:
     Attributes:
         splits: how each layer is split, by its name, as the plan says it; empty for one rank.
             ``"data"``: each device has its part of the rows; ``"column"``: of the outputs;
-            ``"row"``: of the inputs; ``"any"``: it works in the layout of its values (see
-            ``layouts``), on all of them where that is ``"whole"``.
+            ``"row"``: of the inputs; ``"heads"``: of a transformer block's heads; ``"any"``: it
+            works in the layout of its values (see ``layouts``), on all of them where that is
+            ``"whole"``.
         layouts: how each layer's output lies, by the layer's name: ``"rows"``, ``"whole"`` or
             ``"features"``; empty for one rank.
         graph: the same layers as the group sees them. Times are those of the busiest device, with
@@ -90,8 +92,8 @@ def split_layers(
         graph, Ring(num_tensor_ranks, link, graph.microbatch_size), num_microbatches
     )
     data = problem.solve(_by_rows)
-    tensor = problem.solve(_by_parameters)
-    searched = problem.solve(ways)
+    tensor = problem.solve(partial(_by_parameters, num_ranks=num_tensor_ranks))
+    searched = problem.solve(partial(ways, num_ranks=num_tensor_ranks))
     # A search that had to leave something out may have left these out.
     best = min(searched, data, tensor, key=lambda solution: solution.seconds)
     alone = num_tensor_ranks == 1
@@ -115,12 +117,13 @@ def _named(problem: LayoutProblem, solution: Solution) -> list[tuple[str, Sharin
 
 
 def _by_rows(layer: Layer) -> list[Sharing]:
-    return [sharing for sharing in ways(layer) if sharing.divides == "rows"]
+    there = [sharing for sharing in ways(layer) if sharing.divides == "rows"]
+    return there or [sharing for sharing in ways(layer) if sharing.divides == "whole"]
 
 
-def _by_parameters(layer: Layer) -> list[Sharing]:
-    there = [sharing for sharing in ways(layer) if sharing.divides != "rows"]
-    divided = [sharing for sharing in there if sharing.split in ("column", "row")]
+def _by_parameters(layer: Layer, num_ranks: int) -> list[Sharing]:
+    there = [sharing for sharing in ways(layer, num_ranks) if sharing.divides != "rows"]
+    divided = [sharing for sharing in there if sharing.split in ("column", "row", "heads")]
     return divided or there
 
 

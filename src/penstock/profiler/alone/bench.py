@@ -12,6 +12,7 @@ from penstock.device.memory import gauge_of
 from penstock.model.spine import NamedLayer
 from penstock.profiler.alone.chain import HandedOn, RunLayer, handed_on, runs_of
 from penstock.profiler.alone.clock import clock_of
+from penstock.profiler.alone.draws import watching_draws
 from penstock.profiler.alone.flags import flags_of
 from penstock.profiler.alone.footprint import Footprint, measure_footprints
 from penstock.profiler.alone.rounds import (
@@ -38,6 +39,7 @@ class Measured(NamedTuple):
         handed_on: bytes that it gives to later layers.
         workspace: bytes that it needs only while it runs.
         flags: what is odd about that, in sentences.
+        draws: whether it draws random numbers but by dropout of torch's.
     """
 
     times: LayerTimes
@@ -45,6 +47,7 @@ class Measured(NamedTuple):
     handed_on: HandedOn
     workspace: int
     flags: tuple[str, ...]
+    draws: bool
 
 
 class Bench:
@@ -86,7 +89,8 @@ class Bench:
         """Measure every layer with a sample."""
         runs = runs_of(self._layers, sample.loss, sample.targets)
         given: dict[int, HandedOn] = {}
-        watched = [partial(self._watched, given, sample, *pair) for pair in enumerate(runs)]
+        draws: dict[int, bool] = {}
+        watched = [partial(self._watched, given, draws, sample, *pair) for pair in enumerate(runs)]
         modules = [layer.module for layer in self._layers]
         footprints = measure_footprints(modules, watched, sample.inputs)
         workspaces = [0] * len(runs)
@@ -98,13 +102,22 @@ class Bench:
         times = times_of(rounds, self._overheads, self._trains, self.clock.tick_seconds)
         handed = [given[index] for index in range(len(runs))]
         flags = self._flags(times)
-        columns = zip(times, footprints, handed, workspaces, flags, strict=True)
+        drew = [draws[index] for index in range(len(runs))]
+        columns = zip(times, footprints, handed, workspaces, flags, drew, strict=True)
         return [Measured(*row) for row in columns]
 
     def _watched(
-        self, given: dict[int, HandedOn], sample: Sample, index: int, run: RunLayer, value: Any
+        self,
+        given: dict[int, HandedOn],
+        draws: dict[int, bool],
+        sample: Sample,
+        index: int,
+        run: RunLayer,
+        value: Any,
     ) -> Any:
-        output = run(value)
+        with watching_draws(self._layers[index].module) as stream:
+            output = run(value)
+        draws[index] = stream.drew
         is_loss = sample.loss is not None and index == len(self._layers) - 1
         given[index] = handed_on(self._layers, index, output, is_loss)
         return output

@@ -22,6 +22,7 @@ from penstock.profiler.alone.overheads import (
     measure_updates,
 )
 from penstock.profiler.alone.sample import Sample
+from penstock.tensor.ways import trait_of
 from penstock.tracing.layers import CapturedLayer
 from penstock.tracing.units import units_of
 
@@ -85,7 +86,7 @@ def _layers(
         own = {id(parameter) for parameter in module.parameters()}
         blank = Layer(
             name=layer.name,
-            kind=_kind(module),
+            kind=_kind(module, costs.draws),
             forward_seconds=0.0,
             backward_input_seconds=0.0,
             backward_weight_seconds=0.0,
@@ -154,13 +155,15 @@ def _shared(model: nn.Module, layers: Sequence[NamedLayer]) -> dict[str, nn.Para
     return {name: weight for name, weight in named if holders[id(weight)] > 1}
 
 
-def _kind(module: nn.Module) -> str:
+def _kind(module: nn.Module, draws: bool) -> str:
     """The class of a layer, as the planner must know it: a class of the user's is none of torch's
-    by the same name, and a captured layer cannot be divided as its module could."""
+    by the same name, and a captured layer cannot be divided as its module could. In brackets stands
+    what else decides how a layer can be divided."""
     name = getattr(module, "kind", type(module).__name__)
+    told = trait_of(module)
     if isinstance(module, CapturedLayer):
-        return f"captured {name}"
-    if not type(module).__module__.startswith("torch.") and hasattr(nn, name):
-        return f"own {name}"
-    groups = getattr(module, "groups", 1)
-    return name if groups == 1 else f"{name}(groups={groups})"
+        name = f"captured {name}"
+    elif not type(module).__module__.startswith("torch.") and hasattr(nn, name):
+        name, told = f"own {name}", ""
+    traits = ", ".join(filter(None, [told, "draws" if draws else ""]))
+    return f"{name}({traits})" if traits else name

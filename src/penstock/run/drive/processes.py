@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from penstock.run.outcome import MinibatchOutcome, RankRecord
 from penstock.run.rank.worker import NUMBERS_PER_RUN, Worker, moments_of
 from penstock.run.seals import Call, Seal, SealedTransport, check_alike
 from penstock.schedule.segment import Segment
+from penstock.timing.spans import TransferKind
 from penstock.transport import Edge, Noted
 from penstock.transport.base import LARGEST_NUMBER
 from penstock.transport.rendezvous import Rendezvous
@@ -34,6 +35,7 @@ from penstock.transport.tags import (
 )
 from penstock.weights.store import Held
 
+_KINDS: tuple[TransferKind, ...] = get_args(TransferKind)
 _MOST_SEGMENTS = 64
 """For which a rank remembers who tells of them."""
 
@@ -42,12 +44,14 @@ class RankReport(NamedTuple):
     """What a rank tells all others at the end of a step.
 
     It travels as plain data. Where records are exchanged, ``times`` holds the starts and the ends
-    of the ops of its program, which all ranks know, and ``versions`` the weight version that each
-    read: numbers travel ten times as fast as ops.
+    of the ops of its program, which all ranks know, ``versions`` the weight version that each
+    read, and ``moved`` a row for each thing that it moved: numbers travel ten times
+    as fast as ops.
     """
 
     times: Tensor | None
     versions: Tensor | None
+    moved: Tensor | None
     losses: dict[int, Tensor]
     outputs: dict[int, Any]
     metrics: dict[str, dict[int, Tensor]]
@@ -62,15 +66,15 @@ class RankReport(NamedTuple):
         # One tensor travels faster than many.
         losses = torch.stack(each) if len({loss.dtype for loss in each}) == 1 else each
         told = [*self.losses], losses, self.outputs, self.metrics
-        return self.times, self.versions, *told, peak, held
+        return self.times, self.versions, self.moved, *told, peak, held
 
     @classmethod
     def unpacked(cls, packed: tuple[Any, ...]) -> RankReport:
         """Undo ``packed``."""
-        times, versions, microbatches, losses, outputs, metrics, peak, held = packed
+        times, versions, moved, microbatches, losses, outputs, metrics, peak, held = packed
         peak, held = peak and Peak(*peak), held and Held(*held)
         own = dict(zip(microbatches, losses, strict=True))
-        return cls(times, versions, own, outputs, metrics, peak, held)
+        return cls(times, versions, moved, own, outputs, metrics, peak, held)
 
 
 class ProcessTicket(NamedTuple):
@@ -98,6 +102,8 @@ class ProcessDriver(Driver[ProcessTicket]):
             worker's own may add to it what an accelerator needs.
         meeting: where all ranks have built the pipeline.
         deadlines: how long ranks wait for each other.
+        num_told: how many ranks run stages, and so have results; where groups perform them, their
+            seats say so.
         num_threads: torch's intra-op threads, until it is closed.
         clock_offsets: by how many seconds each rank's clock is ahead of rank 0's; records are
             exchanged too, so that every rank can draw the whole timeline. ``None``: they are not.
@@ -112,6 +118,7 @@ class ProcessDriver(Driver[ProcessTicket]):
         meeting: Rendezvous,
         deadlines: Deadlines,
         *,
+        num_told: int,
         num_threads: int,
         clock_offsets: Sequence[float] | None,
         share_results: bool,
@@ -121,8 +128,10 @@ class ProcessDriver(Driver[ProcessTicket]):
         torch.set_num_threads(num_threads)
         self._worker = worker
         self._seat = worker.seat
-        self._firsts = worker.seat.firsts or tuple(range(meeting.num_ranks))
+        self._firsts = worker.seat.firsts or tuple(range(num_told))
         self._transport = transport
+        # Else the gradients that ranks sum are not all of one minibatch.
+        self._seals_sums = not worker.updater.sums.stale
         self._num_ranks = meeting.num_ranks
         self._others = [rank for rank in range(meeting.num_ranks) if rank != meeting.rank]
         self._records = clock_offsets is not None
@@ -140,7 +149,7 @@ class ProcessDriver(Driver[ProcessTicket]):
         self._be_patient(minibatch)
         with self._telling_failures(segment, minibatch.step):
             seal = self._transport.seal = seal_of(minibatch, position)
-            self._transport.synchronous = position.synchronous
+            self._transport.synchronous = position.synchronous and self._seals_sums
             callers = moments_of(minibatch, [self._worker])
             harvest = self._worker.run(segment, minibatch, position, callers)
             self._worker.transport.hand_over()
@@ -246,17 +255,20 @@ class ProcessDriver(Driver[ProcessTicket]):
             raise
 
     def _report(self, harvest: Harvest) -> RankReport:
-        times = versions = None
+        times = versions = moved = None
         if self._records:
             # Of an accelerator it is known when all has happened: this waits for the device.
             columns = happened(harvest.starts, harvest.ends, harvest.stamps)
             times = torch.from_numpy(np.array(columns, np.float64))
             versions = torch.tensor(harvest.versions, dtype=torch.int64)
+            if harvest.moved:
+                rows = [(_KINDS.index(kind), *numbers) for kind, *numbers in harvest.moved]
+                moved = torch.tensor(rows, dtype=torch.float64)
         if self._share_results:
             results = harvest.losses, harvest.outputs, harvest.metrics
         else:
             results = {}, {}, {}
-        return RankReport(times, versions, *results, harvest.peak, harvest.held)
+        return RankReport(times, versions, moved, *results, harvest.peak, harvest.held)
 
     def _reports(self, ticket: ProcessTicket) -> dict[int, RankReport]:
         """By seat, in their order, every report that holds anything; of the others nothing is
@@ -315,6 +327,7 @@ class ProcessDriver(Driver[ProcessTicket]):
                 report.versions.tolist(),
                 ticket.position.base,
                 offset,
+                moved=_moved_of(report),
             )
             for ops, report, offset in zip(
                 ticket.segment.ranks,
@@ -381,3 +394,11 @@ class ProcessDriver(Driver[ProcessTicket]):
         if not self._failure:
             self._board.write(f"rank {self._seat.number} closed its pipeline ({reason})")
         self._worker.transport.close(reason)
+
+
+def _moved_of(report: RankReport) -> list[tuple[TransferKind, int, int, float, float]]:
+    rows = [] if report.moved is None else report.moved.tolist()
+    return [
+        (_KINDS[int(kind)], int(stage), int(number), start, end)
+        for kind, stage, number, start, end in rows
+    ]

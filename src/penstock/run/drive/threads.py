@@ -142,12 +142,15 @@ class ThreadDriver(Driver[ThreadTicket]):
         self._went_through(ticket.minibatch, num_proofs=2)
         self._updates_before = ticket.num_updates
         self._unusable = None
-        # All members of a rank have the same results; the first one tells them.
-        return [
-            future.result()
-            for worker, future in zip(self._workers, futures, strict=True)
-            if worker.seat.coordinate == 0
-        ]
+        firsts = []
+        for worker, future in zip(self._workers, futures, strict=True):
+            # All members of a rank have the same results; the first one tells them. Of the others
+            # the model's parts count, which the caller may read.
+            if worker.seat.coordinate or not worker.runs_stages:
+                future.result().take_up()
+            else:
+                firsts.append(future.result())
+        return firsts
 
     def is_done(self, ticket: ThreadTicket) -> bool:
         return all(future.done() and not future.exception() for future in ticket.futures)
@@ -294,6 +297,7 @@ def _records(ticket: ThreadTicket, harvests: Sequence[Harvest]) -> list[RankReco
             harvest.versions,
             ticket.position.base,
             stamps=harvest.stamps,
+            moved=harvest.moved,
         )
         for ops, harvest in zip(ticket.segment.ranks, harvests, strict=True)
     ]

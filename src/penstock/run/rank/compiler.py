@@ -9,7 +9,17 @@ from penstock.run.rank.forward import Forward
 from penstock.run.rank.interpreter import RankStep
 from penstock.run.rank.observers import Observers
 from penstock.run.rank.program import RankProgram, SkipRoute
-from penstock.run.rank.residing import Fetch, LateUpdate, Leave, Resident, ResidentUpdate
+from penstock.run.rank.residing import (
+    Fetch,
+    FetchStash,
+    LateUpdate,
+    Leave,
+    LeaveStash,
+    Resident,
+    ResidentUpdate,
+    Returned,
+    Stashing,
+)
 from penstock.run.rank.steps import (
     Agree,
     Backward,
@@ -24,6 +34,7 @@ from penstock.run.rank.steps import (
     ReceiveValue,
     Recompute,
     Reduce,
+    Renewed,
     SendGradients,
     SendValue,
     Settle,
@@ -39,6 +50,7 @@ from penstock.schedule import Kind, Op
 from penstock.schedule.op import COMPUTE, RELEASING
 from penstock.schedule.segment import Segment
 from penstock.stage.protocol import RunnableStage
+from penstock.weights.offload import Offloading
 from penstock.weights.residence import Residence
 from penstock.weights.store import WeightStore
 
@@ -65,6 +77,7 @@ class Compiler:
     Attributes:
         residence: which stages are in memory, if they come and go; to be set before anything is
             compiled.
+        offloading: lets activations leave, if any do; likewise.
     """
 
     def __init__(  # noqa: PLR0913 - all that steps are bound to
@@ -89,6 +102,7 @@ class Compiler:
         self._observers = observers
         self._updates = updates
         self.residence: Residence | None = None
+        self.offloading: Offloading | None = None
         self._agree = Settle if post_validate else Agree
         self.program = lru_cache(_MOST_PROGRAMS)(self._program)
         self.steps = lru_cache(_MOST_PROGRAMS)(self._steps)
@@ -101,11 +115,22 @@ class Compiler:
         """The steps of a segment; one that only evaluates reads the newest weights."""
         program = self.program(segment)
         stores = self._stores if trains else {}
-        closing = self._closing(program)
-        steps = (self._bound(op, program, stores.get(op.stage)) for op in program.ops)
-        return tuple(
-            Closing(step.op, step, self._updater) if step.op in closing else step for step in steps
-        )
+        closing, renewed = self._closing(program), self._renewed(program)
+        steps = []
+        for op in program.ops:
+            step = self._bound(op, program, stores.get(op.stage))
+            if op in closing:
+                step = Closing(op, step, self._updater)
+            steps.append(Renewed(op, step, self._updater) if op in renewed else step)
+        return tuple(steps)
+
+    def _renewed(self, program: RankProgram) -> set[Op]:
+        """The first op that reads each stage's weights, where others update a part of them."""
+        first: dict[int, Op] = {}
+        for op in program.ops if self._updater.sums.has_shards else ():
+            if op.kind in _READING_WEIGHTS:
+                first.setdefault(op.stage, op)
+        return {*first.values()}
 
     def _closing(self, program: RankProgram) -> set[Op]:
         """The ops that make the last gradients before they are handed in, of stages whose gradients
@@ -120,20 +145,32 @@ class Compiler:
 
     def _bound(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
         step = self._checked(op, program, store)
+        if self._leaves(op, program) and op.kind is not Kind.FORWARD:
+            assert self.offloading is not None
+            return Returned(op, program.unit(op), step, self.offloading)
         if self._updates is not None and op.kind in _VERSIONED:
             return Counted(op, step, self._updates)
         return step
 
     def _checked(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
         step = _BINDINGS[op.kind](self, op, program, store)
+        stashes = op.kind is Kind.FORWARD and self._leaves(op, program)
+        offloading = self.offloading if stashes else None
         if self.residence is not None and op.kind in _READING_WEIGHTS:
-            return Resident(op, program.unit(op), step, self._observers, self.residence)
+            unit, observers = program.unit(op), self._observers
+            return Resident(op, unit, step, observers, self.residence, offloading)
+        if offloading is not None:
+            return Stashing(op, program.unit(op), step, self._observers, offloading)
         if op.kind in _READING_WEIGHTS:
             if store is not None:
                 return Versioned(op, program.unit(op), step, self._observers, store)
             if self._observers.look_on(op.kind):
                 return Watched(op, program.unit(op), step, self._observers)
         return Checked(op, step, self._shared) if op.kind in _CHANGING_WEIGHTS else step
+
+    def _leaves(self, op: Op, program: RankProgram) -> bool:
+        """Whether an op is of a microbatch whose activations leave."""
+        return op.kind in COMPUTE and (op.stage, program.unit(op)) in program.offloaded
 
     def _forward(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
         unit = program.unit(op)
@@ -208,6 +245,15 @@ class Compiler:
         notes = op in program.last_leaves
         return Leave(op, program.stays[op], self.residence, self._updater, notes)
 
+    def _leave_stash(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+        assert self.offloading is not None
+        unit, stage = program.unit(op), self._stages[op.stage]
+        return LeaveStash(op, unit, stage, self.offloading, self._observers)
+
+    def _fetch_stash(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+        assert self.offloading is not None
+        return FetchStash(op, program.unit(op), self.offloading)
+
 
 _Binding = Callable[[Compiler, Op, RankProgram, WeightStore | None], RankStep[Work]]
 
@@ -231,6 +277,8 @@ _BINDINGS: Mapping[Kind, _Binding] = {
     Kind.FETCH_BACKWARD: Compiler._fetch,
     Kind.LEAVE_FORWARD: Compiler._leave,
     Kind.LEAVE_BACKWARD: Compiler._leave,
+    Kind.LEAVE_STASH: Compiler._leave_stash,
+    Kind.FETCH_STASH: Compiler._fetch_stash,
 }
 KINDS = frozenset(_BINDINGS)
 """The kinds of op that a rank can perform."""

@@ -6,8 +6,8 @@ It knows neither kinds of op nor the name of a schedule: a step is bound to what
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from penstock.errors import RunError, StageError
 from penstock.run.rank.journal import Journal
@@ -25,6 +25,10 @@ class RankStep(Protocol[W_contra]):
 
     def perform(self, work: W_contra) -> None:
         """Perform the op."""
+
+
+Pace: TypeAlias = Callable[[Sequence[RankStep[Any]]], Iterable[RankStep[Any]]]
+"""Gives a minibatch's steps one by one, in their order, and may let the rank wait between them."""
 
 
 class Restart(Exception):

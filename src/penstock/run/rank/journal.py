@@ -49,6 +49,13 @@ class Journal:
             self.note_end = partial(_note, self.ends, stamps)
         self._waiting = waiting
 
+    def waited(self) -> None:
+        """What the op that has begun needs has come only now: its time begins here, and the rank
+        was idle before."""
+        self.starts[-1] = time.perf_counter()
+        if self.stamps is not None:
+            self.stamps.put_off()
+
     def end(self) -> None:
         """The minibatch has ended, well or not: nothing is waited for any more."""
         self._waiting = _NO_WAITS

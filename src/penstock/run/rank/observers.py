@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from penstock.device.activation_meter import saving
+from penstock.device.activation_meter import Kept, Saved, saving
 from penstock.run.counting import Counter, Peak
 from penstock.run.minibatch import Minibatch
 from penstock.run.rank.interpreter import RankStep
@@ -72,15 +73,22 @@ class Observers:
         return kind in _WATCHED and (self._gathers or self._counter is not None)
 
     def watch(
-        self, step: RankStep[Work], work: Work, unit: int, instead: Instead | None = None
+        self,
+        step: RankStep[Work],
+        work: Work,
+        unit: int,
+        instead: Instead | None = None,
+        around: Callable[[Saved], Any] | None = None,
     ) -> None:
         """Perform a compute step under all eyes that are interested.
 
         Args:
             unit: its number in the stream.
             instead: what autograd is to save in the place of weights, if anything.
+            around: what autograd is to save in the place of all else, if anything.
         """
-        if self._statistics is None and self._counter is None and instead is None:
+        saves = instead is not None or around is not None
+        if self._statistics is None and self._counter is None and not saves:
             step.perform(work)
             return
         op = step.op
@@ -89,12 +97,21 @@ class Observers:
                 # What runs forward again counts no second time.
                 stack.enter_context(self._statistics.paused())
             if self._counter is not None and op.kind in FORWARDS:
-                stack.enter_context(self._counter.watching(op.stage, unit, instead))
-            elif instead is not None:
-                stack.enter_context(saving(instead))
+                stack.enter_context(self._counter.watching(op.stage, unit, instead, around))
+            elif saves:
+                stack.enter_context(saving(instead, around))
             step.perform(work)
         if self._counter is not None:
             self._counter.after(op.stage, unit)
+
+    def count(self, stage: int, unit: int) -> None:
+        """Count anew what a stage holds of a unit outside of autograd."""
+        if self._counter is not None:
+            self._counter.after(stage, unit)
+
+    def keep(self, key: tuple[int, int], tensors: Iterable[Tensor]) -> Kept | None:
+        """Count memory that belongs to a stage and a unit, as long as what this gives is held."""
+        return None if self._counter is None else self._counter.keep(key, tensors)
 
     def commit(self) -> None:
         """The minibatch is complete: its statistics count."""

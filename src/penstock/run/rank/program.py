@@ -71,6 +71,7 @@ class RankProgram:
         edges: the edge of every send and receive.
         waiting: for every receive, what to say if nothing comes.
         stays: what each fetch and leave is for.
+        offloaded: (stage, unit) whose activations leave.
         stashes, recalls: the skip routes that begin and end at a stage, in the order in which the
             model recalls them.
     """
@@ -86,6 +87,9 @@ class RankProgram:
         self.num_slices = schedule.num_slices
         self.keeps, self.keeps_again = self._keeps()
         self.stays = stays_of(self._all_ops) if RESIDENCE & schedule.kinds else {}
+        self.offloaded = frozenset(
+            (op.stage, self.unit(op)) for op in self._all_ops if op.kind is Kind.LEAVE_STASH
+        )
         self.edges: dict[Op, Edge] = {}
         self.waiting: dict[Op, str] = {}
         for op in self._all_ops:

@@ -1,7 +1,9 @@
-"""The steps of a rank whose stages come and go: to fetch, to leave, and what waits for them."""
+"""The steps of a rank whose stages or activations come and go: to fetch, to leave, and what waits
+for them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.run.rank.interpreter import RankStep
@@ -9,8 +11,10 @@ from penstock.run.rank.observers import Observers
 from penstock.run.rank.updater import Updater
 from penstock.run.rank.work import Work
 from penstock.schedule import Op
-from penstock.schedule.op import FORWARDS
+from penstock.schedule.op import BACKWARD, FORWARDS, RELEASING
 from penstock.schedule.residence import Stay
+from penstock.stage.protocol import RunnableStage
+from penstock.weights.offload import Offloading
 from penstock.weights.residence import Residence
 
 
@@ -57,16 +61,20 @@ class Resident:
     step: RankStep[Work]
     observers: Observers
     residence: Residence
+    offloading: Offloading | None
 
     def perform(self, work: Work) -> None:
-        stage = self.op.stage
-        self.residence.arrive(stage)
+        stage, unit = self.op.stage, work.unit(self.unit)
+        waited = self.residence.arrive(stage)
         instead = None
         if self.op.kind in FORWARDS:
             instead = self.residence.instead(stage)
         else:
-            self.residence.begin_adding(stage)
-        self.observers.watch(self.step, work, work.unit(self.unit), instead)
+            waited = self.residence.begin_adding(stage) or waited
+        if waited:
+            work.waited()
+        around = None if self.offloading is None else self.offloading.around((stage, unit))
+        self.observers.watch(self.step, work, unit, instead, around)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +87,8 @@ class ResidentUpdate:
 
     def perform(self, work: Work) -> None:
         stage = self.op.stage
-        self.residence.arrive_with_state(stage)
+        if self.residence.arrive_with_state(stage):
+            work.waited()
         self.updater.update(stage)
         self.residence.updated(stage)
 
@@ -93,13 +102,85 @@ class LateUpdate:
     residence: Residence
 
     def perform(self, work: Work) -> None:
-        pay(self.op.stage, self.updater, self.residence)
+        pay(self.op.stage, self.updater, self.residence, work.waited)
 
 
-def pay(stage: int, updater: Updater, residence: Residence) -> None:
-    """Make the update that a stage owes, if it does, while its weights are in memory."""
+def pay(
+    stage: int, updater: Updater, residence: Residence, waited: Callable[[], None] | None = None
+) -> None:
+    """Make the update that a stage owes, if it does, while its weights are in memory.
+
+    Args:
+        waited: told when all that the update needs has come.
+    """
     if stage in updater.owed:
         residence.arrive_with_state(stage)
         residence.bring_gradients(stage)
+        if waited is not None:
+            waited()
         updater.update_late(stage)
         residence.updated(stage, late=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Stashing:
+    """A forward whose activations will leave: autograd saves what can."""
+
+    op: Op
+    unit: int
+    step: RankStep[Work]
+    observers: Observers
+    offloading: Offloading
+
+    def perform(self, work: Work) -> None:
+        unit = work.unit(self.unit)
+        around = self.offloading.around((self.op.stage, unit))
+        self.observers.watch(self.step, work, unit, around=around)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveStash:
+    """LEAVE_S: let go what a microbatch keeps at a stage."""
+
+    op: Op
+    unit: int
+    stage: RunnableStage
+    offloading: Offloading
+    observers: Observers
+
+    def perform(self, work: Work) -> None:
+        unit = work.unit(self.unit)
+        modules = self.stage.layer_modules
+        own = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+        self.offloading.leave((self.op.stage, unit), self.stage.held(unit), own)
+        self.observers.count(self.op.stage, unit)
+
+
+@dataclass(frozen=True, slots=True)
+class FetchStash:
+    """FETCH_S: begin to bring it back."""
+
+    op: Op
+    unit: int
+    offloading: Offloading
+
+    def perform(self, work: Work) -> None:
+        self.offloading.fetch((self.op.stage, work.unit(self.unit)))
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A backward whose activations have left: it waits until they are back."""
+
+    op: Op
+    unit: int
+    step: RankStep[Work]
+    offloading: Offloading
+
+    def perform(self, work: Work) -> None:
+        key = self.op.stage, work.unit(self.unit)
+        if self.op.kind in BACKWARD and self.offloading.arrive(key):
+            work.waited()
+        self.step.perform(work)
+        if self.op.kind in RELEASING:
+            self.offloading.release(key)

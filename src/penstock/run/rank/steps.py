@@ -289,6 +289,20 @@ class Closing:
 
 
 @dataclass(frozen=True, slots=True)
+class Renewed:
+    """The first step that reads the weights of a stage, of which other ranks update a part: what
+    they have updated with the minibatch before is waited for here."""
+
+    op: Op
+    step: RankStep[Work]
+    updater: Updater
+
+    def perform(self, work: Work) -> None:
+        self.updater.sums.take_back(self.op.stage)
+        self.step.perform(work)
+
+
+@dataclass(frozen=True, slots=True)
 class Watched:
     """A compute step at which others look on."""
 

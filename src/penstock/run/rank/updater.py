@@ -142,7 +142,8 @@ class Updater:
         # One holder keeps gradients that are only gathered, or the next sum would count them twice.
         everywhere = recipe.optimizer is not None
         self.sums = Sums(rank, shared, transport, everywhere=everywhere, make=make_reducer)
-        self.shards = self.sums.shards(hands_sums_to_all=recipe.needs_agreement or not everywhere)
+        clips = recipe.needs_agreement or recipe.clip_stage_norm is not None
+        self.shards = self.sums.shards(hands_sums_to_all=clips or not everywhere)
         for stage, optimizer in self.optimizers.items():
             self.shards.put_into(optimizer, f"stage {stage}")
         make = recipe.lr_scheduler
@@ -288,13 +289,22 @@ class Updater:
             self.num_updates += 1
             self._clip_stage(stage)
             self._step(stage, self._verdict)
+        if self._recipe.optimizer is not None:
+            self.sums.hand_back(stage)
         if not self._to_update:
             if learned:
                 self._step_schedulers()
-            if self._recipe.optimizer is not None:
-                self.sums.share_updates()
             if self._asynchronous:
                 self._begin_round(self._number + 1)
+
+    def step_alone(self, stage: int) -> None:
+        """Step one stage, whatever others do, with what lies in the gradients of its rows."""
+        if stage in self.optimizers:
+            self.num_updates += 1
+            self.optimizers[stage].step()
+            self.shards.clear(self.holdings[stage].named.values())
+        if stage in self.schedulers:
+            self.schedulers[stage].step()
 
     def _step(self, stage: int, verdict: Verdict | None) -> None:
         optimizer = self.optimizers[stage]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from penstock.values import shown
 
 Seeds = dict[tuple[Any, ...], Tensor]
 """Gradients of losses, by weight, scale, dtype and device."""
+_THE_LOSS_IS = "the loss is "
 _MOST_SEEDS = 64
 
 
@@ -32,6 +33,10 @@ class AwaitedMark(NamedTuple):
 
     mark: Mark
     num_updates: Mapping[int, int]
+
+
+def _nobody() -> None:
+    """Asks when ops begin."""
 
 
 class Work:
@@ -43,9 +48,10 @@ class Work:
         marks: of minibatches up to this one, behind whose last update the state is wanted.
         queue: the rank's work on its device; ``None`` where all is done in main memory.
         seeds: gradients of losses that earlier minibatches have made.
+        waited: to be told when what an op has waited for is there.
 
     Attributes:
-        minibatch, position, mail: as given.
+        minibatch, position, mail, waited: as given.
         harvest: what comes out of it.
         versions: which version of the weights each op read, where there are several.
         failed_on_trust: the first error that was computed with weights on trust; it counts only if
@@ -61,8 +67,10 @@ class Work:
         queue: DeviceQueue | None = None,
         marks: Sequence[AwaitedMark] = (),
         seeds: Seeds | None = None,
+        waited: Callable[[], None] = _nobody,
     ) -> None:
         self.minibatch = minibatch
+        self.waited = waited
         self.position = position
         self.mail = mail
         self.harvest = Harvest(number=mail.number + position.index)
@@ -158,8 +166,8 @@ class Work:
             value = produced.item()
             if not math.isfinite(value):
                 raise ArithmeticError(
-                    f"the loss is {value}; no weight has been updated with it. Lower the learning "
-                    "rate, clip gradients, or look at this minibatch"
+                    f"{_THE_LOSS_IS}{value}; no weight has been updated with it. Lower the "
+                    "learning rate, clip gradients, or look at this minibatch"
                 )
         self.harvest.losses[number] = produced
 
@@ -187,6 +195,13 @@ class Work:
             seed = torch.full_like(loss, weight)
             self._seeds[kind] = seed = seed if scale is None else seed * scale
         return seed
+
+
+def is_not_finite(error: BaseException) -> bool:
+    """Whether a step failed because a loss is infinite or not a number, and not because a layer
+    says so."""
+    cause = error.__cause__
+    return isinstance(cause, ArithmeticError) and str(cause).startswith(_THE_LOSS_IS)
 
 
 def _own(outputs: Any) -> Any:

@@ -7,13 +7,15 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from types import MappingProxyType
 
+import torch
+
 from penstock.device.queue import NOTHING_ASKED, Moments, moments_of_caller
 from penstock.model import tree
 from penstock.model.replay import SavedBuffer, put_back, saved_buffers
 from penstock.model.spine import evaluation_mode
 from penstock.run.minibatch import Harvest, Mark, Minibatch, StreamPosition, modes
 from penstock.run.rank.compiler import Compiler
-from penstock.run.rank.interpreter import Restart, perform_all
+from penstock.run.rank.interpreter import Pace, Restart, perform_all
 from penstock.run.rank.journal import Journal
 from penstock.run.rank.mail import Letter, Mail
 from penstock.run.rank.observers import Observers
@@ -28,8 +30,10 @@ from penstock.run.shared_state import SharedState
 from penstock.schedule.segment import Segment
 from penstock.stage.protocol import RunnableStage
 from penstock.transport import Edge, Transport
+from penstock.weights.offload import Offloading
 from penstock.weights.residence import Residence
 from penstock.weights.store import Held, WeightStore
+from penstock.weights.ways import Way
 
 NUMBERS_PER_RUN = 1 << 32
 
@@ -50,11 +54,17 @@ class Worker:
         seat: which member of the rank it is.
         channels: its end of all channels, numbered by seats.
         residence: which of its stages are in memory, if they come and go (``settle_in``).
+        offloading: lets activations leave, if any do (``offload``).
+        pace: gives the steps of minibatches to train on, for whoever lets several workers take
+            turns; ``None``: all at once.
         queue: its work on its device; ``None`` where all is done in main memory.
         num_runs: minibatches completed.
         num_attempts: streams begun, whether completed or not; a synchronous minibatch is one of its
             own. Equal on all ranks between steps, since it numbers their messages.
     """
+
+    runs_stages = True
+    """Whether it performs the ops of a rank of the schedule."""
 
     def __init__(
         self,
@@ -77,6 +87,8 @@ class Worker:
         self._recipe = recipe
         self.stores = stores
         self.residence: Residence | None = None
+        self.offloading: Offloading | None = None
+        self.pace: Pace | None = None
         self._shared = shared or SharedState({})
         self._observers = Observers(stages, recipe)
         self._newest = recipe.versions.activations == "newest"
@@ -106,6 +118,16 @@ class Worker:
         self.residence = self._compiler.residence = residence
         self.updater.late = self._recipe.needs_agreement
         residence.follow(self.updater.optimizers, self.updater.owed)
+
+    def offload(self, way: Way, device: torch.device) -> None:
+        """Let activations leave, from the first step on.
+
+        Args:
+            way: to where they wait.
+            device: where the rank computes.
+        """
+        offloading = Offloading(way, device, self._observers.keep)
+        self.offloading = self._compiler.offloading = offloading
 
     @property
     def counts_memory(self) -> bool:
@@ -174,9 +196,6 @@ class Worker:
             self._begin(minibatch, position)
         if minibatch.mark is not None:
             self._await(minibatch.mark, minibatch, position)
-        work = Work(
-            minibatch, position, self._recipe, self._mail, self.queue, self._marks, self._seeds
-        )
         for store in self.stores.values():
             store.synchronous = position.synchronous
             if minibatch.inputs:
@@ -184,9 +203,20 @@ class Worker:
         program = self._compiler.program(segment)
         stamps = None if self.queue is None else self.queue.stamps()
         self._journal = Journal(program.ops, program.waiting, stamps)
+        work = Work(
+            minibatch,
+            position,
+            self._recipe,
+            self._mail,
+            self.queue,
+            self._marks,
+            self._seeds,
+            self._journal.waited,
+        )
         self._shared.begin()
         steps = self._compiler.steps(segment, minibatch.trains)
-        perform_all(steps, work, self._journal, position.base)
+        paced = steps if self.pace is None or not minibatch.trains else self.pace(steps)
+        perform_all(paced, work, self._journal, position.base)
         self._shared.check()
         if minibatch.mark is not None:
             for stage in self.stages:
@@ -244,6 +274,11 @@ class Worker:
         harvest = work.harvest
         harvest.starts, harvest.ends = self._journal.starts, self._journal.ends
         harvest.stamps = self._journal.stamps
+        passed = self.updater.sums.take_passed()
+        harvest.moved = [("sum", stage, *one) for stage, one in passed]
+        for stored in (self.residence, self.offloading):
+            if stored is not None:
+                harvest.moved += stored.transfers.take_moved()
         if (self.stores or self._newest) and work.minibatch.trains:
             harvest.versions = [work.versions.get(op, -1) for op in segment.ranks[self.rank]]
             harvest.held = max(
@@ -252,6 +287,9 @@ class Worker:
         self._observers.commit()
         if not work.position.more_follow:
             self.updater.settle()
+            self.updater.sums.take_back()
+        if not work.minibatch.inputs:
+            self.updater.sums.take_last()
         harvest.norm = self.updater.norm
         harvest.peak = self._observers.peak(segment.schedule.num_slices)
         self.num_runs += 1
@@ -283,6 +321,8 @@ class Worker:
             stage.forget()
         self._mail = Mail(self.transport, 0)
         self._journal.end()
+        if self.offloading is not None:
+            self.offloading.forget()
 
     @contextmanager
     def visiting(self, stage: int, *, changes: bool = False) -> Iterator[None]:
@@ -315,6 +355,8 @@ class Worker:
         """Give back what is kept outside of memory."""
         if self.residence is not None:
             self.residence.close()
+        if self.offloading is not None:
+            self.offloading.close()
 
     def dump(self) -> str:
         """This rank's last ops and what it does now; may be asked from any thread."""

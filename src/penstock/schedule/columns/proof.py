@@ -13,7 +13,16 @@ from penstock.schedule.columns.columns import Columns
 from penstock.schedule.columns.messages import bounded, hoist, messages_of
 from penstock.schedule.columns.needs import Numbers, needs_of
 from penstock.schedule.columns.walk import Walk
-from penstock.schedule.op import COMMUNICATION, COMPUTE, OF_A_ROUND, RELEASING, RESIDENCE, Kind
+from penstock.schedule.offload import check_offload
+from penstock.schedule.op import (
+    COMMUNICATION,
+    COMPUTE,
+    OF_A_ROUND,
+    RELEASING,
+    RESIDENCE,
+    STASHES,
+    Kind,
+)
 from penstock.schedule.residence import check_residence
 from penstock.schedule.schedule import Schedule
 
@@ -76,10 +85,12 @@ def _memory(numbers: Numbers) -> bool:
 
 
 def _residence(columns: Columns) -> bool:
-    if not RESIDENCE & set(columns.kinds):
+    if not (RESIDENCE | STASHES) & set(columns.kinds):
         return True
     try:  # op by op, as a rank performs them
-        check_residence(Schedule.of_columns(columns))
+        schedule = Schedule.of_columns(columns)
+        check_residence(schedule)
+        check_offload(schedule)
     except ScheduleError:
         return False
     return True

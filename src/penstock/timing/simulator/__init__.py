@@ -8,7 +8,7 @@ other.
 from __future__ import annotations
 
 from penstock.schedule.durations import Durations
-from penstock.schedule.op import RESIDENCE
+from penstock.schedule.op import RESIDENCE, STASHES, Kind
 from penstock.schedule.schedule import MANY_OPS, Schedule
 from penstock.timing.costs import Costs
 from penstock.timing.simulator.arrivals import Arrivals
@@ -27,7 +27,9 @@ def simulate(
     An op starts when its rank is free and every result it needs is there; a result from another
     rank takes ``costs.hop`` longer. Sending and receiving overlap with compute on the other ranks
     and cost the own rank nothing but the wait; where a message keeps its link busy
-    (``costs.link``), the next one from the same rank to the same rank waits for it. Where
+    (``costs.link``), the next one from the same rank to the same rank waits for it. Gradients of
+    copies are summed when all have handed in, in ``costs.reduce``, or part by part while the last
+    backwards run (``costs.exchanges``); either overlaps with compute. Where
     microbatches are worked on in slices, each slice takes its share of a microbatch's time; a hop
     is paid per message.
 
@@ -54,7 +56,9 @@ def simulate(
     costs.check_stages(schedule.num_stages)
     if arrivals is not None:
         return by_events(schedule, costs, Arrivals.of(schedule, costs, arrivals))
-    followed = costs.has_busy_links or bool(RESIDENCE & schedule.kinds)
+    summed = costs.has_exchanges and Kind.REDUCE in schedule.kinds
+    moves = bool((RESIDENCE | STASHES) & schedule.kinds)
+    followed = costs.has_busy_links or summed or moves
     if schedule.num_ops >= MANY_OPS and not followed:
         # Only here, so that everything else starts without numpy.
         from penstock.timing.simulator.waves import by_waves

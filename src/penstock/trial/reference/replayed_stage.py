@@ -158,6 +158,20 @@ class ReplayedStage(nn.Module):
                 total = total / len(self._gradients)
             parameter.grad = total
         self._gradients = []
+        self._change(policy, clip_norm)
+
+    def apply_all(self, contributions: Sequence[Sequence[Mapping[str, Tensor | None]]]) -> None:
+        """Apply gradients, which makes one more version.
+
+        Args:
+            contributions: in the order in which they are added, each the gradients of the
+                microbatches that are added first.
+        """
+        for name, parameter in self._own.items():
+            parameter.grad = _sum(_sum(one[name] for one in own) for own in contributions)
+        self._change(self._policy, None)
+
+    def _change(self, policy: Policy, clip_norm: float | None) -> None:
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(self._own.values(), clip_norm)
         if self._optimizer is not None:

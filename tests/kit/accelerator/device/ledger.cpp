@@ -276,7 +276,16 @@ void Ledger::settle(Block* pinned, const Extent& extent) {
   std::vector<Pending> done;
   {
     Lock lock(mutex_);
-    done = take_pending([&](const Pending& copy) { return copy.pinned == pinned && copy.extent.overlaps(extent); });
+    // A copy that is settled has seen what earlier ones brought, also beside these bytes.
+    Extent touched = extent;
+    for (bool grows = true; grows;) {
+      const Extent before = touched;
+      for (const auto& copy : pending_)
+        if (copy.pinned == pinned && copy.extent.overlaps(touched))
+          touched = {std::min(touched.begin, copy.extent.begin), std::max(touched.end, copy.extent.end)};
+      grows = touched.begin != before.begin || touched.end != before.end;
+    }
+    done = take_pending([&](const Pending& copy) { return copy.pinned == pinned && copy.extent.overlaps(touched); });
   }
   finish(std::move(done));
 }

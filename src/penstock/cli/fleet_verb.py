@@ -1,0 +1,253 @@
+"""``penstock fleet``: many models at once on fewer devices, predicted or trained."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock.cli import options, show
+from penstock.errors import InputError
+from penstock.turns.policies import POLICIES, PolicyName
+from penstock.units import format_seconds
+
+if TYPE_CHECKING:
+    from penstock.fleet import FleetResults, Job
+    from penstock.plans import Plan
+    from penstock.timing.fleet_timeline import FleetTimeline
+    from penstock.turns.bounds import Bound
+    from penstock.turns.simulator import Task
+    from penstock.turns.stop import Stop
+    from penstock.turns.written import FleetFile, JobTable
+
+
+@click.command()
+@click.argument("file", type=click.Path())
+@click.option("--simulate", "simulates", is_flag=True, help="Predict it; nothing is trained.")
+@click.option("--devices", type=click.IntRange(min=1), help="Instead of those in the file.")
+@click.option("--policy", type=click.Choice(POLICIES), help="Instead of that in the file.")
+@click.option("--folder", type=click.Path(), help="Where jobs save as they go, and go on from.")
+@click.option(
+    "--every", type=click.IntRange(min=1), default=100, show_default=True,
+    help="Minibatches of a job between two checkpoints in the folder.",
+)  # fmt: skip
+@options.output_option("Where to draw which job had which device when (.svg or .txt).")
+@options.json_option
+def fleet(
+    file: str,
+    simulates: bool,
+    devices: int | None,
+    policy: PolicyName | None,
+    folder: str | None,
+    every: int,
+    output: str | None,
+    as_json: bool,
+) -> None:
+    """Train many models at once on fewer devices, none idle while a model could use it.
+
+    FILE (.toml) has a table for each job: its plan, or the profile of which one is made, and the
+    workload that makes model and data. With --simulate, what that takes, beside other policies and
+    what no order could undercut; it needs no workloads.
+    """
+    from penstock.turns.written import FleetFile
+
+    fleet_file = FleetFile.load(file)
+    num_devices = fleet_file.devices if devices is None else devices
+    chosen = fleet_file.policy if policy is None else policy
+    plans = {name: _planned(name, table) for name, table in fleet_file.jobs.items()}
+    if simulates:
+        _simulate(fleet_file, plans, num_devices, chosen, output, as_json)
+        return
+    _train(fleet_file, plans, num_devices, chosen, folder, every, output, as_json)
+
+
+def _planned(name: str, table: JobTable) -> Plan:
+    """The plan of a job, made now if the file has none."""
+    from penstock.plans import Plan
+    from penstock.turns.visits import check_fleet_plan
+
+    if table.plan is not None:
+        plan = Plan.load(table.plan)
+    else:
+        from penstock import planner
+        from penstock.cluster import Cluster, Tier
+        from penstock.cluster.tier_speed import measured
+        from penstock.graph import LayerGraph
+
+        tiers = []
+        if table.tier is not None:
+            host = table.tier == "host"
+            tiers = [measured(Tier(kind="host") if host else Tier(folder=table.tier))]
+        plan = planner.plan(
+            LayerGraph.load(str(table.graph)),
+            Cluster.local(1, tiers=tiers),
+            microbatches=table.microbatches,
+            memory_bytes=table.memory,
+        )
+    check_fleet_plan(plan, f"job {name}")
+    return plan
+
+
+def _simulate(
+    file: FleetFile,
+    plans: dict[str, Plan],
+    num_devices: int,
+    policy: PolicyName,
+    output: str | None,
+    as_json: bool,
+) -> None:
+    from penstock.turns.simulator import bound_of, simulate_fleet
+
+    stop = file.stop()
+    tasks = [_task(name, plan, file.jobs[name], stop, len(plans)) for name, plan in plans.items()]
+    timelines = {
+        name: simulate_fleet(tasks, num_devices, name, stop)
+        for name in (policy, *(other for other in POLICIES if other != policy))
+    }
+    timeline, least = timelines[policy], bound_of(tasks, num_devices)
+    if output is not None:
+        _draw(timeline, output)
+    if as_json:
+        show.print_json(_as_numbers(timeline, least, timelines))
+        return
+    _print_jobs(tasks, timeline)
+    click.echo()
+    show.print_table(
+        ("policy", "takes", "÷ bound", "idle"),
+        [
+            (
+                name,
+                format_seconds(one.makespan),
+                f"{one.makespan / one.bound_seconds:.3f}" if one.bound_seconds else "–",
+                f"{one.idle:.1%}",
+            )
+            for name, one in timelines.items()
+        ],
+    )
+    click.echo(f"\nbound: {format_seconds(timeline.bound_seconds)}, {least.reason}")
+    if file.halving is not None:
+        click.echo("of a halving, those are taken to go on that take longest")
+    from penstock.drawing import draw
+
+    click.echo(f"\n{draw(timeline)}")
+
+
+def _task(name: str, plan: Plan, table: JobTable, stop: Stop, num_jobs: int) -> Task:
+    from penstock.turns.simulator import Task
+    from penstock.turns.visits import visits_of
+
+    targets = stop.targets(num_jobs, table.steps)
+    if not targets:
+        raise InputError(
+            f"job {name}: nobody knows how many minibatches an epoch has before it is trained; "
+            "give steps to simulate it"
+        )
+    tier = "" if plan.spill is None else str(plan.spill.tier)
+    return Task(name, visits_of(plan), targets[-1], tier)
+
+
+def _print_jobs(tasks: list[Task], timeline: FleetTimeline) -> None:
+    show.print_table(
+        ("job", "steps", "visits per step", "step", "on devices", "ends after"),
+        [
+            (
+                task.name,
+                str(task.steps),
+                str(len(task.visits)),
+                format_seconds(task.step_seconds),
+                format_seconds(timeline.job_seconds[task.name]),
+                format_seconds(timeline.job_ends[task.name]),
+            )
+            for task in tasks
+        ],
+    )
+
+
+def _as_numbers(
+    timeline: FleetTimeline, least: Bound, timelines: dict[PolicyName, FleetTimeline]
+) -> dict[str, Any]:
+    return {
+        "makespan": timeline.makespan,
+        "bound": timeline.bound_seconds,
+        "bound_by": least.reason,
+        "idle": timeline.idle,
+        "policies": {name: one.makespan for name, one in timelines.items()},
+        "jobs": {
+            name: {"device_seconds": timeline.job_seconds[name], "ends": timeline.job_ends[name]}
+            for name in timeline.jobs
+        },
+    }
+
+
+def _train(
+    file: FleetFile,
+    plans: dict[str, Plan],
+    num_devices: int,
+    policy: PolicyName,
+    folder: str | None,
+    every: int,
+    output: str | None,
+    as_json: bool,
+) -> None:
+    from penstock.fleet import Fleet
+
+    jobs = {name: _job(name, plan, file.jobs[name]) for name, plan in plans.items()}
+    with Fleet(jobs, num_devices, policy=policy) as running:
+        try:
+            results = running.run(file.stop(), folder=folder, every=every, show=True)
+        except KeyboardInterrupt:
+            kept = "nothing was saved; with --folder DIR, jobs save as they go"
+            if folder is not None:
+                kept = f"the same command goes on from what jobs have saved in {folder}"
+            show.say(f"interrupted; {kept} (every {every} minibatches, see --every)")
+            raise
+    if output is not None:
+        _draw(results.timeline, output)
+    if as_json:
+        show.print_json(_outcomes(results))
+    else:
+        click.echo(str(results))
+    if all(result.error is not None for result in results.values()):
+        sys.exit(1)
+
+
+def _job(name: str, plan: Plan, table: JobTable) -> Job:
+    from penstock.cli.workloads import load_workload
+    from penstock.fleet import Job
+
+    if table.workload is None:
+        raise InputError(
+            f"job {name} has no workload; give module:function, or predict the fleet with "
+            "--simulate"
+        )
+    workload = load_workload(table.workload)
+    return Job(
+        workload.build_model,
+        plan,
+        lambda epoch: workload.batches(),
+        loss=workload.loss,
+        optimizer=workload.optimizer,
+        steps=table.steps,
+        seed=table.seed,
+    )
+
+
+def _outcomes(results: FleetResults) -> dict[str, Any]:
+    numbers = _as_numbers(results.timeline, results.bound, {})
+    del numbers["policies"]
+    for name, result in results.items():
+        numbers["jobs"][name] |= {
+            "status": result.status,
+            "steps": result.steps,
+            "losses": list(result.losses),
+            "error": None if result.error is None else str(result.error),
+        }
+    return numbers
+
+
+def _draw(timeline: FleetTimeline, output: str) -> None:
+    from penstock.drawing import draw
+
+    draw(timeline, output)
+    show.say(f"wrote {output}")

@@ -1,0 +1,179 @@
+"""The links of a timeline, and the tiers of its ranks, as rows below the ranks: what each carries,
+and when."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from penstock.drawing.markup import lines, resource, shortened, tag, text_width, write
+from penstock.timing.spans import ALL_OF_STAGE, Transfer, TransferKind
+from penstock.timing.timeline import Timeline
+from penstock.units import TimeUnit, picture_seconds
+
+ROW_HEIGHT = 21.0
+"""Pixels from one link's row to the next."""
+
+_BAR, _GAP, _LABEL = 15.0, 0.5, 9.0
+_MOST_NAMED = 4
+
+_CLASSES: Mapping[TransferKind, str] = {
+    "value": "V", "gradient": "G", "sum": "S", "read": "T", "write": "O",
+}  # fmt: skip
+LETTERS: Mapping[TransferKind, str] = {
+    "value": "F", "gradient": "B", "sum": "S", "read": "r", "write": "w",
+}  # fmt: skip
+"""What stands in text for a kind of transfer."""
+
+MEANS: Mapping[TransferKind, str] = {
+    "value": "an output on its link",
+    "gradient": "a gradient on its link",
+    "sum": "a part of the gradients being summed",
+    "read": "coming from a tier",
+    "write": "going to a tier",
+}
+"""The words of the legend."""
+
+
+class LinkRow(NamedTuple):
+    """One link, those of a sum, or one direction of a tier.
+
+    Attributes:
+        name: of the ranks at its ends.
+        transfers: what it carries, in order.
+    """
+
+    name: str
+    transfers: Sequence[Transfer]
+
+
+def link_rows(timeline: Timeline) -> list[LinkRow]:
+    """The links that carry anything: those of messages first, then those of sums, then tiers."""
+    by_link: dict[tuple[int, tuple[int, ...], str], list[Transfer]] = defaultdict(list)
+    for transfer in timeline.transfers:
+        kind = transfer.kind if transfer.kind in _ORDER else "message"
+        by_link[_ORDER.get(kind, 0), transfer.ranks, kind].append(transfer)
+    return [
+        LinkRow(_name(ranks, kind), sorted(own, key=lambda one: one.start))
+        for (_, ranks, kind), own in sorted(by_link.items())
+    ]
+
+
+_ORDER = {"sum": 1, "read": 2, "write": 2}
+"""Which rows stand below those of messages."""
+
+
+def label_of(transfer: Transfer) -> str:
+    """The number in its box: that of the part or microbatch, else of the stage that moves."""
+    return str(transfer.stage if transfer.number == ALL_OF_STAGE else transfer.number)
+
+
+def _name(ranks: Sequence[int], kind: str) -> str:
+    """
+    >>> _name((0, 1), "message"), _name((0, 2), "sum"), _name((0, 1, 2, 3, 5), "sum")
+    ('0 → 1', '0 + 2', '0 … 5')
+    >>> _name((1,), "read"), _name((1,), "write")
+    ('1 reads', '1 writes')
+    """
+    if kind in ("read", "write"):
+        return f"{ranks[0]} {kind}s"
+    if kind == "sum" and len(ranks) > _MOST_NAMED:
+        return f"{ranks[0]} … {ranks[-1]}"
+    return (" + " if kind == "sum" else " → ").join(map(str, ranks))
+
+
+def widest_name(timeline: Timeline) -> float:
+    """Pixels that the names of the links need; 0 if there are none."""
+    return max((text_width(row.name, 11) for row in link_rows(timeline)), default=0.0)
+
+
+def height_of(timeline: Timeline) -> float:
+    """Pixels that the rows need."""
+    return ROW_HEIGHT * len(link_rows(timeline))
+
+
+def names(timeline: Timeline, left: float, top: float, room: float) -> str:
+    """The names of the links, which a page keeps in view."""
+    return lines(
+        write(left, top + index * ROW_HEIGHT + 12, shortened(row.name, 11, room), "muted small")
+        for index, row in enumerate(link_rows(timeline))
+    )
+
+
+def boxes(
+    timeline: Timeline,
+    x: Callable[[float], float],
+    top: float,
+    unit: TimeUnit,
+    zero: float,
+) -> str:
+    """The rows, each a track with a box per transfer.
+
+    Args:
+        x: from a time to pixels.
+        top: where the first row begins.
+        zero: the time at which the picture begins.
+    """
+    parts, length = [], x(timeline.makespan) - x(0.0)
+    for index, row in enumerate(link_rows(timeline)):
+        y = top + index * ROW_HEIGHT
+        track = tag("rect", class_="track", x=x(0.0), y=y, width=length, height=_BAR)
+        right = x(timeline.makespan)  # what goes to a tier at the end may last longer
+        drawn = [
+            _box(transfer, row.name, x, y, unit, zero, right)
+            for transfer in row.transfers
+            if x(transfer.start - zero) < right
+        ]
+        parts.append(tag("g", f"\n{lines([track, *drawn])}\n", class_="link"))
+    return lines(parts)
+
+
+def _box(
+    transfer: Transfer,
+    name: str,
+    x: Callable[[float], float],
+    y: float,
+    unit: TimeUnit,
+    zero: float,
+    right: float,
+) -> str:
+    start, end = x(transfer.start - zero), min(x(transfer.end - zero), right)
+    gap = _GAP if end - start > 4 else 0.0
+    rectangle = tag(
+        "rect", class_=_CLASSES[transfer.kind], x=start + gap, y=y + 1,
+        width=max(end - start - 2 * gap, 0.8), height=_BAR - 2,
+    )  # fmt: skip
+    label = label_of(transfer)
+    if text_width(label, _LABEL) + 3 <= end - start:
+        size, middle = f"font-size:{_LABEL:g}px", (start + end) / 2
+        rectangle += write(middle, y + _BAR / 2 + 3.2, label, style=size, text_anchor="middle")
+    return tag("g", tag("title", _tooltip(transfer, name, unit)) + rectangle, class_="transfer")
+
+
+def _tooltip(transfer: Transfer, name: str, unit: TimeUnit) -> str:
+    moved = f"stage {transfer.stage}"
+    if transfer.number != ALL_OF_STAGE:
+        moved = f"what microbatch {transfer.number} keeps of {moved}"
+    what = {
+        "read": f"{moved} comes",
+        "write": f"{moved} goes",
+        "sum": f"part {transfer.number} of the gradients of stage {transfer.stage}",
+        "value": f"output of stage {transfer.stage}, microbatch {transfer.number}",
+        "gradient": f"gradient made by stage {transfer.stage}, microbatch {transfer.number}",
+    }[transfer.kind]
+    length = transfer.end - transfer.start
+    took = picture_seconds(length) if unit.suffix else unit.show(length)
+    times = f"{unit.show(transfer.start)} → {unit.show(transfer.end)}"
+    ranks = "rank" if len(transfer.ranks) == 1 else "ranks"
+    return f"{what}, {ranks} {name}; {times} ({took})"
+
+
+def style() -> str:
+    """The style sheet of these rows."""
+    return tag("style", f"\n{resource('links.css')}\n")
+
+
+def swatch(kind: TransferKind, width: float) -> str:
+    """The legend's mark of a kind of transfer."""
+    return tag("rect", class_=_CLASSES[kind], y=3, width=width, height=9)

@@ -1,0 +1,136 @@
+"""What comes out of a fleet: a value per job, as a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from penstock.errors import InputError
+from penstock.timing.fleet_timeline import FleetTimeline
+from penstock.turns.bounds import Bound
+from penstock.units import format_seconds
+
+Status = Literal["training", "done", "stopped", "failed", "not a number"]
+"""How a job stands: it has trained as long as it was to; it was among the worse half; its model,
+data or tier raised an error; or its loss is no number."""
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """What came out of one job.
+
+    Attributes:
+        name: of the job.
+        status: how it ended.
+        losses: of each minibatch.
+        metrics: of each minibatch, by name.
+        value: the mean of what halving compares, at the last decision; ``None`` without one.
+        seconds: how long it had a device, in this run.
+        error: what ended it, if something did.
+    """
+
+    name: str
+    status: Status
+    losses: Sequence[float]
+    metrics: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    value: float | None = None
+    seconds: float = 0.0
+    error: BaseException | None = None
+
+    @property
+    def steps(self) -> int:
+        """Minibatches that it was trained on."""
+        return len(self.losses)
+
+    @property
+    def loss(self) -> float:
+        """The last one; NaN where there is none."""
+        return self.losses[-1] if self.losses else math.nan
+
+
+class FleetResults(Mapping[str, JobResult]):
+    """The results of all jobs, by name; as text, a table.
+
+    Attributes:
+        timeline: which job had which device when.
+        bound: what no order of these visits could undercut, at the pace at which they ran.
+        metric, largest: what ``best`` compares.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[JobResult],
+        timeline: FleetTimeline,
+        bound: Bound,
+        metric: str = "loss",
+        largest: bool = False,
+    ) -> None:
+        self._jobs = {job.name: job for job in jobs}
+        self.timeline, self.bound = timeline, bound
+        self.metric, self.largest = metric, largest
+
+    def __getitem__(self, name: str) -> JobResult:
+        return self._jobs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._jobs)
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def best(self) -> JobResult:
+        """The best of the jobs that are done: by what halving compared last, else by the last loss.
+
+        Raises:
+            InputError: none is done.
+        """
+        done = [job for job in self._jobs.values() if job.status == "done"]
+        if not done:
+            raise InputError("no job came to its end; its result says why: results[name].error")
+
+        def rank(job: JobResult) -> float:
+            value = job.loss if job.value is None else job.value
+            if math.isnan(value):
+                return math.inf
+            return -value if self.largest and job.value is not None else value
+
+        return min(done, key=rank)
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Name, status, minibatches, last loss, device time and how it ended, as text."""
+        return [row_of(job) for job in self._jobs.values()]
+
+    def __str__(self) -> str:
+        rows = [COLUMNS, *self.rows()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table = [
+            "  ".join(
+                cell.ljust(width) if column in _TEXTS else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        return "\n".join([*table, self.summary()])
+
+    def summary(self) -> str:
+        """One line: how long it took, beside the bound."""
+        took, least = self.timeline.makespan, self.bound.seconds
+        over = f", {took / least:.3f} × the bound ({self.bound.reason})" if least else ""
+        return (
+            f"{format_seconds(took)} on {self.timeline.num_devices} devices{over}; idle "
+            f"{self.timeline.idle:.1%}"
+        )
+
+
+COLUMNS = ("job", "status", "steps", "loss", "device time", "")
+_TEXTS = (0, 1, 5)
+
+
+def row_of(job: JobResult) -> tuple[str, ...]:
+    """A job as a row of a table."""
+    why = "" if job.error is None else " ".join(str(job.error).split())
+    loss = f"{job.loss:.4g}" if job.losses else "–"
+    return job.name, job.status, str(job.steps), loss, format_seconds(job.seconds), why

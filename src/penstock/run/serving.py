@@ -1,0 +1,36 @@
+"""What of a recipe goes with others than a stage's own ranks making its updates."""
+
+from __future__ import annotations
+
+from penstock.errors import InputError
+from penstock.plans import Plan
+from penstock.run.recipe import Recipe
+
+
+def check_updates(plan: Plan, recipe: Recipe, *, one_process: bool) -> None:
+    """Raise ``InputError`` for updates that who makes them in a plan cannot make so.
+
+    Args:
+        one_process: whether all ranks are threads, of which each makes all updates of its stages,
+            unless there are parameter servers.
+    """
+    reducer = plan.summing.reducer
+    shares = reducer == "parameter-server" or (reducer == "sharded" and not one_process)
+    if recipe.post_validate and shares:
+        raise InputError(
+            f"post_validate undoes updates, and with the reducer {reducer!r} others have made a "
+            "part of them; leave it out, or take another reducer"
+        )
+    if not plan.summing.stale:
+        return
+    if recipe.loss is not None and recipe.optimizer is None:
+        raise InputError(
+            "without an optimizer there is nothing to be late; give optimizer=…, or take stale=0"
+        )
+    limits = (recipe.clip_norm, recipe.clip_stage_norm, recipe.loss_scale)
+    if any(limit is not None for limit in limits):
+        raise InputError(
+            "clip_norm, clip_stage_norm and a grad_scaler need all gradients of one minibatch at "
+            "one update, and with stale updates they come in several; leave them out, or take "
+            "stale=0"
+        )

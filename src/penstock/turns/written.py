@@ -1,0 +1,133 @@
+"""A fleet as people write it: TOML with a table per job (``docs/many-models.md``)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.errors import InputError
+from penstock.timing.fleet_timeline import MOST_FLEET_DEVICES
+from penstock.turns.policies import PolicyName
+from penstock.turns.stop import Stop, halving, settled
+from penstock.units import to_bytes
+from penstock.values import read_text, refused_as, whole
+
+
+class Size(int):
+    """Bytes: a number, or text with a unit."""
+
+
+class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class HalvingTable(_Table, frozen=True):
+    """``[halving]``: the arguments of ``pk.stop.halving``."""
+
+    every: int
+    metric: str = "loss"
+    steps: int | None = None
+    largest: bool = False
+
+
+class JobTable(_Table, frozen=True):
+    """``[jobs.NAME]``: a job with its plan, or with a profile of which a plan is made.
+
+    Attributes:
+        plan: file of a plan, for one device.
+        graph: file of a profile, where there is no plan.
+        memory: what a device may hold of it; without, it is to fit as it is.
+        tier: folder to which its stages may go, or ``host``: main memory.
+        microbatches: per minibatch, where it is planned now.
+        workload: module:function that makes the model, its loss, optimizer and data; not needed to
+            simulate.
+        steps: minibatches after which it ends in any case.
+        seed: of dropout and other random layers.
+    """
+
+    plan: str | None = None
+    graph: str | None = None
+    memory: Size | None = None
+    tier: str | None = None
+    microbatches: int = 8
+    workload: str | None = None
+    steps: int | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.plan is None) is (self.graph is None):
+            raise InputError("give either plan, the file of a plan, or graph, that of a profile")
+        if self.plan is not None and not (self.memory is None and self.tier is None):
+            raise InputError("a plan has its memory and its tier already; leave them out")
+        whole("microbatches", self.microbatches, 1)
+        if self.steps is not None:
+            whole("steps", self.steps, 1)
+
+
+class FleetFile(_Table, frozen=True):
+    """What stands in the file.
+
+    Attributes:
+        jobs: by name.
+        devices: how many share them.
+        policy: by which devices choose.
+        steps, epochs, halving: how long jobs train; at most one of them.
+    """
+
+    jobs: dict[str, JobTable]
+    devices: int = 2
+    policy: PolicyName = "longest"
+    steps: int | None = None
+    epochs: int | None = None
+    halving: HalvingTable | None = None
+
+    def __post_init__(self) -> None:
+        if not self.jobs:
+            raise InputError("there is no job; write a table [jobs.NAME] for each")
+        whole("devices", self.devices, 1, MOST_FLEET_DEVICES)
+        self.stop()  # refuses now what it would refuse later
+
+    def stop(self) -> Stop:
+        """How long jobs train.
+
+        Raises:
+            InputError: nobody says, or several do.
+        """
+        rungs = None
+        if self.halving is not None:
+            table = self.halving
+            rungs = halving(
+                table.metric, every=table.every, steps=table.steps, largest=table.largest
+            )
+        has_own = [job.steps is not None for job in self.jobs.values()]
+        return settled(rungs, self.steps, self.epochs, has_own)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> FleetFile:
+        """Read a fleet; files that it names are found from the folder in which it is.
+
+        Raises:
+            FileError: it is not there, not TOML, or has an unknown key, a missing one or a wrong
+                type, whose path in the file is named.
+        """
+        text = read_text(path)
+        with refused_as(f"{path} is not a valid fleet"):
+            file = msgspec.toml.decode(text, type=cls, dec_hook=_quantity)
+        folder = Path(path).parent
+        jobs = {name: _from(folder, job) for name, job in file.jobs.items()}
+        return msgspec.structs.replace(file, jobs=jobs)
+
+
+def _from(folder: Path, job: JobTable) -> JobTable:
+    named = {"plan": job.plan, "graph": job.graph}
+    found = {key: str(folder / name) for key, name in named.items() if name is not None}
+    return msgspec.structs.replace(job, **found)
+
+
+def _quantity(kind: type, value: Any) -> Any:
+    if kind is Size:
+        return Size(to_bytes(value))
+    raise NotImplementedError

@@ -1,0 +1,69 @@
+"""Links as rows of a timeline's picture: predicted, measured, in every format."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+import penstock as pk
+from penstock.drawing.timeline.link_rows import link_rows
+from penstock.drawing.timeline.svg import svg
+from penstock.drawing.timeline.text import text
+from penstock.errors import FileError
+from penstock.schedule.lower import add_update
+from penstock.timing.exchange import Exchange
+from penstock.timing.spans import Transfer
+from penstock.timing.timeline import Timeline
+from tests.kit.paths import GOLDEN
+
+COPIES = add_update(
+    pk.schedules.build("1f1b", num_ranks=3, num_microbatches=4, replicas=(2, 1))
+)  # fmt: skip
+COSTS = pk.Costs(
+    forward=[2.0, 1.0], backward_input=[2.0, 1.0], backward_weight=[2.0, 1.0], hop=0.5, link=0.5,
+    update=0.5, exchanges=[Exchange(4, (1.5, 0.5), 0.25), None],
+)  # fmt: skip
+TIMELINE = pk.simulate(COPIES, COSTS)
+
+
+@pytest.mark.parametrize("suffix", ["svg", "txt"])
+def test_golden_drawing(suffix, tmp_path):
+    golden = GOLDEN / f"drawing_links.{suffix}"
+    pk.draw(TIMELINE, tmp_path / golden.name)
+    assert (tmp_path / golden.name).read_bytes() == golden.read_bytes()
+
+
+def test_every_transfer_is_a_box_with_its_words_in_every_format():
+    picture = svg(TIMELINE)
+    assert picture.count('class="transfer"') == len(TIMELINE.transfers) == 4 + 4 + 4
+    assert "part 3 of the gradients of stage 0, ranks 0 + 1; 20.5 → 22 (1.5)" in picture
+    for words in ("an output on its link", "a gradient on its link", "gradients being summed"):
+        assert words in picture
+    names = [row.name for row in link_rows(TIMELINE)]
+    assert names == ["0 → 2", "1 → 2", "2 → 0", "2 → 1", "0 + 1"]
+    assert re.search(r"0\+1 +│·+S0─+S1─+S2─+S3─+·+│", text(TIMELINE))
+    assert text(TIMELINE).count("\n") == 3 + len(names)
+
+
+def test_a_trace_has_a_thread_per_link(tmp_path):
+    pk.draw(TIMELINE, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    carried = [event for event in events if event["ph"] == "X" and event["pid"] == 1]
+    assert [event["name"] for event in carried if event["cat"] == "sum"] == [
+        f"sum {part}" for part in range(4)
+    ]
+    assert carried[0]["args"] == {"stage": 0, "ranks": [0, 2]}
+
+
+def test_a_timeline_without_transfers_has_no_such_rows():
+    plain = pk.simulate(COPIES)
+    assert "transfer" not in svg(plain)
+    assert link_rows(plain) == []
+
+
+def test_a_file_with_a_transfer_between_nobody_is_refused():
+    wrong = Timeline.of(TIMELINE.spans, 3, transfers=[Transfer((0, 7), "sum", 0, 0, 0.0, 1.0)])
+    with pytest.raises(FileError, match=r"is of ranks \(0, 7\), but num_ranks is 3"):
+        Timeline.from_json(wrong.to_json(), "a.json")
