@@ -17,12 +17,12 @@ from penstock.timing.spans import (
     TransferKind,
     version_of,
 )
-from penstock.values import MOST_AMOUNT, amount, expect, refused_as, whole
+from penstock.values import MOST_AMOUNT, Value, amount, expect, refused_as, whole
 
 _MOST_STAGES = 1_000_000
 
 
-class TimelineFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class TimelineFile(Value, frozen=True, kw_only=True, omit_defaults=True):
     """What stands in the file; spans are (op, rank, start, end).
 
     Attributes:
@@ -36,11 +36,11 @@ class TimelineFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     name: str
     source: Source
     num_ranks: int
-    spans: list[tuple[str, int, float, float]]
-    versions: list[int] | None = None
+    spans: tuple[tuple[str, int, float, float], ...]
+    versions: tuple[int, ...] | None = None
     activations: Activations = "own"
     arrivals: tuple[float, ...] = ()
-    transfers: list[tuple[tuple[int, ...], TransferKind, int, int, float, float]] = []
+    transfers: tuple[tuple[tuple[int, ...], TransferKind, int, int, float, float], ...] = ()
 
 
 def encode(
@@ -55,11 +55,17 @@ def encode(
     transfers: Sequence[Transfer] = (),
 ) -> str:
     """A timeline as JSON."""
-    rows = [(str(span.op), span.rank, span.start, span.end) for span in spans]
-    versions = list(map(version_of, spans)) if with_versions else None
-    return msgspec.json.encode(
-        TimelineFile(name, source, num_ranks, rows, versions, activations, arrivals, [*transfers])
-    ).decode()
+    file = TimelineFile(
+        name=name,
+        source=source,
+        num_ranks=num_ranks,
+        spans=tuple((str(span.op), span.rank, span.start, span.end) for span in spans),
+        versions=tuple(map(version_of, spans)) if with_versions else None,
+        activations=activations,
+        arrivals=arrivals,
+        transfers=tuple(transfers),
+    )
+    return msgspec.json.encode(file).decode()
 
 
 def decode(text: str, where: str) -> tuple[TimelineFile, list[Span]]:
@@ -105,7 +111,7 @@ def _check_transfers(file: TimelineFile, num_ranks: int) -> None:
             raise InputError(f"{what} starts at {start} and ends at {end}; give the earlier first")
 
 
-def _versioned(spans: list[Span], versions: list[int], where: str) -> list[Span]:
+def _versioned(spans: list[Span], versions: Sequence[int], where: str) -> list[Span]:
     if len(versions) != len(spans):
         raise FileError(f"{where} has {len(spans)} spans, but {len(versions)} versions")
     wrong = next((version for version in versions if version < NO_VERSION), None)

@@ -8,7 +8,7 @@ from penstock.drawing import TimelineRecord
 from penstock.errors import FileError, InputError
 from penstock.schedule.lower import add_updates
 from penstock.schedule.rounds import Rounds
-from penstock.timing.spans import Row
+from penstock.timing.spans import Row, Transfer
 from penstock.versions import DoubleBuffer, Latest, Stash, VerticalSync, trace
 
 
@@ -174,6 +174,14 @@ def test_without_versions_a_file_is_what_it_was():
     assert "versions" not in json.loads(record.to_json())
     versioned = stream(Stash(), 2, 3)
     assert TimelineRecord.from_json(TimelineRecord.of(versioned).to_json()).timeline() == versioned
+
+
+def test_a_report_keeps_all_that_a_timeline_knows():
+    stream = [Span(Op.parse("0F0"), 0, 0, 1), Span(Op.parse("0F1"), 0, 1, 2)]
+    carried = [Transfer((0, 1), "sum", 0, 0, 2.0, 3.0)]
+    shown = Timeline.of(stream, 2, "a", "measured", "newest", (0.0, 0.5), carried)
+    record = TimelineRecord.of(shown)
+    assert TimelineRecord.from_json(record.to_json()).timeline() == shown
 
 
 @pytest.mark.parametrize(

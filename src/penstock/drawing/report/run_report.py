@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Self
 
 from penstock.errors import InputError
-from penstock.timing.spans import Source
 from penstock.timing.timeline import Timeline
+from penstock.timing.timeline_file import TimelineFile
 from penstock.values import Value
 
 
@@ -82,18 +82,12 @@ class Series(Value, frozen=True, kw_only=True):
     points: tuple[tuple[int, float | None], ...]
 
 
-class TimelineRecord(Value, frozen=True, kw_only=True, omit_defaults=True):
+class TimelineRecord(TimelineFile, frozen=True, kw_only=True, omit_defaults=True):
     """A timeline inside a report's file; the same keys as a timeline's own file.
 
     Raises:
         FileError: the spans contradict each other.
     """
-
-    name: str
-    source: Source
-    num_ranks: int
-    spans: tuple[tuple[str, int, float, float], ...]
-    versions: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         self.timeline()
