@@ -53,6 +53,12 @@ def test_copies_of_groups_sum_in_every_way(ways):
     assert job.reports == {rank: [] for rank in range(4)}, job.output
 
 
+@pytest.mark.soak
+def test_a_parameter_server_of_groups_is_a_group_of_processes():
+    job = forked(REDUCERS, 6, "parameter-server")
+    assert job.reports == {rank: [] for rank in range(6)}, job.output
+
+
 @pytest.mark.parametrize("sizes", [more("2x1x2"), "1x1x2", more("1x1x3"), more("1x2x2")])
 def test_weights_go_through_distributed_checkpoints(sizes):
     num_processes = prod(map(int, sizes.split("x")))

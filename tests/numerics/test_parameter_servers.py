@@ -10,9 +10,21 @@ from torch.optim.lr_scheduler import LinearLR
 import penstock as pk
 from penstock.cluster import SpareMachine
 from penstock.errors import InputError
+from penstock.plans.serving import (
+    all_group_sizes,
+    num_processes,
+    server_ranks,
+    servers_of,
+    stages_held,
+)
+from penstock.schedule import Kind
+from tests.kit.examples import more
+from tests.kit.groups import make_net, net_batch, net_loss
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.reducing import replicated
 from tests.kit.training import DEADLINE_SECONDS, adamw, momentum
+from tests.numerics.test_meshes import momentum as net_momentum
+from tests.numerics.test_meshes import of_sizes, train
 
 STEPS = 4
 
@@ -70,6 +82,59 @@ def test_servers_update_as_copies_do(replicas, servers, options):
     assert_equal(trained(served, **options), trained(plan, **options))
 
 
+def of_groups(replicas, sizes):
+    """(a model, a plan whose stages are groups of tensor ranks) with weights that tensor ranks have
+    terms of."""
+    model = make_net()
+    return model, of_sizes(model, "1f1b", replicas, sizes)
+
+
+def trained_in_groups(way, replicas, sizes, servers=(), **options):
+    model, plan = of_groups(replicas, sizes)
+    losses = train(model, plan.summed_by(way, servers), transport="threads", **options)
+    return [*losses], {key: value.clone() for key, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("replicas", "sizes", "servers"),
+    [((2, 1), (2, 1), 2), more((2, 2), (2, 1), 1), more((2, 2), (2, 3), 2)],
+)
+def test_servers_of_tensor_groups_update_as_copies_do(replicas, sizes, servers):
+    groups = replicas, sizes
+    served = trained_in_groups("parameter-server", *groups, machines(servers))
+    assert_equal(served, trained_in_groups("owners", *groups))
+
+
+def test_servers_of_groups_are_groups_and_only_of_the_stages_with_as_many_members():
+    _, plan = of_groups((2, 2), (2, 1))
+    served = plan.summed_by("parameter-server", machines(2))
+    assert server_ranks(served) == range(4, 8)
+    assert all_group_sizes(served) == (2, 2, 1, 1, 1, 2, 1, 2)
+    assert num_processes(served) == 12
+    assert [servers_of(served, stage) for stage in range(2)] == [(5, 7), (4, 6)]
+    assert [stages_held(served, rank) for rank in range(4, 8)] == [(1,), (0,), (1,), (0,)]
+
+
+def test_checkpoints_of_groups_go_from_servers_to_copies_and_back(tmp_path):
+    def going_on(ways, folder):
+        for step, servers in enumerate(ways):
+            model, plan = of_groups((2, 1), (2, 1))
+            if servers:
+                plan = plan.summed_by("parameter-server", machines(servers))
+            with pk.Pipeline(
+                model, plan, loss=net_loss, optimizer=net_momentum, seed=3, transport="threads",
+                deadline_seconds=DEADLINE_SECONDS,
+            ) as pipeline:  # fmt: skip
+                assert (pipeline.load(folder) or 0) == step
+                pipeline.step(*net_batch(10, step))
+                pipeline.save(folder)
+                weights = pipeline.state_dict()
+        return weights
+
+    ours, theirs = going_on([1, 0, 2], tmp_path / "ours"), going_on([0] * 3, tmp_path / "theirs")
+    assert all(torch.equal(ours[key], value) for key, value in theirs.items())
+
+
 def test_servers_update_in_main_memory_what_is_on_accelerators(accelerator):
     plan = replicated(make_mlp(), (1, 2))
     served = plan.summed_by("parameter-server", machines(2))
@@ -78,6 +143,26 @@ def test_servers_update_in_main_memory_what_is_on_accelerators(accelerator):
     with pipeline_of(served.summed_by("parameter-server", stale=2), devices=devices) as pipeline:
         list(pipeline.steps(make_batch(24, seed=seed) for seed in range(4)))
     accelerator.check()
+
+
+@pytest.mark.parametrize("stale", [0, 2])
+def test_timelines_show_what_servers_have_predicted_and_measured(stale):
+    plan = replicated(make_mlp(), (1, 2))
+    served = plan.summed_by("parameter-server", machines(1 if stale else 2), stale=stale)
+    expected = {(rank, server) for rank in (1, 2) for server in range(1 if stale else 2)}
+    predicted = [one for one in served.simulate().transfers if one.kind == "served"]
+    assert {(*one.ranks, one.number) for one in predicted} == expected
+    with pipeline_of(served) as pipeline:
+        for _ in range(2):
+            pipeline.step(*make_batch(24))
+        measured = pipeline.timeline
+    boxes = [one for one in measured.transfers if one.kind == "served"]
+    assert {(*one.ranks, one.number, one.stage) for one in boxes} == {(*key, 1) for key in expected}
+    for box in boxes:
+        backwards = [
+            span.start for span in measured.by_rank[box.ranks[0]] if span.op.kind is Kind.BACKWARD
+        ]
+        assert max(backwards) < box.start < box.end
 
 
 def test_both_directions_of_a_pipeline_are_served():
@@ -147,3 +232,11 @@ def test_what_servers_cannot_do_is_refused():
         pipeline_of(plan, optimizer=torch.optim.Adafactor)
     with pytest.raises(InputError, match="'parameter-server' needs a flush"):
         make_plan(make_mlp(), 2, 4, "pipedream").summed_by("parameter-server")
+    model, plan = of_groups((2, 1), (2, 1))
+    with pytest.raises(InputError, match="compute with weights of the same update"):
+        plan.summed_by("parameter-server", stale=1)
+    with pytest.raises(InputError, match="clip_stage_norm needs all gradients of a stage"):
+        pk.Pipeline(
+            model, plan.summed_by("parameter-server"), loss=net_loss, optimizer=net_momentum,
+            transport="threads", clip_stage_norm=1.0,
+        )  # fmt: skip

@@ -62,6 +62,10 @@ PICTURES = {
         *["row", "any", "any", "column", "whole", "row"],
     ),
     "rows throughout": in_order(*["data"] * 14),
+    "features said": in_order(
+        *["column", "features", "features", "features", "row", "features", "any", "features"],
+        *["row", "features", "features", "row", "any", "column"],
+    ),
     "nothing said": {},
     "turned": in_order(
         *["data", "data", "any", "any", "row", "any", "data", "any"],
@@ -166,6 +170,21 @@ REFUSED = {
         make_net,
         {"down": "column"},
         "layer 'down' has skips, which pass whole",
+    ),
+    "features that are mixed": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Softmax(-1))),
+        {"0": "column", "1": "features"},
+        "layer '1' (Sequential) cannot be split as 'features': it does not treat every feature",
+    ),
+    "parameters of nobody knows which features": (
+        lambda: nn.Sequential(nn.LayerNorm(4)),
+        {"0": "features"},
+        "'0' (LayerNorm) cannot be split as 'features': nobody knows which of its parameters",
+    ),
+    "heads of what has none": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)),
+        {"1": "heads"},
+        "layer '1' (Dropout) is split as 'heads', which is for modules inside a layer",
     ),
     "nobody inside": (make_net, {"blocks.0.attention": "row"}, "means no layer and no module of"),
     "two patterns": (

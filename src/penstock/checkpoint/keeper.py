@@ -41,7 +41,7 @@ from penstock.checkpoint.saver import Saver
 from penstock.checkpoint.taking import StageState, TrainedStage, state_of
 from penstock.checkpoint.wanted import Checkpoints
 from penstock.errors import FileError, InputError
-from penstock.plans.serving import served_stages, server_ranks
+from penstock.plans.serving import servers_of
 from penstock.run.assembly import Assembly
 from penstock.run.drive.driver import told
 from penstock.run.minibatch import Mark
@@ -265,10 +265,10 @@ class Keeper:
         """(which of a stage's copies a rank has, how many pieces the stage has): copies are equal,
         and one is written, unless each rank has a part of the optimizer's state."""
         copies = sorted(self._parts.plan.placement.ranks_of(stage))
-        if stage not in served_stages(self._parts.plan):
+        servers = servers_of(self._parts.plan, stage)
+        if not servers:
             return copies.index(rank), len(copies) if self._is_sharded else 1
         # The first piece has the weights, each of the others what one parameter server keeps.
-        servers = server_ranks(self._parts.plan)
         if rank in servers:
             return 1 + servers.index(rank), 1 + len(servers)
         return (0 if rank == copies[0] else 1 + len(servers)), 1 + len(servers)

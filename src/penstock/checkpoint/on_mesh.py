@@ -158,6 +158,11 @@ class MeshEdge:
             InputError: they are no mesh.
         """
         plan, layout = self._parts.plan, self._parts.layout
+        if layout.server_ranks:
+            raise InputError(
+                "parameter servers have no place on a mesh of pipe × data × tensor; take "
+                "state_dict(whole=True), save, or another reducer"
+            )
         homes = dict.fromkeys(
             tuple(sorted(plan.placement.ranks_of(stage))) for stage in range(len(plan.stages))
         )

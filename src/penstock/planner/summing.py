@@ -63,7 +63,7 @@ class Way:
         rates = [rate_of(task, device, devices) for device in devices]
         if inf in rates:
             return task.communication.reduce_seconds(num_bytes, len(devices), link)
-        servers = [one.bytes_per_second / self.num_sums for one in task.cluster.spares]
+        servers = self._rates_of(task.cluster.spares, devices)
         split = best_split(num_bytes, rates, servers)
         # A flow shop: besides the slowest link's work, the first part comes before anything can
         # be added, and the last one goes to all when all is added; and each part costs a little.
@@ -82,6 +82,12 @@ class Way:
         """Parameter servers, at least one."""
         return max(len(spares_of(self.task)), 1)
 
+    def _rates_of(self, spares: Sequence[SpareMachine], devices: Sequence[int]) -> list[float]:
+        """Bytes per second that machines have for one sum: of each stage with copies, and of each
+        tensor rank of one, there is a sum."""
+        num_sums = self.num_sums * self.task.num_devices_at(devices[0])
+        return [spare.bytes_per_second / num_sums for spare in spares]
+
     def _stepped_seconds(self, num_bytes: float, devices: Sequence[int]) -> float:
         """Seconds until parameter servers have all gradients, and copies all weights.
 
@@ -89,7 +95,7 @@ class Way:
         the two directions follow one another.
         """
         rates = [rate_of(self.task, device, devices) for device in devices]
-        servers = [one.bytes_per_second / self.num_sums for one in spares_of(self.task)]
+        servers = self._rates_of(spares_of(self.task), devices)
         own = num_bytes / min(rates)
         served = len(devices) * num_bytes / self._num_servers / min(servers, default=min(rates))
         return 2 * max(own, served)

@@ -36,6 +36,7 @@ from penstock.plans.orders import (
     written,
 )
 from penstock.plans.prediction import Latency, Prediction
+from penstock.plans.serving import served_by
 from penstock.plans.spilling import Spill, check_spill
 from penstock.plans.stage_plan import RecomputeWay, Split, StagePlan, sizes_of
 from penstock.plans.summing import ReducerName, Summing
@@ -167,10 +168,11 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
                 f"summing: bytes_per_second has {len(rates)} numbers for {self.num_ranks} ranks; "
                 "give one for each, or none"
             )
-        if self.num_tensor_ranks > 1 and self.summing.reducer == "parameter-server":
+        if self.num_tensor_ranks > 1 and self.summing.stale:
             raise InputError(
-                f"stages of {self.num_tensor_ranks} tensor ranks update their parts of the weights "
-                "themselves, and parameter servers have whole ones; take another reducer"
+                f"stale updates: the {self.num_tensor_ranks} tensor ranks of a stage compute with "
+                "weights of the same update, and servers that wait for nobody would give each of "
+                "them another; take stale=0, or tensor_ranks=1"
             )
         steps = self.summing.reducer in {"sharded", "parameter-server"}
         if steps and self.versions.asynchronous:
@@ -286,6 +288,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
             self.build_schedule,
             self.spill,
             self.offload,
+            served_by(self),
         )
 
     def place(self, stage: int) -> Place:

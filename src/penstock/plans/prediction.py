@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil, inf
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from penstock.plans.steady import steady_seconds, stream_of
 from penstock.schedule import Schedule
 from penstock.schedule.lower import add_update
 from penstock.timing.costs import Costs
+from penstock.timing.served import Served
 from penstock.timing.simulator import simulate
 from penstock.timing.timeline import Timeline
 from penstock.versions import Policy, place_of, versions_read
@@ -57,6 +58,7 @@ class Prediction:
         build: makes the schedule of another number of microbatches.
         spill: where stages are while they are not in memory, if they leave it.
         offload: where activations are meanwhile, if any leave; the placement says which.
+        served: which stages hand their gradients to servers.
     """
 
     stages: tuple[StagePlan, ...]
@@ -67,6 +69,7 @@ class Prediction:
     build: Callable[[int], Schedule]
     spill: Spill | None = None
     offload: Offload | None = None
+    served: Served = field(default_factory=Served)
 
     @property
     def flushes(self) -> bool:
@@ -88,7 +91,7 @@ class Prediction:
         if self.spill is not None:
             return simulate(with_residence(self.placement, self.spill), self.costs)
         if self.flushes:
-            return simulate(add_update(self.placement), self.costs)
+            return self.served.shown_in(simulate(add_update(self.placement), self.costs))
         if self.is_live:
             frames = SHOWN_TICKS + 4 * len(self.stages)
             return self.stream(ceil(frames / self.num_microbatches))
@@ -104,7 +107,8 @@ class Prediction:
         read = versions_read(stream, self.versions, rounds)
         paced = self.is_live and self.step_seconds
         arrivals = self.frames_per_second if paced else None
-        return simulate(stream, self.costs, arrivals=arrivals).with_versions(read)
+        timeline = simulate(stream, self.costs, arrivals=arrivals).with_versions(read)
+        return self.served.shown_in(timeline)
 
     @property
     def shown(self) -> Timeline:

@@ -80,6 +80,20 @@ class Passed(NamedTuple):
     end: float
 
 
+class Served(NamedTuple):
+    """One rank's gradients at one server.
+
+    Attributes:
+        server: its number, from 0.
+        start, end: from when they began to leave until all that the server makes of them was here,
+            in seconds of ``time.perf_counter``.
+    """
+
+    server: int
+    start: float
+    end: float
+
+
 class Reducer(ABC):
     """One rank's part in summing the gradients of one group of shared weights, round after round.
 
@@ -124,6 +138,10 @@ class Reducer(ABC):
 
     def take_passed(self) -> list[Passed]:
         """What has been exchanged since this was asked last, as far as anybody notes it."""
+        return []
+
+    def take_served(self) -> list[Served]:
+        """What servers have had since this was asked last."""
         return []
 
     def open(self) -> None:  # noqa: B027 - most need nothing but the transport

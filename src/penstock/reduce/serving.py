@@ -17,7 +17,7 @@ from penstock.errors import InputError
 from penstock.plans.summing import Summing
 from penstock.reduce.flat import FlatBuffers, FlatLayout, Placed
 from penstock.reduce.handing import FlatReducer
-from penstock.reduce.reducer import Purpose, SharedWeights
+from penstock.reduce.reducer import Purpose, Served, SharedWeights
 from penstock.summation.division import Owner
 from penstock.summation.exchange import Exchange
 from penstock.summation.frames import Member, is_loopback, key_of, parse_address
@@ -126,6 +126,11 @@ class ServerReducer(FlatReducer):
         assert self._exchange is not None and self._buffers is not None
         self._exchange.wait(self._transport.patience.seconds, waiting)
         return self._buffers[1][2]
+
+    def take_served(self) -> list[Served]:
+        if self._exchange is None:
+            return []
+        return [Served(*one) for one in self._exchange.take_served()]
 
     def close(self, *, failed: bool) -> None:
         if self._exchange is not None:

@@ -24,6 +24,7 @@ state. Who runs no stage has time and memory for a step, and nobody waits for it
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
@@ -34,7 +35,7 @@ from torch import nn
 from penstock.errors import InputError
 from penstock.reduce.owners import OwnerReducer
 from penstock.reduce.pieces import Pieces
-from penstock.reduce.reducer import Purpose, SharedWeights
+from penstock.reduce.reducer import Purpose, Served, SharedWeights
 from penstock.reduce.slices import OwnedPiece, Portion, row_portions_of
 from penstock.transport import Edge, Transport
 
@@ -149,6 +150,8 @@ class ShardedReducer(OwnerReducer):
     ) -> None:
         super().__init__(rank, shared, transport, most_portions, servers)
         self.hands_sums_to_all = False
+        self._handed_in = 0.0
+        self._served: list[Served] = []
         self._of_rows = row_portions_of(shared.parameters, self._owners, most_portions)
         self.shards = {parameter: Shard(0, None) for parameter in shared.parameters}
         for place, start, stop in self._pieces(rank):
@@ -165,6 +168,10 @@ class ShardedReducer(OwnerReducer):
             if owner == rank
             for piece in pieces
         )
+
+    def hand_in(self, number: int, num_gathered: int) -> None:
+        self._handed_in = time.perf_counter()
+        super().hand_in(number, num_gathered)
 
     def _portions_without(self, frozen: tuple[int, ...]) -> tuple[Portion, ...]:
         return self._of_rows  # who owns what never changes, since the optimizer's state is there
@@ -236,6 +243,17 @@ class ShardedReducer(OwnerReducer):
         for (place, start, stop), value in zip(pieces, values, strict=True):
             rows = owned_rows(self._shared.parameters[place], start, stop)
             rows.copy_(value.view(rows.shape))
+        self._note_served(other)
+
+    def _note_served(self, owner: int) -> None:
+        """Weights have come from their owner."""
+        if owner not in self._givers:
+            server = self._owners.index(owner)
+            self._served.append(Served(server, self._handed_in, time.perf_counter()))
+
+    def take_served(self) -> list[Served]:
+        served, self._served = self._served, []
+        return served
 
     def outgoing(self) -> set[Edge]:
         others = self._shared.others(self._rank)

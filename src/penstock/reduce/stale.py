@@ -122,6 +122,7 @@ class StaleReducer(ShardedReducer):
         for (place, start, stop), value in zip(self._pieces(self._server), values, strict=True):
             rows = owned_rows(self._shared.parameters[place], start, stop)
             rows.copy_(value.view(rows.shape))
+        self._note_served(self._server)
 
     # What the server does instead of ``hand_in``, ``advance`` and ``finish``.
 

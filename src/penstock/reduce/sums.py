@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 from penstock.reduce.equal_start import begin_equal
 from penstock.reduce.owners import OwnerReducer
-from penstock.reduce.reducer import MakeReducer, Passed, Reducer, SharedWeights
+from penstock.reduce.reducer import MakeReducer, Passed, Reducer, Served, SharedWeights
 from penstock.reduce.sharding import ShardedReducer, Shards
 from penstock.reduce.stale import StaleReducer
 from penstock.transport import Edge, Transport
@@ -199,6 +199,15 @@ class Sums:
             (min(weights.stages), passed)
             for reducer, weights in zip(self._reducers, self._shared, strict=True)
             for passed in reducer.take_passed()
+            if len(weights.stages) == 1
+        ]
+
+    def take_served(self) -> list[tuple[int, Served]]:
+        """What servers have had of a stage since this was asked last, with the stage."""
+        return [
+            (min(weights.stages), served)
+            for reducer, weights in zip(self._reducers, self._shared, strict=True)
+            for served in reducer.take_served()
             if len(weights.stages) == 1
         ]
 

@@ -43,7 +43,7 @@ from penstock.run.rank.worker import Worker
 from penstock.run.recipe import Recipe
 from penstock.run.seals import SealedTransport
 from penstock.run.seating import MeshTransport, Seat
-from penstock.run.serving import check_updates
+from penstock.run.serving import check_stage_norms, check_updates
 from penstock.run.settling import building, draw_all, local_rank, place_all, queues_of
 from penstock.run.shared_state import SharedState
 from penstock.run.spilling import Settling, check_spillable, settled_in
@@ -211,7 +211,7 @@ def _in_threads(
     check_updates(plan, recipe, one_process=True)
     seats = seats_of(plan)
     devices = devices_of_ranks(running.devices, plan.on_accelerator, range(plan.num_seats))
-    devices |= dict.fromkeys(server_ranks(plan), HOST)
+    devices |= {seat.number: HOST for seat in seats if seat.rank in server_ranks(plan)}
     queues = queues_of(devices)
     if plan.num_tensor_ranks > 1:
         check_shareable(plan, recipe)
@@ -524,6 +524,7 @@ def _worker(
     shared: SharedState,
     connections: _Connections,
 ) -> Worker:
+    check_stage_norms(layout, recipe)
     transport, rank = connections.between_ranks(layout), connections.seat.rank
     with building(connections.queue):
         updater = Updater(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from penstock.errors import InputError
 from penstock.plans import Plan
-from penstock.plans.serving import num_processes, server_ranks
+from penstock.plans.serving import all_group_sizes, num_processes, server_ranks
 from penstock.run.recipe import Recipe
 from penstock.run.seating import Seat
 from penstock.units import count_of
@@ -33,7 +33,7 @@ def check_shareable(plan: Plan, recipe: Recipe) -> None:
 
 def seats_of(plan: Plan) -> list[Seat]:
     """Where all members of all ranks of a plan sit, and behind them its parameter servers."""
-    return Seat.all_of((*plan.group_sizes, *[1] * len(server_ranks(plan))))
+    return Seat.all_of(all_group_sizes(plan))
 
 
 def check_processes(plan: Plan, count: int) -> None:
@@ -42,11 +42,14 @@ def check_processes(plan: Plan, count: int) -> None:
     needed = num_processes(plan)
     if needed == count:
         return
-    groups = ""
+    groups, sizes = "", all_group_sizes(plan)
     if plan.num_tensor_ranks > 1:
         groups = f" of {', '.join(map(str, plan.group_sizes))} tensor ranks"
     if servers := server_ranks(plan):
         groups += f" and {count_of(len(servers), 'parameter server')}"
+        members = [sizes[rank] for rank in servers]
+        if max(members) > 1:
+            groups += f" of {', '.join(map(str, members))}"
     raise InputError(
         f"the plan has {plan.num_ranks} ranks{groups}, but the job has {count} processes; "
         f"start it with torchrun --nproc-per-node={needed}, or plan for "

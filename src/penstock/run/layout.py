@@ -20,7 +20,7 @@ from penstock.errors import ModelError
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import NamedLayer
 from penstock.plans import Plan
-from penstock.plans.serving import ranks_holding, server_ranks, stages_held
+from penstock.plans.serving import all_group_sizes, ranks_holding, server_ranks, stages_held
 from penstock.reduce.reducer import SharedWeights
 from penstock.run.holders import Holders
 from penstock.run.members import MemberTwins, Sharings, divided
@@ -100,15 +100,14 @@ class Layout:
         self._one_process = one_process
         self._devices = devices
         self.server_ranks = server_ranks(plan)
-        group_sizes = (*plan.group_sizes, *[1] * len(self.server_ranks))
-        self._first_seats = [*itertools.accumulate(group_sizes, initial=0)]
+        self._first_seats = [*itertools.accumulate(all_group_sizes(plan), initial=0)]
+        grouped = plan.num_tensor_ranks > 1
+        self.sharings = Sharings(tuple(layers), plan) if grouped else None
         self._holders = Holders(self._layers_of, partial(ranks_holding, plan))
         self._weights = self._find_weights(model)
         self._check_buffers()
         if plan.versions.asynchronous or plan.summing.stale:
             self._check_untied()
-        grouped = plan.num_tensor_ranks > 1
-        self.sharings = Sharings(tuple(layers), plan) if grouped else None
         self._check_hooks()
         self._twins: dict[tuple[int, int], Twins] = {}
 
@@ -125,9 +124,11 @@ class Layout:
 
     def _users_of(self, parameter: nn.Parameter) -> tuple[tuple[int, int], ...]:
         """(rank, stage), ascending. Parameter servers update no weights of several stages, each of
-        which has an optimizer."""
+        which has an optimizer, and none of whose gradients members of a group have terms: these
+        are whole when copies have summed them."""
         users = sorted(self._holders.of(parameter))
-        if len({stage for _, stage in users}) > 1:
+        has_terms = self.sharings is not None and id(parameter) in self.sharings.terms
+        if has_terms or len({stage for _, stage in users}) > 1:
             users = [user for user in users if user[0] not in self.server_ranks]
         return tuple(users)
 
@@ -190,6 +191,17 @@ class Layout:
     def first_stages(self) -> dict[str, int]:
         """By the name of each parameter, the first of the stages that use it."""
         return {weight.name: min(stage for _, stage in weight.users) for weight in self._weights}
+
+    @property
+    def withheld(self) -> tuple[str, ...]:
+        """Names of the weights of stages that parameter servers update which no server has."""
+        held = {stage for server in self.server_ranks for stage in stages_held(self._plan, server)}
+        return tuple(
+            weight.name
+            for weight in self._weights
+            if held & {stage for _, stage in weight.users}
+            and not {*weight.ranks} & {*self.server_ranks}
+        )
 
     @cached_property
     def tied(self) -> tuple[str, ...]:
@@ -325,11 +337,11 @@ class Layout:
         }
 
     def layers_of(self, rank: int) -> dict[int, NamedLayer]:
-        """The model's layers that a rank runs, by their numbers."""
+        """The model's layers that a rank has weights of, by their numbers."""
         first = [0, *itertools.accumulate(map(len, self._layers_of))]
         return {
             number: layer
-            for stage in self._schedule.stages_of[rank]
+            for stage in stages_held(self._plan, rank)
             for number, layer in enumerate(self._layers_of[stage], start=first[stage])
         }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.errors import InputError
 from penstock.plans import Plan
+from penstock.run.layout import Layout
 from penstock.run.recipe import Recipe
 
 
@@ -33,4 +34,17 @@ def check_updates(plan: Plan, recipe: Recipe, *, one_process: bool) -> None:
             "clip_norm, clip_stage_norm and a grad_scaler need all gradients of one minibatch at "
             "one update, and with stale updates they come in several; leave them out, or take "
             "stale=0"
+        )
+
+
+def check_stage_norms(layout: Layout, recipe: Recipe) -> None:
+    """Raise ``InputError`` where a parameter server would clip a stage by the norm of a part of its
+    gradients."""
+    withheld = layout.withheld
+    if recipe.clip_stage_norm is not None and withheld:
+        names = ", ".join(map(repr, withheld[:3])) + ", …" * (len(withheld) > 3)
+        raise InputError(
+            f"clip_stage_norm needs all gradients of a stage, and a parameter server does not have "
+            f"those of {names}, which stages share or tensor ranks have terms of; take clip_norm, "
+            "or another reducer"
         )

@@ -23,6 +23,7 @@ from __future__ import annotations
 import queue
 import socket
 import threading
+import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -89,6 +90,8 @@ class Exchange:
         self._closed = False
         self._current: Round | None = None
         self._previous: Round | None = None
+        self._since: dict[int, float] = {}
+        self._until: dict[int, float] = {}
         self._divisions: dict[tuple[int, int], Division] = {}
         self._queues: list[queue.SimpleQueue[_Frame | None]] = [queue.SimpleQueue() for _ in owners]
         self._connections: dict[int, socket.socket] = {}
@@ -153,6 +156,8 @@ class Exchange:
                 self._divide_anew(place)
             # [4]
             self._previous, self._current = self._current, Round(number, given, sums)
+            self._since.clear()
+            self._until.clear()
             if not filled:
                 self._current.filled = {dtype: Filled() for dtype in given}
             self._push(self._current, wanted=True)
@@ -174,6 +179,7 @@ class Exchange:
             del waiting[low:high]
 
     def _queue(self, round_: Round, dtype: int, part: Part) -> None:
+        self._since.setdefault(part.owner, time.perf_counter())
         numbers = round_.given[dtype][part.start : part.stop]
         self._queues[part.owner].put((self._head(round_, dtype, part), numbers))  # [1]
 
@@ -236,6 +242,15 @@ class Exchange:
                         f"{waiting}: {' and '.join(silent)} did not answer within {seconds:g} s; "
                         "see what they printed last, or raise deadline_seconds"
                     )
+
+    def take_served(self) -> list[tuple[int, float, float]]:
+        """(number, from when, until when) of each server that had parts of the last round, in
+        seconds of ``time.perf_counter``; each is told once."""
+        with self._lock:
+            first = self._member.num_members
+            until = {owner: end for owner, end in self._until.items() if owner >= first}
+            self._until.clear()
+            return [(owner - first, self._since[owner], end) for owner, end in until.items()]
 
     def _has_news(self, seen: int) -> bool:
         return self._news != seen
@@ -308,6 +323,7 @@ class Exchange:
                 # [2] Under the lock, so that nothing late is written into the next round's sums.
                 round_.sums[head.dtype][head.start : head.start + head.length] = numbers
                 del round_.left[head.part]
+                self._until[place] = time.perf_counter()
                 self._news += 1
                 self._lock.notify_all()
 

@@ -20,6 +20,7 @@ from penstock.tensor.module_way import Way
 from penstock.tensor.ways import (
     channels,
     has_batch_statistics,
+    mixes_features,
     way,
     ways_of,
     works_on_channels,
@@ -71,8 +72,8 @@ def walk(
 
     Args:
         layers: of the whole model.
-        splits: how each is split: ``"data"``, ``"sequence"``, ``"column"``, ``"row"``, ``"any"`` or
-            ``"whole"``.
+        splits: how each is split: ``"data"``, ``"sequence"``, ``"column"``, ``"row"``,
+            ``"features"``, ``"any"`` or ``"whole"``.
         inner: how modules inside each of them are, by their names in the layer.
         sizes: how many members the group has that runs each of them; between two groups, a value
             keeps its layout.
@@ -124,6 +125,13 @@ def _shared(
             f"layer {name!r} is split as {split!r} itself, so that {next(iter(inner))!r} in it "
             'cannot be split, too; split the layer as "whole", "data" or "sequence"'
         )
+    return _by_itself(name, module, split, have, wanted, size)
+
+
+def _by_itself(
+    name: str, module: nn.Module, split: str, have: Layout, wanted: Layout, size: int
+) -> LayerSharing:
+    """A layer that is divided itself, and not by modules in it."""
     if "/" in split:
         raise ModelError(
             f"layer {name!r} is split as {split!r}, but what lies behind a layer must be one part "
@@ -131,12 +139,35 @@ def _shared(
         )
     if split == "heads" and is_block(module):
         return LayerSharing(name, have, WHOLE, WHOLE, WHOLE, inner=by_heads(module, name))
+    if split == "features":
+        return _by_features(name, module, have, size)
+    if split == "heads":
+        raise ModelError(
+            f"layer {name!r} ({type(module).__name__}) is split as 'heads', which is for modules "
+            "inside a layer, and for torch's blocks of transformers as a whole; name the attention "
+            'in it, or let all tensor ranks repeat the layer ("whole")'
+        )
     own = way(module, split, name)
     if not own.adds:
         reads = WHOLE if isinstance(module, nn.Embedding) else have
         return LayerSharing(name, have, reads, own.features, own.features, own)
     reads = WHOLE if isinstance(module, nn.Embedding) else own.features
     return LayerSharing(name, have, reads, wanted, wanted, own)
+
+
+def _by_features(name: str, module: nn.Module, have: Layout, size: int) -> LayerSharing:
+    """A layer that takes its part of the features, or channels, and gives it."""
+    own = way(module, "features", name)
+    if mixes_features(module, size):
+        raise ModelError(
+            f"layer {name!r} ({type(module).__name__}) cannot be split as 'features': it does not "
+            'treat every feature by itself; let all tensor ranks repeat it ("whole") or take their '
+            'rows ("data")'
+        )
+    lies = own.features
+    if lies is WHOLE:  # it has no parameters, and works on either
+        lies = CHANNELS if have == CHANNELS else FEATURES
+    return LayerSharing(name, have, lies, lies, lies, own)
 
 
 def _recorded(

@@ -9,7 +9,7 @@ from torch import nn
 from penstock.errors import ModelError
 from penstock.tensor.convolution import ColumnConv, RowConv
 from penstock.tensor.cuts import Cut
-from penstock.tensor.dropout import DROPOUTS, PartDropout
+from penstock.tensor.dropout import DROPOUTS, FEATURE_DROPOUTS, PartChannelDropout, PartDropout
 from penstock.tensor.embedding import ColumnEmbedding, RowEmbedding
 from penstock.tensor.heads import COLUMN, ROW, Ways, by_heads, is_block
 from penstock.tensor.layouts import CHANNELS, FEATURES
@@ -150,6 +150,8 @@ def _transposed(blocks: int, *, divides_outputs: bool) -> Way:
 def _inside(module: nn.Module, split: str, name: str) -> Way:
     if isinstance(module, nn.Dropout):
         return Way(PartDropout, features=FEATURES if split == "features" else 1)
+    if isinstance(module, FEATURE_DROPOUTS):
+        return Way(PartChannelDropout, features=CHANNELS)
     if split == "heads":
         return Way(Member, alike=True)
     own = channels(module)
@@ -190,6 +192,17 @@ def works_on_channels(module: nn.Module, size: int) -> bool:
 def works_on_features(module: nn.Module) -> bool:
     """Whether a module treats every number by itself."""
     return isinstance(module, (*BY_ELEMENT, nn.Dropout))
+
+
+def mixes_features(module: nn.Module, size: int) -> bool:
+    """Whether a module, or one in it, is a class of torch's that does not treat every channel or
+    feature by itself. Of others only who has written them knows."""
+    return any(
+        type(part).__module__.startswith("torch.nn.modules")
+        and not (works_on_channels(part, size) or works_on_features(part))
+        for part in module.modules()
+        if not [*part.children()]
+    )
 
 
 def has_batch_statistics(module: nn.Module) -> bool:

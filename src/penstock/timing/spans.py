@@ -12,7 +12,7 @@ BUSY = COMPUTE | {Kind.RECOMPUTE, Kind.UPDATE, Kind.LATE_UPDATE}
 """Kinds that count as work; sends and receives are waiting."""
 
 Source = Literal["predicted", "measured"]
-TransferKind = Literal["sum", "value", "gradient", "read", "write"]
+TransferKind = Literal["sum", "value", "gradient", "read", "write", "served"]
 
 ALL_OF_STAGE = -1
 """As the number of a transfer: what comes or goes is the stage's, and no microbatch's."""
@@ -42,12 +42,14 @@ class Transfer(NamedTuple):
 
     Attributes:
         ranks: of a message, its source and its target; of a sum, all that take part, ascending; of
-            what comes from a tier or goes there, the one whose it is.
+            what a server has, or comes from a tier or goes there, the one whose it is.
         kind: ``"sum"``: a part of gradients on its way to the sum and back; ``"value"``: a stage's
             output; ``"gradient"``: that of a stage's input; ``"read"`` and ``"write"``: what comes
-            from a tier, and what goes there.
+            from a tier, and what goes there; ``"served"``: gradients at a server, from when they
+            leave until its sums, or weights, are here.
         stage: whose gradients or output it is; of ``"gradient"``, the stage that has made it.
-        number: of a sum, the part's; otherwise the microbatch, or −1 where it is the stage's.
+        number: of a sum, the part's; of what a server has, the server's, from 0; otherwise the
+            microbatch, or −1 where it is the stage's.
     """
 
     ranks: tuple[int, ...]

@@ -103,7 +103,7 @@ def _check_transfers(file: TimelineFile, num_ranks: int) -> None:
     """Raise ``InputError`` for a transfer between ranks that there are not, or at no time."""
     for ranks, kind, stage, number, start, end in file.transfers:
         what = f"the {kind} {number} of stage {stage}"
-        enough = len(ranks) == 1 if kind in ("read", "write") else len(ranks) > 1
+        enough = len(ranks) == 1 if kind in ("read", "write", "served") else len(ranks) > 1
         if not enough or not all(0 <= rank < num_ranks for rank in ranks):
             raise InputError(f"{what} is of ranks {ranks}, but num_ranks is {num_ranks}")
         whole(f"{what}: its stage", stage, 0, _MOST_STAGES)

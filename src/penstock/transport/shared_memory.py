@@ -15,7 +15,8 @@ and in ``slots``:
    too small goes first (``OLD_SLOT``), so that memory follows what is in flight.
 3. S copies header, note and tensors into the slot, and marks it WAITING.
 4. S tells R (slot, tag, number, layout) in the ring, and wakes R if it sleeps (``WAKE``); without
-   a ring, by a notice (``MESSAGE``). If R cannot be told, the slot is FREE again.
+   a ring, by a notice (``MESSAGE``). If R cannot be told, the slot is FREE again; R that was awake
+   may have taken the message, and have left for good, before it is woken: then all is well.
 5. R reads the ring and the notices whenever it waits for anything, and keeps the arrival by (edge,
    number).
 6. R, when it is asked for the message, marks the slot TAKEN: it no longer counts in 1. While it
@@ -43,7 +44,7 @@ from penstock.transport.link import Notice, NoticeKind, PeerLink
 from penstock.transport.lookout import Lookout
 from penstock.transport.packing import BlockLayout, Packer
 from penstock.transport.ring import HAS_RINGS, RING_BYTES, RingReader, RingWriter
-from penstock.transport.slots import RemoteSlot, Slot, SlotPool, segment_size
+from penstock.transport.slots import RemoteSlot, Slot, SlotPool, SlotState, segment_size
 from penstock.transport.wire import Codec
 
 _MOST_UNDER_WAY = 64
@@ -176,19 +177,26 @@ class SharedMemoryTransport(Transport):
                 self._tell(peer, Notice(NoticeKind.MESSAGE, slot.index, edge.tag, number), waiting)
             else:
                 told = -layout.number if note else layout.number
-                self._put(peer, peer.outgoing, (slot.index, edge.tag, number, told), waiting)
+                self._put(peer, peer.outgoing, slot, told, waiting)
         except RunError:
             slot.take_back()
             raise
 
     def _put(
-        self, peer: _Peer, ring: RingWriter, entry: tuple[int, int, int, int], waiting: str
+        self, peer: _Peer, ring: RingWriter, slot: Slot, layout_number: int, waiting: str
     ) -> None:
-        """Leave an entry in a ring, reading what comes while there is no room."""
+        """Tell of a slot in a ring, reading what comes while there is no room."""
+        entry = slot.index, slot.tag, slot.number, layout_number
         if not ring.put(*entry):
             self._wait(partial(ring.put, *entry), peer, waiting, _LOOK_AGAIN_MILLISECONDS)
-        if ring.must_wake():
+        if not ring.must_wake():
+            return
+        try:
             self._tell(peer, Notice(NoticeKind.WAKE), waiting)
+        except PeerError:
+            # [4] Who looks at the rings by itself needs no waking, and may be done by now.
+            if peer.died or slot.state == SlotState.WAITING:
+                raise
 
     def _new_slot(self, peer: _Peer, num_bytes: int, waiting: str) -> Slot:
         size, pool = segment_size(num_bytes), peer.pool

@@ -12,8 +12,10 @@ from penstock.drawing.timeline.link_rows import link_rows
 from penstock.drawing.timeline.svg import svg
 from penstock.drawing.timeline.text import text
 from penstock.errors import FileError
+from penstock.schedule import Kind
 from penstock.schedule.lower import add_update
 from penstock.timing.exchange import Exchange
+from penstock.timing.served import Served
 from penstock.timing.spans import Transfer
 from penstock.timing.timeline import Timeline
 from tests.kit.paths import GOLDEN
@@ -45,6 +47,28 @@ def test_every_transfer_is_a_box_with_its_words_in_every_format():
     assert names == ["0 → 2", "1 → 2", "2 → 0", "2 → 1", "0 + 1"]
     assert re.search(r"0\+1 +│·+S0─+S1─+S2─+S3─+·+│", text(TIMELINE))
     assert text(TIMELINE).count("\n") == 3 + len(names)
+
+
+@pytest.mark.parametrize("updates", [False, True])
+def test_every_server_of_every_copy_has_a_row(updates, tmp_path):
+    shown = Served((2, 0), updates).shown_in(TIMELINE)
+    rows = {row.name: row.transfers for row in link_rows(shown)}
+    assert [*rows][5:] == [f"{rank} ⇄ server {server}" for rank in (0, 1) for server in (0, 1)]
+    update = next(span for span in TIMELINE.by_rank[0] if span.op.kind is Kind.UPDATE)
+    (box,) = rows["0 ⇄ server 1"]
+    first = min(one.start for one in TIMELINE.transfers if one.kind == "sum")
+    assert (box.start, box.end) == (first, update.end if updates else update.start)
+    picture = svg(shown)
+    assert "gradients of stage 0, rank 1 ⇄ server 0; " in picture
+    assert "gradients at a server, until its sums" in picture
+    assert re.search(r"1⇄server1 +│·+s0─+·*│", text(shown))
+    assert Timeline.from_json(shown.to_json()) == shown
+    pk.draw(shown, tmp_path / "trace.json")
+    assert '"name":"1 ⇄ server 1"' in (tmp_path / "trace.json").read_text()
+
+
+def test_without_servers_nothing_is_shown_of_them():
+    assert Served().shown_in(TIMELINE) is TIMELINE
 
 
 def test_a_trace_has_a_thread_per_link(tmp_path):

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -25,6 +25,7 @@ NUM_RANKS = 3
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=6)
 
 
+@example(shapes=[(), (1, 0)], num_owners=2, most=1, rows=True)
 @given(shapes=SHAPES, num_owners=st.integers(1, 4), most=st.integers(1, 5), rows=st.booleans())
 def test_portions_have_every_number_once_and_the_last_parameters_first(
     shapes, num_owners, most, rows
@@ -46,8 +47,9 @@ def test_portions_have_every_number_once_and_the_last_parameters_first(
         for place, start, stop in pieces:
             owned[place][start:stop] += 1
         sizes = [sum(stop - start for _, start, stop in own) for _, own in portion.slices]
-        widest = max((one[0].numel() for one in parameters if one.dim() and len(one)), default=1)
-        assert max(sizes) - min(sizes) <= 2 * (widest if rows else 1)
+        # What has no dimensions is a row of one number.
+        widths = [one[0].numel() if one.dim() else 1 for one in parameters if one.numel()]
+        assert max(sizes) - min(sizes) <= 2 * (max(widths, default=0) if rows else 1)
     assert all((one == 1).all() for one in owned)
     for before, after in pairwise(portions):
         assert min(before.places, default=0) >= max(after.places, default=0) or not before.places

@@ -81,6 +81,10 @@ def test_every_holder_has_the_bits_of_a_loop_over_the_ranks(reducers, num_ranks,
                     assert parameter.grad is None
                 else:
                     assert torch.equal(parameter.grad, wanted)
+        for reducer in made:
+            told = reducer.take_served()
+            assert {one.server for one in told} == {*range(num_servers)}
+            assert all(one.start < one.end for one in told)
 
 
 def test_gradients_leave_when_they_have_been_made(reducers):

@@ -21,7 +21,16 @@ from penstock.errors import DeadlineError, InputError, PeerError, RunError
 from penstock.summation.adding import add_to
 from penstock.summation.division import Owner, divide
 from penstock.summation.exchange import Exchange
-from penstock.summation.frames import HEAD_BYTES, Head, Kind, Member, greet, key_of, parse_address
+from penstock.summation.frames import (
+    HEAD_BYTES,
+    Head,
+    Kind,
+    Member,
+    greet,
+    key_of,
+    parse_address,
+    receive,
+)
 from penstock.summation.server import SummationServer
 from penstock.summation.split import MOST_PART_BYTES
 
@@ -350,6 +359,59 @@ def test_a_lying_frame_ends_its_sender_and_nobody_else(lie):
     assert eventually(
         lambda: sum(" it announced" in line or " it sent" in line for line in said) == 1
     )
+
+
+class Reads(socket.socket):
+    """A socket that counts how often it is read."""
+
+    count = 0
+
+    def recv_into(self, *args):
+        self.count += 1
+        return super().recv_into(*args)
+
+
+@contextmanager
+def sending_pieces(pieces):
+    """(a connection on which pieces come with pauses between them, then its end)."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sender = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+
+    def send():
+        with sender:
+            sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for piece in pieces:
+                sender.sendall(piece)
+                time.sleep(0.002)
+
+    thread = threading.Thread(target=send)
+    with Reads(fileno=accepted.detach()) as receiver:
+        thread.start()
+        yield receiver
+        thread.join()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others may wake a reader sooner")
+def test_numbers_that_come_in_packets_are_read_at_once():
+    pieces = [bytes([number]) * 1500 for number in range(40)]
+    room = bytearray(40 * 1500)
+    with sending_pieces([*pieces, b"and a short head"]) as connection:
+        receive(connection, memoryview(room))
+        assert connection.count <= 4  # of 40: a kernel that lacks memory may wake earlier
+        assert bytes(room) == b"".join(pieces)
+        short = bytearray(16)
+        receive(connection, memoryview(short))  # what is short is waited for by nobody
+        assert short == b"and a short head"
+        assert not receive(connection, memoryview(short), may_end=True)
+
+
+def test_a_connection_that_ends_in_the_middle_of_numbers_is_no_reason_to_wait():
+    with (
+        sending_pieces([bytes(3000)]) as connection,
+        pytest.raises(ConnectionError, match="in the middle of a frame"),
+    ):
+        receive(connection, memoryview(bytearray(100_000)))
 
 
 def test_numbers_of_a_part_are_taken_once():

@@ -505,6 +505,38 @@ def test_a_rank_that_closes_its_pipeline_is_missed_by_those_who_wait_for_it_alon
     trio[0].close("again")
 
 
+@pytest.mark.skipif(not shared_memory.HAS_RINGS, reason="nobody needs waking without rings")
+@pytest.mark.parametrize(
+    ("takes", "says_goodbye", "told"),
+    [
+        (True, True, None),
+        (False, True, "closed its pipeline"),  # it has left without the message
+        (True, False, "is gone"),
+    ],
+)
+def test_who_took_a_message_may_leave_before_it_is_woken(monkeypatch, takes, says_goodbye, told):
+    sender, receiver = connected(2)
+    ring = sender._peers[1].outgoing
+    must_wake = ring.must_wake
+
+    def after_it_has_left():
+        if takes:
+            assert receiver.recv(FORWARD, 0, "rank 1") == "the last"
+        receiver.close("training is over") if says_goodbye else receiver.abandon()
+        return must_wake() or not says_goodbye
+
+    monkeypatch.setattr(ring, "must_wake", after_it_has_left)
+    if told is None:
+        sender.send(FORWARD, 0, "the last")
+    else:
+        with pytest.raises(PeerError, match=f"rank 1 {told}"):
+            sender.send(FORWARD, 0, "the last")
+    monkeypatch.undo()
+    with pytest.raises(PeerError, match="rank 1"):
+        sender.send(FORWARD, 1, "one more")
+    sender.close("")
+
+
 def test_a_transport_that_is_dropped_says_goodbye():
     left, right = connected(2)
     del left

@@ -19,10 +19,10 @@ _BAR, _GAP, _LABEL = 15.0, 0.5, 9.0
 _MOST_NAMED = 4
 
 _CLASSES: Mapping[TransferKind, str] = {
-    "value": "V", "gradient": "G", "sum": "S", "read": "T", "write": "O",
+    "value": "V", "gradient": "G", "sum": "S", "read": "T", "write": "O", "served": "U",
 }  # fmt: skip
 LETTERS: Mapping[TransferKind, str] = {
-    "value": "F", "gradient": "B", "sum": "S", "read": "r", "write": "w",
+    "value": "F", "gradient": "B", "sum": "S", "read": "r", "write": "w", "served": "s",
 }  # fmt: skip
 """What stands in text for a kind of transfer."""
 
@@ -32,12 +32,13 @@ MEANS: Mapping[TransferKind, str] = {
     "sum": "a part of the gradients being summed",
     "read": "coming from a tier",
     "write": "going to a tier",
+    "served": "gradients at a server, until its sums or weights are back",
 }
 """The words of the legend."""
 
 
 class LinkRow(NamedTuple):
-    """One link, those of a sum, or one direction of a tier.
+    """One link, those of a sum, that to a server, or one direction of a tier.
 
     Attributes:
         name: of the ranks at its ends.
@@ -49,33 +50,40 @@ class LinkRow(NamedTuple):
 
 
 def link_rows(timeline: Timeline) -> list[LinkRow]:
-    """The links that carry anything: those of messages first, then those of sums, then tiers."""
-    by_link: dict[tuple[int, tuple[int, ...], str], list[Transfer]] = defaultdict(list)
+    """The links that carry anything: those of messages first, then those of sums, those to servers,
+    then tiers."""
+    by_link: dict[tuple[int, tuple[int, ...], str, int], list[Transfer]] = defaultdict(list)
     for transfer in timeline.transfers:
         kind = transfer.kind if transfer.kind in _ORDER else "message"
-        by_link[_ORDER.get(kind, 0), transfer.ranks, kind].append(transfer)
+        server = transfer.number if kind == "served" else 0
+        by_link[_ORDER.get(kind, 0), transfer.ranks, kind, server].append(transfer)
     return [
-        LinkRow(_name(ranks, kind), sorted(own, key=lambda one: one.start))
-        for (_, ranks, kind), own in sorted(by_link.items())
+        LinkRow(_name(ranks, kind, server), sorted(own, key=lambda one: one.start))
+        for (_, ranks, kind, server), own in sorted(by_link.items())
     ]
 
 
-_ORDER = {"sum": 1, "read": 2, "write": 2}
+_ORDER = {"sum": 1, "served": 2, "read": 3, "write": 3}
 """Which rows stand below those of messages."""
 
 
 def label_of(transfer: Transfer) -> str:
     """The number in its box: that of the part or microbatch, else of the stage that moves."""
-    return str(transfer.stage if transfer.number == ALL_OF_STAGE else transfer.number)
+    of_stage = transfer.number == ALL_OF_STAGE or transfer.kind == "served"
+    return str(transfer.stage if of_stage else transfer.number)
 
 
-def _name(ranks: Sequence[int], kind: str) -> str:
+def _name(ranks: Sequence[int], kind: str, server: int = 0) -> str:
     """
     >>> _name((0, 1), "message"), _name((0, 2), "sum"), _name((0, 1, 2, 3, 5), "sum")
     ('0 → 1', '0 + 2', '0 … 5')
     >>> _name((1,), "read"), _name((1,), "write")
     ('1 reads', '1 writes')
+    >>> _name((1,), "served", 2)
+    '1 ⇄ server 2'
     """
+    if kind == "served":
+        return f"{ranks[0]} ⇄ server {server}"
     if kind in ("read", "write"):
         return f"{ranks[0]} {kind}s"
     if kind == "sum" and len(ranks) > _MOST_NAMED:
@@ -160,6 +168,7 @@ def _tooltip(transfer: Transfer, name: str, unit: TimeUnit) -> str:
         "write": f"{moved} goes",
         "sum": f"part {transfer.number} of the gradients of stage {transfer.stage}",
         "value": f"output of stage {transfer.stage}, microbatch {transfer.number}",
+        "served": f"gradients of stage {transfer.stage}",
         "gradient": f"gradient made by stage {transfer.stage}, microbatch {transfer.number}",
     }[transfer.kind]
     length = transfer.end - transfer.start

@@ -102,8 +102,7 @@ class ProcessDriver(Driver[ProcessTicket]):
             worker's own may add to it what an accelerator needs.
         meeting: where all ranks have built the pipeline.
         deadlines: how long ranks wait for each other.
-        num_told: how many ranks run stages, and so have results; where groups perform them, their
-            seats say so.
+        num_told: how many ranks run stages, and so have results.
         num_threads: torch's intra-op threads, until it is closed.
         clock_offsets: by how many seconds each rank's clock is ahead of rank 0's; records are
             exchanged too, so that every rank can draw the whole timeline. ``None``: they are not.
@@ -128,7 +127,7 @@ class ProcessDriver(Driver[ProcessTicket]):
         torch.set_num_threads(num_threads)
         self._worker = worker
         self._seat = worker.seat
-        self._firsts = worker.seat.firsts or tuple(range(num_told))
+        self._firsts = (worker.seat.firsts or tuple(range(num_told)))[:num_told]
         self._transport = transport
         # Else the gradients that ranks sum are not all of one minibatch.
         self._seals_sums = not worker.updater.sums.stale

@@ -274,8 +274,6 @@ class Worker:
         harvest = work.harvest
         harvest.starts, harvest.ends = self._journal.starts, self._journal.ends
         harvest.stamps = self._journal.stamps
-        passed = self.updater.sums.take_passed()
-        harvest.moved = [("sum", stage, *one) for stage, one in passed]
         for stored in (self.residence, self.offloading):
             if stored is not None:
                 harvest.moved += stored.transfers.take_moved()
@@ -290,6 +288,9 @@ class Worker:
             self.updater.sums.take_back()
         if not work.minibatch.inputs:
             self.updater.sums.take_last()
+        sums = self.updater.sums
+        harvest.moved += [("sum", stage, *one) for stage, one in sums.take_passed()]
+        harvest.moved += [("served", stage, *one) for stage, one in sums.take_served()]
         harvest.norm = self.updater.norm
         harvest.peak = self._observers.peak(segment.schedule.num_slices)
         self.num_runs += 1
