@@ -149,6 +149,44 @@ def _until_leave(ops, place, op):
     return own
 
 
+@examples(50)
+@given(
+    p=st.integers(1, 3),
+    v=st.integers(2, 5),
+    m=st.integers(1, 6),
+    group=st.integers(0, 3),
+    agrees=st.booleans(),
+    fetch=st.floats(0.125, 4),
+    leave=st.floats(0.125, 4),
+)
+def test_bringing_stages_in_one_visit_ahead_never_takes_longer(
+    p, v, m, group, agrees, fetch, leave
+):
+    """Because what is needed first comes first, whatever was asked for before. With more visits
+    ahead a stage may stay between two of them, and is then written later than it could be."""
+    costs = Costs(fetch=fetch, fetch_state=2 * fetch, leave=leave, leave_state=2 * leave, update=1)
+    options = {"num_ranks": p, "num_microbatches": m, "stages_per_rank": v, "group": group}
+    schedule = schedules.build("spilled", **options)
+    waiting, ahead = (
+        simulate(with_residence(schedule, Spill(ahead=ahead), agrees=agrees), costs).makespan
+        for ahead in (0, 1)
+    )
+    assert ahead <= waiting + 1e-9
+
+
+def test_state_that_is_needed_now_overtakes_the_stage_that_comes_next():
+    """The first stage's weights are on their way when the last one asks for its state."""
+    costs = Costs(fetch=3, fetch_state=6, leave=4, leave_state=8, update=1)
+    schedule = schedules.build("spilled", num_ranks=1, num_microbatches=1, stages_per_rank=2)
+    timeline = simulate(with_residence(schedule, Spill(ahead=1)), costs)
+    assert timeline.makespan <= simulate(with_residence(schedule, Spill(ahead=0)), costs).makespan
+    reads = sorted(one[2:] for one in timeline.transfers if one.kind == "read")
+    reads.sort(key=lambda one: one[2])
+    stages_and_seconds = [(stage, end - start) for stage, _, start, end in reads]
+    # Weights of 1; of 0, until the backward of 1 begins; the state of 1; the rest of 0; its state.
+    assert stages_and_seconds == [(1, 3), (0, 1), (1, 6), (0, 2), (0, 6)]
+
+
 @examples(30)
 @given(
     v=st.integers(2, 6),
@@ -156,7 +194,7 @@ def _until_leave(ops, place, op):
     fetch=st.floats(0.125, 4),
     leave=st.floats(0.125, 4),
 )
-def test_bringing_stages_in_ahead_never_takes_longer_and_at_most_what_both_take(v, m, fetch, leave):
+def test_a_minibatch_takes_at_least_its_compute_and_at_most_all_transfers_more(v, m, fetch, leave):
     costs = Costs(fetch=fetch, fetch_state=2 * fetch, leave=leave, leave_state=2 * leave, update=1)
     schedule = schedules.build("spilled", num_ranks=1, num_microbatches=m, stages_per_rank=v)
     times = [
@@ -164,7 +202,7 @@ def test_bringing_stages_in_ahead_never_takes_longer_and_at_most_what_both_take(
     ]
     compute = simulate(add_update(schedule), costs).makespan
     transfers = (2 * v - 1) * fetch + v * 2 * fetch + v * 3 * leave
-    assert compute - 1e-9 <= times[1] <= times[0] + 1e-9
+    assert compute - 1e-9 <= times[1]
     assert times[0] <= compute + transfers + 1e-9
 
 

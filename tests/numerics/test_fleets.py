@@ -140,6 +140,49 @@ def test_what_fails_hangs_or_is_nan_ends_alone(expected):
         assert again["raise"].steps == 2
 
 
+def test_what_cannot_be_built_ends_alone(expected, tmp_path):
+    """A function that raises, and a plan for another model; the others go on, and are saved."""
+
+    def broken():
+        raise ArithmeticError("no such weights")
+
+    plan = spilled_plan(make_net())
+    options = {"loss": F.cross_entropy, "optimizer": adamw}
+    jobs = {
+        "raises": pk.Job(broken, plan, batches(0), **options),
+        "fits": job(0, spill=None),
+        "other": pk.Job(nn.Linear(2, 2), plan, batches(0), **options),
+        "clipped": job(2, clip_norm=0.5),
+    }
+    with (
+        pytest.warns(UserWarning, match="job raises: no such weights .*the others go on"),
+        pytest.warns(UserWarning, match="^job other: .*the others go on"),
+    ):
+        fleet = pk.Fleet(jobs, devices=2)
+    with fleet:
+        results = fleet.run(steps=6)
+        assert [*results] == [*jobs]
+        for name in ("fits", "clipped"):
+            assert_same(results, fleet, name, expected[name])
+        assert {results[name].status for name in ("raises", "other")} == {"failed"}
+        assert "no such weights" in str(results["raises"].error)
+        assert results["raises"].steps == 0
+        assert "failed" in str(results)
+        fleet.save(tmp_path)
+        assert {folder.name for folder in tmp_path.iterdir()} == {"fits", "clipped"}
+        assert set(fleet.simulate(steps=6).jobs) == {"fits", "clipped"}
+    jobs = {name: one for name, one in jobs.items() if name in ("raises", "other")}
+    with pytest.raises(ArithmeticError, match="no such weights"):
+        pk.Fleet(jobs)
+    # Halving decides among those that are left, as if the others had failed in their first step.
+    three = {"a": job(1), "b": job(2), "gone": pk.Job(broken, plan, batches(0), **options)}
+    with pytest.warns(UserWarning, match="job gone"):
+        fleet = pk.Fleet(three)
+    with fleet:
+        statuses = {one.status for one in fleet.run(pk.stop.halving(every=2)).values()}
+        assert statuses == {"failed", "done", "stopped"}
+
+
 def test_halving_keeps_the_better_half_and_resumes(tmp_path, expected):
     stop = pk.stop.halving(every=2)
     jobs = {f"j{seed}": job(seed) for seed in range(5)}

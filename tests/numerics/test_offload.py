@@ -201,9 +201,9 @@ def test_what_somebody_overwrites_is_told_as_if_it_had_stayed():
 class Stalled(HostStore):
     """Never gives back what it was given."""
 
-    def _get(self, extent, memory):
+    def _get(self, extent, start, memory):
         time.sleep(1.5)
-        super()._get(extent, memory)
+        super()._get(extent, start, memory)
 
 
 def test_a_tier_that_does_not_answer_or_loses_a_bit_is_told(monkeypatch, tmp_path):
@@ -218,8 +218,8 @@ def test_a_tier_that_does_not_answer_or_loses_a_bit_is_told(monkeypatch, tmp_pat
         pipeline.step(*BATCHES[0])
 
     class Forgetful(HostStore):
-        def _get(self, extent, memory):
-            super()._get(extent, memory)
+        def _get(self, extent, start, memory):
+            super()._get(extent, start, memory)
             memory[100] ^= 4
 
     monkeypatch.setattr("penstock.weights.ways.opened", lambda tier: Forgetful())

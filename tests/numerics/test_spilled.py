@@ -556,10 +556,10 @@ class Stalled(HostStore):
 
     stalls = False
 
-    def _get(self, extent, memory):
+    def _get(self, extent, start, memory):
         while self.stalls:
             time.sleep(0.01)
-        super()._get(extent, memory)
+        super()._get(extent, start, memory)
 
 
 def test_a_tier_that_does_not_answer_ends_at_the_deadline(monkeypatch):
@@ -577,10 +577,10 @@ class Broken(HostStore):
 
     fails = False
 
-    def _put(self, extent, memory):
+    def _put(self, extent, memory, start=0):
         if self.fails:
             raise FileError(f"cannot write the {extent.whose}: Input/output error")
-        super()._put(extent, memory)
+        super()._put(extent, memory, start)
 
 
 def test_a_write_that_fails_behind_compute_is_told_by_the_next_op_that_needs_it(monkeypatch):
@@ -597,13 +597,13 @@ def test_a_write_that_fails_behind_compute_is_told_by_the_next_op_that_needs_it(
 
 def test_what_waits_for_weights_is_idle_in_the_timeline(monkeypatch):
     """As it is predicted: an op begins when its weights are there."""
-    read = HostStore.read
+    read_piece = HostStore.read_piece
 
-    def slowly(self, extent, memory):
+    def slowly(self, extent, start, memory):
         time.sleep(0.02)
-        read(self, extent, memory)
+        read_piece(self, extent, start, memory)
 
-    monkeypatch.setattr(HostStore, "read", slowly)
+    monkeypatch.setattr(HostStore, "read_piece", slowly)
     with spilled_pipeline(make_net(), options={"clip_norm": 0.05}) as pipeline:
         for _ in range(2):
             pipeline.step(*BATCHES[0])

@@ -15,7 +15,8 @@ from penstock.device.accelerators import can_pin
 
 
 class SideStreams:
-    """Two streams of an accelerator: what comes in does not wait for what goes out.
+    """Streams of an accelerator: what comes in does not wait for what goes out, nor what is urgent
+    for what else comes in.
 
     Args:
         device: the accelerator.
@@ -24,6 +25,7 @@ class SideStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._coming = torch.Stream(device)
+        self._overtaking = torch.Stream(device)
         self._going = torch.Stream(device)
 
     def now(self) -> torch.Event:
@@ -31,7 +33,12 @@ class SideStreams:
         return torch.accelerator.current_stream(self._device).record_event()
 
     def bring(
-        self, target: Tensor, source: Tensor, behind: Iterable[torch.Event | None]
+        self,
+        target: Tensor,
+        source: Tensor,
+        behind: Iterable[torch.Event | None],
+        *,
+        overtakes: bool = False,
     ) -> torch.Event:
         """Copy main memory to the device.
 
@@ -39,11 +46,13 @@ class SideStreams:
             target: on the device.
             source: in main memory; if that is pinned, it must stay as it is until the copy is made.
             behind: after which moments; ``None`` is over.
+            overtakes: whether it comes beside what else is on its way here, and not behind it.
 
         Returns:
             When the copy is made.
         """
-        return self._copied(self._coming, target, source, target, behind)
+        stream = self._overtaking if overtakes else self._coming
+        return self._copied(stream, target, source, target, behind)
 
     def take_out(
         self, target: Tensor, source: Tensor, behind: Iterable[torch.Event | None]
@@ -84,6 +93,7 @@ class SideStreams:
     def settle(self) -> None:
         """Wait, on the host, until all copies are made."""
         self._coming.synchronize()
+        self._overtaking.synchronize()
         self._going.synchronize()
 
 

@@ -29,6 +29,7 @@ class Place:
         number: of the job; decides where all else is equal.
         visits: of one of its minibatches, as predicted.
         lock: of the dispatcher.
+        only: the device on which alone it can compute, if there is one.
 
     Attributes:
         state: ``away`` from devices (it loads data, or is at its end), ``waiting`` for one,
@@ -44,9 +45,14 @@ class Place:
     """
 
     def __init__(
-        self, name: str, number: int, visits: Sequence[Visit], lock: threading.RLock
+        self,
+        name: str,
+        number: int,
+        visits: Sequence[Visit],
+        lock: threading.RLock,
+        only: int | None = None,
     ) -> None:
-        self.name, self.number = name, number
+        self.name, self.number, self._only = name, number, only
         self.turned = threading.Condition(lock)
         self.state: State = "away"
         self.device: int | None = None
@@ -93,14 +99,15 @@ class Place:
     def standing(self, *, after_visit: bool = False) -> Standing:
         """As policies want it: what was predicted, as much longer as visits were up to now."""
         if self.target is None:
-            return Standing(self.number, inf, 0.0, self.home)
+            return Standing(self.number, inf, 0.0, self.home, self._only)
         whole = sum(self._shape)
         done = (self.step - self.began_stretch) * whole + sum(self._shape[: self.visit])
         if after_visit:
             done += self._visit_seconds()
         work = (self.target - self.began_stretch) * whole
         left = max(0.0, work - done) * self._pace
-        return Standing(self.number, left, done / work if work else 1.0, self.home)
+        share = done / work if work else 1.0
+        return Standing(self.number, left, share, self.home, self._only)
 
 
 class Dispatcher:
@@ -124,9 +131,9 @@ class Dispatcher:
         self._is_resting = True
         self.turns: list[Turn] = []
 
-    def place(self, name: str, visits: Sequence[Visit]) -> Place:
-        """A place for one more job."""
-        place = Place(name, len(self._places), visits, self._lock)
+    def place(self, name: str, visits: Sequence[Visit], only: int | None = None) -> Place:
+        """A place for one more job, which may compute on one device only."""
+        place = Place(name, len(self._places), visits, self._lock, only)
         self._places.append(place)
         return place
 

@@ -5,21 +5,25 @@ from __future__ import annotations
 import os
 import threading
 import time
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+
 from penstock.errors import InputError, PenstockError
 from penstock.fleet.dispatcher import Dispatcher, overdue
 from penstock.fleet.job import Job
 from penstock.fleet.referee import Referee
-from penstock.fleet.results import FleetResults
+from penstock.fleet.results import FleetResults, JobResult
+from penstock.fleet.seats import FleetDevices, homes_of, seats_of
 from penstock.fleet.table import Shown
 from penstock.fleet.trainee import Saving, Trainee
 from penstock.pipeline import Pipeline
 from penstock.run.drive.driver import told
-from penstock.timing.fleet_timeline import MOST_FLEET_DEVICES, FleetTimeline
+from penstock.timing.fleet_timeline import FleetTimeline
 from penstock.turns.bounds import Bound, bound
 from penstock.turns.policies import POLICIES, PolicyName
 from penstock.turns.simulator import Task, bound_of, simulate_fleet
@@ -37,11 +41,14 @@ class Fleet:
     Every job's minibatches are cut into visits, all that is done to one stage before the next one;
     a device takes one visit after another, of whichever job its policy says, and the next one's
     weights are fetched meanwhile (SHARP of Hydra, arXiv 2110.08633, section 5). Each job has the
-    bits of training it alone; one that fails, or whose loss is no number, ends alone.
+    bits of training it alone; one that fails, or whose loss is no number, ends alone. So does one
+    that cannot be built: a warning says so at once, and its result why.
 
     Args:
         jobs: by name, which is also that of the job's folder.
-        devices: how many jobs may compute at once; each uses as many threads as its plan says.
+        devices: how many jobs may compute at once; each uses as many threads as its plan says. Jobs
+            planned for accelerators have the first so many of them; a list, such as
+            ``[0, 1]``, names them. On accelerators each job stays on one.
         policy: ``"longest"`` gives a free device to the job with the longest remaining time, which
             ends within one visit of max(ΣT/D, max T), T being the jobs' times and D the devices;
             ``"fair"`` to the one that has done the smallest share of its work; ``"whole"`` keeps a
@@ -49,13 +56,15 @@ class Fleet:
         deadline_seconds: how long a visit may take until its job is given up.
 
     Raises:
-        InputError: no jobs, a name that is no folder's, or a job whose pipeline cannot be built.
+        InputError: no jobs, a name that is no folder's, devices that are not here, or jobs that
+            train the same weights.
+        Exception: no job can be built; what the first one failed with.
     """
 
     def __init__(
         self,
         jobs: Mapping[str, Job],
-        devices: int = 2,
+        devices: FleetDevices = 2,
         *,
         policy: PolicyName = "longest",
         deadline_seconds: float = 300.0,
@@ -66,22 +75,48 @@ class Fleet:
         for name, job in jobs.items():
             check_name(name)
             expect(job, Job, f"job {name}", "make it with pk.Job")
-        self._num_devices = whole("devices", devices, 1, MOST_FLEET_DEVICES)
+        seats = seats_of(devices, jobs)
+        self._num_devices = len(seats)
         one_of("policy", policy, POLICIES)
         self._policy: PolicyName = policy
         self._deadline_seconds = number("deadline_seconds", deadline_seconds, positive=True)
         self._dispatcher = Dispatcher(self._num_devices, policy)
+        self._names = tuple(jobs)
         self._trainees: list[Trainee] = []
+        self._unbuilt: dict[str, Exception] = {}
+        self._homes = homes_of(jobs, seats)
         self._running = threading.Lock()
         self._is_closed = False
         try:
             for name, job in jobs.items():
-                self._trainees.append(Trainee(name, job, _built(name, job), self._dispatcher))
-                self._check_apart()
+                self._build(name, job, seats[self._homes[name] or 0])
+            self._tell_unbuilt()
         except BaseException:
             self.close()
             raise
         self._share_memory()
+
+    def _build(self, name: str, job: Job, device: torch.device) -> None:
+        try:
+            pipeline = _built(name, job, device)
+        except Exception as error:
+            self._unbuilt[name] = error
+            return
+        trainee = Trainee(name, job, pipeline, self._dispatcher, self._homes[name])
+        self._trainees.append(trainee)
+        self._check_apart()
+
+    def _tell_unbuilt(self) -> None:
+        """Warn of jobs that cannot be built; if no other is left, raise what failed first."""
+        if not self._trainees:
+            raise next(iter(self._unbuilt.values()))
+        for name, error in self._unbuilt.items():
+            text = told(error)
+            whose = "" if text.startswith(f"job {name}: ") else f"job {name}: "
+            warnings.warn(
+                f"{whose}{text} (it cannot be built and counts as failed; the others go on)",
+                stacklevel=3,
+            )
 
     def _check_apart(self) -> None:
         """Raise ``InputError`` if the last job trains what another one does."""
@@ -99,9 +134,10 @@ class Fleet:
         """Let jobs hand slabs on to each other: no more are free than devices work with."""
         slabs = [one.residence.slabs for one in self._trainees if one.residence is not None]
         most = max((one.budget_bytes for one in slabs), default=0.0)
-        spare = Spare(self._num_devices * most)
+        devices = {one.device for one in slabs}
+        spare = {device: Spare(self._num_devices * most / len(devices)) for device in devices}
         for one in slabs:
-            one.spare = spare
+            one.spare = spare[one.device]
 
     @property
     def pipelines(self) -> dict[str, Pipeline]:
@@ -155,17 +191,16 @@ class Fleet:
             self._running.release()
 
     def _train(self, stop: Stop, saving: Saving | None, show: bool | None) -> None:
-        referee = Referee(stop, [trainee.name for trainee in self._trainees])
+        referee = Referee(stop, [*self._names])
         self._dispatcher.open()
         begun = [trainee for trainee in self._trainees if trainee.begin()]
-        for trainee in self._trainees:
-            if trainee not in begun:
-                referee.gone(trainee.name)
+        for name in set(self._names) - {trainee.name for trainee in begun}:
+            referee.gone(name)
         try:
             for trainee in begun:
                 threading.Thread(
                     target=trainee.train,
-                    args=(stop, referee, len(self._trainees), saving),
+                    args=(stop, referee, len(self._names), saving),
                     name=f"penstock job {trainee.name}",
                     daemon=True,
                 ).start()
@@ -203,19 +238,19 @@ class Fleet:
             self._dispatcher.rest()
 
     def _results(self, stop: Stop) -> FleetResults:
-        names = tuple(trainee.name for trainee in self._trainees)
-        jobs = [trainee.result() for trainee in self._trainees]
+        results = {trainee.name: trainee.result() for trainee in self._trainees}
+        jobs = [results.get(name) or self._not_built(name) for name in self._names]
         ended = {
             job.name: f"{job.status} at step {job.steps}" for job in jobs if job.status != "done"
         }
         turns = sorted(self._dispatcher.turns, key=lambda turn: (turn.start, turn.device))
         unit = max((turn.end - turn.start for turn in turns), default=0.0)
-        seconds = dict.fromkeys(names, 0.0)
+        seconds = dict.fromkeys(self._names, 0.0)
         for turn in turns:
             seconds[turn.job] += turn.end - turn.start
         least = bound([*seconds.values()], self._num_devices, unit)
         timeline = FleetTimeline(
-            jobs=names,
+            jobs=self._names,
             num_devices=self._num_devices,
             turns=tuple(turns),
             source="measured",
@@ -224,6 +259,9 @@ class Fleet:
             ended=ended,
         )
         return FleetResults(jobs, timeline, least, stop.metric, stop.largest)
+
+    def _not_built(self, name: str) -> JobResult:
+        return JobResult(name, "failed", (), error=self._unbuilt[name])
 
     def simulate(
         self, stop: Stop | None = None, *, steps: int | None = None, epochs: int | None = None
@@ -254,7 +292,8 @@ class Fleet:
         jobs = [trainee.job for trainee in self._trainees]
         ends = settled(stop, steps, epochs, [job.steps is not None for job in jobs])
         return ends, [
-            task_of(trainee.name, trainee.job, ends, len(jobs)) for trainee in self._trainees
+            task_of(one.name, one.job, ends, len(jobs))._replace(only=self._homes[one.name])
+            for one in self._trainees
         ]
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -338,18 +377,11 @@ def _trained_by(trainee: Trainee) -> set[int]:
     return own if scaler is None else own | {id(scaler)}
 
 
-def _built(name: str, job: Job) -> Pipeline:
+def _built(name: str, job: Job, device: torch.device) -> Pipeline:
     try:
-        pipeline = job.build()
+        return job.build(device)
     except InputError as error:
         raise InputError(f"job {name}: {told(error)}") from error
     except Exception as error:
         error.add_note(f"This was job {name} of the fleet.")
         raise
-    if any(worker.queue is not None for worker in pipeline._parts.workers):
-        pipeline.close()
-        raise InputError(
-            f"job {name} is planned for an accelerator, and the devices of a fleet are cores of "
-            "this machine so far; plan it for a CPU"
-        )
-    return pipeline

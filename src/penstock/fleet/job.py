@@ -103,12 +103,18 @@ class Job:
                 return None
         return min(counts, default=None)
 
-    def build(self) -> Pipeline:
-        """Its pipeline, in threads of this process."""
+    def build(self, device: torch.device | None = None) -> Pipeline:
+        """Its pipeline, in a thread of this process.
+
+        Args:
+            device: where it computes; by default where the plan says.
+        """
         model = self.model
         if not isinstance(model, nn.Module):
             model = model()
         given = {"seed": self.seed, **self.options}
+        if device is not None:
+            given["devices"] = device
         return Pipeline(model, self.plan, transport="threads", compare_data=False, **given)
 
     def batches(self, taken: int, num_epochs: int | None) -> Iterator[tuple[Any, Any]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.device.queue import DeviceQueue
 from penstock.fleet.dispatcher import Dispatcher, Place
 from penstock.run.rank.interpreter import RankStep
 from penstock.schedule import Op
@@ -46,11 +47,13 @@ class VisitPace:
         dispatcher: gives devices.
         place: of the worker's job.
         residence: which of its stages are in memory, if they come and go.
+        queue: its work on its device; ``None`` where all is done in main memory.
     """
 
     dispatcher: Dispatcher
     place: Place
     residence: Residence | None = None
+    queue: DeviceQueue | None = None
     _held: list[tuple[RankStep[Any], Any]] = field(default_factory=list)
 
     def __call__(self, steps: Sequence[RankStep[Any]]) -> Iterable[RankStep[Any]]:
@@ -66,8 +69,16 @@ class VisitPace:
             self.dispatcher.come(self.place, number)
             self._await_device()
             yield from self._visit(steps[start:end])
+            self._finish_visit()
         self.dispatcher.finish_minibatch(self.place)
         self._hand_on()
+
+    def _finish_visit(self) -> None:
+        """Wait until the device has done what it was asked for: it goes to others then, who would
+        get their turns too early, and all turns would seem short."""
+        moment = None if self.queue is None else self.queue.moment()
+        if moment is not None:
+            moment.synchronize()
 
     def _await_device(self) -> None:
         """Wait for the next visit's device; while others have it, they also get the memory that

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import FileError
+from penstock.errors import FileError, RunError
 from penstock.fleet.dispatcher import Dispatcher
 from penstock.fleet.job import Job
 from penstock.fleet.pace import VisitPace
@@ -24,12 +24,17 @@ from penstock.turns.stop import Stop
 _KEPT_CHECKPOINTS = 2
 
 
+class _NoNumber(RunError):
+    """A loss of a device, at which nobody looked before it was learned from."""
+
+
 class Trainee:
     """A job, its pipeline, and how far it has come.
 
     Args:
         name: of the job.
         dispatcher: gives it devices.
+        only: the device on which alone it can compute, if there is one.
 
     Attributes:
         name, job: as given.
@@ -42,9 +47,16 @@ class Trainee:
         residence: which of its stages are in memory, if they come and go.
     """
 
-    def __init__(self, name: str, job: Job, pipeline: Pipeline, dispatcher: Dispatcher) -> None:
+    def __init__(
+        self,
+        name: str,
+        job: Job,
+        pipeline: Pipeline,
+        dispatcher: Dispatcher,
+        only: int | None = None,
+    ) -> None:
         self.name, self.job, self.pipeline = name, job, pipeline
-        self.place = dispatcher.place(name, job.visits)
+        self.place = dispatcher.place(name, job.visits, only)
         self.status: Status = "training"
         self.error: BaseException | None = None
         self.losses: list[float] = []
@@ -52,8 +64,9 @@ class Trainee:
         self.value: float | None = None
         self._dispatcher = dispatcher
         (worker,) = pipeline._parts.workers
-        worker.pace = VisitPace(dispatcher, self.place, worker.residence)
+        worker.pace = VisitPace(dispatcher, self.place, worker.residence, worker.queue)
         self.residence = worker.residence
+        self._is_on_accelerator = worker.queue is not None
         self._lock = threading.Lock()
         self._ended = threading.Event()
 
@@ -78,7 +91,8 @@ class Trainee:
                     return
             self.settle("done", None)
         except BaseException as error:
-            self.settle("not a number" if is_not_finite(error) else "failed", error)
+            no_number = is_not_finite(error) or isinstance(error, _NoNumber)
+            self.settle("not a number" if no_number else "failed", error)
         finally:
             # First the device, then who waits for it.
             self._dispatcher.leave(self.place)
@@ -148,6 +162,19 @@ class Trainee:
         self.losses.append(loss)
         for name, value in self.pipeline.metrics.items():
             self.metrics.setdefault(name, []).append(float(value.detach()))
+        if not math.isfinite(loss) and self._looks_late:
+            raise _NoNumber(
+                f"the loss of step {self.step - 1} is {loss}, and has been learned from: on an "
+                "accelerator nobody looks before. Go on from a checkpoint; lower the learning "
+                "rate, clip gradients, or look at this minibatch"
+            )
+
+    @property
+    def _looks_late(self) -> bool:
+        """Whether losses that are no numbers end the job, and the engine does not see them."""
+        stops = self.job.options.get("stop_at_nan")
+        wanted = self.job.options.get("grad_scaler") is None if stops is None else stops
+        return bool(wanted) and self._is_on_accelerator
 
     def _mean(self, stop: Stop, step: int) -> float:
         """What halving compares: the mean over the minibatches before a step."""

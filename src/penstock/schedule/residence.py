@@ -46,6 +46,8 @@ class Stay:
         updates: whether the weights change behind them.
         late: whether the update of the minibatch before comes first.
         keeps: whether the weights stay behind the leave, because the rank begins with them again.
+        needed_at: the place, among the rank's ops, of the first one that needs the weights.
+        updated_at: that of the update behind the backwards, which needs the optimizer state.
     """
 
     stage: int
@@ -53,6 +55,8 @@ class Stay:
     updates: bool = False
     late: bool = False
     keeps: bool = False
+    needed_at: int = 0
+    updated_at: int = 0
 
     @property
     def changes(self) -> bool:
@@ -214,6 +218,7 @@ def stays_of(ops: Sequence[Op]) -> dict[Op, Stay]:
     spilled = {op.stage for op in ops if op.kind in RESIDENCE}
     needing = [op for op in ops if op.kind in NEED_WEIGHTS]
     ends = {needing[0].stage, needing[-1].stage} if needing else set()
+    places = {op: place for place, op in enumerate(ops)}
     open_: dict[int, list[Op]] = {}
     stays: dict[Op, Stay] = {}
     for op in ops:
@@ -225,14 +230,16 @@ def stays_of(ops: Sequence[Op]) -> dict[Op, Stay]:
         elif op.kind in LEAVES:
             if there is None:
                 raise ScheduleError(f"{op} lets a stage go that no fetch has brought in")
-            kinds = {one.kind for one in there}
+            where = {one.kind: places[one] for one in there}
             last = op.kind is Kind.LEAVE_BACKWARD and there[-1] == needing[-1]
             stays[there[0]] = stays[op] = Stay(
                 op.stage,
-                backward=bool(kinds & _GRADIENTS),
-                updates=Kind.UPDATE in kinds,
-                late=Kind.LATE_UPDATE in kinds,
+                backward=bool(where.keys() & _GRADIENTS),
+                updates=Kind.UPDATE in where,
+                late=Kind.LATE_UPDATE in where,
                 keeps=last and len(ends) == 1,
+                needed_at=places[there[1]] if len(there) > 1 else places[op],
+                updated_at=where.get(Kind.UPDATE, places[op]),
             )
             del open_[op.stage]
         elif op.kind in NEED_WEIGHTS and op.stage in spilled:

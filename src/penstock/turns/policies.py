@@ -19,12 +19,14 @@ class Standing:
         left: seconds of compute until the next decision about it, or its end.
         share: how much of the work until then is done, from 0 to 1.
         home: the device that began it, if it stays there.
+        only: the device on which alone it can compute, if there is one.
     """
 
     number: int
     left: float
     share: float = 0.0
     home: int | None = None
+    only: int | None = None
 
 
 def choose(
@@ -44,6 +46,7 @@ def choose(
     >>> choose("longest", 0, waiting).number, choose("fair", 0, waiting).number
     (1, 0)
     """
+    waiting = [one for one in waiting if one.only in (None, device)]
     if policy == "fair":
         return min(waiting, key=lambda one: (one.share, -one.left, one.number), default=None)
     if policy == "whole":

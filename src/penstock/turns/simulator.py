@@ -3,7 +3,8 @@
 A device that is free takes a job (``policies``). When a visit begins, its device guesses what comes
 next, by the same policy, and lets its stage be fetched meanwhile: of the same job, or of one that
 waits, unless as many jobs as there are devices wait with a stage in memory. A tier reads one
-thing at a time and writes one, in the order in which they are asked for.
+thing at a time and writes one, in the order in which they are asked for; what a visit needs itself
+comes before what the next one needs.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ class Task(NamedTuple):
         visits: of one minibatch.
         steps: how many minibatches it trains on, at most.
         tier: the name of what its stages come from; jobs on the same one wait for each other there.
+        only: the device on which alone it can compute, if there is one.
     """
 
     name: str
     visits: Sequence[Visit]
     steps: int
     tier: str = ""
+    only: int | None = None
 
     @property
     def step_seconds(self) -> float:
@@ -140,7 +143,7 @@ class _Job:
         work = (self.targets[0] - self.began) * self.task.step_seconds
         done = self.done + (self.visit.seconds if after_visit else 0.0)
         share = done / work if work else 0.0
-        return Standing(self.number, work - done, share, self.home)
+        return Standing(self.number, work - done, share, self.home, self.task.only)
 
 
 class _Lane:
@@ -231,12 +234,12 @@ class _Simulation:
         if self._policy == "whole":
             job.home = device
         here = self._fetch(job, visit, now) if job.fetched is None else job.fetched
-        if self._ahead:
-            self._guess(job, device, now)
         start = max(now, here)
         end = start + visit.seconds
-        if visit.state_seconds:
+        if visit.state_seconds:  # before what comes for the next visit
             end = max(end, self._readers[tier].take(start, visit.state_seconds))
+        if self._ahead:
+            self._guess(job, device, now)
         end = max(end, job.wrote)  # a stage leaves when what left before is written
         job.wrote = self._writers[tier].take(end, visit.leave_seconds)
         job.written[visit.stage] = job.wrote

@@ -12,8 +12,9 @@ from penstock.errors import InputError
 from penstock.timing.fleet_timeline import MOST_FLEET_DEVICES
 from penstock.turns.policies import PolicyName
 from penstock.turns.stop import Stop, halving, settled
+from penstock.turns.tables import parsed, record
 from penstock.units import to_bytes
-from penstock.values import read_text, refused_as, whole
+from penstock.values import read_text, refused_as, shown, whole
 
 
 class Size(int):
@@ -111,14 +112,26 @@ class FleetFile(_Table, frozen=True):
 
         Raises:
             FileError: it is not there, not TOML, or has an unknown key, a missing one or a wrong
-                type, whose path in the file is named.
+                value, whose place in the file is named.
         """
-        text = read_text(path)
+        text, folder = read_text(path), Path(path).parent
         with refused_as(f"{path} is not a valid fleet"):
-            file = msgspec.toml.decode(text, type=cls, dec_hook=_quantity)
-        folder = Path(path).parent
-        jobs = {name: _from(folder, job) for name, job in file.jobs.items()}
-        return msgspec.structs.replace(file, jobs=jobs)
+            table = parsed(text)
+            nested: dict[str, Any] = {}
+            if "jobs" in table:
+                nested["jobs"] = _jobs(table["jobs"], folder)
+            if "halving" in table:
+                nested["halving"] = record(HalvingTable, table["halving"], "halving")
+            return record(cls, table, "", nested=nested)
+
+
+def _jobs(tables: Any, folder: Path) -> dict[str, JobTable]:
+    if not isinstance(tables, dict):
+        raise InputError(f"jobs is {shown(tables)}; write a table [jobs.NAME] for each job")
+    return {
+        name: _from(folder, record(JobTable, table, f"jobs.{name}", hook=_quantity))
+        for name, table in tables.items()
+    }
 
 
 def _from(folder: Path, job: JobTable) -> JobTable:

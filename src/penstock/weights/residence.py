@@ -143,12 +143,12 @@ class Residence:
         """Begin to bring a stage in; for a late update, with all that this needs. [2]"""
         self._stays[stage] = stay
         for group in self._weights[stage]:
-            self.transfers.begin(group)
+            self.transfers.begin(group, stay.needed_at)
         owes = stay.late and stage in self._owed
         if owes and stage in self._state:
-            self.transfers.begin(self._state[stage])
+            self.transfers.begin(self._state[stage], stay.needed_at)
         if owes and stage in self._gradients:
-            self.transfers.begin(self._gradients[stage][0])
+            self.transfers.begin(self._gradients[stage][0], stay.needed_at)
 
     def arrive(self, stage: int) -> bool:
         """Wait until a stage's weights are here. [3]
@@ -203,8 +203,9 @@ class Residence:
         Returns:
             Whether something came that was waited for.
         """
-        if self._stays[stage].updates and stage in self._state:
-            self.transfers.begin(self._state[stage])
+        stay = self._stays[stage]
+        if stay.updates and stage in self._state:
+            self.transfers.begin(self._state[stage], stay.updated_at)
         if stage in self._gradients:
             return self.bring_gradients(stage)
         if stage not in self._adding:

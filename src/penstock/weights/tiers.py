@@ -14,7 +14,7 @@ import os
 import tempfile
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,7 +29,8 @@ from penstock.units import format_bytes
 
 PAGE = 4096
 """Whatever lies in a tier or a slab begins and ends with pages: direct transfers need that."""
-_MOST_AT_ONCE = 64 << 20
+_PIECE = 16 << 20
+"""Bytes that are moved at once: what is more urgent waits for no more."""
 _WORD = 8
 _Move = Callable[[int, list[memoryview], int], int]
 
@@ -103,19 +104,44 @@ class Store(Space):
         Raises:
             FileError: it could not be written.
         """
-        extent.sums = _sums(memory)
-        self._put(extent, memory)
+        for _ in self.writing(extent, memory):
+            pass
+
+    def writing(self, extent: Extent, memory: memoryview) -> Generator[None, None, None]:
+        """As ``write``, piece by piece."""
+        extent.sums = np.empty(extent.num_bytes // PAGE, np.uint64)
+        for start, stop in self.pieces(extent):
+            piece = memory[start:stop]
+            extent.sums[start // PAGE : stop // PAGE] = _sums(piece)
+            self._put(extent, piece, start)
+            yield
         self.written_bytes += extent.num_bytes
 
-    def read(self, extent: Extent, memory: memoryview) -> None:
-        """Read all of an extent, and hold it against what was written.
+    def reading(self, extent: Extent, memory: memoryview) -> Generator[None, None, None]:
+        """Read all of an extent, piece by piece, and hold it against what was written.
 
         Raises:
             FileError: it could not be read, or is not what was written.
         """
-        self._get(extent, memory)
-        self.read_bytes += extent.num_bytes
-        self._check(extent, 0, memory)
+        for start, stop in self.pieces(extent):
+            self.read_piece(extent, start, memory[start:stop])
+            yield
+
+    def read_piece(self, extent: Extent, start: int, memory: memoryview) -> None:
+        """Read one of the ``pieces`` of an extent.
+
+        Raises:
+            FileError: as ``reading``.
+        """
+        self.peek(extent, start, memory)
+        self.read_bytes += len(memory)
+
+    @staticmethod
+    def pieces(extent: Extent) -> Iterator[tuple[int, int]]:
+        """Where the pieces begin and end in which an extent is moved, in bytes from its beginning:
+        each is a multiple of a page."""
+        for start in range(0, extent.num_bytes, _PIECE):
+            yield start, min(start + _PIECE, extent.num_bytes)
 
     def peek(self, extent: Extent, start: int, memory: memoryview) -> None:
         """Read some pages of an extent, for whoever is no part of training: not counted.
@@ -124,9 +150,9 @@ class Store(Space):
             start: the first of the pages, in bytes from the beginning of the extent.
 
         Raises:
-            FileError: as ``read``.
+            FileError: as ``reading``.
         """
-        self._get_from(extent, start, memory)
+        self._get(extent, start, memory)
         self._check(extent, start, memory)
 
     def _check(self, extent: Extent, start: int, memory: memoryview) -> None:
@@ -140,20 +166,16 @@ class Store(Space):
             offset = extent.offset + start + int(wrong[0]) * PAGE
             raise FileError(
                 f"{extent.whose}: what {self} holds at offset {offset} is not what was written "
-                f"there ({len(wrong)} of {len(extent.sums)} pages differ); the disk is not to be "
+                f"there ({len(wrong)} of {len(sums)} pages differ); the disk is not to be "
                 "trusted: go on from the last checkpoint, with a tier elsewhere"
             )
 
     @abstractmethod
-    def _put(self, extent: Extent, memory: memoryview) -> None:
-        """Write."""
-
-    def _get(self, extent: Extent, memory: memoryview) -> None:
-        """Read all of it."""
-        self._get_from(extent, 0, memory)
+    def _put(self, extent: Extent, memory: memoryview, start: int = 0) -> None:
+        """Write what is in the memory, from a byte of the extent on."""
 
     @abstractmethod
-    def _get_from(self, extent: Extent, start: int, memory: memoryview) -> None:
+    def _get(self, extent: Extent, start: int, memory: memoryview) -> None:
         """Read as much as fits into the memory, from a byte of the extent on."""
 
 
@@ -181,18 +203,23 @@ class HostStore(Store):
             except OSError as error:
                 raise _full(extent, str(self), error) from None
 
-    def _put(self, extent: Extent, memory: memoryview) -> None:
-        if extent.num_bytes:
-            self._parts[extent.offset][:] = memory
+    def _put(self, extent: Extent, memory: memoryview, start: int = 0) -> None:
+        _copy(memory, self._part(extent, start, len(memory)))
 
-    def _get_from(self, extent: Extent, start: int, memory: memoryview) -> None:
-        if extent.num_bytes:
-            part = memoryview(self._parts[extent.offset])
-            memory[:] = part[start : start + len(memory)]
+    def _get(self, extent: Extent, start: int, memory: memoryview) -> None:
+        _copy(self._part(extent, start, len(memory)), memory)
+
+    def _part(self, extent: Extent, start: int, length: int) -> memoryview:
+        return memoryview(self._parts[extent.offset])[start : start + length]
 
     def close(self) -> None:
         """Give the memory back."""
         self._parts.clear()
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    """Copy bytes. numpy lets other threads go on meanwhile, as memoryviews do not."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 class PinnedSpace(Space):
@@ -256,10 +283,10 @@ class DiskStore(Store):
         except OSError as error:
             raise _full(extent, self._folder, error) from None
 
-    def _put(self, extent: Extent, memory: memoryview) -> None:
-        self._move(extent, 0, memory[: extent.num_bytes], os.pwritev, "write")
+    def _put(self, extent: Extent, memory: memoryview, start: int = 0) -> None:
+        self._move(extent, start, memory, os.pwritev, "write")
 
-    def _get_from(self, extent: Extent, start: int, memory: memoryview) -> None:
+    def _get(self, extent: Extent, start: int, memory: memoryview) -> None:
         self._move(extent, start, memory[: extent.num_bytes - start], os.preadv, "read")
 
     def _move(
@@ -267,9 +294,8 @@ class DiskStore(Store):
     ) -> None:
         done, first = 0, extent.offset + start
         while done < len(memory):
-            piece = memory[done : done + _MOST_AT_ONCE]
             try:
-                moved = move(self._file, [piece], first + done)
+                moved = move(self._file, [memory[done:]], first + done)
             except OSError as error:
                 raise FileError(
                     f"cannot {doing} the {extent.whose} in {self._folder}, at offset "

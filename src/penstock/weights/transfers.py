@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import torch
@@ -16,6 +15,9 @@ from penstock.weights.lane import Moved
 from penstock.weights.slabs import Slab, Slabs
 from penstock.weights.tiers import Extent
 from penstock.weights.ways import Way
+
+NOW = -1
+"""Before all places of ops: somebody is waiting for it."""
 
 
 class Transfers:
@@ -37,35 +39,32 @@ class Transfers:
         self.way = way
         self.slabs = slabs
         self._moved: list[tuple[TransferKind, int, int, float, float]] = []
-        self._until: dict[TransferKind, float] = {}
         self._notes = is_on_host(slabs.device)
         self._stalls = False
         self._leaving: list[tuple[Group, Slab]] = []
         self._held: list[Extent] = []
         """Extents that groups have left since somebody read there; free once nobody does."""
 
-    def begin(self, group: Group) -> None:
-        """Take a slab for a group and begin to fill it, unless it is here or coming."""
+    def begin(self, group: Group, needed_at: int = NOW) -> None:
+        """Take a slab for a group and begin to fill it, unless it is here or coming.
+
+        Args:
+            needed_at: the place, among the rank's ops, of the first one that needs it: what is
+                needed first comes first.
+        """
         if group.slab is not None or not group.places:
             return
         assert group.extent is not None
         slab = group.slab = self.slabs.take(group.num_bytes, group.whose)
-        group.arriving = self.noted("read", group, self.way.read(group.extent, slab, group.writing))
+        moved = self.way.read(group.extent, slab, group.writing, needed_at)
+        group.arriving = self.noted("read", group, moved)
 
     def noted(self, kind: TransferKind, group: Group, moved: Moved) -> Moved:
-        """Note a transfer when it is done: a lane does one thing after another, so that it began
-        when it was asked for, or when the one before it ended."""
+        """Note a transfer when it is done."""
         if not self._notes:
             return moved
-        asked = time.perf_counter()
-
-        def note(_: Moved) -> None:
-            end = time.perf_counter()
-            begin = max(asked, self._until.get(kind, asked))
-            self._until[kind] = end
-            self._moved.append((kind, group.stage, group.microbatch, begin, end))
-
-        moved.add_done_callback(note)
+        own, stretches = (kind, group.stage, group.microbatch), moved.stretches
+        moved.add_done_callback(lambda _: self._moved.extend([(*own, *one) for one in stretches]))
         return moved
 
     def take_moved(self) -> list[tuple[TransferKind, int, int, float, float]]:

@@ -3,13 +3,16 @@
 A way begins a transfer and returns at once. In main memory a thread reads and another one writes.
 An accelerator copies by itself, on streams of its own, from and to pinned memory: to main memory as
 a tier without any thread, to a disk by way of pinned buffers, which the two threads fill and empty.
+
+What is needed first is read first, also if something else was asked for before: the next stage
+often is, before this stage's optimizer state. Copies of an accelerator cannot be stopped once they
+are asked for; there, what is more urgent comes beside them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from concurrent.futures import Future
 from functools import partial
 
 import torch
@@ -20,7 +23,7 @@ from penstock.device.accelerators import is_on_host
 from penstock.device.queue import taken_up
 from penstock.device.side_streams import SideStreams, pinned_bytes
 from penstock.weights.group import Group, Place
-from penstock.weights.lane import Lane, Moved
+from penstock.weights.lane import Lane, Moved, Transfer, at_once
 from penstock.weights.slabs import Slab
 from penstock.weights.tiers import PAGE, Extent, PinnedSpace, Space, Store, opened
 
@@ -49,11 +52,12 @@ class Way(ABC):
         """
 
     @abstractmethod
-    def read(self, extent: Extent, slab: Slab, before: Moved | None) -> Moved:
+    def read(self, extent: Extent, slab: Slab, before: Moved | None, needed_at: int = 0) -> Moved:
         """Begin to fill a slab.
 
         Args:
             before: the last write of the extent, behind which it is read.
+            needed_at: what is needed at a lower number comes first.
         """
 
     @abstractmethod
@@ -129,16 +133,12 @@ class HostWay(Way):
     def put(self, extent: Extent, slab: Slab) -> None:
         self._store.write(extent, slab.view)
 
-    def read(self, extent: Extent, slab: Slab, before: Moved | None) -> Moved:
-        return self._threads.reader.begin(partial(self._read, extent, slab, before))
-
-    def _read(self, extent: Extent, slab: Slab, before: Moved | None) -> None:
-        if before is not None:
-            before.result(self.seconds)
-        self._store.read(extent, slab.view)
+    def read(self, extent: Extent, slab: Slab, before: Moved | None, needed_at: int = 0) -> Moved:
+        reading = self._store.reading(extent, slab.view)
+        return self._threads.reader.begin(reading, needed_at, before)
 
     def write(self, extent: Extent, slab: Slab) -> Moved:
-        return self._threads.writer.begin(partial(self._store.write, extent, slab.view))
+        return self._threads.writer.begin(self._store.writing(extent, slab.view))
 
     def gather(self, group: Group) -> Moved:
         extent = _extent_of(group)
@@ -166,16 +166,19 @@ class PinnedWay(Way):
         super().__init__(memory, seconds)
         self._memory = memory
         self._streams = streams
+        self._needed_at = 0
 
     def put(self, extent: Extent, slab: Slab) -> None:
         self._memory.written_bytes += extent.num_bytes
         self._memory.part(extent).copy_(slab.bytes)
 
-    def read(self, extent: Extent, slab: Slab, before: Moved | None) -> Moved:
+    def read(self, extent: Extent, slab: Slab, before: Moved | None, needed_at: int = 0) -> Moved:
         behind = [*slab.free_after, None if before is None else before.result()]
         slab.free_after.clear()
         self._memory.read_bytes += extent.num_bytes
-        return _done(self._streams.bring(slab.bytes, self._memory.part(extent), behind))
+        overtakes, self._needed_at = needed_at < self._needed_at, needed_at
+        part = self._memory.part(extent)
+        return _done(self._streams.bring(slab.bytes, part, behind, overtakes=overtakes))
 
     def write(self, extent: Extent, slab: Slab) -> Moved:
         self._memory.written_bytes += extent.num_bytes
@@ -202,8 +205,8 @@ class PinnedWay(Way):
 
 
 class StagedWay(Way):
-    """Between an accelerator and a disk, by way of pinned buffers: one for what comes and one for
-    what goes, each as large as the largest transfer."""
+    """Between an accelerator and a disk, by way of pinned buffers: one for pieces of what comes,
+    and one for what goes, as large as the largest of it."""
 
     def __init__(self, store: Store, seconds: float, streams: SideStreams) -> None:
         super().__init__(store, seconds)
@@ -215,29 +218,29 @@ class StagedWay(Way):
     def put(self, extent: Extent, slab: Slab) -> None:
         self._store.write(extent, slab.view)
 
-    def read(self, extent: Extent, slab: Slab, before: Moved | None) -> Moved:
+    def read(self, extent: Extent, slab: Slab, before: Moved | None, needed_at: int = 0) -> Moved:
         behind = [*slab.free_after]
         slab.free_after.clear()
-        return self._threads.reader.begin(partial(self._read, extent, slab, before, behind))
+        return self._threads.reader.begin(self._read(extent, slab, behind), needed_at, before)
 
-    def _read(
-        self, extent: Extent, slab: Slab, before: Moved | None, behind: list[torch.Event]
-    ) -> torch.Event:
-        if before is not None:
-            before.result(self.seconds)
-        self._coming = _at_least(self._coming, extent.num_bytes)
-        buffer = self._coming[: extent.num_bytes]
-        self._store.read(extent, buffer.numpy().data)
-        moment = self._streams.bring(slab.bytes, buffer, behind)
-        moment.synchronize()  # what comes next needs the buffer
+    def _read(self, extent: Extent, slab: Slab, behind: list[torch.Event]) -> Transfer:
+        moment = None
+        for start, stop in self._store.pieces(extent):
+            self._coming = _at_least(self._coming, stop - start)
+            buffer = self._coming[: stop - start]
+            self._store.read_piece(extent, start, buffer.numpy().data)
+            moment = self._streams.bring(slab.bytes[start:stop], buffer, behind)
+            moment.synchronize()  # what comes next needs the buffer
+            yield
         return moment
 
     def write(self, extent: Extent, slab: Slab) -> Moved:
         moment = self._streams.now()
-        return self._threads.writer.begin(partial(self._write, extent, slab, moment))
+        return self._threads.writer.begin(at_once(partial(self._write, extent, slab, moment)))
 
     def gather(self, group: Group) -> Moved:
-        return self._threads.writer.begin(partial(self._gather, group, self._streams.now()))
+        gathers = partial(self._gather, group, self._streams.now())
+        return self._threads.writer.begin(at_once(gathers))
 
     def _gather(self, group: Group, moment: torch.Event) -> torch.Event:
         extent = _extent_of(group)
@@ -290,7 +293,7 @@ def _targets(group: Group, memory: Tensor) -> Iterator[tuple[Place, Tensor]]:
 
 
 def _done(moment: torch.Event) -> Moved:
-    moved: Moved = Future()
+    moved = Moved()
     moved.set_result(moment)
     return moved
 

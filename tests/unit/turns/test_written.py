@@ -52,21 +52,38 @@ def test_units_are_text_and_files_are_beside_it(tmp_path):
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ('steps = 2\n[jobs.a]\nplan = "a"\nmemori = 3', r"unknown field `memori`.*jobs"),
-        ('steps = 2\ndevice = 2\n[jobs.a]\nplan = "a"', "unknown field `device`"),
-        ("steps = 2\n[jobs.a]\nsteps = 3", "give either plan"),
-        ('steps = 2\n[jobs.a]\nplan = "a"\ntier = "host"', "leave them out"),
+        (
+            'steps = 2\n[jobs.a]\nplan = "a"\nmemori = 3',
+            r"jobs\.a has no key 'memori'; did you mean memory\?",
+        ),
+        ('steps = 2\ndevice = 2\n[jobs.a]\nplan = "a"', "the file has no key 'device'; did you me"),
+        ('steps = 2\nxyz = 2\n[jobs.a]\nplan = "a"', "no key 'xyz'; take one of jobs, devices"),
+        ("steps = 2\n[jobs.a]\nsteps = 3", r"jobs\.a: give either plan"),
+        ('steps = 2\n[jobs.a]\nplan = "a"\ntier = "host"', r"jobs\.a: .*leave them out"),
         (
             'steps = 2\n[jobs.a]\ngraph = "a"\nmemory = "480 potatoes"',
-            "480 potatoes.*is not a size",
+            r"jobs\.a\.memory: .*480 potatoes.*is not a size",
         ),
         ('steps = 2\nepochs = 1\n[jobs.a]\nplan = "a"', "give one of them"),
         ('[jobs.a]\nplan = "a"', "nobody says how long"),
         ("steps = 2\n[jobs]", "there is no job"),
-        ("steps = 2", "missing required field `jobs`"),
-        ('policy = "shortest"\nsteps = 2\n[jobs.a]\nplan = "a"', "policy"),
+        ("steps = 2", "the file lacks the key 'jobs'"),
+        ("steps = 2\njobs = 3", r"jobs is 3; write a table \[jobs.NAME\]"),
+        ("steps = 2\njobs = {a = 1}", r"jobs\.a is 1, but must be a table; write \[jobs\.a\]"),
+        ("steps = 2\n[jobs.a]\nplan = 3", r"jobs\.a\.plan is 3, but must be text, in quotes"),
+        (
+            'steps = 2\n[jobs.a]\nplan = "a"\nsteps = "many"',
+            r"jobs\.a\.steps is 'many', but must be a whole number",
+        ),
+        (
+            'policy = "shortest"\nsteps = 2\n[jobs.a]\nplan = "a"',
+            "policy is 'shortest', but must be one of 'longest', 'fair', 'whole'",
+        ),
+        ('[halving]\nlargest = 1\nevery = 2\n[jobs.a]\nplan = "a"', "largest is 1, .*true or f"),
+        ('[halving]\nmetric = "loss"\n[jobs.a]\nplan = "a"', "halving lacks the key 'every'"),
         ('devices = 0\nsteps = 2\n[jobs.a]\nplan = "a"', "devices is 0"),
-        ("jobs = ", "not a valid fleet"),
+        ("jobs = ", r"fleet\.toml is not a valid fleet: it is no TOML: .*end of document"),
+        ("steps = 2\n[jobs.a]\nplan = a", "it is no TOML: .*line 3, column 8"),
     ],
 )
 def test_what_it_is_refused_for(tmp_path, text, match):
