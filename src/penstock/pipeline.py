@@ -37,7 +37,7 @@ from penstock.run.outcome import MinibatchOutcome
 from penstock.run.recipe import BatchNormStatistics, Loss, LossScale, Metric, Recipe
 from penstock.summation.staleness import StaleStream
 from penstock.timing.timeline import Timeline
-from penstock.values import MOST_AMOUNT, expect, flag, number
+from penstock.values import MOST_AMOUNT, expect, flag, number, whole
 from penstock.weights.store import Held
 
 if TYPE_CHECKING:
@@ -509,33 +509,58 @@ class Pipeline:
         """Whether this process should print and write files: rank 0, or the only process."""
         return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
-    def state_dict(self, *, whole: bool = False) -> dict[str, Tensor]:
-        """Parameters and buffers under the unsplit model's keys.
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers of this process's stages under the unsplit model's keys: in
+        threads, which share the process, of all stages.
 
-        Args:
-            whole: those of all stages, gathered on rank 0; elsewhere an empty dictionary. All ranks
-                must call it, between steps. Otherwise those of this process's stages: in threads,
-                which share the process, of all.
+        They are those that are trained on; copies in main memory, where stages come and go.
 
         Raises:
-            RunError: another rank did not call it.
+            InputError: other tensor ranks have parts of the same layers; see ``gather_state_dict``.
         """
-        if self._parts.in_parts and not whole:
+        if self._parts.in_parts:
             raise InputError(
                 "this process has parts of its stages' layers, which it shares with other tensor "
-                "ranks; gather them with state_dict(whole=True), which every rank must call"
+                "ranks; gather them with gather_state_dict(), which every rank must call"
             )
-        states = self._states()
-        if whole:
-            with self._exclusively():
-                states = self._parts.driver.gather(states, self._parts.feed.expected())
-            states = self._parts.joined(states)
-        return {key: value for _, state in sorted(states.items()) for key, value in state.items()}
+        return _by_key(self._parts.states() if self.plan.spill is None else self._copied_states())
 
-    def _states(self) -> dict[int, dict[str, Any]]:
-        """The state of each stage; copies in main memory, where stages come and go."""
+    def gather_state_dict(self, *, rank: int | None = None) -> dict[str, Tensor]:
+        """Copies of the whole model's parameters and buffers in main memory, under its keys and in
+        its order, as ``model.load_state_dict`` takes them. All processes must call it, between
+        steps.
+
+        Args:
+            rank: of the process that gets them, which saves the others time and memory; they get
+                an empty dictionary. By default every process gets them.
+
+        Raises:
+            InputError: there is no such process.
+            RunError: another process did not call it, or with another ``rank``.
+        """
+        if rank is not None:
+            num_processes = dist.get_world_size() if self._parts.in_processes else 1
+            whole("rank", rank, 0, num_processes - 1)
+        states = self._copied_states()
+        with self._exclusively():
+            gathered = self._parts.driver.gather(states, self._parts.feed.expected(), rank)
+        return _by_key(self._parts.joined(gathered))
+
+    def _copied_states(self) -> dict[int, dict[str, Any]]:
+        """The state of each stage, copied to main memory."""
+        copies: dict[tuple[Any, ...], Tensor] = {}
+
+        def copied(tensor: Tensor) -> Tensor:
+            # What is tied stays so.
+            key = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+            if key not in copies:
+                copies[key] = tensor.detach().to("cpu", copy=True)
+            return copies[key]
+
+        states: dict[int, dict[str, Any]]
         if self.plan.spill is None:
-            return self._parts.states()
+            states = tree.replace(Tensor, copied, self._parts.states())
+            return states
         states = {}
         with self._exclusively():
             for worker in self._parts.workers:
@@ -543,10 +568,9 @@ class Pipeline:
                 for index in worker.stages:
                     with worker.visiting(index):
                         held = self.stages[index].state_dict()
-                        states[index] = tree.replace(
-                            Tensor, lambda tensor: tensor.to("cpu", copy=True), held
-                        )
+                        states[index] = tree.replace(Tensor, copied, held)
                         del held  # nothing may see a stage when it leaves
+                        copies.clear()  # what comes next may come to the same place
         return dict(sorted(states.items()))
 
     def dtensor_state_dict(self) -> dict[str, Tensor]:
@@ -705,3 +729,8 @@ class Pipeline:
             self._finish()
         except FileError as failure:
             error.add_note(f"The last checkpoint was not written: {told(failure)}")
+
+
+def _by_key(states: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """The states of stages as that of the model."""
+    return {key: value for _, state in sorted(states.items()) for key, value in state.items()}
