@@ -74,7 +74,7 @@ def main() -> None:
             loss = pipeline.step(*batch)
             if pipeline.is_first:
                 print(f"step {step}: loss {float(loss):.4f}")
-        trained = pipeline.state_dict(whole=True)
+        trained = pipeline.gather_state_dict(rank=0)
         if not pipeline.is_first:
             return
 

@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from penstock.checkpoint.wanted import Checkpoints
     from penstock.cluster import Cluster, Device, Link, Tier
     from penstock.drawing import draw
+    from penstock.fitting.callbacks import Callback, EarlyStopping
+    from penstock.fitting.loop import fit
     from penstock.fleet import Fleet, Job
     from penstock.graph import Layer, LayerGraph
     from penstock.live.opening import stream
+    from penstock.model.batches import model_loss
     from penstock.model.microbatches import Microbatches
     from penstock.model.spine import run_spine
     from penstock.pipeline import Pipeline
@@ -38,11 +41,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Callback",
     "Captured",
     "Checkpoints",
     "Cluster",
     "Costs",
     "Device",
+    "EarlyStopping",
     "Fleet",
     "Job",
     "Kind",
@@ -62,6 +67,8 @@ __all__ = [
     "check",
     "draw",
     "errors",
+    "fit",
+    "model_loss",
     "optimizers",
     "plan",
     "profile",
@@ -87,9 +94,12 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
             "penstock.checkpoint.wanted": ("Checkpoints",),
             "penstock.cluster": ("Cluster", "Device", "Link", "Tier"),
             "penstock.drawing": ("draw",),
+            "penstock.fitting.callbacks": ("Callback", "EarlyStopping"),
+            "penstock.fitting.loop": ("fit",),
             "penstock.fleet": ("Fleet", "Job"),
             "penstock.graph": ("Layer", "LayerGraph"),
             "penstock.live.opening": ("stream",),
+            "penstock.model.batches": ("model_loss",),
             "penstock.model.microbatches": ("Microbatches",),
             "penstock.model.spine": ("run_spine",),
             "penstock.pipeline": ("Pipeline",),

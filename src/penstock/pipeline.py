@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
@@ -19,6 +19,7 @@ from penstock.checkpoint.wanted import Checkpoints
 from penstock.device.placement import Devices
 from penstock.errors import FileError, InputError, RunError
 from penstock.model import microbatches, tree
+from penstock.model.batches import LABELS, Parting, is_batch, model_loss
 from penstock.model.microbatches import Microbatches, Weight, Weighting
 from penstock.model.optimizer_factory import OptimizerFactory, SchedulerFactory
 from penstock.model.randomness import Audit
@@ -30,14 +31,16 @@ from penstock.run.counting import Peak
 from penstock.run.drive.driver import Deadlines, told
 from penstock.run.drive.joining import TransportName
 from penstock.run.elsewhere import Elsewhere
+from penstock.run.handles import StageOptimizers, StageSchedulers
 from penstock.run.history import History
 from penstock.run.materialising import Init
 from penstock.run.minibatch import Minibatch, StreamPosition
 from penstock.run.outcome import MinibatchOutcome
 from penstock.run.recipe import BatchNormStatistics, Loss, LossScale, Metric, Recipe
+from penstock.run.step_loss import StepLoss
 from penstock.summation.staleness import StaleStream
 from penstock.timing.timeline import Timeline
-from penstock.values import MOST_AMOUNT, expect, flag, number
+from penstock.values import MOST_AMOUNT, expect, flag, number, whole
 from penstock.weights.store import Held
 
 if TYPE_CHECKING:
@@ -60,7 +63,7 @@ class Pipeline:
             with a method ``named()``, for parameter groups. Without one, ``step`` only accumulates
             gradients in ``.grad``.
         lr_scheduler: makes a learning-rate scheduler of an optimizer; stepped after every update,
-            so none that wants a metric at each step, as ``ReduceLROnPlateau``.
+            or, if it waits for a metric, as ``ReduceLROnPlateau``, by ``schedulers.step(metric)``.
         clip_norm: the most that the norm of the whole model's gradients may be, as
             ``torch.nn.utils.clip_grad_norm_`` on one device. Not without a flush, where gradients
             of different stages are never those of the same update.
@@ -120,6 +123,9 @@ class Pipeline:
             Without, only the first stage's inputs and the last one's targets count; those of other
             ranks must have as many rows, and with ``weight`` the same targets.
         record: gather the timeline on every rank under ``torchrun``; threads always record.
+        labels: the key of the targets in batches that have them inside, or a list of keys, of which
+            the loss gets a dictionary. They are left out of what the model gets, unless the loss is
+            ``penstock.model_loss`` or the model was captured with them.
 
     Attributes:
         plan: the one that is run.
@@ -161,9 +167,11 @@ class Pipeline:
         message_types: Sequence[type] = (),
         compare_data: bool = True,
         record: bool = True,
+        labels: str | Sequence[str] = LABELS,
     ) -> None:
         expect(plan, Plan, "the plan", "make one with penstock.plan, or Plan.load a file")
         deadlines = Deadlines.of(deadline_seconds, startup_seconds)
+        self._parting = Parting(labels, loss is model_loss, getattr(model, "input_names", ()))
 
         def described() -> tuple[Recipe, Running]:
             loss_scale = None if grad_scaler is None else LossScale.of(grad_scaler)
@@ -216,26 +224,31 @@ class Pipeline:
         )
 
     def step(
-        self, inputs: Any, targets: Any, *, update: bool = True, share: float = 1.0
+        self, inputs: Any, targets: Any = None, *, update: bool = True, share: float = 1.0
     ) -> Tensor | None:
         """Train on one minibatch.
 
         Args:
-            inputs: a tensor, or tensors nested in tuples, lists or dicts; rows first. Any number of
-                rows works; with fewer rows than microbatches there are fewer microbatches. Or
-                ``penstock.Microbatches``, cut already, whose shapes may differ. With slices, the
-                second dimension of every tensor is the sequence.
-            targets: as ``inputs``, with as many rows.
+            inputs: a tensor, or tensors nested in tuples, lists, mappings or dataclasses; rows
+                first. Mappings and dataclasses come to the model as dictionaries, and what is no
+                tensor comes with every microbatch. Any number of rows works; with fewer rows than
+                microbatches there are fewer microbatches. Or ``penstock.Microbatches``, cut
+                already, whose shapes may differ. With slices, the second dimension of every tensor
+                is the sequence.
+            targets: as ``inputs``, with as many rows. Without them, ``inputs`` is a whole batch as
+                a loader gives it: a pair, or a mapping or dataclass with the targets inside, under
+                the key that ``labels`` of this class names.
             update: whether weights are updated; otherwise gradients accumulate until they are.
             share: the factor on this minibatch's gradients, and not on the loss that is returned;
                 1/n where n calls make one update.
 
         Returns:
             The loss of the minibatch, a scalar on every rank, as one device would give it; ``None``
-            if the pipeline tells no results.
+            if the pipeline tells no results. Gradients have been made already: its ``backward``
+            raises an ``InputError``.
 
         Raises:
-            InputError: inputs and targets that do not fit together.
+            InputError: inputs and targets that do not fit together, or a batch without targets.
             StageError: a layer, the loss or the optimizer raised, or the loss is not finite.
             PeerError, DeadlineError: another rank died or did not answer.
 
@@ -248,6 +261,8 @@ class Pipeline:
         self._check_can_train()
         flag("update", update)
         number("share", share, most=MOST_AMOUNT)
+        if targets is None:
+            inputs, targets = self._parting.parted(inputs, "the batch")
         minibatch = self._parts.cutter.to_train(
             inputs, targets, step=self._step, share=share, updates=update
         )
@@ -258,8 +273,8 @@ class Pipeline:
             return self._loss_of(outcome)
 
     def steps(
-        self, batches: Iterable[tuple[Any, Any]], *, checkpoints: Checkpoints | None = None
-    ) -> Iterator[Tensor | None]:
+        self, batches: Iterable[Any], *, checkpoints: Checkpoints | None = None
+    ) -> Generator[Tensor | None, None, None]:
         """Train on one minibatch after another; each begins before the results of the one before
         are gathered.
 
@@ -268,7 +283,8 @@ class Pipeline:
         ``Timeline.stage_bubble`` of the schedule say); weights and losses are the same.
 
         Args:
-            batches: pairs (inputs, targets), each as for ``step``.
+            batches: what a loader gives, each as for ``step``: pairs (inputs, targets), or mappings
+                or dataclasses with the targets inside.
             checkpoints: where to save in the course of the loop, and how often.
 
         Yields:
@@ -278,7 +294,7 @@ class Pipeline:
         Raises:
             FileError: a checkpoint could not be written; else as ``step``.
         """
-        expect(batches, Iterable, "the loader", "give an iterable of (inputs, targets) pairs")
+        expect(batches, Iterable, "the loader", "give an iterable of batches")
         if checkpoints is not None:
             expect(
                 checkpoints, Checkpoints, "checkpoints", 'give pk.Checkpoints("runs/a", every=9)'
@@ -287,7 +303,8 @@ class Pipeline:
             try:
                 taken = self._open(batches, audit)
                 for stretch in self._stretches(taken, checkpoints):
-                    minibatches = self._parts.cutter.minibatches(stretch, self._step)
+                    pairs = self._parting.pairs(stretch)
+                    minibatches = self._parts.cutter.minibatches(pairs, self._step)
                     for outcome in self._parts.feed.train(self._marked(minibatches, checkpoints)):
                         loss = self._loss_of(outcome)
                         self._accumulates = False  # it has updated
@@ -308,8 +325,8 @@ class Pipeline:
                 raise
 
     def _stretches(
-        self, batches: Iterator[tuple[Any, Any]], checkpoints: Checkpoints | None
-    ) -> Iterator[Iterator[tuple[Any, Any]]]:
+        self, batches: Iterator[Any], checkpoints: Checkpoints | None
+    ) -> Iterator[Iterator[Any]]:
         """Minibatches up to the next checkpoint, behind which the pipeline drains."""
         if checkpoints is None or self._goes_on(checkpoints):
             return iter([batches])
@@ -351,7 +368,7 @@ class Pipeline:
             for one, position in minibatches
         )
 
-    def _open(self, batches: Iterable[tuple[Any, Any]], audit: Audit) -> Iterator[tuple[Any, Any]]:
+    def _open(self, batches: Iterable[Any], audit: Audit) -> Iterator[Any]:
         for batch in audit.taken(batches):
             self._check_can_train()  # the caller may have closed it meanwhile
             yield batch
@@ -366,7 +383,8 @@ class Pipeline:
         """Run forward only, in evaluation mode and without gradients.
 
         Args:
-            inputs: as for ``step``, any number of rows.
+            inputs: as for ``step``, any number of rows. Labels that the model would not get in
+                training are left out of a mapping or a dataclass.
 
         Returns:
             The model's outputs for all rows, on every rank; of ``penstock.Microbatches`` a list. If
@@ -374,20 +392,11 @@ class Pipeline:
             such as a loss that the model computes from labels among its inputs, or rows that are
             no rows of the inputs, all rows go through as one microbatch.
         """
+        inputs = self._parting.inputs_of(inputs)
         if self._joins_outputs is False and not isinstance(inputs, Microbatches):
             return self.evaluate(Microbatches([inputs]))[0]
-        if self.plan.spill is not None:
-            with self._exclusively():
-                for worker in self._parts.workers:
-                    worker.settle()  # updates that are late
         minibatch = self._parts.cutter.to_evaluate(inputs, step=self._step)
-        layers = (layer.module for stage in self.stages.values() for layer in stage.layers)
-        with (
-            self._exclusively(),
-            evaluation_mode(self._model, *layers, *self._parts.layout.twins),
-            self._parts.streams.auditing(),
-        ):
-            outcome = self._parts.feed.evaluate(minibatch)
+        outcome = self._evaluated(minibatch)
         if self._results == "none":
             return None
         outputs = microbatches.join_slices(list(outcome.outputs), minibatch.num_slices)
@@ -404,6 +413,59 @@ class Pipeline:
         self._joins_outputs = microbatches.add_up_to(outputs, whole)
         return whole
 
+    def evaluate_loss(self, batches: Any, targets: Any = None) -> Tensor | None:
+        """The loss on data that is not trained on: forward only, in evaluation mode and without
+        gradients. No output leaves the last stage.
+
+        Args:
+            batches: a loader of batches, each as for ``step``, or one batch.
+            targets: with them, ``batches`` are the inputs of a single batch.
+
+        Returns:
+            The loss of all rows as if they were one minibatch, on every rank: the mean over rows
+            (or over what ``weight`` counts), with ``reduction="sum"`` the sum. ``None`` if the
+            pipeline tells no results.
+
+        Raises:
+            InputError: there is no batch, or as ``step``.
+            StageError, PeerError, DeadlineError: as ``step``.
+        """
+        self._check_can_train()
+        pairs: Iterable[tuple[Any, Any]]
+        if targets is not None:
+            pairs = [(batches, targets)]
+        elif is_batch(batches):
+            pairs = [self._parting.parted(batches, "the batch")]
+        else:
+            expect(batches, Iterable, "what to evaluate", "give a batch or a loader of batches")
+            pairs = self._parting.pairs(batches)
+        total, num_terms, kind = 0.0, 0.0, None
+        for inputs, wanted in pairs:
+            minibatch, terms = self._parts.cutter.to_judge(inputs, wanted, step=self._step)
+            loss = self._evaluated(minibatch).loss
+            num_terms += terms
+            if loss is not None and self._results == "every rank":
+                kind = loss.dtype
+                total += float(loss) * (terms if self._recipe.averages else 1.0)
+        if not num_terms:
+            raise InputError("there is no batch to evaluate: the loader gives none")
+        if kind is None:
+            return None
+        return torch.tensor(total / num_terms if self._recipe.averages else total, dtype=kind)
+
+    def _evaluated(self, minibatch: Minibatch) -> MinibatchOutcome:
+        """Run forward only, in evaluation mode and without gradients."""
+        if self.plan.spill is not None:
+            with self._settled():
+                pass
+        layers = (layer.module for stage in self.stages.values() for layer in stage.layers)
+        with (
+            self._exclusively(),
+            evaluation_mode(self._model, *layers, *self._parts.layout.twins),
+            self._parts.streams.auditing(),
+        ):
+            return self._parts.feed.evaluate(minibatch)
+
     def _check_can_train(self) -> None:
         self._check_open()
         if self._recipe.loss is None:
@@ -414,10 +476,7 @@ class Pipeline:
         """Nothing else may run meanwhile; afterwards, everything is settled."""
         self._check_open()
         if not self._running.acquire(blocking=False):
-            raise InputError(
-                "this Pipeline is running already, in another thread or a loop over steps(); wait "
-                "for it, or leave the loop"
-            )
+            raise _busy()
         updaters = [worker.updater for worker in self._parts.workers]
         try:
             self._keeper.check()
@@ -438,7 +497,7 @@ class Pipeline:
         self._history.add(outcome)
         self._elsewhere.stale = True
         self._step += 1
-        return outcome.loss if self._results == "every rank" else None
+        return StepLoss.of(outcome.loss) if self._results == "every rank" else None
 
     @property
     def timeline(self) -> Timeline:
@@ -499,43 +558,115 @@ class Pipeline:
             for stage in reducer.stages
         }
 
+    @property
+    def optimizers(self) -> StageOptimizers:
+        """The optimizers of this process's stages as one, to read and set learning rates; see
+        ``StageOptimizers``. Without ``optimizer`` it has no groups."""
+        return StageOptimizers(self._parts.workers, self._come_to_rest)
+
+    @property
+    def schedulers(self) -> StageSchedulers:
+        """The learning-rate schedulers of this process's stages as one; see ``StageSchedulers``."""
+        meet = partial(self._parts.meet, "stepping schedulers")
+        return StageSchedulers(self._parts.workers, self._settled, meet)
+
+    def _come_to_rest(self) -> None:
+        """Return when the options of optimizers may be read and set."""
+        if self.plan.spill is not None:
+            with self._settled():
+                return
+        self._check_open()
+        if self._running.locked():
+            raise _busy()
+
+    @contextmanager
+    def _settled(self) -> Iterator[None]:
+        """Nothing else may run meanwhile, and all updates have been made."""
+        with self._exclusively():
+            for worker in self._parts.workers:
+                worker.settle()  # updates that are late
+            yield
+
     def dump(self) -> str:
         """What each rank of this process did last and does now, one line per rank; may be called
         from any thread, such as a watchdog's, while a step is running."""
         return "\n".join(worker.dump() for worker in self._parts.workers)
 
     @property
+    def num_steps(self) -> int:
+        """How many minibatches have been trained on, those before a loaded checkpoint included; in
+        a loop over ``steps``, as far as their losses have been given."""
+        return self._step
+
+    def any_process(self, wish: bool) -> bool:
+        """Whether any process wishes something: to stop, say. All must ask, between steps.
+
+        Raises:
+            PeerError, DeadlineError: another process did not.
+        """
+        self._check_open()
+        meeting = self._parts.meet("deciding together")
+        if meeting is None:
+            return wish
+        return any(meeting.exchange(wish, bool, "to decide together"))
+
+    @property
     def is_first(self) -> bool:
         """Whether this process should print and write files: rank 0, or the only process."""
         return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
-    def state_dict(self, *, whole: bool = False) -> dict[str, Tensor]:
-        """Parameters and buffers under the unsplit model's keys.
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers of this process's stages under the unsplit model's keys: in
+        threads, which share the process, of all stages.
 
-        Args:
-            whole: those of all stages, gathered on rank 0; elsewhere an empty dictionary. All ranks
-                must call it, between steps. Otherwise those of this process's stages: in threads,
-                which share the process, of all.
+        They are those that are trained on; copies in main memory, where stages come and go.
 
         Raises:
-            RunError: another rank did not call it.
+            InputError: other tensor ranks have parts of the same layers; see ``gather_state_dict``.
         """
-        if self._parts.in_parts and not whole:
+        if self._parts.in_parts:
             raise InputError(
                 "this process has parts of its stages' layers, which it shares with other tensor "
-                "ranks; gather them with state_dict(whole=True), which every rank must call"
+                "ranks; gather them with gather_state_dict(), which every rank must call"
             )
-        states = self._states()
-        if whole:
-            with self._exclusively():
-                states = self._parts.driver.gather(states, self._parts.feed.expected())
-            states = self._parts.joined(states)
-        return {key: value for _, state in sorted(states.items()) for key, value in state.items()}
+        return _by_key(self._parts.states() if self.plan.spill is None else self._copied_states())
 
-    def _states(self) -> dict[int, dict[str, Any]]:
-        """The state of each stage; copies in main memory, where stages come and go."""
+    def gather_state_dict(self, *, rank: int | None = None) -> dict[str, Tensor]:
+        """Copies of the whole model's parameters and buffers in main memory, under its keys and in
+        its order, as ``model.load_state_dict`` takes them. All processes must call it, between
+        steps.
+
+        Args:
+            rank: of the process that gets them, which saves the others time and memory; they get
+                an empty dictionary. By default every process gets them.
+
+        Raises:
+            InputError: there is no such process.
+            RunError: another process did not call it, or with another ``rank``.
+        """
+        if rank is not None:
+            num_processes = dist.get_world_size() if self._parts.in_processes else 1
+            whole("rank", rank, 0, num_processes - 1)
+        states = self._copied_states()
+        with self._exclusively():
+            gathered = self._parts.driver.gather(states, self._parts.feed.expected(), rank)
+        return _by_key(self._parts.joined(gathered))
+
+    def _copied_states(self) -> dict[int, dict[str, Any]]:
+        """The state of each stage, copied to main memory."""
+        copies: dict[tuple[Any, ...], Tensor] = {}
+
+        def copied(tensor: Tensor) -> Tensor:
+            # What is tied stays so.
+            key = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+            if key not in copies:
+                copies[key] = tensor.detach().to("cpu", copy=True)
+            return copies[key]
+
+        states: dict[int, dict[str, Any]]
         if self.plan.spill is None:
-            return self._parts.states()
+            states = tree.replace(Tensor, copied, self._parts.states())
+            return states
         states = {}
         with self._exclusively():
             for worker in self._parts.workers:
@@ -543,10 +674,9 @@ class Pipeline:
                 for index in worker.stages:
                     with worker.visiting(index):
                         held = self.stages[index].state_dict()
-                        states[index] = tree.replace(
-                            Tensor, lambda tensor: tensor.to("cpu", copy=True), held
-                        )
+                        states[index] = tree.replace(Tensor, copied, held)
                         del held  # nothing may see a stage when it leaves
+                        copies.clear()  # what comes next may come to the same place
         return dict(sorted(states.items()))
 
     def dtensor_state_dict(self) -> dict[str, Tensor]:
@@ -705,3 +835,15 @@ class Pipeline:
             self._finish()
         except FileError as failure:
             error.add_note(f"The last checkpoint was not written: {told(failure)}")
+
+
+def _busy() -> InputError:
+    return InputError(
+        "this Pipeline is running already, in another thread or a loop over steps(); wait for it, "
+        "or leave the loop"
+    )
+
+
+def _by_key(states: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """The states of stages as that of the model."""
+    return {key: value for _, state in sorted(states.items()) for key, value in state.items()}

@@ -173,7 +173,7 @@ class MeshEdge:
             told = " and ".join(f"{data} × {tensor}" for data, tensor in shapes)
             raise InputError(
                 f"stages have {told} copies × tensor ranks, or some of their ranks in common, "
-                "which is no mesh of pipe × data × tensor; take state_dict(whole=True), or save"
+                "which is no mesh of pipe × data × tensor; take gather_state_dict(), or save"
             )
         return seats
 

@@ -235,6 +235,12 @@ class Weighting:
         """
         if self.reduction == "sum":
             return [1.0] * len(targets)
+        counts = self.terms(targets, sliced)
+        total = sum(counts)
+        return [count / total for count in counts]
+
+    def terms(self, targets: list[Any], sliced: bool = False) -> list[float]:
+        """How many terms of the loss each microbatch has; arguments and errors as for ``of``."""
         if self.weight is None:
             counts = [float(num_rows(part, "targets")) for part in targets]
             if sliced:
@@ -245,7 +251,7 @@ class Weighting:
         total = sum(counts)
         if not 0 < total < math.inf or min(counts) < 0:
             raise InputError(f"the weights of the microbatches are {counts}; they must count terms")
-        return [count / total for count in counts]
+        return counts
 
 
 def _terms(weight: Weight, index: int, targets: Any) -> float:

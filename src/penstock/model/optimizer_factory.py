@@ -66,7 +66,7 @@ def make_optimizer(
         ) from error
     remedy = "it must return one, as lambda parameters: torch.optim.AdamW(parameters) does"
     expect(made, torch.optim.Optimizer, "what the optimizer function made", remedy)
-    if not _steps_alone(made):
+    if not steps_alone(made):
         raise InputError(
             f"{type(made).__name__} calls the loss several times per step (it needs a closure), "
             "which a pipeline cannot do; take another optimizer"
@@ -83,15 +83,16 @@ def make_optimizer(
 
 
 def make_scheduler(
-    make: SchedulerFactory, optimizer: torch.optim.Optimizer, whose: str
+    make: SchedulerFactory, optimizer: torch.optim.Optimizer, whose: str, *, takes_metric: bool
 ) -> torch.optim.lr_scheduler.LRScheduler:
     """Make the learning-rate scheduler of an optimizer.
 
     Args:
         whose: owner of the optimizer, for errors, as "stage 1".
+        takes_metric: whether anybody may give it the metric that it waits for.
 
     Raises:
-        InputError: the function raises, or gives nothing that can step by itself.
+        InputError: the function raises, or gives nothing that can step.
     """
     try:
         made = make(optimizer)
@@ -104,17 +105,16 @@ def make_scheduler(
             f"what the lr_scheduler function made is of type {type(made).__name__}; it must return "
             "a scheduler, as lambda optimizer: StepLR(optimizer, 10) does"
         )
-    if not _steps_alone(made):
+    if not steps_alone(made) and not takes_metric:
         raise InputError(
-            f"{type(made).__name__} needs a metric at each step, which most ranks do not have when "
-            "they update; take a scheduler that needs none, or keep the optimizers that "
-            "optimizer=… makes, and step it yourself after evaluate()"
+            f"{type(made).__name__} waits for a metric, which nobody gives it in a live stream; "
+            "take a scheduler that steps with each update"
         )
     return made
 
 
-def _steps_alone(made: Any) -> bool:
-    """Whether ``step()`` takes no argument that must be given."""
+def steps_alone(made: Any) -> bool:
+    """Whether ``step()`` of an optimizer or scheduler takes no argument that must be given."""
     try:
         inspect.signature(made.step).bind()
     except TypeError:

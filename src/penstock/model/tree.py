@@ -32,6 +32,11 @@ def unflatten(leaves: list[Any], structure: Structure) -> Any:
     return leaves[0] if structure is _LEAF else pytree.tree_unflatten(leaves, structure)
 
 
+def is_leaf(structure: Structure) -> bool:
+    """Whether a structure is that of a single leaf."""
+    return bool(structure == _LEAF)
+
+
 def node(kind: type) -> Node | None:
     """How values of a class are taken apart into (context, parts), and made again; ``None`` if the
     class is not registered with torch's tree helpers."""

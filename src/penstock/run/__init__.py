@@ -15,7 +15,7 @@ Ranks compare what they were given with messages that exist anyway. A seal (``ru
 the number of microbatches, digests of the data, autocast, the layers' modes) stands in the fixed
 head of each value between stages and of each gradient that copies sum, where it costs no
 description and no message of its own. Reports carry it too. Gradients on their way back have none:
-without a flush they may be an earlier minibatch's. ``state_dict(whole=True)`` sends its seal in the
+without a flush they may be an earlier minibatch's. ``gather_state_dict`` sends its seal in the
 place of every first message that a rank may wait for, so that one which trains meanwhile is told at
 once; ranks that all gather discard these messages by their numbers.
 

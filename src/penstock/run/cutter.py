@@ -12,6 +12,7 @@ from torch import nn
 from penstock.errors import InputError
 from penstock.model import microbatches, tree
 from penstock.model.autocast import autocast_here
+from penstock.model.batches import plain
 from penstock.model.microbatches import Microbatches, Weighting
 from penstock.run.giving import Giver
 from penstock.run.minibatch import FrameListener, Minibatch, StreamPosition
@@ -52,24 +53,12 @@ class Cutter:
         Raises:
             InputError: inputs and targets do not fit together.
         """
-        if isinstance(inputs, Microbatches) != isinstance(targets, Microbatches):
-            raise InputError("give both inputs and targets as penstock.Microbatches, or neither")
-        if not isinstance(inputs, Microbatches):
-            rows, others = (
-                microbatches.num_rows(value, what)
-                for value, what in ((inputs, "inputs"), (targets, "targets"))
-            )
-            if rows != others:
-                raise InputError(f"inputs have {rows} rows, but targets have {others}")
-        count = self._count(inputs)
-        parts, wanted = _cut(inputs, "inputs", count), _cut(targets, "targets", count)
-        if self.num_slices > 1:
-            _check_lengths(parts, wanted)
-            parts, wanted = self._slices(parts, "inputs"), self._slices(wanted, "targets")
+        inputs, targets = plain(inputs, "inputs"), plain(targets, "targets")
+        parts, wanted = self._parts_of(inputs, targets)
         weights = self.weighting.of(wanted, self.num_slices > 1)
         if self.fills_up:
             first = range(self.num_slices)
-            for _ in range(count, self.num_microbatches):
+            for _ in range(len(parts) // self.num_slices, self.num_microbatches):
                 parts += [parts[index] for index in first]
                 wanted += [wanted[index] for index in first]
                 weights += [0.0 for _ in first]  # they count for nothing
@@ -90,6 +79,24 @@ class Cutter:
             inputs_moments=inputs_moments,
             targets_moments=targets_moments,
         )
+
+    def _parts_of(self, inputs: Any, targets: Any) -> tuple[list[Any], list[Any]]:
+        """Microbatches, or slices of them, of inputs and targets that fit together."""
+        if isinstance(inputs, Microbatches) != isinstance(targets, Microbatches):
+            raise InputError("give both inputs and targets as penstock.Microbatches, or neither")
+        if not isinstance(inputs, Microbatches):
+            rows, others = (
+                microbatches.num_rows(value, what)
+                for value, what in ((inputs, "inputs"), (targets, "targets"))
+            )
+            if rows != others:
+                raise InputError(f"inputs have {rows} rows, but targets have {others}")
+        count = self._count(inputs)
+        parts, wanted = _cut(inputs, "inputs", count), _cut(targets, "targets", count)
+        if self.num_slices > 1:
+            _check_lengths(parts, wanted)
+            parts, wanted = self._slices(parts, "inputs"), self._slices(wanted, "targets")
+        return parts, wanted
 
     def frame(
         self,
@@ -137,26 +144,52 @@ class Cutter:
         )
 
     def minibatches(
-        self, batches: Iterable[Any], first_step: int
+        self, pairs: Iterable[tuple[Any, Any]], first_step: int
     ) -> Iterator[tuple[Minibatch, StreamPosition]]:
         """Minibatches to train on, with whether more follow, or what ended the loader behind them
         if it was an error.
 
         Args:
-            batches: pairs (inputs, targets). They are cut at once: a loader may use the same memory
-                for the next.
+            pairs: (inputs, targets). They are cut at once: a loader may use the same memory for the
+                next.
             first_step: the step number of the first.
-
-        Raises:
-            InputError: they are no pairs.
         """
         return with_more(
-            self.to_train(*_pair(batch, number), step=first_step + number)
-            for number, batch in enumerate(batches)
+            self.to_train(inputs, targets, step=first_step + number)
+            for number, (inputs, targets) in enumerate(pairs)
         )
+
+    def to_judge(self, inputs: Any, targets: Any, *, step: int) -> tuple[Minibatch, float]:
+        """A minibatch of which only the loss is wanted, and how many terms that has.
+
+        Raises:
+            InputError: inputs and targets do not fit together.
+        """
+        inputs, targets = plain(inputs, "inputs"), plain(targets, "targets")
+        parts, wanted = self._parts_of(inputs, targets)
+        sliced = self.num_slices > 1
+        weights = self.weighting.of(wanted, sliced)
+        num_terms = sum(self.weighting.terms(wanted, sliced))
+        parts, inputs_moments = _given(parts, self.gives_inputs)
+        wanted, targets_moments = _given(wanted, self.gives_targets)
+        self._settle()
+        minibatch = Minibatch(
+            step,
+            parts,
+            wanted,
+            weights,
+            num_slices=self.num_slices,
+            trains=False,
+            digests=(self._digest(inputs), self._digest(targets)),
+            autocast=autocast_here(),
+            inputs_moments=inputs_moments,
+            targets_moments=targets_moments,
+        )
+        return minibatch, num_terms
 
     def to_evaluate(self, inputs: Any, *, step: int) -> Minibatch:
         """A minibatch of which only outputs are wanted."""
+        inputs = plain(inputs, "inputs")
         whole = _cut(inputs, "inputs", self._count(inputs))
         parts, moments = _given(self._slices(whole, "inputs"), self.gives_inputs)
         self._settle()
@@ -192,18 +225,6 @@ class Cutter:
                 raise InputError("inputs hold no microbatch")
             return len(inputs)
         return min(self.num_microbatches, microbatches.num_rows(inputs, "inputs"))
-
-
-def _pair(batch: Any, number: int) -> tuple[Any, Any]:
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
-        what = type(batch).__name__
-        many = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
-        raise InputError(
-            f"minibatch {number} of the loader is a {what}{many}; steps() takes pairs: (inputs, "
-            "targets)"
-        )
-    inputs, targets = batch
-    return inputs, targets
 
 
 def _check_lengths(inputs: list[Any], targets: list[Any]) -> None:

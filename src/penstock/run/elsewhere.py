@@ -79,8 +79,8 @@ class Elsewhere:
             ] * self._in_parts
             warnings.warn(
                 f"{what} reads weights that this process has not trained: "
-                f"{'; '.join(elsewhere)}. pipeline.state_dict(whole=True), "
-                "called on every rank, gives rank 0 all of them; pipeline.evaluate runs the model",
+                f"{'; '.join(elsewhere)}. pipeline.gather_state_dict(), called on every rank, "
+                "gives all of them; pipeline.evaluate runs the model",
                 RuntimeWarning,
                 stacklevel=stack_level,
             )

@@ -59,7 +59,8 @@ class Minibatch:
     Attributes:
         step: its number, for random streams.
         inputs: one value per microbatch or, with slices, per slice; likewise below.
-        targets: as many; empty where only outputs are wanted.
+        targets: as many; empty where only outputs are wanted. If it does not train and has some,
+            only losses are wanted.
         weights: the factor on each one's loss.
         share: the factor on the gradients alone, where several minibatches make one update.
         num_slices: how many slices a microbatch has.

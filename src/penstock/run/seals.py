@@ -53,7 +53,7 @@ _CALLS = {
     Call.STEP: "step()",
     Call.ACCUMULATE: "step(update=False)",
     Call.LOOP: "steps()",
-    Call.GATHER: "state_dict(whole=True)",
+    Call.GATHER: "gather_state_dict()",
 }
 
 

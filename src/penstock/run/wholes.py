@@ -84,5 +84,5 @@ def check_there(layers: Sequence[NamedLayer]) -> None:
                 raise ModelError(
                     f"{layer.key(name)!r} has no values any more: an earlier Pipeline has trained "
                     "it in parts, of which this process had one; build the model anew, and load a "
-                    "checkpoint or what state_dict(whole=True) gave"
+                    "checkpoint or what gather_state_dict() gave"
                 )

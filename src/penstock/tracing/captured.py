@@ -147,6 +147,13 @@ class Captured(nn.Module):
         """The names of the layers, in the order in which they run."""
         return tuple(self._traces.names[index] for index in self._order)
 
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The names of the arguments with which the model was captured."""
+        borders = self._traces.borders
+        args, kwargs = tree.unflatten(list(borders.leaves), borders.structure)
+        return tuple(borders.signature.bind(*args, **kwargs).arguments)
+
     def ordered(self, names: Iterable[str]) -> Captured:
         """The same model with its layers in another order.
 

@@ -115,24 +115,24 @@ def step_beside_a_loop(pipeline, odd):
 
 
 def gather(pipeline, odd):
-    return pipeline.state_dict(whole=True) if odd else step(pipeline, False)
+    return pipeline.gather_state_dict() if odd else step(pipeline, False)
 
 
 def gather_beside_one_that_evaluates(pipeline, odd):
-    return pipeline.evaluate(batches(ROWS)[0][0]) if odd else pipeline.state_dict(whole=True)
+    return pipeline.evaluate(batches(ROWS)[0][0]) if odd else pipeline.gather_state_dict()
 
 
 def gather_one_too_often(pipeline, odd):
     for _ in range(2):
         step(pipeline, False)
-        pipeline.state_dict(whole=True)
+        pipeline.gather_state_dict()
     return gather(pipeline, odd)
 
 
 SILENT = {"results": "none", "record": False}
 DATA = r"train on different data: their {} differ\. .*DistributedSampler.*compare_data=False"
 TARGETS, INPUTS = DATA.format("targets"), DATA.format("inputs")
-GATHERS = r"rank {}( calls)? state_dict\(whole=True\)"
+GATHERS = r"rank {}( calls)? gather_state_dict\(\)"
 CASES = {
     "targets": Case(2, step, TARGETS),
     "targets of the first rank": Case(0, step, TARGETS),

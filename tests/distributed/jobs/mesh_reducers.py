@@ -29,7 +29,7 @@ def differences(way, folder):
         losses = [pipeline.step(*first)]
         pipeline.save(folder, background=False)
         losses += pipeline.steps(rest)
-        state = pipeline.state_dict(whole=True)
+        state = pipeline.gather_state_dict()
     if dist.get_rank():
         return  # rank 0 knows what all have
     expected, theirs = on_one_device()
@@ -55,7 +55,7 @@ def stepped(way, **clips):
     plan = mesh(model, "1f1b", 1, 2, 2).summed_by(way)
     with pk.Pipeline(model, plan, **clips, **OPTIONS) as pipeline:
         pipeline.step(*batches()[0])
-        return pipeline.state_dict(whole=True)
+        return pipeline.gather_state_dict()
 
 
 def main() -> None:

@@ -58,7 +58,7 @@ def differences(sizes, folder):
     with pk.Pipeline(model, plan, **OPTIONS) as pipeline:
         pipeline.step(*first)
         state = pipeline.dtensor_state_dict()
-        before = pipeline.state_dict(whole=True)
+        before = pipeline.gather_state_dict()
         dcp.save(state, checkpoint_id=ours)
         whole = {key: value.full_tensor() for key, value in state.items()}
         if dist.get_rank() == 0:
@@ -71,7 +71,7 @@ def differences(sizes, folder):
         pipeline.step(*rest[0])
         dcp.load(state, checkpoint_id=ours)
         pipeline.load_dtensor_state_dict(state)
-        again = pipeline.state_dict(whole=True)
+        again = pipeline.gather_state_dict()
         if dist.get_rank() == 0:
             yield from unequal("loaded", again, before)
             expected, of_threads = trained_by_threads(theirs, ours)
@@ -79,7 +79,7 @@ def differences(sizes, folder):
         dist.barrier()
         dcp.load(state, checkpoint_id=theirs)
         pipeline.load_dtensor_state_dict(state)
-        from_threads = pipeline.state_dict(whole=True)
+        from_threads = pipeline.gather_state_dict()
         if dist.get_rank() == 0:
             yield from unequal("saved by threads", from_threads, expected)
         if refused(pipeline, state, next(iter(state))):

@@ -61,11 +61,11 @@ def differences(schedule, sizes, transport, where, folder):
         yield from kept_in_vain(model, pipeline)
         first, *rest = batches()
         losses = [pipeline.step(*first), *pipeline.steps(rest)]
-        state = pipeline.state_dict(whole=True)
+        state = pipeline.gather_state_dict()
         pipeline.save(folder / "run", background=False)
         pipeline.step(*first)
         pipeline.load(folder / "run")
-        again = pipeline.state_dict(whole=True)
+        again = pipeline.gather_state_dict()
         if pipeline.timeline.num_ranks != plan.num_ranks:
             yield "timeline"
     if dist.get_rank():
@@ -95,7 +95,7 @@ def kept_in_vain(model, pipeline):
     try:
         pipeline.state_dict()
     except InputError as error:
-        assert in_parts and "whole=True" in str(error)
+        assert in_parts and "gather_state_dict()" in str(error)
     else:
         yield from in_parts
 

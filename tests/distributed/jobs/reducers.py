@@ -247,7 +247,7 @@ def stale():
                 losses.append(loss)
                 break
             journals.append(pipeline.stale_streams)
-            weights = pipeline.state_dict(whole=True)
+            weights = pipeline.gather_state_dict(rank=0)
         if not weights:
             continue
         replay = StaleReplay(

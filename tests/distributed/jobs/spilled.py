@@ -49,7 +49,7 @@ def train(folder, spill, num_ranks=1, num_steps=NUM_STEPS, **options):
             if folder is not None:
                 pipeline.save(folder, keep=2, background=False)
                 print(step, flush=True)
-        state = pipeline.state_dict(whole=True)
+        state = pipeline.gather_state_dict(rank=0)
         return {"losses": losses, "digest": digest(state) if state else ""}
 
 

@@ -76,7 +76,7 @@ def reading(transport: str) -> dict[str, object]:
         found["call"] = warned(lambda: model(inputs))
         found["own"] = warned(pipeline.state_dict)
         whole: dict[str, Tensor] = {}
-        found["whole"] = warned(lambda: whole.update(pipeline.state_dict(whole=True)))
+        found["whole"] = warned(lambda: whole.update(pipeline.gather_state_dict(rank=0)))
         found["evaluate"] = warned(lambda: pipeline.evaluate(inputs))
         copied = copy.deepcopy(model)
         torch.save(model, io.BytesIO())
@@ -89,7 +89,7 @@ def reading(transport: str) -> dict[str, object]:
 
 
 def whole_weights(transport: str) -> list[str]:
-    """Those that one device has, on rank 0, in its order; twice in a row."""
+    """Those that one device has, in its order, on every rank or on the one that is named."""
     found = []
     for schedule in ("1f1b", "zb-v", "chimera"):
         dtype = torch.float64
@@ -99,9 +99,9 @@ def whole_weights(transport: str) -> list[str]:
             for seed in range(2):
                 pipeline.step(*make_batch(8, dtype, seed))
                 reference.step(*make_batch(8, dtype, seed))
-            states = [pipeline.state_dict(whole=True) for _ in range(2)]
-        expected = theirs.state_dict() if dist.get_rank() == 0 else {}
-        for state in states:
+            states = {rank: pipeline.gather_state_dict(rank=rank) for rank in (0, None, 1)}
+        for rank, state in states.items():
+            expected = theirs.state_dict() if rank in (None, dist.get_rank()) else {}
             if [*state] != [*expected]:
                 found.append(f"{schedule}: {[*state]}")
             elif any(not torch.allclose(state[k], expected[k], rtol=1e-11) for k in state):

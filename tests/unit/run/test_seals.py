@@ -69,8 +69,8 @@ def test_what_comes_to_the_same_is_no_difference(other):
         ),
         (
             {"call": Call.GATHER},
-            ("rank 0 calls step(), but rank 1 state_dict(whole=True)",
-             "rank 1 calls state_dict(whole=True), but rank 0 step()"),
+            ("rank 0 calls step(), but rank 1 gather_state_dict()",
+             "rank 1 calls gather_state_dict(), but rank 0 step()"),
         ),
         (
             {"call": Call.LOOP, "behind": Next.MINIBATCH},

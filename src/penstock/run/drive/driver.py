@@ -119,13 +119,16 @@ class Driver(ABC, Generic[T]):
         """Stop what was submitted and will not be collected; by default nothing runs then."""
 
     @abstractmethod
-    def gather(self, states: StageStates, expected: Segment) -> StageStates:
-        """The states of all ranks' stages, where this process is rank 0; elsewhere nothing. Every
-        process must call it.
+    def gather(
+        self, states: StageStates, expected: Segment, destination: int | None
+    ) -> StageStates:
+        """The states of all ranks' stages, where this process is their destination; elsewhere
+        nothing. Every process must call it.
 
         Args:
             states: those of this process's stages, by number.
             expected: what a rank would run that does something else meanwhile.
+            destination: the number of the process that gets them; ``None``: every one.
 
         Raises:
             RunError: another process did not call it.

@@ -351,26 +351,44 @@ class ProcessDriver(Driver[ProcessTicket]):
     def _edges_to_all(self, tag: int) -> list[Edge]:
         return [Edge(self._seat.number, other, tag) for other in self._others]
 
-    def gather(self, states: StageStates, expected: Segment) -> StageStates:
+    def gather(
+        self, states: StageStates, expected: Segment, destination: int | None
+    ) -> StageStates:
         self._check_usable()
         with self._telling_failures(expected, self._worker.num_runs):
             number = self._worker.next_number()
-            self._announce_gathering(number, expected)
-            self._await_gathering(number)
-            for other in self._others if self._seat.number == 0 else ():
-                waiting = f"rank 0, waiting for rank {other}'s weights"
-                edge = Edge(other, 0, STATE_TAG)
-                states |= self._transport.recv(edge, FIRST_EXCHANGE + number, waiting)
-            if self._seat.number:
-                edge = Edge(self._seat.number, 0, STATE_TAG)
-                self._transport.send(edge, FIRST_EXCHANGE + number, states)
+            self._announce_gathering(number, expected, destination)
+            self._await_gathering(number, destination)
+            # One rank after the other tells its own, so that nobody waits for room in a channel
+            # whose other end is sending, too.
+            told = [
+                self._told_weights(source, number, states, destination)
+                for source in range(self._num_ranks)
+            ]
             self._transport.flush()
-        return states if self._seat.number == 0 else {}
+        if destination not in (None, self._seat.number):
+            return {}
+        return {stage: state for own in told for stage, state in own.items()}
 
-    def _announce_gathering(self, number: int, expected: Segment) -> None:
+    def _told_weights(
+        self, source: int, number: int, states: StageStates, destination: int | None
+    ) -> StageStates:
+        """What one rank has, where this process is to know it."""
+        rank, number = self._seat.number, FIRST_EXCHANGE + number
+        if source == rank:
+            for other in self._others if destination is None else {destination} - {rank}:
+                self._transport.send(Edge(rank, other, STATE_TAG), number, states)
+            return states
+        if destination not in (None, rank):
+            return {}
+        waiting = f"rank {rank}, waiting for rank {source}'s weights"
+        told: StageStates = self._transport.recv(Edge(source, rank, STATE_TAG), number, waiting)
+        return told
+
+    def _announce_gathering(self, number: int, expected: Segment, destination: int | None) -> None:
         """Tell the others, also those that do something else: they find it in the place of the
         first message that they wait for."""
-        announcement = Noted(None, Seal(Call.GATHER).packed())
+        announcement = Noted(destination, Seal(Call.GATHER).packed())
         for edge, unit in self._worker.first_units(expected).items():
             self._transport.send(edge, number + unit, announcement)
         # Nobody waits for these if all is well.
@@ -378,13 +396,18 @@ class ProcessDriver(Driver[ProcessTicket]):
         for edge in self._edges_to_all(REPORT_TAG):
             self._transport.send(edge, FIRST_EXCHANGE + number, announcement)
 
-    def _await_gathering(self, number: int) -> None:
+    def _await_gathering(self, number: int, destination: int | None) -> None:
         for other in self._others:
             waiting = (
-                f"rank {self._seat.number}, waiting in state_dict(whole=True), which every rank "
-                f"must call, for rank {other}"
+                f"rank {self._seat.number}, waiting in gather_state_dict(), which every rank must "
+                f"call, for rank {other}"
             )
-            self._told_by(other, number, Seal(Call.GATHER).packed(), waiting)
+            theirs = self._told_by(other, number, Seal(Call.GATHER).packed(), waiting)
+            if theirs != destination:
+                raise RunError(
+                    f"rank {self._seat.number} calls gather_state_dict(rank={destination}), but "
+                    f"rank {other} gather_state_dict(rank={theirs}); give every rank the same"
+                )
 
     def close(self, why: str = "") -> None:
         torch.set_num_threads(self._num_threads_before)

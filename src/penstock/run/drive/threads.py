@@ -275,7 +275,9 @@ class ThreadDriver(Driver[ThreadTicket]):
                 worker.updater.drop_gradients()
             worker.transport.reset()
 
-    def gather(self, states: StageStates, expected: Segment) -> StageStates:
+    def gather(
+        self, states: StageStates, expected: Segment, destination: int | None
+    ) -> StageStates:
         return states
 
     def close(self, why: str = "") -> None:

@@ -41,6 +41,7 @@ from penstock.model.optimizer_factory import (
     Parameters,
     make_optimizer,
     make_scheduler,
+    steps_alone,
 )
 from penstock.reduce.agreement import Share, Verdict, hear, tell, unscale
 from penstock.reduce.owners import OwnerReducer
@@ -148,10 +149,12 @@ class Updater:
             self.shards.put_into(optimizer, f"stage {stage}")
         make = recipe.lr_scheduler
         self.schedulers = {
-            stage: make_scheduler(make, optimizer, f"stage {stage}")
+            stage: make_scheduler(make, optimizer, f"stage {stage}", takes_metric=not recipe.live)
             for stage, optimizer in self.optimizers.items()
             if make is not None
         }
+        # The others wait for a metric, which the caller gives them between steps.
+        self._stepping = {stage: one for stage, one in self.schedulers.items() if steps_alone(one)}
         self._rank = rank
         self._num_ranks = num_ranks
         self.holdings = holdings
@@ -229,8 +232,8 @@ class Updater:
         verdict = self.owed.pop(stage)
         self.num_updates += 1
         self._step(stage, verdict)
-        if stage in self.schedulers:
-            self.schedulers[stage].step()
+        if stage in self._stepping:
+            self._stepping[stage].step()
         # What has been made for good belongs to no step that may fail later.
         self.num_updates -= 1
 
@@ -303,8 +306,8 @@ class Updater:
             self.num_updates += 1
             self.optimizers[stage].step()
             self.shards.clear(self.holdings[stage].named.values())
-        if stage in self.schedulers:
-            self.schedulers[stage].step()
+        if stage in self._stepping:
+            self._stepping[stage].step()
 
     def _step(self, stage: int, verdict: Verdict | None) -> None:
         optimizer = self.optimizers[stage]
@@ -330,7 +333,7 @@ class Updater:
             gradient.mul_(factor)
 
     def _step_schedulers(self) -> None:
-        for scheduler in self.schedulers.values():
+        for scheduler in self._stepping.values():
             scheduler.step()
 
     def _step_on_trust(self, stage: int) -> None:

@@ -116,7 +116,7 @@ class Work:
     def criterion(self, unit: int) -> Criterion | None:
         """From the output of the last stage to the loss; ``None`` where outputs are wanted."""
         loss, metrics = self._recipe.loss, self._recipe.metrics
-        if not self.minibatch.trains or loss is None:
+        if not self._wants_losses or loss is None:
             return None
         number = unit - self._first_unit
         targets = self._here(self.minibatch.targets, self.minibatch.targets_moments, number)
@@ -144,10 +144,14 @@ class Work:
         number = unit - self._first_unit
         if self.minibatch.listener is not None:
             self._keep_frame(number, produced, self.minibatch.listener)
-        elif not self.minibatch.trains:
+        elif not self._wants_losses:
             self.harvest.outputs[number] = produced
         else:
             self._keep_loss(number, produced)
+
+    @property
+    def _wants_losses(self) -> bool:
+        return self.minibatch.trains or bool(self.minibatch.targets)
 
     def _keep_frame(self, number: int, produced: Any, listener: FrameListener) -> None:
         has_loss = number in self.harvest.outputs  # the criterion has put it there
@@ -160,7 +164,8 @@ class Work:
 
     def _keep_loss(self, number: int, produced: Tensor) -> None:
         # The mean of no terms is NaN, and counts for nothing.
-        looks = self._recipe.stop_at_nan and self.minibatch.weights[number]
+        looks = self._recipe.stop_at_nan and self.minibatch.trains
+        looks = looks and bool(self.minibatch.weights[number])
         # On an accelerator the host would have to wait for it.
         if looks and is_on_host(produced.device):
             value = produced.item()

@@ -1,0 +1,171 @@
+"""Callbacks that write what a training says of itself where people look: CSV files, TensorBoard,
+and whatever has a method ``log``, such as a run of Weights & Biases. Only rank 0 writes."""
+
+from __future__ import annotations
+
+import csv
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from penstock.errors import FileError, InputError
+from penstock.fitting.callbacks import Callback
+from penstock.values import whole
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from penstock.pipeline import Pipeline
+
+
+class Logger(Callback):
+    """Writes ``loss``, ``lr`` (of the process's first group), ``grad_norm`` where the pipeline
+    clips, and the pipeline's metrics after every few steps, and ``held_out_loss`` at evaluations.
+
+    Args:
+        every: after how many steps; on an accelerator each of them waits for the loss.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        self._every = whole("every", every, 1)
+
+    def on_step(self, step: int, loss: Tensor | None, pipeline: Pipeline) -> None:
+        if pipeline.is_first and step % self._every == 0:
+            self.write(step, _numbers(loss, pipeline))
+
+    def on_evaluate(self, step: int, loss: Tensor | None, pipeline: Pipeline) -> None:
+        if pipeline.is_first and loss is not None:
+            self.write(step, {"held_out_loss": float(loss)})
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Write numbers by their names; only called in the first process."""
+        raise NotImplementedError
+
+
+def _numbers(loss: Tensor | None, pipeline: Pipeline) -> dict[str, float]:
+    numbers = {} if loss is None else {"loss": float(loss)}
+    rates = pipeline.optimizers.learning_rates
+    if rates:
+        numbers["lr"] = rates[0]
+    with suppress(InputError):  # which says that the pipeline computes none
+        numbers["grad_norm"] = float(pipeline.grad_norm)
+    return {**numbers, **{name: float(value) for name, value in pipeline.metrics.items()}}
+
+
+class CSVLogger(Logger):
+    """Writes a line per step or evaluation into a CSV file; what a line does not tell is empty.
+
+    A file that is there is gone on with, so that a run that was resumed stays in one piece.
+
+    Args:
+        path: of the file; its folder is made.
+        every: after how many steps.
+
+    Raises:
+        FileError: when it writes first, a file with other columns.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], every: int = 1) -> None:
+        super().__init__(every)
+        self._path = Path(path)
+        self._file: TextIO | None = None
+        self._columns: list[str] = []
+        self._started = time.monotonic()
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        if self._file is None:
+            self._file = self._opened(numbers)
+        row = {"step": step, "seconds": round(time.monotonic() - self._started, 3), **numbers}
+        writer = csv.DictWriter(self._file, self._columns, extrasaction="ignore")
+        writer.writerow(row)
+        self._file.flush()
+
+    def on_end(self, pipeline: Pipeline) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _opened(self, numbers: Mapping[str, float]) -> TextIO:
+        usual = ("step", "seconds", "loss", "held_out_loss", "lr")
+        self._columns = [*usual, *(name for name in numbers if name not in usual)]
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            file = self._path.open("a+", newline="")
+            file.seek(0)
+            header = next(csv.reader(file), [])
+            file.seek(0, os.SEEK_END)
+        except OSError as error:
+            raise FileError(f"{self._path}: {error.strerror}; name another file") from error
+        if not header:
+            csv.writer(file).writerow(self._columns)
+        elif header != self._columns:
+            file.close()
+            raise FileError(
+                f"{self._path} has the columns {', '.join(header)}, and this run writes "
+                f"{', '.join(self._columns)}; name another file"
+            )
+        return file
+
+
+class TensorBoardLogger(Logger):
+    """Writes events for TensorBoard, by ``torch.utils.tensorboard``.
+
+    Args:
+        folder: of the run, as ``tensorboard --logdir`` takes it.
+        every: after how many steps.
+
+    Raises:
+        InputError: when it writes first, TensorBoard is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], every: int = 1) -> None:
+        super().__init__(every)
+        self._folder = folder
+        self._writer: Any = None
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        if self._writer is None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise InputError(
+                    f"TensorBoardLogger needs TensorBoard ({error}); pip install tensorboard"
+                ) from error
+            self._writer = SummaryWriter(os.fspath(self._folder))
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+
+    def on_end(self, pipeline: Pipeline) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class RunLogger(Logger):
+    """Hands numbers to a run that has ``log(numbers, step=…)``, as those of ``wandb``, ``swanlab``
+    and ``trackio`` have.
+
+    Args:
+        run: what ``wandb.init(…)`` gave, say; under ``torchrun`` it is used on rank 0 only, and may
+            be ``None`` elsewhere.
+        every: after how many steps.
+
+    Raises:
+        InputError: it cannot log.
+    """
+
+    def __init__(self, run: Any, every: int = 1) -> None:
+        super().__init__(every)
+        if run is not None and not callable(getattr(run, "log", None)):
+            raise InputError(
+                f"the run is a {type(run).__name__} without a method log(numbers, step=…); give "
+                "what wandb.init(…) returns, or an object that has one"
+            )
+        self._run = run
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        if self._run is not None:
+            self._run.log(dict(numbers), step=step)
