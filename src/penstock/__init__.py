@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from penstock import errors, optimizers, versions
     from penstock.checkpoint.wanted import Checkpoints
     from penstock.cluster import Cluster, Device, Link, Tier
-    from penstock.drawing import draw
+    from penstock.drawing import Comparison, compare, draw
     from penstock.fleet import Fleet, Job
     from penstock.graph import Layer, LayerGraph
     from penstock.live.opening import stream
@@ -41,6 +41,7 @@ __all__ = [
     "Captured",
     "Checkpoints",
     "Cluster",
+    "Comparison",
     "Costs",
     "Device",
     "Fleet",
@@ -60,6 +61,7 @@ __all__ = [
     "Timeline",
     "capture",
     "check",
+    "compare",
     "draw",
     "errors",
     "optimizers",
@@ -86,7 +88,7 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
         {
             "penstock.checkpoint.wanted": ("Checkpoints",),
             "penstock.cluster": ("Cluster", "Device", "Link", "Tier"),
-            "penstock.drawing": ("draw",),
+            "penstock.drawing": ("Comparison", "compare", "draw"),
             "penstock.fleet": ("Fleet", "Job"),
             "penstock.graph": ("Layer", "LayerGraph"),
             "penstock.live.opening": ("stream",),
