@@ -26,7 +26,7 @@ from penstock.units import picture_bytes, picture_seconds
 
 _WIDTH, _MARGIN, _LEFT = 760.0, 16.0, 92.0
 _HEIGHT, _HEAD = 104.0, 34.0
-_WIDEST_BAR, _MOST_BARS = 46.0, 300
+_WIDEST_BAR, _MOST_BARS = 56.0, 300
 
 
 class _Kind(NamedTuple):
@@ -74,20 +74,13 @@ def graph_svg(graph: LayerGraph) -> str:
     first, last = graph.layers[0].name, graph.layers[-1].name
     parts.append(write(_LEFT, top + 4, shortened(first, 11, room), "muted small"))
     if len(bars) > 1:
-        right = _LEFT + len(bars) * _step(bars)
-        # Few bars may be too narrow for the names of both ends.
-        anchor = "end" if right - _LEFT > room else "start"
-        place = right if anchor == "end" else _LEFT + text_width(first + "  … ", 11)
-        words = shortened(last if anchor == "end" else f"… {last}", 11, room)
-        parts.append(write(place, top + 4, words, "muted small", text_anchor=anchor))
+        words = shortened(last, 11, room)
+        place = _WIDTH - _MARGIN
+        parts.append(write(place, top + 4, words, "muted small", text_anchor="end"))
     words = f"{len(graph.layers)} layers from {first} to {last}: time and memory of each"
     style = tag("style", f"\n{resource('plan.css')}\n")
     size = _WIDTH, top + _MARGIN
     return document("timeline plan", size, words, "timeline.css", parts, style)
-
-
-def _step(bars: Sequence[Sequence[Layer]]) -> float:
-    return min((_WIDTH - _LEFT - _MARGIN) / len(bars), _WIDEST_BAR)
 
 
 def _drawn(panel: _Panel, bars: Sequence[Sequence[Layer]], top: float) -> Iterator[str]:
@@ -106,7 +99,7 @@ def _drawn(panel: _Panel, bars: Sequence[Sequence[Layer]], top: float) -> Iterat
         yield tag("path", class_="grid" if share else "axis", fill="none", d=path)
         label = panel.show(share * most) if share else "0"
         yield write(_LEFT - 8, y + 4, label, "muted small", text_anchor="end")
-    step = _step(bars)
+    step = (_WIDTH - _LEFT - _MARGIN) / len(bars)
     for index, (layers, parts) in enumerate(zip(bars, amounts, strict=True)):
         yield _bar(panel, layers, parts, (_LEFT + index * step, bottom, step, most))
 
@@ -119,7 +112,7 @@ def _bar(
 ) -> str:
     """One or some layers, from ``place``: x, bottom, width and the amount at the top."""
     x, y, width, most = place
-    gap = min(width * 0.12, 3.0)
+    gap = max(width - _WIDEST_BAR, min(width * 0.12, 3.0))
     told = ", ".join(
         f"{kind.name} {panel.show(amount)}"
         for kind, amount in zip(panel.kinds, amounts, strict=True)

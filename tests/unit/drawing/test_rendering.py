@@ -1,5 +1,6 @@
 """Figures as PNG and PDF, and figures of a given width."""
 
+import dataclasses
 import re
 import struct
 import sys
@@ -11,6 +12,7 @@ import penstock as pk
 from penstock.drawing import draw_stacked
 from penstock.drawing.rendering import light
 from penstock.errors import InputError
+from penstock.timing.spans import Transfer
 
 SVG = "{http://www.w3.org/2000/svg}"
 SPLIT = pk.simulate(pk.schedules.build("zb-h1", num_ranks=4, num_microbatches=8), pk.Costs())
@@ -89,6 +91,25 @@ def test_a_figure_that_fits_is_drawn_whole():
     short = ElementTree.fromstring(drawn(SPLIT, width=800, whole=False))
     boxes = [group for group in short.iter(f"{SVG}g") if group.get("class") == "span"]
     assert len(boxes) == sum(len(row.ops) for row in SPLIT.rows)
+
+
+def test_an_excerpt_keeps_what_its_links_carry_meanwhile():
+    transfers = [
+        Transfer((0, 1), "value", 0, number, 3.0 * number, 3.0 * number + 1) for number in range(64)
+    ]
+    known = dataclasses.replace(LONG, transfers=tuple(transfers))
+    picture = ElementTree.fromstring(drawn(known, width=800, whole=False))
+    told = [one.find(f"{SVG}title").text for one in picture.iter(f"{SVG}g") if is_transfer(one)]
+    numbers = [int(re.search(r"microbatch (\d+)", words)[1]) for words in told]
+    assert numbers[0] == 0 and numbers[-1] == 63
+    assert len(numbers) < 64
+    left = min(float(one.find(f"{SVG}rect").get("x")) for one in picture.iter() if is_transfer(one))
+    tracks = [one for one in picture.iter(f"{SVG}rect") if one.get("class") == "track"]
+    assert left >= min(float(track.get("x")) for track in tracks[:4])
+
+
+def is_transfer(element):
+    return element.get("class") == "transfer"
 
 
 @pytest.mark.parametrize("width", [10, -1, float("nan")])

@@ -132,17 +132,24 @@ def _backwards(times: Sequence[float]) -> Iterator[float]:
 def _cut(timeline: Timeline, after: float, before: float, from_zero: bool) -> Excerpt:
     """What starts between two times."""
     rows = [_part_of(row, after, before) for row in timeline.rows]
-    shift = _first(rows) if from_zero else 0.0
+    begins = _first(rows)
+    shift = begins if from_zero else 0.0
     if shift:
         rows = [
             row._replace(starts=_earlier(row.starts, shift), ends=_earlier(row.ends, shift))
             for row in rows
         ]
+    moved = tuple(
+        transfer._replace(start=transfer.start - shift, end=transfer.end - shift)
+        for transfer in timeline.transfers
+        if begins <= transfer.start < before
+    )
     return Excerpt(
         tuple(rows),
         timeline.name,
         timeline.source,
         timeline.activations,
+        transfers=moved,
         whole=timeline,
         shift=shift,
     )
