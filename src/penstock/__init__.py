@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from penstock import errors, optimizers, versions
     from penstock.checkpoint.wanted import Checkpoints
     from penstock.cluster import Cluster, Device, Link, Tier
-    from penstock.drawing import draw
+    from penstock.drawing import Comparison, compare, draw
     from penstock.fitting.callbacks import Callback, EarlyStopping
     from penstock.fitting.loop import fit
     from penstock.fleet import Fleet, Job
@@ -45,6 +45,7 @@ __all__ = [
     "Captured",
     "Checkpoints",
     "Cluster",
+    "Comparison",
     "Costs",
     "Device",
     "EarlyStopping",
@@ -65,6 +66,7 @@ __all__ = [
     "Timeline",
     "capture",
     "check",
+    "compare",
     "draw",
     "errors",
     "fit",
@@ -93,7 +95,7 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
         {
             "penstock.checkpoint.wanted": ("Checkpoints",),
             "penstock.cluster": ("Cluster", "Device", "Link", "Tier"),
-            "penstock.drawing": ("draw",),
+            "penstock.drawing": ("Comparison", "compare", "draw"),
             "penstock.fitting.callbacks": ("Callback", "EarlyStopping"),
             "penstock.fitting.loop": ("fit",),
             "penstock.fleet": ("Fleet", "Job"),

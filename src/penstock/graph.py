@@ -16,6 +16,7 @@ from msgspec import field
 from msgspec.structs import replace
 
 from penstock.errors import InputError
+from penstock.lazily import method_loaded_when_used
 from penstock.values import MOST_BYTES, Value, expect, number, shown, whole
 
 
@@ -369,6 +370,8 @@ class LayerGraph(Value, frozen=True, kw_only=True):
                 *(f"! {warning}" for warning in self.warnings),
             ]
         )
+
+    _repr_html_ = method_loaded_when_used("penstock.drawing.cells", "graph_cell")
 
     @property
     def fingerprint(self) -> str:

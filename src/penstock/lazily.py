@@ -41,3 +41,20 @@ def loaded_when_used(
         return loaded
 
     return load
+
+
+def method_loaded_when_used(module: str, function: str) -> Callable[[Any], Any]:
+    """A method whose body is a function of a module that is loaded when somebody calls it.
+
+    For a value of a low room that a higher one shows, as a notebook does: the value knows where
+    its picture is made, and nothing of how.
+
+    Args:
+        module: the full name of the module.
+        function: what it calls with the value.
+    """
+
+    def method(value: Any) -> Any:
+        return getattr(importlib.import_module(module), function)(value)
+
+    return method

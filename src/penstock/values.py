@@ -149,8 +149,8 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise FileError(f"cannot read {path}: {reason}") from None
 
 
-def write_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Write ``text`` to ``path`` so that no reader ever sees half of it.
+def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write text (as UTF-8) or bytes to ``path`` so that no reader ever sees half of it.
 
     Raises:
         FileError: the folder cannot be made or written.
@@ -165,8 +165,8 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
         try:
             # mkstemp makes private files.
             os.fchmod(handle, readable_mode())
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
+            with os.fdopen(handle, "wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
             os.replace(temporary, target)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)

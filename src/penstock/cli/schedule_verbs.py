@@ -100,7 +100,7 @@ def draw(
     else:
         loaded = sources.load_shown(source, ranks, microbatches, costs)
     if loaded.plan is None:
-        picture = drawing.draw(loaded.shown, output, versions=versions)
+        picture: str = drawing.draw(loaded.shown, output, versions=versions)
     else:
         from penstock.plans.picture import picture_of
 

@@ -1,8 +1,11 @@
-"""Pictures of a timeline: text, SVG, HTML, Chrome trace. One function, ``draw``, for all of them;
-``draw_plan`` for a plan with its timeline, ``draw_stacked`` for several timelines on one axis,
-``draw_scatter`` for memory against bubble, ``draw_memory`` for memory over time, ``draw_borrowed``
-for two ticks of PARTIME, ``draw_fleets`` for many models on few devices, ``write_report`` for a
-whole training run."""
+"""Pictures of a timeline: text, SVG, PDF, PNG, HTML, Chrome trace. One function, ``draw``, for all
+of them; ``compare`` for several beside each other, as a value. ``draw_plan`` for a plan with its
+timeline, ``draw_stacked`` for several timelines on one axis, ``draw_scatter`` for memory against
+bubble, ``draw_memory`` for memory over time, ``draw_borrowed`` for two ticks of PARTIME,
+``draw_fleets`` for many models on few devices, ``write_report`` for a whole training run.
+
+Figures are SVG; ``rendering`` makes PDF and PNG of them, ``cells`` what a notebook shows of values
+of any room: they name the function that draws them, and load it when they are looked at."""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import TYPE_CHECKING
 from penstock.lazily import loaded_when_used
 
 if TYPE_CHECKING:
+    from penstock.drawing.comparison import Comparison, compare
     from penstock.drawing.formats import (
         draw,
         draw_borrowed,
@@ -28,6 +32,7 @@ else:
     __getattr__ = loaded_when_used(
         __name__,
         {
+            "penstock.drawing.comparison": ("Comparison", "compare"),
             "penstock.drawing.formats": (
                 "draw",
                 "draw_borrowed",
@@ -51,12 +56,14 @@ else:
     )
 
 __all__ = [
+    "Comparison",
     "Fact",
     "PlanPicture",
     "Report",
     "Series",
     "StageRow",
     "TimelineRecord",
+    "compare",
     "draw",
     "draw_borrowed",
     "draw_fleets",

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from penstock.drawing.axes import Titled
+from penstock.drawing.picture import Picture
 from penstock.errors import InputError
 from penstock.schedule.memory import Curve
 from penstock.timing.fleet_timeline import FleetTimeline
 from penstock.timing.timeline import Timeline
-from penstock.values import expect, write_atomically
+from penstock.values import expect, number, write_atomically
 
 if TYPE_CHECKING:
     from penstock.drawing.fleets import TitledFleet
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 
 Pictured = TypeVar("Pictured")
 
-_KINDS = (".txt", ".svg", ".html", ".json")
+_NARROWEST = 300
+_FIGURES = (".svg", ".pdf", ".png")
+_KINDS = (".txt", *_FIGURES, ".html", ".json")
 
 
 def draw(
@@ -29,32 +32,55 @@ def draw(
     path: str | os.PathLike[str] | None = None,
     *,
     versions: bool = False,
-) -> str:
+    width: float | None = None,
+) -> Picture:
     """Draw a timeline.
 
     Args:
-        timeline: predicted or measured; or that of a fleet, into ``.txt`` or ``.svg``.
+        timeline: predicted or measured; or that of a fleet, into text or a figure.
         path: where to write the picture; its suffix chooses the kind: ``.txt``, ``.svg``,
-            ``.html`` (self-contained page) or ``.json`` (Chrome trace, for Perfetto). Without a
-            path nothing is written.
+            ``.pdf`` and ``.png`` (with the extra ``pictures``), ``.html`` (self-contained page) or
+            ``.json`` (Chrome trace, for Perfetto). Without a path nothing is written.
         versions: whether to show which version of its stage's weights each op read.
+        width: of the figure in pixels (at least 300), as of a paper's column; of a timeline whose
+            labels do not fit, its beginning and its end are drawn. By default as wide as labels
+            need. For text, pages and traces it means nothing.
 
     Returns:
-        The text of the picture (of the ``.txt`` kind when there is no path).
+        The text of the picture (of the ``.txt`` kind when there is no path; of the ``.svg`` kind
+        for ``.pdf`` and ``.png``). As the last value of a notebook's cell, it is shown there as an
+        image.
 
     Raises:
-        InputError: the suffix is none of these, or the timeline does not know the versions.
+        InputError: the suffix is none of these, the width is too small, or the timeline does not
+            know the versions; or for ``.pdf`` and ``.png``, the extra is not installed.
         FileError: the file cannot be written.
     """
     if isinstance(timeline, FleetTimeline):
-        return draw_fleets([("", timeline)], path)
+        return Picture.of(draw_fleets([("", timeline)], path), timeline._repr_html_)
     expect(timeline, Timeline, "the timeline", "make one with penstock.simulate")
     if versions:
         timeline.check_versions()
-    return _drawn(_KINDS, partial(_of_timeline, versions=versions), timeline, path)
+    render = partial(_of_timeline, versions=versions, width=_width(width))
+    text = _drawn(_KINDS, render, timeline, path)
+    return Picture.of(text, partial(_cell, timeline, versions))
 
 
-def _of_timeline(suffix: str, timeline: Timeline, *, versions: bool) -> str:
+def _cell(timeline: Timeline, versions: bool) -> str:
+    from penstock.drawing.cells import timeline_cell
+
+    return timeline_cell(timeline, versions)
+
+
+def _width(width: float | None) -> float | None:
+    if width is not None and number("width", width) < _NARROWEST:
+        raise InputError(f"the width is {width:g} pixels; give at least {_NARROWEST}")
+    return width
+
+
+def _of_timeline(
+    suffix: str, timeline: Timeline, *, versions: bool, width: float | None = None
+) -> str:
     if suffix == ".txt":
         from penstock.drawing.timeline.text import text
 
@@ -62,7 +88,7 @@ def _of_timeline(suffix: str, timeline: Timeline, *, versions: bool) -> str:
     if suffix == ".svg":
         from penstock.drawing.timeline.svg import svg
 
-        return svg(timeline, versions=versions)
+        return svg(timeline, width, versions=versions, whole=width is None)
     if suffix == ".html":
         from penstock.drawing.timeline.html import page
 
@@ -78,19 +104,28 @@ def draw_plan(
     path: str | os.PathLike[str] | None = None,
     *,
     versions: bool = False,
+    width: float | None = None,
 ) -> str:
-    """Draw a plan with its predicted timeline below; ``path`` and ``versions`` are as for ``draw``.
-    A ``.json`` holds the timeline alone.
+    """Draw a plan with its predicted timeline below; all else is as for ``draw``, but that the
+    plan itself is not drawn narrower than 700 pixels. A ``.json`` holds the timeline alone.
 
     Args:
         picture: of the plan, from ``penstock.plans.picture.picture_of``.
     """
     if versions:
         timeline.check_versions()
-    return _drawn(_KINDS, partial(_of_plan, picture=picture, versions=versions), timeline, path)
+    render = partial(_of_plan, picture=picture, versions=versions, width=_width(width))
+    return _drawn(_KINDS, render, timeline, path)
 
 
-def _of_plan(suffix: str, timeline: Timeline, *, picture: PlanPicture, versions: bool) -> str:
+def _of_plan(
+    suffix: str,
+    timeline: Timeline,
+    *,
+    picture: PlanPicture,
+    versions: bool,
+    width: float | None,
+) -> str:
     if suffix == ".txt":
         from penstock.drawing.plan.text import plan_with_timeline_text
 
@@ -99,17 +134,21 @@ def _of_plan(suffix: str, timeline: Timeline, *, picture: PlanPicture, versions:
         return _of_timeline(suffix, timeline, versions=versions)
     from penstock.drawing.plan.page import plan_page, plan_with_timeline_svg
 
-    render = plan_with_timeline_svg if suffix == ".svg" else plan_page
-    return render(picture, timeline, versions=versions)
+    if suffix == ".svg":
+        return plan_with_timeline_svg(picture, timeline, versions=versions, width=width)
+    return plan_page(picture, timeline, versions=versions)
 
 
-def draw_stacked(timelines: Sequence[Titled], path: str | os.PathLike[str]) -> str:
-    """Draw several timelines, each with its title, on one time axis, into ``.txt``, ``.svg`` or
+def draw_stacked(
+    timelines: Sequence[Titled], path: str | os.PathLike[str], *, width: float | None = None
+) -> str:
+    """Draw several timelines, each with its title, on one time axis, into ``.txt``, a figure or
     ``.html``; otherwise as ``draw``."""
-    return _drawn((".txt", ".svg", ".html"), _of_several, timelines, path)
+    kinds = (".txt", *_FIGURES, ".html")
+    return _drawn(kinds, partial(_of_several, width=_width(width)), timelines, path)
 
 
-def _of_several(suffix: str, timelines: Sequence[Titled]) -> str:
+def _of_several(suffix: str, timelines: Sequence[Titled], *, width: float | None) -> str:
     if suffix == ".txt":
         from penstock.drawing.timeline.text import stacked_text
 
@@ -117,18 +156,18 @@ def _of_several(suffix: str, timelines: Sequence[Titled]) -> str:
     if suffix == ".svg":
         from penstock.drawing.timeline.svg import stacked
 
-        return stacked(timelines)
+        return stacked(timelines, width, whole=width is None)
     from penstock.drawing.timeline.html import stacked_page
 
     return stacked_page(timelines)
 
 
 def draw_scatter(timelines: Sequence[Titled], path: str | os.PathLike[str]) -> str:
-    """Draw the peak of activations of each timeline against its bubbles into an ``.svg``; otherwise
+    """Draw the peak of activations of each timeline against its bubbles into a figure; otherwise
     as ``draw``."""
     from penstock.drawing.scatter import scatter_timelines
 
-    return _drawn((".svg",), lambda _, scattered: scatter_timelines(scattered), timelines, path)
+    return _drawn(_FIGURES, lambda _, scattered: scatter_timelines(scattered), timelines, path)
 
 
 def draw_memory(
@@ -136,7 +175,7 @@ def draw_memory(
     limits: Sequence[float | None],
     path: str | os.PathLike[str],
 ) -> str:
-    """Draw what ranks hold over time, beside what they may hold, into an ``.svg``; otherwise as
+    """Draw what ranks hold over time, beside what they may hold, into a figure; otherwise as
     ``draw``.
 
     Args:
@@ -145,27 +184,27 @@ def draw_memory(
     """
     from penstock.drawing.memory import memory_chart
 
-    return _drawn((".svg",), lambda _, shown: memory_chart(shown, limits), curves, path)
+    return _drawn(_FIGURES, lambda _, shown: memory_chart(shown, limits), curves, path)
 
 
 def draw_borrowed(path: str | os.PathLike[str], num_stages: int = 3) -> str:
     """Draw two ticks of PARTIME, with an arrow from each gradient to the forward whose activations
-    it goes through, into an ``.svg``; otherwise as ``draw``.
+    it goes through, into a figure; otherwise as ``draw``.
 
     Args:
         num_stages: rows, from 1 to 8.
     """
     from penstock.drawing.borrowed import borrowed
 
-    return _drawn((".svg",), lambda _, count: borrowed(count), num_stages, path)
+    return _drawn(_FIGURES, lambda _, count: borrowed(count), num_stages, path)
 
 
 def draw_fleets(
     timelines: Sequence[TitledFleet], path: str | os.PathLike[str] | None = None
 ) -> str:
-    """Draw timelines of fleets, each with its title, on one time axis, into ``.txt`` or ``.svg``;
+    """Draw timelines of fleets, each with its title, on one time axis, into ``.txt`` or a figure;
     otherwise as ``draw``."""
-    return _drawn((".txt", ".svg"), _of_fleets, timelines, path)
+    return _drawn((".txt", *_FIGURES), _of_fleets, timelines, path)
 
 
 def _of_fleets(suffix: str, timelines: Sequence[TitledFleet]) -> str:
@@ -188,7 +227,27 @@ def _drawn(
     suffix = ".txt" if path is None else Path(path).suffix.lower()
     if suffix not in kinds:
         raise InputError(f"cannot draw {str(path)!r}: end the name in {', '.join(kinds)}")
-    picture = render(suffix, pictured)
+    if suffix in (".pdf", ".png"):
+        from penstock.drawing.rendering import check_installed
+
+        check_installed(suffix)
+    picture = render(".svg" if suffix in _FIGURES else suffix, pictured)
     if path is not None:
-        write_atomically(path, picture if picture.endswith("\n") else picture + "\n")
+        write_figure(path, picture)
     return picture
+
+
+def write_figure(path: str | os.PathLike[str], picture: str) -> None:
+    """Write a picture; an SVG document also as ``.pdf`` or ``.png``, if the path ends so.
+
+    Raises:
+        InputError: the extra ``pictures`` is not installed, which those need.
+        FileError: the file cannot be written.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix in (".pdf", ".png"):
+        from penstock.drawing.rendering import rendered
+
+        write_atomically(path, rendered(picture, suffix))
+    else:
+        write_atomically(path, picture if picture.endswith("\n") else picture + "\n")

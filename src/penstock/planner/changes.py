@@ -15,6 +15,7 @@ from penstock.cluster.checks import MOST_DEVICES
 from penstock.cluster.subset import only
 from penstock.errors import InputError, PlanError
 from penstock.graph import LayerGraph
+from penstock.lazily import method_loaded_when_used
 from penstock.planner.search import plan
 from penstock.plans.plan import Plan
 from penstock.plans.table import as_text, new_table
@@ -108,6 +109,8 @@ class WhatIf:
         for name, before, after, change in self.rows():
             table.add_row(name, before, after, change)
         return as_text(table)
+
+    _repr_html_ = method_loaded_when_used("penstock.plans.cells", "what_if_cell")
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """(what, before, after, difference) of everything that people compare."""

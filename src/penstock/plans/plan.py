@@ -14,6 +14,7 @@ from msgspec.structs import force_setattr, replace
 from penstock.cluster import Device, SpareMachine
 from penstock.errors import InputError
 from penstock.graph import Contention
+from penstock.lazily import method_loaded_when_used
 from penstock.plans.alternative import Alternative, argued
 from penstock.plans.consistency import (
     check_counts,
@@ -482,6 +483,8 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
     def __str__(self) -> str:
         sheet = render(title(self), self.prediction, self.one_device_seconds, self.rate)
         return argued(sheet, self.alternatives, self.reason, self.contention, self.warnings)
+
+    _repr_html_ = method_loaded_when_used("penstock.plans.cells", "plan_cell")
 
     @cached_property
     def on_accelerator(self) -> tuple[bool, ...]:

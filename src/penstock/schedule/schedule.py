@@ -13,6 +13,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Literal
 
 from penstock.errors import InputError, ScheduleError
+from penstock.lazily import method_loaded_when_used
 from penstock.schedule.columns.rank_ops import RankOps, stages_in
 from penstock.schedule.op import BACKWARD, COMPUTE, OF_A_ROUND, Kind, Op, dependencies
 from penstock.values import expect, shown
@@ -153,6 +154,8 @@ class Schedule:
 
     def __str__(self) -> str:
         return "".join(",".join(map(str, ops)) + "\n" for ops in self.ranks)
+
+    _repr_html_ = method_loaded_when_used("penstock.drawing.cells", "schedule_cell")
 
     @property
     def num_ranks(self) -> int:

@@ -13,6 +13,7 @@ from itertools import compress
 from operator import sub
 
 from penstock.errors import InputError
+from penstock.lazily import method_loaded_when_used
 from penstock.schedule.columns.rank_ops import are_of, slices_in, stages_in
 from penstock.schedule.memory import (
     Curve,
@@ -130,6 +131,8 @@ class Timeline:
             for row, read in zip(self.rows, versions, strict=True)
         )
         return replace(self, rows=tuple(rows))
+
+    _repr_html_ = method_loaded_when_used("penstock.drawing.cells", "timeline_cell")
 
     @property
     def has_versions(self) -> bool:

@@ -254,7 +254,7 @@ def test_the_same_pictures_stacked_in_files(tmp_path):
     html = draw_stacked(titled, tmp_path / "x.html")
     assert Page(html).references == [] and html.count('class="panel"') == 2
     assert draw_stacked(titled, tmp_path / "x.txt") == stacked_text(titled)
-    with pytest.raises(errors.InputError, match=r"\.txt, \.svg, \.html"):
+    with pytest.raises(errors.InputError, match=r"\.txt, \.svg, \.pdf, \.png, \.html$"):
         draw_stacked(titled, tmp_path / "x.json")
 
 
@@ -296,8 +296,8 @@ def test_golden_drawing(suffix, tmp_path):
 
 
 def test_unknown_suffix_names_the_known_ones(tmp_path):
-    with pytest.raises(errors.InputError, match=r"\.txt, \.svg, \.html, \.json"):
-        draw(ONE_F_ONE_B, tmp_path / "picture.png")
+    with pytest.raises(errors.InputError, match=r"\.txt, \.svg, \.pdf, \.png, \.html, \.json"):
+        draw(ONE_F_ONE_B, tmp_path / "picture.jpeg")
     assert not list(tmp_path.iterdir())
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from penstock.drawing.markup import escaped, lines, tag
 from penstock.drawing.plan.picture import Choices, PlanPicture
-from penstock.drawing.plan.svg import NARROWEST, WIDEST, plan_svg
+from penstock.drawing.plan.svg import NARROWEST, NARROWEST_AT_ALL, WIDEST, plan_svg
 from penstock.drawing.timeline.html import document, inline, scroll, viewer
 from penstock.drawing.timeline.svg import PAGE_WIDTHS, stacked, svg
 from penstock.timing.timeline import Timeline
@@ -15,8 +15,19 @@ from penstock.timing.timeline import Timeline
 _SIZE = re.compile(r'width="(\d+)" height="(\d+)"')
 
 
-def plan_with_timeline_svg(picture: PlanPicture, timeline: Timeline, versions: bool = False) -> str:
-    """Draw a plan and its predicted timeline as one standalone SVG document."""
+def plan_with_timeline_svg(
+    picture: PlanPicture, timeline: Timeline, versions: bool = False, width: float | None = None
+) -> str:
+    """Draw a plan and its predicted timeline as one standalone SVG document.
+
+    Args:
+        versions: whether to show which version of the weights each op read.
+        width: in pixels, at least 700; by default as wide as the timeline's labels need.
+    """
+    if width is not None:
+        width = max(width, NARROWEST_AT_ALL)
+        steps = svg(timeline, width, versions=versions, whole=False)
+        return _below_each_other([plan_svg(picture, width), steps], picture.title)
     steps = svg(timeline, versions=versions)
     width = min(max(_size(steps)[0], NARROWEST), WIDEST)
     return _below_each_other([plan_svg(picture, width), steps], picture.title)

@@ -46,6 +46,8 @@ from penstock.units import TimeUnit, picture_bytes, picture_seconds, unit_of_sec
 
 NARROWEST, WIDEST = 1040.0, 1600.0
 """The least and the most pixels that a figure is wide by itself."""
+NARROWEST_AT_ALL = 700.0
+"""Below this, memory and its words leave too little room for the stages."""
 
 _MARGIN, _PADDING = 16.0, 10.0
 _ROW, _BAR, _HEADING, _GAP = 24.0, 18.0, 20.0, 10.0

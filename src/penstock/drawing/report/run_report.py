@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Self
 
 from penstock.errors import InputError
+from penstock.lazily import method_loaded_when_used
 from penstock.timing.timeline import Timeline
 from penstock.timing.timeline_file import TimelineFile
 from penstock.values import Value
@@ -135,6 +136,8 @@ class Report(Value, frozen=True, kw_only=True):
             raise InputError(
                 f"the report has version {self.version}; this Penstock reads version 1"
             )
+
+    _repr_html_ = method_loaded_when_used("penstock.drawing.cells", "report_cell")
 
     def timelines(self) -> dict[str, Timeline]:
         """What there is of the predicted and the measured timeline, by title."""

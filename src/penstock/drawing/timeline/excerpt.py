@@ -85,6 +85,17 @@ def excerpts(
     ]
 
 
+def shortened_to(title: str, timeline: Timeline, length: float) -> Iterator[Titled]:
+    """A timeline, or, if the two leave anything out, what begins in its first ``length`` and what
+    begins in its last."""
+    first = _first(timeline.rows)
+    begins, ends = first + length, first + timeline.makespan - length
+    if begins < ends:
+        yield from _ends(title, timeline, begins, ends, from_zero=False)
+    else:
+        yield title, timeline
+
+
 def _parts(title: str, timeline: Timeline, ops_per_rank: int, from_zero: bool) -> Iterator[Titled]:
     num_ops = sum(len(row.ops) for row in timeline.rows)
     if num_ops <= MOST_OPS:
@@ -93,8 +104,16 @@ def _parts(title: str, timeline: Timeline, ops_per_rank: int, from_zero: bool) -
     most = min(ops_per_rank * timeline.num_ranks, MOST_OPS // 4)
     begins = _nth((row.starts for row in timeline.rows), most)
     ends = -_nth((_backwards(row.starts) for row in timeline.rows), most)
+    yield from _ends(title, timeline, begins, ends, from_zero)
+
+
+def _ends(
+    title: str, timeline: Timeline, begins: float, ends: float, from_zero: bool
+) -> Iterator[Titled]:
+    """What starts before ``begins``, and what starts behind ``ends``."""
     first = _cut(timeline, float("-inf"), begins, from_zero)
     last = _cut(timeline, ends, float("inf"), from_zero)
+    num_ops = sum(len(row.ops) for row in timeline.rows)
     left_out = num_ops - sum(len(row.ops) for row in (*first.rows, *last.rows))
     since = unit_for([last]).show(last.shift + _first(last.rows))
     yield f"{title}: its beginning ({left_out:,} of {num_ops:,} ops are left out)", first
@@ -113,17 +132,24 @@ def _backwards(times: Sequence[float]) -> Iterator[float]:
 def _cut(timeline: Timeline, after: float, before: float, from_zero: bool) -> Excerpt:
     """What starts between two times."""
     rows = [_part_of(row, after, before) for row in timeline.rows]
-    shift = _first(rows) if from_zero else 0.0
+    begins = _first(rows)
+    shift = begins if from_zero else 0.0
     if shift:
         rows = [
             row._replace(starts=_earlier(row.starts, shift), ends=_earlier(row.ends, shift))
             for row in rows
         ]
+    moved = tuple(
+        transfer._replace(start=transfer.start - shift, end=transfer.end - shift)
+        for transfer in timeline.transfers
+        if begins <= transfer.start < before
+    )
     return Excerpt(
         tuple(rows),
         timeline.name,
         timeline.source,
         timeline.activations,
+        transfers=moved,
         whole=timeline,
         shift=shift,
     )

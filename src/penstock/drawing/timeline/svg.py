@@ -18,7 +18,7 @@ from penstock.drawing.axes import Titled, UnitName, longest, tick_label, ticks, 
 from penstock.drawing.markup import document, lines, shortened, tag, text_width, write
 from penstock.drawing.timeline import link_rows, version_marks
 from penstock.drawing.timeline.boxes import LabelStyle, box, hatches, label_styles, widest_label
-from penstock.drawing.timeline.excerpt import excerpts, whole_of
+from penstock.drawing.timeline.excerpt import Excerpt, excerpts, shortened_to, whole_of
 from penstock.drawing.timeline.labels import Names
 from penstock.drawing.timeline.legend import legend
 from penstock.schedule.op import COMPUTE, WAITING, Kind
@@ -26,8 +26,9 @@ from penstock.timing.spans import BUSY, Span
 from penstock.timing.timeline import Timeline
 from penstock.units import TimeUnit
 
-FIGURE_WIDTHS, PAGE_WIDTHS = (800.0, 2400.0), (1000.0, 6000.0)
-"""The least and the most pixels that a picture is wide: one for paper, one that can be scrolled."""
+FIGURE_WIDTHS, PAGE_WIDTHS, CELL_WIDTHS = (800.0, 2400.0), (1000.0, 6000.0), (640.0, 1000.0)
+"""The least and the most pixels that a picture is wide: one for paper, one that can be scrolled,
+and one in a notebook's cell."""
 
 _MARGIN = 16.0
 _HEAD_HEIGHT = 50.0
@@ -35,6 +36,9 @@ _AXIS_HEIGHT = 46.0
 _TICK_DISTANCE = 80.0
 _OPS_PER_RANK = 200
 """How many are drawn at either end of a timeline that is too long."""
+_SHRINKS_TO = 0.72
+"""How narrow ops may be, as a share of what their labels need in the usual size: there are smaller
+ones."""
 
 
 def svg(
@@ -42,6 +46,7 @@ def svg(
     width: float | None = None,
     unit: UnitName | None = None,
     versions: bool = False,
+    whole: bool = True,
 ) -> str:
     """Draw one timeline as a standalone SVG document.
 
@@ -49,9 +54,10 @@ def svg(
         width: of the picture in pixels; by default, as wide as the labels need, up to 2400.
         unit: of the times; by default guessed, see ``stacked``.
         versions: whether to show which version of the weights each op read.
+        whole: whether the middle is drawn, too, if labels then do not fit.
     """
     title = f"{timeline.name or 'schedule'}, {timeline.source}"
-    return stacked([(title, timeline)], width, unit, versions=versions)
+    return stacked([(title, timeline)], width, unit, versions=versions, whole=whole)
 
 
 def stacked(
@@ -60,6 +66,7 @@ def stacked(
     unit: UnitName | None = None,
     width_range: tuple[float, float] = FIGURE_WIDTHS,
     versions: bool = False,
+    whole: bool = True,
 ) -> str:
     """Draw several timelines, one below the other, on one time axis; of one with more than 50,000
     ops, only its beginning and its end.
@@ -70,9 +77,12 @@ def stacked(
             has only ops shorter than half a second.
         width_range: the least and the most that ``width`` is by default.
         versions: whether to show which version of the weights each op read.
+        whole: whether the middle of a timeline is drawn, too, if labels then do not fit.
     """
-    items = timelines.items() if isinstance(timelines, Mapping) else timelines
+    items = list(timelines.items() if isinstance(timelines, Mapping) else timelines)
     panels = excerpts(items, _OPS_PER_RANK)
+    if not whole:
+        panels = _fitting(panels, width or width_range[1], unit, versions)
     frame = _frame([timeline for _, timeline in panels], width or width_range, unit, versions)
     parts, top = [], _MARGIN
     for title, timeline in panels:
@@ -135,6 +145,25 @@ def _frame(
     unit_of_times = unit_for(timelines, unit)
     right = width - after
     return _Frame(width, left, right, extent, unit_of_times, bar, area, held, versions)
+
+
+def _fitting(
+    panels: Sequence[Titled], width: float, unit: UnitName | None, versions: bool
+) -> list[Titled]:
+    """Timelines whose labels fit into a width: the beginning and the end of each that is too
+    long."""
+    frame = _frame([timeline for _, timeline in panels], width, unit, versions)
+    needed = max((_pixels_per_time(timeline) for _, timeline in panels), default=0.0)
+    if not needed:
+        return list(panels)
+    length = (frame.right - frame.left) / (needed * _SHRINKS_TO)
+    fitting: list[Titled] = []
+    for title, timeline in panels:
+        # What begins at the end of the first part goes on behind it.
+        whole = isinstance(timeline, Excerpt) or timeline.makespan <= length
+        parts = [(title, timeline)] if whole else shortened_to(title, timeline, 0.9 * length)
+        fitting += parts
+    return fitting
 
 
 def _pixels_per_time(timeline: Timeline) -> float:

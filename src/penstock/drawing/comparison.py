@@ -1,0 +1,107 @@
+"""Schedules beside each other: numbers in a table, timelines on one axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from penstock.drawing.axes import Titled, unit_for
+from penstock.errors import InputError
+from penstock.schedule.schedule import Schedule
+from penstock.timing.costs import Costs
+from penstock.timing.simulator import simulate
+from penstock.timing.timeline import Timeline
+from penstock.values import expect
+
+_COLUMNS = ("", "makespan", "bubble", "stage bubble", "peak activations")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Timelines that are to be looked at together. As text a table; in a notebook also a picture of
+    all of them on one time axis.
+
+    Attributes:
+        timelines: each with its title.
+    """
+
+    timelines: tuple[Titled, ...]
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Title, makespan, both bubbles and peak of activations (in microbatches of a rank's
+        layers) of each timeline, as text."""
+        unit = unit_for([timeline for _, timeline in self.timelines])
+        return [
+            (
+                title,
+                unit.show(timeline.makespan),
+                f"{timeline.bubble:.1%}",
+                f"{timeline.stage_bubble:.1%}",
+                f"{max(timeline.peak_activations, default=0):.4g}",
+            )
+            for title, timeline in self.timelines
+        ]
+
+    def __str__(self) -> str:
+        rows = [_COLUMNS, *self.rows()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            "  ".join(
+                cell.rjust(width) if column else cell.ljust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        )
+
+    def _repr_html_(self) -> str:
+        from penstock.drawing import cells
+
+        table = cells.table(_COLUMNS, self.rows())
+        return cells.cell(table, cells.timelines_image(self.timelines))
+
+
+def compare(
+    *compared: Schedule | Timeline | Mapping[str, Schedule | Timeline], costs: Costs | None = None
+) -> Comparison:
+    """Put schedules and timelines beside each other.
+
+    Args:
+        compared: schedules, which are simulated; timelines as they are, predicted or measured; or
+            dicts of either, whose keys are their titles. By default a schedule is called by its
+            name, and a timeline by its name and source.
+        costs: of a whole rank's layers, for the schedules; by default F = I = W = 1 and no hops.
+
+    Raises:
+        InputError: nothing to compare, something else than these, or two of the same title.
+    """
+    costs = Costs() if costs is None else costs
+    expect(costs, Costs, "the costs", "make them with penstock.Costs")
+    timelines = [(title, _timeline(thing, costs)) for title, thing in _titled(compared)]
+    titles = [title for title, _ in timelines]
+    if not titles:
+        raise InputError("there is nothing to compare; give schedules or timelines")
+    if len(set(titles)) < len(titles):
+        raise InputError(
+            f"two of {', '.join(titles)} have the same title; give a dict with titles of your own"
+        )
+    return Comparison(tuple(timelines))
+
+
+def _titled(
+    compared: tuple[Schedule | Timeline | Mapping[str, Schedule | Timeline], ...],
+) -> Iterator[tuple[str, Schedule | Timeline]]:
+    for thing in compared:
+        if isinstance(thing, Mapping):
+            yield from thing.items()
+        elif isinstance(thing, Timeline):
+            yield f"{thing.name or 'schedule'}, {thing.source}", thing
+        else:
+            expect(thing, Schedule, "what is compared", "give schedules or timelines")
+            yield thing.name or "schedule", thing
+
+
+def _timeline(thing: Schedule | Timeline, costs: Costs) -> Timeline:
+    if isinstance(thing, Timeline):
+        return thing
+    expect(thing, Schedule, "what is compared", "give schedules or timelines")
+    return simulate(thing, costs.spread(thing.num_stages / thing.num_ranks))

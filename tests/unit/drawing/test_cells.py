@@ -1,0 +1,135 @@
+"""What notebooks show of values: images that need nothing else, and small ones."""
+
+import base64
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+import penstock as pk
+from penstock.drawing import Fact, Report, Series, TimelineRecord
+from penstock.errors import InputError
+from penstock.interop.pipedream_profiles import read_pipedream_graph
+from penstock.planner import what_if
+from penstock.timing.fleet_timeline import FleetTimeline, Turn
+from tests.kit.paths import ROOT
+
+SCHEDULE = pk.schedules.build("1f1b", num_ranks=3, num_microbatches=5)
+TIMELINE = pk.simulate(SCHEDULE, pk.Costs())
+LONG = pk.simulate(pk.schedules.build("1f1b", num_ranks=4, num_microbatches=600), pk.Costs())
+GRAPH = read_pipedream_graph(ROOT / "tests/data/pipedream/vgg16/graph.txt")
+PLAN = pk.plan(GRAPH, pk.Cluster.local(2), microbatches=4, schedule="1f1b", stages=2)
+REPORT = Report(
+    title="a run",
+    facts=(Fact(label="step", value="3 ms", note="of 5"),),
+    predicted=TimelineRecord.of(TIMELINE),
+    losses=(Series(name="loss", points=((0, 2.0), (1, 1.5))),),
+)
+FLEET = FleetTimeline(
+    jobs=("a", "b"),
+    num_devices=1,
+    turns=(Turn(0, "a", 0, 0, False, 0.0, 1.0), Turn(0, "b", 0, 0, False, 1.0, 2.0)),
+)
+VALUES = {
+    "graph": (GRAPH, 1),
+    "plan": (PLAN, 2),
+    "schedule": (SCHEDULE, 1),
+    "timeline": (TIMELINE, 1),
+    "fleet": (FLEET, 1),
+    "report": (REPORT, 2),
+    "comparison": (pk.compare(SCHEDULE, {"again": TIMELINE}), 1),
+    "drawn": (pk.draw(TIMELINE), 1),
+}
+
+
+def images_of(html):
+    """The SVG documents of a cell, each parsed."""
+    pattern = r'<img alt="[^"]+" src="data:image/svg\+xml;base64,([^"]+)" style="max-width:100%'
+    return [ElementTree.fromstring(base64.b64decode(data)) for data in re.findall(pattern, html)]
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_cell_is_well_formed_small_and_whole_in_itself(name):
+    value, num_images = VALUES[name]
+    html = value._repr_html_()
+    ElementTree.fromstring(html)
+    assert len(images_of(html)) == html.count("<img") == num_images
+    assert len(html) < 200_000
+    outside = re.sub(r"data:[^\"]*", "", html)
+    assert "http" not in outside
+    assert "<style" not in outside and "<script" not in outside
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_pictures_have_a_dark_mode_and_scale_with_the_cell(name):
+    for picture in images_of(VALUES[name][0]._repr_html_()):
+        sheets = "".join(sheet.text for sheet in picture.iter("{http://www.w3.org/2000/svg}style"))
+        assert "prefers-color-scheme:dark" in sheets
+        assert picture.get("viewBox")
+        assert float(picture.get("width")) <= 1100
+
+
+def test_of_a_long_timeline_a_cell_has_the_beginning_and_the_end_with_labels():
+    html = LONG._repr_html_()
+    (picture,) = images_of(html)
+    words = [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert any("its beginning" in text for text in words)
+    assert any("its end" in text for text in words)
+    assert {"0", "599"} <= {re.sub(r"^[FB]", "", text) for text in words}
+    assert len(html) < 200_000
+
+
+def test_what_is_drawn_stays_text_and_is_shown_as_a_picture(tmp_path):
+    drawn = pk.draw(TIMELINE, tmp_path / "x.svg")
+    assert isinstance(drawn, str)
+    assert (tmp_path / "x.svg").read_text() == drawn + "\n"
+    assert images_of(drawn._repr_html_())
+
+
+def test_a_cell_says_in_numbers_what_its_picture_is_of():
+    assert "40 layers, a microbatch of" in GRAPH._repr_html_()
+    assert "3 ms" in REPORT._repr_html_() and "a run" in REPORT._repr_html_()
+    asked = what_if("memory=64GiB", GRAPH, pk.Cluster.local(2), microbatches=4)
+    html = asked._repr_html_()
+    assert "with memory=64GiB" in html
+    assert len(images_of(html)) == 1
+
+
+def test_a_graph_has_a_bar_as_high_as_its_layer_takes():
+    (picture,) = images_of(GRAPH._repr_html_())
+    svg = "{http://www.w3.org/2000/svg}"
+    heights = {}
+    for group in picture.iter(f"{svg}g"):
+        layer = group.find(f"{svg}title").text.split(":")[0]
+        drawn = [r for r in group.findall(f"{svg}rect") if r.get("class") == "F s0"]
+        heights.setdefault(layer, sum(float(r.get("height")) for r in drawn))
+    most = max(GRAPH.layers, key=lambda layer: layer.forward_seconds)
+    for layer in GRAPH.layers:
+        share = layer.forward_seconds / most.forward_seconds
+        assert heights[layer.name] == pytest.approx(share * heights[most.name], abs=0.02)
+
+
+def test_a_comparison_is_a_table_as_text():
+    compared = pk.compare(
+        SCHEDULE, {"gpipe": pk.schedules.build("gpipe", num_ranks=3, num_microbatches=5)}
+    )
+    head, first, second = str(compared).splitlines()
+    assert head.split() == ["makespan", "bubble", "stage", "bubble", "peak", "activations"]
+    assert first.split() == ["1f1b", "21", "28.6%", "28.6%", "3"]
+    assert second.split() == ["gpipe", "21", "28.6%", "28.6%", "5"]
+    slower = pk.compare(SCHEDULE, costs=pk.Costs(2, 2, 2)).timelines
+    assert slower[0][1].makespan == 2 * TIMELINE.makespan
+
+
+@pytest.mark.parametrize(
+    ("compared", "words"),
+    [
+        ((), "nothing to compare"),
+        ((SCHEDULE, SCHEDULE), "same title"),
+        (("1f1b",), "give schedules or timelines"),
+        (({"x": 3},), "give schedules or timelines"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(compared, words):
+    with pytest.raises(InputError, match=words):
+        pk.compare(*compared)
