@@ -55,7 +55,7 @@ def test_every_server_of_every_copy_has_a_row(updates, tmp_path):
     rows = {row.name: row.transfers for row in link_rows(shown)}
     assert [*rows][5:] == [f"{rank} ⇄ server {server}" for rank in (0, 1) for server in (0, 1)]
     update = next(span for span in TIMELINE.by_rank[0] if span.op.kind is Kind.UPDATE)
-    (box,) = rows["0 ⇄ server 1"]
+    (box,) = rows["1 ⇄ server 1"]  # the first part leaves before this copy has handed in all
     first = min(one.start for one in TIMELINE.transfers if one.kind == "sum")
     assert (box.start, box.end) == (first, update.end if updates else update.start)
     picture = svg(shown)
