@@ -23,8 +23,8 @@ from tests.kit.groups import make_net, net_batch, net_loss
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.reducing import replicated
 from tests.kit.training import DEADLINE_SECONDS, adamw, momentum
+from tests.numerics.test_meshes import mesh, of_sizes, train
 from tests.numerics.test_meshes import momentum as net_momentum
-from tests.numerics.test_meshes import of_sizes, train
 
 STEPS = 4
 
@@ -232,7 +232,8 @@ def test_what_servers_cannot_do_is_refused():
         pipeline_of(plan, optimizer=torch.optim.Adafactor)
     with pytest.raises(InputError, match="'parameter-server' needs a flush"):
         make_plan(make_mlp(), 2, 4, "pipedream").summed_by("parameter-server")
-    model, plan = of_groups((2, 1), (2, 1))
+    model = make_net()  # in one stage: nothing is tied, but tensor ranks have terms
+    plan = mesh(model, "1f1b", 1, 2, 2)
     with pytest.raises(InputError, match="compute with weights of the same update"):
         plan.summed_by("parameter-server", stale=1)
     with pytest.raises(InputError, match="clip_stage_norm needs all gradients of a stage"):

@@ -43,6 +43,8 @@ class Way:
     def num_parts(self, num_bytes: float, devices: Sequence[int]) -> int:
         """In how many parts gradients leave while the last backward makes them; 1 where they leave
         when it is done."""
+        if self.reducer == "parameter-server" and len(devices) > 1:
+            return 1  # who steps takes all gradients of a copy at once
         devices_here = [self.task.cluster.devices[device] for device in devices]
         model = self.task.communication
         if any(device.kind == "gpu" for device in devices_here) or model.name != RING:

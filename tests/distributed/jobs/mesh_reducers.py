@@ -1,7 +1,8 @@
 """Copies of groups sum gradients in every way; each process reports what differs from one device.
 
-``python mesh_reducers.py WAYS FOLDER`` in a job of pipe 1 × data 2 × tensor 2, and a parameter
-server's two members if that is the way; ``WAYS`` with commas between. Behind its first step every run saves, and rank 0 goes on from there alone.
+``python mesh_reducers.py WAYS FOLDER`` in a job of pipe 1 × data 2 × tensor 2, and the two members
+of a parameter server if that is the way; ``WAYS`` with commas between. Behind its first step every
+run saves, and rank 0 goes on from there alone.
 """
 
 from __future__ import annotations

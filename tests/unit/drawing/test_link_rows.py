@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -53,18 +54,24 @@ def test_every_transfer_is_a_box_with_its_words_in_every_format():
 def test_every_server_of_every_copy_has_a_row(updates, tmp_path):
     shown = Served((2, 0), updates).shown_in(TIMELINE)
     rows = {row.name: row.transfers for row in link_rows(shown)}
-    assert [*rows][5:] == [f"{rank} ⇄ server {server}" for rank in (0, 1) for server in (0, 1)]
+    assert [*rows][5:] == ["0 ⇄ servers 0–1", "1 ⇄ servers 0–1"]
     update = next(span for span in TIMELINE.by_rank[0] if span.op.kind is Kind.UPDATE)
-    (box,) = rows["0 ⇄ server 1"]
+    (box,) = rows["1 ⇄ servers 0–1"]  # the first part leaves before this copy has handed in all
     first = min(one.start for one in TIMELINE.transfers if one.kind == "sum")
     assert (box.start, box.end) == (first, update.end if updates else update.start)
     picture = svg(shown)
-    assert "gradients of stage 0, rank 1 ⇄ server 0; " in picture
+    assert "gradients of stage 0, rank 1 ⇄ servers 0–1; " in picture
     assert "gradients at a server, until its sums" in picture
-    assert re.search(r"1⇄server1 +│·+s0─+·*│", text(shown))
+    assert re.search(r"1⇄servers0–1 +│·+s0─+·*│", text(shown))
     assert Timeline.from_json(shown.to_json()) == shown
     pk.draw(shown, tmp_path / "trace.json")
-    assert '"name":"1 ⇄ server 1"' in (tmp_path / "trace.json").read_text()
+    assert '"name":"1 ⇄ servers 0–1"' in (tmp_path / "trace.json").read_text()
+
+
+def test_servers_that_take_differently_long_have_rows_of_their_own():
+    served = [Transfer((0,), "served", 0, server, 16.0, 20.0 + (server > 1)) for server in range(3)]
+    rows = link_rows(replace(TIMELINE, transfers=tuple(served)))
+    assert [row.name for row in rows] == ["0 ⇄ servers 0–1", "0 ⇄ server 2"]
 
 
 def test_without_servers_nothing_is_shown_of_them():

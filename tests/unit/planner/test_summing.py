@@ -66,11 +66,25 @@ def test_parameter_servers_take_gradients_and_give_weights(n, k, share):
     plan = copies(cluster(n, k), "parameter-server")
     stage = plan.stages[0]
     assert stage.reduce_seconds == pytest.approx(2 * share * stage.parameter_bytes / RATE)
+    assert stage.reduce_parts == 1  # all gradients of a copy leave at once
     assert stage.optimizer_bytes == 0
     chosen = next(other for other in plan.alternatives if other.remark == "chosen")
     assert chosen.moved_bytes == 2 * n * stage.parameter_bytes
     assert [server.name for server in plan.summing.servers] == [f"spare{j}" for j in range(k)]
     assert max(plan.rank_bytes) < max(copies(cluster(n, k), "sharded").rank_bytes)
+
+
+@pytest.mark.parametrize("reducer", ["servers", "parameter-server"])
+def test_tensor_ranks_share_the_links_of_servers(reducer):
+    """Two tensor ranks of a copy that repeat all layers are two copies, as far as links go."""
+    there = cluster(6, 1)
+    groups = pk.plan(graph(), there, microbatches=3, replicas=(3,), tensor_ranks=2, reducer=reducer)
+    assert {*groups.stages[0].splits.values()} == {"whole"}
+    half = replace(there, spares=(replace(there.spares[0], bytes_per_second=RATE / 2),))
+    alone = pk.plan(graph(), half, microbatches=3, replicas=(3,), reducer=reducer)
+    stage, other = groups.stages[0], alone.stages[0]
+    assert stage.parameter_bytes == other.parameter_bytes
+    assert stage.reduce_seconds == pytest.approx(other.reduce_seconds)
 
 
 def test_updates_may_be_planned_to_be_late():

@@ -373,7 +373,8 @@ class Reads(socket.socket):
 
 @contextmanager
 def sending_pieces(pieces):
-    """(a connection on which pieces come with pauses between them, then its end)."""
+    """(a connection on which pieces come with pauses between them; what lets it end)."""
+    may_end = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         sender = socket.create_connection(listener.getsockname())
         accepted, _ = listener.accept()
@@ -384,33 +385,40 @@ def sending_pieces(pieces):
             for piece in pieces:
                 sender.sendall(piece)
                 time.sleep(0.002)
+            may_end.wait(SECONDS)
 
     thread = threading.Thread(target=send)
     with Reads(fileno=accepted.detach()) as receiver:
         thread.start()
-        yield receiver
-        thread.join()
+        try:
+            yield receiver, may_end
+        finally:
+            may_end.set()
+            thread.join()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="others may wake a reader sooner")
 def test_numbers_that_come_in_packets_are_read_at_once():
     pieces = [bytes([number]) * 1500 for number in range(40)]
     room = bytearray(40 * 1500)
-    with sending_pieces([*pieces, b"and a short head"]) as connection:
+    with sending_pieces([*pieces, b"and a short head"]) as (connection, may_end):
+        connection.settimeout(SECONDS / 2)  # before it ends by itself
         receive(connection, memoryview(room))
         assert connection.count <= 4  # of 40: a kernel that lacks memory may wake earlier
         assert bytes(room) == b"".join(pieces)
         short = bytearray(16)
         receive(connection, memoryview(short))  # what is short is waited for by nobody
         assert short == b"and a short head"
+        may_end.set()
         assert not receive(connection, memoryview(short), may_end=True)
 
 
 def test_a_connection_that_ends_in_the_middle_of_numbers_is_no_reason_to_wait():
     with (
-        sending_pieces([bytes(3000)]) as connection,
+        sending_pieces([bytes(3000)]) as (connection, may_end),
         pytest.raises(ConnectionError, match="in the middle of a frame"),
     ):
+        may_end.set()
         receive(connection, memoryview(bytearray(100_000)))
 
 

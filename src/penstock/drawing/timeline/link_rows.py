@@ -49,18 +49,29 @@ class LinkRow(NamedTuple):
     transfers: Sequence[Transfer]
 
 
+_Stay = tuple[int, float, float]
+"""(stage, start, end) of what a server has."""
+
+
 def link_rows(timeline: Timeline) -> list[LinkRow]:
     """The links that carry anything: those of messages first, then those of sums, those to servers,
-    then tiers."""
+    then tiers. Servers that have the same for as long, as is predicted of all, share a row."""
     by_link: dict[tuple[int, tuple[int, ...], str, int], list[Transfer]] = defaultdict(list)
     for transfer in timeline.transfers:
-        kind = transfer.kind if transfer.kind in _ORDER else "message"
+        kind = str(transfer.kind if transfer.kind in _ORDER else "message")
         server = transfer.number if kind == "served" else 0
         by_link[_ORDER.get(kind, 0), transfer.ranks, kind, server].append(transfer)
-    return [
-        LinkRow(_name(ranks, kind, server), sorted(own, key=lambda one: one.start))
-        for (_, ranks, kind, server), own in sorted(by_link.items())
-    ]
+    rows: list[LinkRow] = []
+    first: tuple[tuple[int, ...], int, list[_Stay]] | None = None
+    for (_, ranks, kind, server), carried in sorted(by_link.items()):
+        own = sorted(carried, key=lambda one: one.start)
+        stays = [(one.stage, one.start, one.end) for one in own]
+        if kind == "served" and first is not None and (first[0], first[2]) == (ranks, stays):
+            rows[-1] = rows[-1]._replace(name=_name(ranks, kind, first[1], server))
+            continue
+        first = (ranks, server, stays) if kind == "served" else None
+        rows.append(LinkRow(_name(ranks, kind, server, server), own))
+    return rows
 
 
 _ORDER = {"sum": 1, "served": 2, "read": 3, "write": 3}
@@ -73,17 +84,18 @@ def label_of(transfer: Transfer) -> str:
     return str(transfer.stage if of_stage else transfer.number)
 
 
-def _name(ranks: Sequence[int], kind: str, server: int = 0) -> str:
+def _name(ranks: Sequence[int], kind: str, server: int = 0, last_server: int = 0) -> str:
     """
     >>> _name((0, 1), "message"), _name((0, 2), "sum"), _name((0, 1, 2, 3, 5), "sum")
     ('0 → 1', '0 + 2', '0 … 5')
     >>> _name((1,), "read"), _name((1,), "write")
     ('1 reads', '1 writes')
-    >>> _name((1,), "served", 2)
-    '1 ⇄ server 2'
+    >>> _name((1,), "served", 2, 2), _name((1,), "served", 0, 3)
+    ('1 ⇄ server 2', '1 ⇄ servers 0–3')
     """
     if kind == "served":
-        return f"{ranks[0]} ⇄ server {server}"
+        named = f"server {server}" if server == last_server else f"servers {server}–{last_server}"
+        return f"{ranks[0]} ⇄ {named}"
     if kind in ("read", "write"):
         return f"{ranks[0]} {kind}s"
     if kind == "sum" and len(ranks) > _MOST_NAMED:

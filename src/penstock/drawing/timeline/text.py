@@ -74,7 +74,9 @@ def _rows(
     timeline: Timeline, names: Names, columns_per_unit: float, width: int, versions: bool
 ) -> Iterator[str]:
     columns = round(timeline.makespan * columns_per_unit) if columns_per_unit else width
-    margin = len(f"rank {timeline.num_ranks - 1}")
+    links = link_rows(timeline)
+    names_of_links = [link.name.replace(" ", "") for link in links]
+    margin = max(map(len, [f"rank {timeline.num_ranks - 1}", *names_of_links]))
     labelled = _labelled(timeline, names, columns_per_unit, versions)
     for rank, spans in enumerate(timeline.by_rank):
         row = [IDLE] * columns
@@ -89,10 +91,10 @@ def _rows(
         yield f"{f'rank {rank}':<{margin}} │{''.join(row)}│ peak {peak}"
         if versions:
             yield f"{_READS:<{margin}} │{_reads(spans, columns_per_unit, columns)}│"
-    for link in link_rows(timeline):
+    for name, link in zip(names_of_links, links, strict=True):
         carried = _carried(link, columns_per_unit, columns)
         if carried.strip(IDLE):  # what is too short to be seen needs no row
-            yield f"{link.name.replace(' ', ''):<{margin}} │{carried}│"
+            yield f"{name:<{margin}} │{carried}│"
 
 
 def _carried(link: LinkRow, columns_per_unit: float, columns: int) -> str:
