@@ -19,7 +19,7 @@ from penstock.checkpoint.wanted import Checkpoints
 from penstock.device.placement import Devices
 from penstock.errors import FileError, InputError, RunError
 from penstock.model import microbatches, tree
-from penstock.model.batches import LABELS, Parting, is_batch, model_loss
+from penstock.model.batches import LABELS, Parting, is_batch
 from penstock.model.microbatches import Microbatches, Weight, Weighting
 from penstock.model.optimizer_factory import OptimizerFactory, SchedulerFactory
 from penstock.model.randomness import Audit
@@ -171,7 +171,7 @@ class Pipeline:
     ) -> None:
         expect(plan, Plan, "the plan", "make one with penstock.plan, or Plan.load a file")
         deadlines = Deadlines.of(deadline_seconds, startup_seconds)
-        self._parting = Parting(labels, loss is model_loss, getattr(model, "input_names", ()))
+        self._parting = Parting.by(labels, loss, model)
 
         def described() -> tuple[Recipe, Running]:
             loss_scale = None if grad_scaler is None else LossScale.of(grad_scaler)

@@ -11,6 +11,7 @@ from torch import nn
 
 from penstock.device.allocator import keep_freed_pages
 from penstock.graph import LayerGraph
+from penstock.model.batches import parted_if_inside, plain
 from penstock.model.optimizer_factory import OptimizerFactory
 from penstock.model.spine import spine_of
 from penstock.profiler.alone import WARM_UP, Progress, Sample, measure_alone
@@ -68,7 +69,9 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
             any other is captured (``penstock.tracing``). It is measured in the mode it is in
             (training, unless ``eval()`` was called).
         inputs: one microbatch, rows first: a tensor or nested tensors, on the model's device.
-        loss, targets: if both are given, the last layer's times and bytes include the loss.
+        loss, targets: if both are given, the last layer's times and bytes include the loss. Of a
+            mapping or a dataclass with the labels inside, as ``Pipeline.step`` takes it, the loss
+            gets these.
         optimizer: if given, ``update_seconds`` and ``optimizer_bytes`` are measured; otherwise the
             update takes 0 s and the state of Adam is assumed.
         repeats: rounds that count, at least 1.
@@ -95,6 +98,9 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
     _check(repeats, num_threads, ranks, sizes, progress)
     if patience_seconds is not None:
         number("patience_seconds", patience_seconds, positive=True)
+    if loss is not None and targets is None:
+        inputs, targets = parted_if_inside(inputs, loss, model)
+    inputs, targets = plain(inputs, "inputs"), plain(targets, "targets")
     sample = Sample(inputs, targets, loss)
     given = [sample.of(size) for size in sizes]
     by_size = {other.num_rows: other for other in given if other.num_rows != sample.num_rows}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from penstock.errors import InputError, ModelError
 from penstock.model import microbatches, tree
+from penstock.model.batches import plain
 from penstock.model.spine import run_spine
 from penstock.tracing.flow import ValueFlow, must_follow
 from penstock.tracing.graphs import Dynamic, Given, Traced, spread, trace
@@ -215,6 +216,7 @@ def capture(
     one_of("dynamic", dynamic, ("rows", "all"))
     if not isinstance(model, nn.Module):
         raise ModelError(f"the model is a {type(model).__name__}, not an nn.Module")
+    inputs = plain(inputs, "inputs")
     signature = inspect.signature(model.forward)
     given = spread(signature, _at_least_two_rows(inputs))
     traced: dict[bool, Traced] = {}
