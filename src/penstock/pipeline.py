@@ -39,6 +39,7 @@ from penstock.run.outcome import MinibatchOutcome
 from penstock.run.recipe import BatchNormStatistics, Loss, LossScale, Metric, Recipe
 from penstock.run.step_loss import StepLoss
 from penstock.summation.staleness import StaleStream
+from penstock.telling import Telling, tells
 from penstock.timing.timeline import Timeline
 from penstock.values import MOST_AMOUNT, expect, flag, number, whole
 from penstock.weights.store import Held
@@ -204,7 +205,8 @@ class Pipeline:
             )
             return recipe, running
 
-        built = build(model, plan, transport, deadlines, described)
+        with Telling("building a Pipeline"):
+            built = build(model, plan, transport, deadlines, described)
         self._parts, self._recipe, self._outside = built
         self.plan = self._parts.plan
         self.stages = self._parts.stages
@@ -759,6 +761,7 @@ class Pipeline:
                 )
             self._keeper.save(path, self._step, keep=keep, position=position, background=background)
 
+    @tells("loading a checkpoint")
     def load(self, path: str | os.PathLike[str], *, weights_only: bool = False) -> Any:
         """Go on from a checkpoint, whatever plan and transport wrote it: what follows is what would
         have followed there. All processes must call it.

@@ -15,6 +15,7 @@ from penstock.errors import InputError, ModelError
 from penstock.model import microbatches, tree
 from penstock.model.batches import plain
 from penstock.model.spine import run_spine
+from penstock.telling import tells
 from penstock.tracing.flow import ValueFlow, must_follow
 from penstock.tracing.graphs import Dynamic, Given, Traced, spread, trace
 from penstock.tracing.layers import (
@@ -181,6 +182,7 @@ class Captured(nn.Module):
         return Captured(self.__dict__["original"], self._traces, self.how, order)
 
 
+@tells("tracing the model")
 def capture(
     model: nn.Module,
     inputs: Any,
