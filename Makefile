@@ -6,7 +6,12 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 TORCH_INDEX ?=
 
-INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+# pip names each package, and draws bars in a terminal; elsewhere a line now and then says that it is still at it.
+INSTALL = if [ ! -t 2 ]; then \
+		( while sleep 10 >/dev/null 2>&1; do echo '… still installing' >&2; done ) & \
+		beat=$$!; trap 'kill $$beat 2>/dev/null' EXIT; \
+	fi; \
+	$(VENV)/bin/python -m pip install --disable-pip-version-check \
 	-c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .DEFAULT_GOAL := help

@@ -107,6 +107,19 @@ class Layer(Value, frozen=True, kw_only=True):
         """Forward and full backward of one microbatch."""
         return self.forward_seconds + self.backward_seconds
 
+    def paced(self, ahead: float, back: float) -> Layer:
+        """This layer with passes that take so many times as long: forwards, and backwards."""
+        again = self.recompute_seconds
+        return replace(
+            self,
+            forward_seconds=ahead * self.forward_seconds,
+            split_forward_seconds=ahead * self.split_forward_seconds,
+            recompute_seconds=None if again is None else ahead * again,
+            backward_input_seconds=back * self.backward_input_seconds,
+            backward_weight_seconds=back * self.backward_weight_seconds,
+            split_seconds=back * self.split_seconds,
+        )
+
 
 _MOST_CONTENTION = 1000
 _MOST_ROWS = 2**31

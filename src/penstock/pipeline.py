@@ -19,7 +19,7 @@ from penstock.checkpoint.wanted import Checkpoints
 from penstock.device.placement import Devices
 from penstock.errors import FileError, InputError, RunError
 from penstock.model import microbatches, tree
-from penstock.model.batches import LABELS, Parting, is_batch, model_loss
+from penstock.model.batches import LABELS, Parting, is_batch
 from penstock.model.microbatches import Microbatches, Weight, Weighting
 from penstock.model.optimizer_factory import OptimizerFactory, SchedulerFactory
 from penstock.model.randomness import Audit
@@ -39,6 +39,7 @@ from penstock.run.outcome import MinibatchOutcome
 from penstock.run.recipe import BatchNormStatistics, Loss, LossScale, Metric, Recipe
 from penstock.run.step_loss import StepLoss
 from penstock.summation.staleness import StaleStream
+from penstock.telling import Telling, tells
 from penstock.timing.timeline import Timeline
 from penstock.values import MOST_AMOUNT, expect, flag, number, whole
 from penstock.weights.store import Held
@@ -171,7 +172,7 @@ class Pipeline:
     ) -> None:
         expect(plan, Plan, "the plan", "make one with penstock.plan, or Plan.load a file")
         deadlines = Deadlines.of(deadline_seconds, startup_seconds)
-        self._parting = Parting(labels, loss is model_loss, getattr(model, "input_names", ()))
+        self._parting = Parting.by(labels, loss, model)
 
         def described() -> tuple[Recipe, Running]:
             loss_scale = None if grad_scaler is None else LossScale.of(grad_scaler)
@@ -204,7 +205,8 @@ class Pipeline:
             )
             return recipe, running
 
-        built = build(model, plan, transport, deadlines, described)
+        with Telling("building a Pipeline"):
+            built = build(model, plan, transport, deadlines, described)
         self._parts, self._recipe, self._outside = built
         self.plan = self._parts.plan
         self.stages = self._parts.stages
@@ -759,6 +761,7 @@ class Pipeline:
                 )
             self._keeper.save(path, self._step, keep=keep, position=position, background=background)
 
+    @tells("loading a checkpoint")
     def load(self, path: str | os.PathLike[str], *, weights_only: bool = False) -> Any:
         """Go on from a checkpoint, whatever plan and transport wrote it: what follows is what would
         have followed there. All processes must call it.

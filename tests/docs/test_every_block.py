@@ -32,7 +32,10 @@ def small_model():
 
 def what_a_reader_has(page):
     """The names that a page takes for granted: a reader's own model, data and plan."""
-    numbers = {"docs/training.md": 3, "docs/checkpoints.md": 20, "docs/restarting.md": 20}
+    numbers = {
+        "docs/training.md": 3, "docs/loops.md": 3, "docs/checkpoints.md": 20,
+        "docs/restarting.md": 20,
+    }  # fmt: skip
     num_batches = numbers.get(page)
     if num_batches is None:
         return {}
@@ -45,7 +48,7 @@ def what_a_reader_has(page):
         "model": model,
         "plan": make_plan(model, 2, 4),
         "loader": [(inputs, targets)] * num_batches,
-        "held_out": inputs,
+        "held_out": [(inputs, targets)] if page == "docs/loops.md" else inputs,
     }
 
 

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from penstock import planner
 from penstock.cli import options, show
 from penstock.cli.workloads import DEFAULT_WORKLOAD, load_workload
+from penstock.cluster import Cluster
 
 if TYPE_CHECKING:
     from penstock.graph import Layer, LayerGraph
@@ -76,10 +78,27 @@ def profile(
     if output is not None:
         graph.save(output)
         show.say(f"wrote {output}")
+    doubts = _doubts(graph, microbatches)
     if as_json:
+        for doubt in (*graph.warnings, *doubts):
+            show.say(f"! {doubt}")
         show.print_json(graph)
     else:
-        print_graph(graph)
+        print_graph(graph, doubts)
+
+
+def _doubts(graph: LayerGraph, microbatches: int) -> list[str]:
+    """What the figures are not sure enough for: whether ranks of this machine pay, and where to
+    cut."""
+    num_ranks = graph.contention.num_ranks
+    if num_ranks < 2:
+        return []
+    plan = planner.plan(graph, Cluster.local(num_ranks), microbatches=microbatches)
+    return [
+        f"of the best plan for {num_ranks} ranks here, {doubt}"
+        for doubt in plan.warnings
+        if doubt not in graph.warnings
+    ]
 
 
 def profiled(workload: Workload, microbatches: int) -> LayerGraph:
@@ -91,12 +110,16 @@ def profiled(workload: Workload, microbatches: int) -> LayerGraph:
     return graph
 
 
-def print_graph(graph: LayerGraph) -> None:
-    """A profile as a table: a line per layer, their sum, what is odd, and where it was measured."""
+def print_graph(graph: LayerGraph, doubts: Sequence[str] = ()) -> None:
+    """A profile as a table: a line per layer, their sum, what is odd, and where it was measured.
+
+    Args:
+        doubts: what the figures are not sure enough for.
+    """
     rows = [_row(layer) for layer in graph.layers]
     show.print_table(_COLUMNS, [*rows, _sums(graph.layers)])
     click.echo(f"\n{_LEGEND}")
-    for warning in graph.warnings:
+    for warning in (*graph.warnings, *doubts):
         click.echo(f"! {warning}")
     for warning, layers in _warnings(graph.layers).items():
         click.echo(f"! {warning}: {', '.join(layers)}")

@@ -1,10 +1,12 @@
-"""How results look in a terminal: tables, and bars for whatever takes longer than two seconds.
+"""How results look in a terminal: tables, and bars (lines without a terminal) for whatever takes
+longer than two seconds.
 
 rich takes as long to load as all of ours; it is loaded where something is shown that needs it.
 """
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from penstock.telling import Telling, is_quiet
 from penstock.units import format_bytes
 from penstock.values import encode
 
@@ -178,13 +181,18 @@ def _metric_row(source: Drawable, with_bytes: bool) -> list[str]:
 
 
 @contextmanager
-def counting(what: str, *, quietly: bool | None = None) -> Iterator[Callable[[int, int], None]]:
-    """A bar that counts to a total and goes when it is there; yields what takes (done, total).
+def counting(what: str, *, quietly: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """A bar that counts to a total and goes when it is there, or without a terminal a line every
+    few seconds; yields what takes (done, total).
 
     Args:
         what: is being done.
-        quietly: show nothing; by default where standard error is no terminal.
+        quietly: show nothing.
     """
+    if quietly or not _has_terminal():
+        with Telling(what, quiet=bool(quietly)) as telling:
+            yield telling.count
+        return
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -194,15 +202,13 @@ def counting(what: str, *, quietly: bool | None = None) -> Iterator[Callable[[in
         TimeRemainingColumn,
     )
 
-    console = Console(stderr=True)
     bar = Progress(
         TextColumn(what),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeRemainingColumn(compact=True),
-        console=console,
+        console=Console(stderr=True),
         transient=True,
-        disable=not console.is_terminal if quietly is None else quietly,
     )
     with bar:
         task = bar.add_task(what, total=None)
@@ -211,7 +217,11 @@ def counting(what: str, *, quietly: bool | None = None) -> Iterator[Callable[[in
 
 @contextmanager
 def profiling() -> Iterator[Callable[[int, int], None]]:
-    """A bar for the passes of a profile."""
+    """A bar for the passes of a profile; lines without a terminal."""
+    if not _has_terminal():
+        with Telling("profiling") as telling:
+            yield telling.count
+        return
     with _bars() as bars:
         task = bars.add_task("profile", total=None, facts="")
         yield lambda done, total: bars.update(task, completed=done, total=total)
@@ -219,23 +229,48 @@ def profiling() -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def training(num_steps: int, unit: str, num_units: int) -> Iterator[Callable[[Contestant], None]]:
-    """A bar per contestant, with loss, held-out loss and throughput."""
+    """A bar per contestant, with loss, held-out loss and throughput. Without a terminal a line
+    every few seconds, and one per contestant at the end."""
+
+    def facts(contestant: Contestant) -> str:
+        held_out = f"  held-out {contestant.held_out[-1][1]:.3f}" if contestant.held_out else ""
+        recent = contestant.seconds[-5:]
+        rate = num_units * len(recent) / sum(recent)
+        return f"loss {contestant.losses[-1]:.3f}{held_out}  {rate:,.0f} {unit}s/s"
+
+    if not _has_terminal():
+        last: dict[str, str] = {}
+        with Telling("training") as telling:
+
+            def tell(contestant: Contestant) -> None:
+                done = f"{len(contestant.losses)} of {num_steps} steps"
+                last[contestant.name] = f"{contestant.name}: {done}, {facts(contestant)}"
+                telling.update(last[contestant.name])
+
+            yield tell
+        if not is_quiet():
+            for line in last.values():
+                say(line)
+        return
+
     with _bars() as bars:
         tasks: dict[str, TaskID] = {}
 
         def advance(contestant: Contestant) -> None:
             if contestant.name not in tasks:
                 tasks[contestant.name] = bars.add_task(contestant.name, total=num_steps, facts="")
-            held_out = f"  held-out {contestant.held_out[-1][1]:.3f}" if contestant.held_out else ""
-            recent = contestant.seconds[-5:]
-            rate = num_units * len(recent) / sum(recent)
             bars.update(
                 tasks[contestant.name],
                 completed=len(contestant.losses),
-                facts=f"loss {contestant.losses[-1]:.3f}{held_out}  {rate:,.0f} {unit}s/s",
+                facts=facts(contestant),
             )
 
         yield advance
+
+
+def _has_terminal() -> bool:
+    """Whether bars can be drawn; otherwise how far something is takes lines."""
+    return bool(getattr(sys.stderr, "isatty", bool)()) and not is_quiet()
 
 
 def _bars() -> Progress:
@@ -254,5 +289,5 @@ def _bars() -> Progress:
         MofNCompleteColumn(),
         TimeRemainingColumn(compact=True),
         TextColumn("{task.fields[facts]}"),
-        console=Console(stderr=True, width=None if Console(stderr=True).is_terminal else 140),
+        console=Console(stderr=True),
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import InputError, ModelError
+from penstock.telling import Telling
 
 if TYPE_CHECKING:
     from penstock.trial import Workload
@@ -21,6 +22,11 @@ def load_workload(name: str) -> Workload:
     Raises:
         ModelError: it cannot be imported, or does not return a ``Workload``.
     """
+    with Telling(f"loading {name}"):
+        return _loaded(name)
+
+
+def _loaded(name: str) -> Workload:
     from penstock.trial import Workload
 
     module_name, _, function_name = name.partition(":")

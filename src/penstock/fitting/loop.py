@@ -14,6 +14,7 @@ from penstock.errors import InputError
 from penstock.fitting.callbacks import Callback, ProgressLines
 from penstock.model.batches import is_batch
 from penstock.pipeline import Pipeline
+from penstock.telling import is_quiet
 from penstock.values import expect, flag, whole
 
 
@@ -79,7 +80,8 @@ def fit(  # noqa: PLR0913 - each has a default that most callers keep
     for callback in callbacks:
         expect(callback, Callback, "a callback", "derive it from pk.Callback")
     flag("progress", progress)
-    everybody = [*callbacks, ProgressLines()] if progress else [*callbacks]
+    tells = progress and not is_quiet()
+    everybody = [*callbacks, ProgressLines()] if tells else [*callbacks]
     batches = _batches(loader, epochs, evaluate_every)
     try:
         return _Fitting(pipeline, everybody, evaluate, checkpoints).over(batches, max_steps)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from torch import Tensor
@@ -92,9 +92,22 @@ def _opened(leaf: Any, what: str) -> Any:
         )
     if isinstance(leaf, Mapping):
         return {key: plain(value, what) for key, value in leaf.items()}
-    if is_dataclass(leaf) and not isinstance(leaf, type):
+    if _is_dataclass(leaf):
         return {field.name: plain(getattr(leaf, field.name), what) for field in fields(leaf)}
     return leaf
+
+
+def parted_if_inside(batch: Any, loss: Any, model: Any) -> tuple[Any, Any]:
+    """(inputs, targets) of a mapping or dataclass that has the labels inside; all else has no
+    targets.
+
+    Args:
+        loss: from (output, targets) to a number.
+        model: may say what it takes.
+    """
+    if not (isinstance(batch, Mapping) or _is_dataclass(batch)):
+        return batch, None
+    return Parting.by(LABELS, loss, model).parted(batch, "the batch")
 
 
 def is_batch(value: Any) -> bool:
@@ -103,7 +116,11 @@ def is_batch(value: Any) -> bool:
     if isinstance(value, list) and not isinstance(value, Microbatches):
         return any(isinstance(one, Tensor) for one in value)
     known = isinstance(value, Tensor | Mapping | tuple | Microbatches)
-    return known or (is_dataclass(value) and not isinstance(value, type))
+    return known or _is_dataclass(value)
+
+
+def _is_dataclass(value: Any) -> bool:
+    return is_dataclass(value) and not isinstance(value, type)
 
 
 @dataclass(frozen=True)
@@ -130,6 +147,11 @@ class Parting:
                 f"labels is {shown(self.labels)}; give the key of the targets in a batch, as in "
                 'labels="labels", or a list of keys'
             )
+
+    @classmethod
+    def by(cls, labels: str | Sequence[str], loss: Any, model: Any) -> Self:
+        """How batches are parted for a loss and a model, which may say what it takes."""
+        return cls(labels, loss is model_loss, getattr(model, "input_names", ()))
 
     def parted(self, batch: Any, whose: str) -> tuple[Any, Any]:
         """(inputs, targets) of a batch: a pair, or a mapping or dataclass that has both inside.

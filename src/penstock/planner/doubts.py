@@ -1,18 +1,24 @@
-"""Whether a plan would still be chosen if what ranks cost each other is a little off."""
+"""Whether a plan would still be chosen if what was measured is a little off: what ranks cost each
+other, and how long layers take."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace as replaced
+from math import hypot
 
 from msgspec.structs import replace
 
 from penstock.planner.candidate import Candidate
+from penstock.planner.cuts import with_layers_moved
 from penstock.planner.race import SAME
 from penstock.units import format_seconds
 
 _SPREADS = 2
 """How many standard errors the truth may well be away."""
+
+_WORTH = 0.03
+"""Relative: how much faster other cuts must be if layers take otherwise than measured."""
 
 _MOST_RIVALS = 6
 _MOST_OPS = 100_000
@@ -26,9 +32,15 @@ def doubts_about(chosen: Candidate, rivals: Sequence[Candidate]) -> Iterator[str
         rivals: which fit and might have been chosen.
     """
     contention = chosen.task.graph.contention
-    if not contention.num_ranks or not chosen.task.topology.shared_memories:
-        return
-    yield from chosen.task.graph.warnings
+    if contention.num_ranks and chosen.task.topology.shared_memories:
+        yield from chosen.task.graph.warnings
+        yield from _about_contention(chosen, rivals)
+    if not chosen.task.marks:  # else it was asked for these cuts
+        yield from _about_layers(chosen)
+
+
+def _about_contention(chosen: Candidate, rivals: Sequence[Candidate]) -> Iterator[str]:
+    contention = chosen.task.graph.contention
     nearest = _nearest(rivals)
     for num_spreads, end in ((-_SPREADS, "less"), (_SPREADS, "more")):
         shifted = _if_off_by(num_spreads, chosen)
@@ -43,6 +55,72 @@ def doubts_about(chosen: Candidate, rivals: Sequence[Candidate]) -> Iterator[str
                 f"{format_seconds(best.seconds)} and this plan {format_seconds(shifted.seconds)}; "
                 "profile again on a quiet machine, or for longer (patience_seconds=…, --patience)"
             )
+
+
+def _about_layers(chosen: Candidate) -> Iterator[str]:
+    """Whether the cuts would be others if the layers of one stage took otherwise than measured; of
+    all stages, that of which this costs most."""
+    worst, most = "", _WORTH
+    for stage in range(chosen.setting.num_stages):
+        error = _error_of(chosen, stage)
+        # The chosen cuts and four others, twice.
+        if not error or 10 * chosen.num_ops * chosen.setting.num_stages > _MOST_OPS:
+            continue
+        near = [one for one in with_layers_moved(chosen) if _differs_at(stage, chosen, one)]
+        for factor in (1 - _SPREADS * error, 1 + _SPREADS * error):
+            if factor <= 0:
+                continue
+            shifted, *others = (
+                _if_stage_takes(factor, stage, chosen, one) for one in (chosen, *near)
+            )
+            best = min(others, key=lambda candidate: candidate.seconds, default=shifted)
+            gain = shifted.seconds / best.seconds - 1
+            if gain > most:
+                most = gain
+                worst = (
+                    f"the cuts hang on how long layers take: those of stage {stage} were measured "
+                    f"to ± {error:.0%}; if they take {factor:.2f} times as long, "
+                    f"{_moved(chosen, best)} would make a step take {format_seconds(best.seconds)} "
+                    f"instead of {format_seconds(shifted.seconds)}; profile again on a quiet "
+                    "machine, or with more rounds (repeats=…, --repeats)"
+                )
+    if worst:
+        yield worst
+
+
+def _error_of(candidate: Candidate, stage: int) -> float:
+    """How far the sum of a stage's layers may be off, relative to it: the errors of layers are
+    their own."""
+    start, stop = candidate.cuts[stage : stage + 2]
+    layers = candidate.task.graph.layers[start:stop]
+    whole = sum(layer.compute_seconds for layer in layers)
+    off = hypot(*(layer.spread * layer.compute_seconds for layer in layers))
+    return off / whole if whole else 0.0
+
+
+def _differs_at(stage: int, one: Candidate, other: Candidate) -> bool:
+    return one.cuts[stage : stage + 2] != other.cuts[stage : stage + 2]
+
+
+def _if_stage_takes(
+    factor: float, stage: int, chosen: Candidate, candidate: Candidate
+) -> Candidate:
+    """A candidate, if the layers of a stage of the chosen one took so many times as long."""
+    graph = chosen.task.graph
+    start, stop = chosen.cuts[stage : stage + 2]
+    layers = tuple(
+        layer.paced(factor, factor) if start <= number < stop else layer
+        for number, layer in enumerate(graph.layers)
+    )
+    task = replaced(candidate.task, graph=replace(graph, layers=layers))
+    return replaced(candidate, task=task)
+
+
+def _moved(chosen: Candidate, other: Candidate) -> str:
+    """The cut at which two candidates differ."""
+    names = [layer.name for layer in chosen.task.graph.layers]
+    (pair,) = (pair for pair in zip(chosen.cuts, other.cuts, strict=True) if pair[0] != pair[1])
+    return f"a cut before {names[pair[1]]!r} instead of {names[pair[0]]!r}"
 
 
 def _nearest(rivals: Iterable[Candidate]) -> list[Candidate]:

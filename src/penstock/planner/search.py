@@ -45,6 +45,7 @@ from penstock.plans.plan import Plan
 from penstock.plans.summing import MOST_STALE, REDUCERS, ReducerName
 from penstock.schedule import families
 from penstock.schedule.families.replicated import read_replicas
+from penstock.telling import tells
 from penstock.units import count_of
 from penstock.values import (
     MOST_BYTES,
@@ -58,6 +59,7 @@ from penstock.values import (
 from penstock.versions import Policy
 
 
+@tells("planning")
 def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     graph: LayerGraph,
     cluster: Cluster | None = None,

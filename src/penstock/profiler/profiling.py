@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 from torch import nn
 
 from penstock.device.allocator import keep_freed_pages
 from penstock.graph import LayerGraph
+from penstock.model.batches import parted_if_inside, plain
 from penstock.model.optimizer_factory import OptimizerFactory
 from penstock.model.spine import spine_of
 from penstock.profiler.alone import WARM_UP, Progress, Sample, measure_alone
 from penstock.profiler.together.calibrating import Calibrated, calibrate, num_ranks, uncalibrated
 from penstock.profiler.together.runs import Runner
 from penstock.run.recipe import Loss
+from penstock.telling import Telling
 from penstock.values import expect, number, whole
 
 _SHARES = 40
@@ -68,7 +70,9 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
             any other is captured (``penstock.tracing``). It is measured in the mode it is in
             (training, unless ``eval()`` was called).
         inputs: one microbatch, rows first: a tensor or nested tensors, on the model's device.
-        loss, targets: if both are given, the last layer's times and bytes include the loss.
+        loss, targets: if both are given, the last layer's times and bytes include the loss. Of a
+            mapping or a dataclass with the labels inside, as ``Pipeline.step`` takes it, the loss
+            gets these.
         optimizer: if given, ``update_seconds`` and ``optimizer_bytes`` are measured; otherwise the
             update takes 0 s and the state of Adam is assumed.
         repeats: rounds that count, at least 1.
@@ -81,7 +85,8 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
         patience_seconds: how long ``contention`` may be measured; two rounds are in any case. By
             default six times as long as the layers alone took, at least 2 s and at most 60 s. It
             ends as soon as the figures are steady.
-        progress: called with (done, total), first rounds, then shares of the patience.
+        progress: called with (done, total), first rounds, then shares of the patience. By default a
+            line on standard error says how far it is, every few seconds.
 
     Returns:
         The profile: seconds per microbatch, bytes per microbatch. Its ``warnings`` say if the
@@ -95,6 +100,9 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
     _check(repeats, num_threads, ranks, sizes, progress)
     if patience_seconds is not None:
         number("patience_seconds", patience_seconds, positive=True)
+    if loss is not None and targets is None:
+        inputs, targets = parted_if_inside(inputs, loss, model)
+    inputs, targets = plain(inputs, "inputs"), plain(targets, "targets")
     sample = Sample(inputs, targets, loss)
     given = [sample.of(size) for size in sizes]
     by_size = {other.num_rows: other for other in given if other.num_rows != sample.num_rows}
@@ -103,9 +111,31 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
     spine_of(model)  # before anything is asked of its parameters
     keep_freed_pages()
     count = num_ranks(model, sample, num_threads, ranks)
+    asked = _Asked(model, sample, others, optimizer, repeats, num_threads)
+    if progress is not None:
+        return _measured(asked, count, patience_seconds, progress)
+    with Telling("profiling") as telling:
+        return _measured(asked, count, patience_seconds, telling.count)
+
+
+class _Asked(NamedTuple):
+    """What to measure, and how; arguments as of ``profile``."""
+
+    model: nn.Module
+    sample: Sample
+    others: Sequence[Sample]
+    optimizer: OptimizerFactory | None
+    repeats: int
+    num_threads: int
+
+
+def _measured(
+    asked: _Asked, count: int, patience_seconds: float | None, report: Progress
+) -> LayerGraph:
+    """The layers alone, and ``count`` ranks together."""
+    model, sample, others, optimizer, repeats, num_threads = asked
     rounds = (WARM_UP + repeats) * (1 + len(others))
     total = rounds + (_SHARES if count else 0)
-    report = progress or _report_nothing
     runner = _runner(model, sample, optimizer) if count else None
     begun = time.perf_counter()
     graph = measure_alone(
@@ -152,10 +182,6 @@ def _runner(
         return Runner(model, sample, optimizer)
     except Exception as error:  # a model may refuse to be copied in any way
         return error
-
-
-def _report_nothing(done: int, total: int) -> None:
-    pass
 
 
 def _with_contention(calibrated: Calibrated) -> LayerGraph:

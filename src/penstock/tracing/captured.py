@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from penstock.errors import InputError, ModelError
 from penstock.model import microbatches, tree
+from penstock.model.batches import plain
 from penstock.model.spine import run_spine
+from penstock.telling import tells
 from penstock.tracing.flow import ValueFlow, must_follow
 from penstock.tracing.graphs import Dynamic, Given, Traced, spread, trace
 from penstock.tracing.layers import (
@@ -180,6 +182,7 @@ class Captured(nn.Module):
         return Captured(self.__dict__["original"], self._traces, self.how, order)
 
 
+@tells("tracing the model")
 def capture(
     model: nn.Module,
     inputs: Any,
@@ -215,6 +218,7 @@ def capture(
     one_of("dynamic", dynamic, ("rows", "all"))
     if not isinstance(model, nn.Module):
         raise ModelError(f"the model is a {type(model).__name__}, not an nn.Module")
+    inputs = plain(inputs, "inputs")
     signature = inspect.signature(model.forward)
     given = spread(signature, _at_least_two_rows(inputs))
     traced: dict[bool, Traced] = {}

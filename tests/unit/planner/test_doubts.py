@@ -49,3 +49,43 @@ def test_what_the_profile_warns_of_counts_where_ranks_share_a_machine():
     assert planned(2.0, 0.0, warnings=("busy",)).warnings == ("busy",)
     apart = planned(2.0, 0.2, devices(2), warnings=("busy",))
     assert not apart.warnings and "share a machine" not in str(apart)
+
+
+def uneven(spreads):
+    """Six layers of 1, 1, 1, 1, 1 and 1 ms, with what their times spread by."""
+    graph = chain(6)
+    layers = zip(graph.layers, spreads, strict=True)
+    return replace(graph, layers=tuple(replace(layer, spread=one) for layer, one in layers))
+
+
+def cut_in_two(spreads, **request):
+    request = {"microbatches": 8, "stages": 2, "schedule": "1f1b", **request}
+    return pk.plan(uneven(spreads), devices(2), **request)
+
+
+def test_cuts_that_other_times_would_move_say_so():
+    found = cut_in_two([0.4, 0.4, 0.4, 0, 0, 0])
+    (warning,) = found.warnings
+    assert "how long layers take: those of stage 0 were measured to ± 23%" in warning
+    assert "if they take 0.54 times as long, a cut before" in warning
+    assert "--repeats" in warning and f"! {warning}" in str(found)
+    # It is true: with such times, the planner itself cuts there.
+    slower = [layer.paced(0.54, 0.54) for layer in uneven([0] * 6).layers[:3]]
+    graph = uneven([0] * 6)
+    graph = replace(graph, layers=(*slower, *graph.layers[3:]))
+    moved = pk.plan(graph, devices(2), microbatches=8, stages=2, schedule="1f1b")
+    first = moved.stages[1].layers[0]
+    assert f"a cut before {first!r} instead of {found.stages[1].layers[0]!r}" in warning
+
+
+def test_cuts_raise_no_doubt_that_are_steady_or_asked_for():
+    assert not cut_in_two([0.01] * 6).warnings
+    assert not cut_in_two([0.4] * 6, cuts=[3], stages=None).warnings
+    assert not cut_in_two([0.4] * 6, stages=1, schedule=None).warnings
+    # What spreads is too small to move a layer for.
+    assert not cut_in_two([0, 0, 0, 0, 0, 0.05]).warnings
+
+
+def test_the_greatest_doubt_is_told():
+    (warning,) = cut_in_two([0.1, 0.1, 0.1, 0.5, 0.5, 0.5]).warnings
+    assert "those of stage 1 were measured to ± 29%" in warning

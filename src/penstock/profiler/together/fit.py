@@ -13,7 +13,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from penstock.cluster import Cluster
-from penstock.graph import Contention, Layer, LayerGraph, Mode
+from penstock.graph import Contention, LayerGraph, Mode
 from penstock.planner import plan
 from penstock.planner.candidate import Candidate
 from penstock.planner.cuts import with_cuts
@@ -111,22 +111,9 @@ def paced(graph: LayerGraph, alone: Alone) -> LayerGraph:
     back = alone.backward_seconds / backward if backward and alone.backward_seconds else 1.0
     return replace(
         graph,
-        layers=tuple(_paced(layer, ahead, back) for layer in graph.layers),
+        layers=tuple(layer.paced(ahead, back) for layer in graph.layers),
         other_sizes=tuple(
-            replace(other, layers=tuple(_paced(layer, ahead, back) for layer in other.layers))
+            replace(other, layers=tuple(layer.paced(ahead, back) for layer in other.layers))
             for other in graph.other_sizes
         ),
-    )
-
-
-def _paced(layer: Layer, ahead: float, back: float) -> Layer:
-    again = layer.recompute_seconds
-    return replace(
-        layer,
-        forward_seconds=ahead * layer.forward_seconds,
-        split_forward_seconds=ahead * layer.split_forward_seconds,
-        recompute_seconds=None if again is None else ahead * again,
-        backward_input_seconds=back * layer.backward_input_seconds,
-        backward_weight_seconds=back * layer.backward_weight_seconds,
-        split_seconds=back * layer.split_seconds,
     )

@@ -1,0 +1,91 @@
+"""What takes long says so: a line on standard error every few seconds, with or without a terminal.
+
+Nothing is said of what is done within two seconds, nor where ``PENSTOCK_QUIET`` is set in the
+environment, nor by other ranks than the first of a job.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from typing import ParamSpec, Self, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+FIRST_SECONDS = 2.0
+"""After so long the first line comes."""
+
+EVERY_SECONDS = 5.0
+"""After so long the next one."""
+
+
+class Telling:
+    """A context in which something takes long.
+
+    Args:
+        what: is being done, as ``"profiling"``.
+        quiet: say nothing all the same: somebody else does.
+    """
+
+    def __init__(self, what: str, *, quiet: bool = False) -> None:
+        self._what = what
+        self._quiet = quiet or is_quiet()
+        self._how_far = ""
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._started = time.monotonic()
+
+    def update(self, how_far: str) -> None:
+        """What the next line says beside the time, for example ``"3 of 7"``."""
+        self._how_far = how_far
+
+    def count(self, done: int, total: int) -> None:
+        """As ``update``, for what is counted."""
+        self._how_far = f"{done} of {total}"
+
+    def __enter__(self) -> Self:
+        if not self._quiet:
+            self._thread = threading.Thread(
+                target=self._run, name=f"penstock tells of {self._what}", daemon=True
+            )
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        seconds = FIRST_SECONDS
+        while not self._ended.wait(seconds):
+            seconds = EVERY_SECONDS
+            elapsed = f"{time.monotonic() - self._started:.0f} s"
+            told = ", ".join(filter(None, (self._how_far, elapsed)))
+            with suppress(ValueError, OSError, AttributeError):  # nobody listens any more
+                print(f"penstock: {self._what} … {told}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def tells(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A function that says so while it runs long; ``what`` is being done then."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def telling(*args: P.args, **kwargs: P.kwargs) -> R:
+            with Telling(what):
+                return function(*args, **kwargs)
+
+        return telling
+
+    return decorate
+
+
+def is_quiet() -> bool:
+    """Whether this process says nothing of how far it is."""
+    return bool(os.environ.get("PENSTOCK_QUIET")) or os.environ.get("RANK", "0") != "0"
