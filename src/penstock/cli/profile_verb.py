@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.cli import options, show
+from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.cli.workloads import DEFAULT_WORKLOAD, load_workload
 
 if TYPE_CHECKING:
@@ -73,12 +74,12 @@ def profile(
             patience_seconds=patience,
             progress=progress,
         )
-    if output is not None:
-        graph.save(output)
-        show.say(f"wrote {output}")
+    with written(output, ".json") as path:
+        if path is not None:
+            graph.save(path)
     if as_json:
         show.print_json(graph)
-    else:
+    elif output != STANDARD_OUTPUT:
         print_graph(graph)
 
 

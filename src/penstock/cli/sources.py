@@ -351,6 +351,7 @@ def read_policy(text: str) -> Policy:
         InputError: no such policy, no such field, or a value that it may not have.
     """
     name, _, rest = text.partition(":")
+    name = name.lower()
     if name not in POLICIES:
         raise InputError(f"no policy is called {name!r}; there are {', '.join(POLICIES)}")
     fields = dict(part.partition("=")[::2] for part in filter(None, rest.split(",")))
