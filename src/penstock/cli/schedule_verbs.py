@@ -96,13 +96,14 @@ def draw(
     """Draw a schedule, a plan or a timeline.
 
     A plan's picture shows its devices, stages, links and memory, and below them its predicted
-    timeline.
+    timeline. What never flushes is drawn in its steady state, with the versions of the weights that
+    ops read; with --versions or --policy, from its beginning.
     """
-    versions = versions or policy is not None
-    if versions:
+    if versions or policy is not None:
         loaded = sources.load_with_versions(source, ranks, microbatches, costs, policy)
+        versions = True
     else:
-        loaded = sources.load_shown(source, ranks, microbatches, costs)
+        loaded, versions = sources.load_drawn(source, ranks, microbatches, costs)
     with written(output, ".svg") as path:
         if loaded.plan is None:
             picture: str = drawing.draw(loaded.shown, path, versions=versions, width=width)

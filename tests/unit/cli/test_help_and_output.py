@@ -194,3 +194,19 @@ def test_completion_starts_in_a_shell():
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert run.stdout.splitlines()[0] == "plain,1f1b"
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
+def test_what_never_flushes_is_drawn_in_its_steady_state_with_versions(name):
+    told = invoke("draw", name, "-p", "3", "-m", "4").output
+    assert "\nreads" in told
+    assert "F0" not in told  # the beginning
+    from_the_beginning = invoke("draw", name, "-p", "3", "-m", "4", "--versions").output
+    assert "F0" in from_the_beginning
+
+
+def test_a_plan_that_never_flushes_is_drawn_in_its_steady_state(tmp_path):
+    words = "plan tests/data/pipedream/vgg16/graph.txt -p 2 -m 4 --schedule pipedream --stages 2"
+    plan = _saved(tmp_path, invoke(*words.split(), "-o", "-").stdout)
+    told = invoke("draw", str(plan)).output
+    assert "in its steady state" in told and "\nreads" in told
