@@ -42,7 +42,9 @@ def stacked_page(timelines: Sequence[Titled]) -> str:
 
 def _page(timelines: Sequence[Titled], heading: str, title: str, versions: bool = False) -> str:
     picture = stacked(timelines, width_range=PAGE_WIDTHS, versions=versions)
-    card = tag("section", viewer(picture, title, wheel="plain"), class_="card")
+    # Several are looked at to be compared, and so first of all whole.
+    start = "fit" if len(timelines) > 1 else ""
+    card = tag("section", viewer(picture, title, wheel="plain", start=start), class_="card")
     return document(title, lines([tag("h1", escaped(heading)), card]))
 
 
@@ -71,13 +73,15 @@ def document(title: str, body: str) -> str:
 </html>"""
 
 
-def viewer(picture: str, name: str, wheel: str = "") -> str:
+def viewer(picture: str, name: str, wheel: str = "", start: str = "") -> str:
     """A picture in a box with zoom and hover details.
 
     Args:
         picture: an SVG document.
         name: for readers who do not see it.
         wheel: ``"plain"`` if the wheel zooms; otherwise it scrolls the page, and zooms with Ctrl.
+        start: ``"fit"`` if all of it is to be seen at first; otherwise in its own size, unless it
+            is only a little wider than the page.
     """
     buttons = (("out", "−", "Zoom out"), ("in", "+", "Zoom in"), ("fit", "Fit", "Fit to the box"))
     drawn = [
@@ -86,7 +90,8 @@ def viewer(picture: str, name: str, wheel: str = "") -> str:
     ]
     readout = tag("span", _HINT, class_="readout", role="status")
     bar = f'<div class="bar" hidden>{"".join(drawn)}{readout}</div>'
-    return tag("div", f"\n{bar}\n{scroll(picture, name)}\n", class_="viewer", data_wheel=wheel)
+    box = f"\n{bar}\n{scroll(picture, name)}\n"
+    return tag("div", box, class_="viewer", data_wheel=wheel, data_start=start)
 
 
 def scroll(picture: str, name: str) -> str:
