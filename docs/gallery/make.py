@@ -135,9 +135,9 @@ def _runs(name: str, schedule: Schedule | None) -> str:
         )
     if name in USUAL:
         return (
-            "The picture shows its steady state, and under each op which version of the weights it "
-            "reads. Each row is a stream of m microbatches, which fills the pipeline once and drains "
-            f"it once: that is all the bubble there is. In between, a microbatch takes "
+            "The picture shows its steady state, and under each op which version of the weights "
+            "it reads. Each row is a stream of m microbatches, which fills the pipeline once and "
+            f"drains it once: that is all the bubble there is. In between, a microbatch takes "
             f"{_steady(name):g} F, which is what a device works for it, so a long stream has no "
             "bubble. Do not compare these bubbles with those of schedules that flush.\n\n"
             "Penstock's runtime performs it, with the results of the same delays on one device, "
