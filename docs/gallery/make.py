@@ -17,7 +17,7 @@ from pathlib import Path
 import policies
 from pages import HERE, bibtex, filled, linked, options, paragraphs, percent, table
 
-from penstock.cli.sources import Drawable, load_shown
+from penstock.cli.sources import Drawable, load_drawn, load_shown
 from penstock.drawing import draw, draw_borrowed, draw_scatter, draw_stacked
 from penstock.errors import InputError
 from penstock.schedule import Schedule, families
@@ -53,7 +53,7 @@ def _write_schedules(target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     told = [about(name) for name in families.names()]
     for one in told:
-        draw(_drawn(one.name)[1].shown, target / f"{one.name}.svg")
+        _draw(one.name, target / f"{one.name}.svg")
         (target / f"{one.name}.md").write_text(_family_page(one), encoding="utf-8")
     draw_borrowed(target / "partime-ticks.svg", 3)
     chosen = _built(CHOICE)
@@ -62,6 +62,13 @@ def _write_schedules(target: Path) -> None:
     draw_stacked(pair, target / "bubbles.svg")
     for page, values in (("index.md", _index(told)), ("choosing.md", _choosing(chosen))):
         (target / page).write_text(filled(page, **values), encoding="utf-8")
+
+
+def _draw(name: str, path: Path) -> None:
+    """A family; what never flushes in its steady state, with versions."""
+    size, _ = _drawn(name)
+    drawn, versions = load_drawn(name, *size, Costs())
+    draw(drawn.shown, path, versions=versions)
 
 
 @cache
@@ -128,8 +135,9 @@ def _runs(name: str, schedule: Schedule | None) -> str:
         )
     if name in USUAL:
         return (
-            f"Each row is a stream of m microbatches, which fills the pipeline once and drains it "
-            f"once: that is all the bubble there is. In between, a microbatch takes "
+            "The picture shows its steady state, and under each op which version of the weights "
+            "it reads. Each row is a stream of m microbatches, which fills the pipeline once and "
+            f"drains it once: that is all the bubble there is. In between, a microbatch takes "
             f"{_steady(name):g} F, which is what a device works for it, so a long stream has no "
             "bubble. Do not compare these bubbles with those of schedules that flush.\n\n"
             "Penstock's runtime performs it, with the results of the same delays on one device, "

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from penstock import __version__
+from penstock.cli.examples import epilog_of
 from penstock.errors import PenstockError
 
 _PLACES = {
@@ -42,7 +43,21 @@ class _Verbs(UserDict[str, Any]):
     def __getitem__(self, name: str) -> click.Command:
         module, function = super().__getitem__(name)
         command: click.Command = getattr(importlib.import_module(f"{__name__}.{module}"), function)
+        _explain(command, name)
         return command
+
+
+def _explain(command: click.Command, verb: str) -> None:
+    """Give a verb's help its examples, and lists of verbs its whole first sentence."""
+    if isinstance(command, click.Group):
+        for name, inner in command.commands.items():
+            _explain(inner, f"{verb} {name}")
+    example, epilog = epilog_of(verb), command.epilog or ""
+    if example not in epilog:
+        command.epilog = f"{epilog}\n\n{example}".strip("\n")
+    if command.help and not command.short_help:
+        paragraph = " ".join(command.help.split("\n\n")[0].split())
+        command.short_help = paragraph.partition(". ")[0].rstrip(".")
 
 
 @click.group(
@@ -66,6 +81,11 @@ def main() -> None:
         sys.exit(1)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
+        sys.exit(error.exit_code)
+    except click.UsageError as error:
+        path = error.ctx.command_path if error.ctx else "penstock"
+        message = error.format_message().rstrip(".")
+        click.echo(f"penstock: {message}; try {path} --help", err=True)
         sys.exit(error.exit_code)
     except click.ClickException as error:
         click.echo(f"penstock: {error.format_message()}", err=True)

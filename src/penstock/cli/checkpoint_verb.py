@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.cli import options, show
+from penstock.cli.output import OutputFile, OutputPlace, written
 from penstock.errors import FileError, InputError
 from penstock.units import count_of, format_bytes
-from penstock.values import write_atomically
 
 if TYPE_CHECKING:
     from penstock.checkpoint.folder import Checkpoint
@@ -111,24 +111,28 @@ def _as_json(path: Path, what: Checkpoint | FileError) -> dict[str, object]:
 @checkpoint.command("draw")
 @click.argument("folder", type=click.Path())
 @click.argument("plans", type=click.Path(), nargs=-1, required=True)
-@click.option("-o", "--output", required=True, type=click.Path(), help="What to write (.svg).")
+@click.option(
+    "-o", "--output", required=True, type=OutputFile(),
+    help="Figure to write (.svg, .pdf, .png).  -: standard output.",
+)  # fmt: skip
 def draw(folder: str, plans: tuple[str, ...], output: str) -> None:
     """Draw which files of the latest complete checkpoint in FOLDER the stages of PLANS read."""
     from penstock.checkpoint.piece import piece_name
+    from penstock.drawing.formats import write_figure
     from penstock.drawing.readings import Block, readings
     from penstock.plans import Plan
 
-    options.check_svg(output)
+    options.check_figure(output)
     latest = _latest(folder)
-    written = _reader(latest.plan, "written by")
+    writer = _reader(latest.plan, "written by")
     files = [
         Block(piece_name(number), block.first, block.stop)
-        for number, block in enumerate(written.stages)
+        for number, block in enumerate(writer.stages)
     ]
     others = [_fitting(latest.plan, path, Plan.load(path)) for path in plans]
-    picture = readings(written, files, [_reader(plan, "read by") for plan in others])
-    write_atomically(output, picture + "\n")
-    show.say(f"wrote {output}")
+    picture = readings(writer, files, [_reader(plan, "read by") for plan in others])
+    with written(output, ".svg") as path:
+        write_figure(str(path), picture)
 
 
 def _reader(plan: Plan, what: str) -> Reader:
@@ -164,7 +168,7 @@ def _latest(folder: str) -> Checkpoint:
     show_default=True,
     help="One file with the weights, or a folder of torch.distributed.checkpoint with all.",
 )  # fmt: skip
-@click.option("-o", "--output", required=True, type=click.Path(), help="What to write.")
+@click.option("-o", "--output", required=True, type=OutputPlace(), help="What to write.")
 def export(folder: str, form: str, output: str) -> None:
     """Write the latest complete checkpoint in FOLDER for other programs.
 

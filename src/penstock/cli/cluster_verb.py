@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, get_args
 import click
 
 from penstock.cli import options, show
+from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.cluster import Cluster, Link
 from penstock.cluster.parts import DeviceKind
 from penstock.errors import DeadlineError, InputError, RunError
 from penstock.units import format_bytes_per_second, picture_bytes, picture_seconds
-from penstock.values import write_atomically
 
 if TYPE_CHECKING:
     from penstock.transport.link_meter import Measurement
@@ -46,12 +46,12 @@ def cluster(
     if file is not None and (ranks is not None or kind is not None):
         raise InputError("--ranks and --kind are about this machine; leave them or FILE out")
     chosen = Cluster.load(file) if file is not None else Cluster.local(ranks, kind or "cpu")
-    if output is not None:
-        chosen.save(output)
-        show.say(f"wrote {output}")
+    with written(output, ".json") as path:
+        if path is not None:
+            chosen.save(path)
     if as_json:
         show.print_json(chosen)
-    else:
+    elif output != STANDARD_OUTPUT:
         _print_cluster(chosen)
 
 
@@ -218,14 +218,13 @@ def _pause(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _report(measurement: Measurement, output: str | None, as_json: bool) -> None:
-    if output is not None:
-        write_atomically(output, measurement.cluster.to_json() + "\n")
     if as_json:
         show.print_json(_numbers(measurement))
-    else:
+    elif output != STANDARD_OUTPUT:
         _print_measurement(measurement)
-    if output is not None:
-        show.say(f"wrote {output}")
+    with written(output, ".json") as path:
+        if path is not None:
+            measurement.cluster.save(path)
 
 
 def _numbers(measurement: Measurement) -> dict[str, object]:

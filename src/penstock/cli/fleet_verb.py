@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli import options, show
+from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.errors import InputError
 from penstock.turns.policies import POLICIES, PolicyName
 from penstock.units import format_seconds
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     "--every", type=click.IntRange(min=1), default=100, show_default=True,
     help="Minibatches of a job between two checkpoints in the folder.",
 )  # fmt: skip
-@options.output_option("Where to draw which job had which device when (.svg or .txt).")
+@options.output_option("Where to draw which job had which device when (.svg, .pdf, .png, .txt).")
 @options.json_option
 def fleet(
     file: str,
@@ -108,6 +109,8 @@ def _simulate(
     timeline, least = timelines[policy], bound_of(tasks, num_devices)
     if output is not None:
         _draw(timeline, output)
+        if output == STANDARD_OUTPUT:
+            return
     if as_json:
         show.print_json(_as_numbers(timeline, least, timelines))
         return
@@ -206,7 +209,7 @@ def _train(
         _draw(results.timeline, output)
     if as_json:
         show.print_json(_outcomes(results))
-    else:
+    elif output != STANDARD_OUTPUT:
         click.echo(str(results))
     if all(result.error is not None for result in results.values()):
         sys.exit(1)
@@ -249,5 +252,5 @@ def _outcomes(results: FleetResults) -> dict[str, Any]:
 def _draw(timeline: FleetTimeline, output: str) -> None:
     from penstock.drawing import draw
 
-    draw(timeline, output)
-    show.say(f"wrote {output}")
+    with written(output, ".svg") as path:
+        draw(timeline, path)

@@ -8,6 +8,8 @@ import click
 
 from penstock import drawing, planner, plans
 from penstock.cli import options, show
+from penstock.cli.names import ScheduleName
+from penstock.cli.output import OutputFile, written
 from penstock.cli.profile_verb import WORKLOAD_HELP, print_graph, profiled
 from penstock.cli.workloads import DEFAULT_WORKLOAD, load_workload
 from penstock.cluster import Cluster
@@ -24,14 +26,14 @@ if TYPE_CHECKING:
 @click.option("--plan", "plan_file", type=click.Path(), help="Plan file; default: make a plan.")
 @options.ranks_option(None)
 @options.microbatches_option(8)
-@click.option("--schedule", help="Schedule family; default: the best of all.")
+@click.option("--schedule", type=ScheduleName(), help="Schedule family; default: the best of all.")
 @options.policy_option
 @options.steps_option
 @click.option("--compare/--no-compare", default=False, help="Train on one device beside it.")
-@click.option("-o", "--output", default="penstock-report", show_default=True, help="Report folder.")
+@options.folder_option
 @click.option(
     "--timeline",
-    type=click.Path(),
+    type=OutputFile(),
     help="Also write the measured step (.json), for draw, compare and simulate.",
 )
 @options.json_option
@@ -64,13 +66,13 @@ def train(
         )
     trial = _train(loaded, chosen, steps, compare, output, as_json)
     if timeline is not None:
-        write_atomically(timeline, trial.measured.to_json() + "\n")
-        show.say(f"wrote {timeline}")
+        with written(timeline, ".json") as path:
+            write_atomically(str(path), trial.measured.to_json() + "\n")
 
 
 @click.command()
 @options.steps_option
-@click.option("-o", "--output", default="penstock-report", show_default=True, help="Report folder.")
+@options.folder_option
 @options.json_option
 def demo(steps: int, output: str, as_json: bool) -> None:
     """Train a GPT on real text through a 2-stage pipeline, beside one device.

@@ -8,6 +8,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from penstock.cli.names import PolicyName
+from penstock.cli.output import (
+    BOTH_TO_STANDARD_OUTPUT,
+    STANDARD_OUTPUT,
+    OutputFile,
+    OutputFolder,
+)
 from penstock.errors import FileError, InputError
 from penstock.timing.costs import Costs
 from penstock.units import to_bytes
@@ -107,14 +114,39 @@ def microbatches_option(default: int | None) -> Callable[[Verb], Verb]:
     )  # fmt: skip
 
 
+def _parse_json(context: click.Context, _: click.Parameter, as_json: bool) -> bool:
+    if as_json and context.params.get("output") == STANDARD_OUTPUT:
+        raise click.UsageError(BOTH_TO_STANDARD_OUTPUT, context)
+    return as_json
+
+
 def json_option(verb: Verb) -> Verb:
     """``--json``."""
-    return click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")(verb)
+    return click.option(
+        "--json", "as_json", is_flag=True, callback=_parse_json, help="Print the result as JSON."
+    )(verb)
 
 
 def output_option(what: str) -> Callable[[Verb], Verb]:
     """``-o/--output``."""
-    return click.option("-o", "--output", type=click.Path(), help=what)
+    return click.option("-o", "--output", type=OutputFile(), help=f"{what}  -: standard output.")
+
+
+def folder_option(verb: Verb) -> Verb:
+    """``-o/--output`` of a report."""
+    return click.option(
+        "-o", "--output", type=OutputFolder(), default="penstock-report", show_default=True,
+        help="Report folder.",
+    )(verb)  # fmt: skip
+
+
+def width_option(verb: Verb) -> Verb:
+    """``--width``."""
+    return click.option(
+        "--width", type=click.FloatRange(min=300), metavar="PIXELS",
+        help="Of the figure, as 800 for a paper's column: of what does not fit, the beginning and "
+        "the end are drawn. Default: as wide as the labels need.",
+    )(verb)  # fmt: skip
 
 
 def steps_option(verb: Verb) -> Verb:
@@ -128,7 +160,7 @@ def steps_option(verb: Verb) -> Verb:
 def versions_options(verb: Verb) -> Verb:
     """``--versions`` and ``--policy``."""
     verb = click.option(
-        "--policy", type=click.Choice(list(POLICIES)),
+        "--policy", type=click.Choice(list(POLICIES), case_sensitive=False),
         help="With which policy passes read versions, on a schedule that never flushes; by default "
         "the schedule's own. Shows versions.",
     )(verb)  # fmt: skip
@@ -156,13 +188,22 @@ def policy_option(verb: Verb) -> Verb:
     """``--versions`` of a plan."""
     return click.option(
         "--versions",
+        type=PolicyName(),
         callback=_parse_policy,
         help="Train without a flush, with this weight-version policy: "
         f"{', '.join(POLICIES)}; fields follow the name, as in pipemare:t1=1000,t2=0.3.",
     )(verb)
 
 
-def check_svg(path: str) -> None:
-    """Raise ``InputError`` unless a file's name is that of the only kind of picture there is."""
-    if not path.endswith(".svg"):
-        raise InputError(f"{path} must end in .svg, since that is what is drawn")
+def check_figure(path: str) -> None:
+    """Raise ``InputError`` unless a file's name, or ``-``, is that of a figure, and what writes it
+    is there."""
+    if path == STANDARD_OUTPUT:
+        return
+    suffix = Path(path).suffix.lower()
+    if suffix not in (".svg", ".pdf", ".png"):
+        raise InputError(f"{path} must end in .svg, .pdf or .png, since a figure is drawn")
+    if suffix != ".svg":
+        from penstock.drawing.rendering import check_installed
+
+        check_installed(suffix)

@@ -11,6 +11,8 @@ from msgspec.structs import replace
 
 from penstock import planner
 from penstock.cli import options, show
+from penstock.cli.names import ScheduleName
+from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.cluster import Cluster, Tier
 from penstock.cluster.subset import only
 from penstock.cluster.tier_speed import measured
@@ -52,7 +54,7 @@ def _parse_tensor_ranks(_: click.Context, __: click.Parameter, text: str) -> int
     "--minibatch", type=int, help="Rows of a minibatch: tries every microbatch size profiled."
 )
 @click.option("--stages", type=int, help="Number of stages; default: the best.")
-@click.option("--schedule", help="Schedule family; default: the best of all.")
+@click.option("--schedule", type=ScheduleName(), help="Schedule family; default: the best of all.")
 @options.policy_option
 @click.option(
     "--rate",
@@ -177,12 +179,12 @@ def plan(
     else:
         changed = planner.what_if(what_if, profile, there, **request)
         chosen, text = changed.after, str(changed)
-    if output is not None:
-        chosen.save(output)
-        show.say(f"wrote {output}")
+    with written(output, ".json") as path:
+        if path is not None:
+            chosen.save(path)
     if as_json:
         show.print_json(chosen)
-    else:
+    elif output != STANDARD_OUTPUT:
         click.echo(text)
 
 

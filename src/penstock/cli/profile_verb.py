@@ -9,6 +9,7 @@ import click
 
 from penstock import planner
 from penstock.cli import options, show
+from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.cli.workloads import DEFAULT_WORKLOAD, load_workload
 from penstock.cluster import Cluster
 
@@ -75,15 +76,15 @@ def profile(
             patience_seconds=patience,
             progress=progress,
         )
-    if output is not None:
-        graph.save(output)
-        show.say(f"wrote {output}")
+    with written(output, ".json") as path:
+        if path is not None:
+            graph.save(path)
     doubts = _doubts(graph, microbatches)
     if as_json:
         for doubt in (*graph.warnings, *doubts):
             show.say(f"! {doubt}")
         show.print_json(graph)
-    else:
+    elif output != STANDARD_OUTPUT:
         print_graph(graph, doubts)
 
 

@@ -9,6 +9,8 @@ import click
 
 from penstock import drawing, plans, rehearsal
 from penstock.cli import options, show, sources
+from penstock.cli.names import Source
+from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.errors import InputError
 from penstock.rehearsal.job import RehearsalTransport, UpdateMode
 from penstock.schedule import Kind, Schedule
@@ -30,7 +32,7 @@ _QUIET_SECONDS = 2.0
 
 
 @click.command(epilog=_SOURCE_HELP)
-@click.argument("source")
+@click.argument("source", type=Source())
 @options.ranks_option(4)
 @options.microbatches_option(8)
 @options.costs_option
@@ -58,7 +60,9 @@ _QUIET_SECONDS = 2.0
     "--updates", type=click.Choice(get_args(UpdateMode)), default="separate", show_default=True,
     help="Each stage for itself; when all ranks agree (clipping); or on trust, steps overlapping.",
 )  # fmt: skip
-@options.output_option("Picture to write (.svg, .html, .txt), or all that was found (.json).")
+@options.output_option(
+    "Picture to write (.svg, .pdf, .png, .html, .txt), or all that was found (.json)."
+)
 @options.json_option
 def rehearse(
     source: str,
@@ -99,14 +103,13 @@ def rehearse(
             minibatch=_minibatch(source),
             progress=progress,
         )
-    if output is not None:
-        _write(performed, output)
     if as_json:
         show.print_json(_numbers(performed))
-    else:
+    elif output != STANDARD_OUTPUT:
         _print(performed)
-    if output is not None:
-        show.say(f"wrote {output}")
+    with written(output, ".svg") as path:
+        if path is not None:
+            _write(performed, path)
 
 
 def _plan(
@@ -142,8 +145,13 @@ def _step_seconds(plan: Plan | Schedule, costs: Costs | None) -> float:
 
 def _check_suffix(output: str) -> None:
     """Before the rehearsal, which may take long."""
-    if Path(output).suffix.lower() not in (".svg", ".html", ".txt", ".json"):
-        raise InputError(f"cannot write {output!r}: end the name in .svg, .html, .txt or .json")
+    if output == STANDARD_OUTPUT or Path(output).suffix.lower() in (".html", ".txt", ".json"):
+        return
+    if Path(output).suffix.lower() not in (".svg", ".pdf", ".png"):
+        raise InputError(
+            f"cannot write {output!r}: end the name in .svg, .pdf, .png, .html, .txt or .json"
+        )
+    options.check_figure(output)
 
 
 def _write(performed: Rehearsal, output: str) -> None:

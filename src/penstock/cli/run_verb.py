@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.cli import options, show
+from penstock.cli.output import OutputFile, written
 from penstock.errors import InputError
-from penstock.values import write_atomically
 
 if TYPE_CHECKING:
     from penstock.supervisor import Account
@@ -81,8 +81,8 @@ class _Command(click.Command):
     help="How long ranks that are asked to end may take before they are killed.",
 )  # fmt: skip
 @click.option(
-    "--draw", "picture", type=click.Path(),
-    help="Draw the attempts as .svg when the job has ended.",
+    "--draw", "picture", type=OutputFile(),
+    help="Draw the attempts (.svg, .pdf, .png) when the job has ended.  -: standard output.",
 )  # fmt: skip
 @click.option("-m", "module", metavar="MODULE", help="Run a module by its name, as python -m does.")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
@@ -102,7 +102,7 @@ def run(
     back milliseconds after a death. Between hosts, use torchrun.
     """
     if picture is not None:
-        options.check_svg(picture)
+        options.check_figure(picture)
     if ranks > 1:  # before torch reads it
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     from penstock.supervisor import Job, Rank, Script, supervise
@@ -121,8 +121,10 @@ def run(
     if len(outcome.accounts) > 1:
         show.print_table(*_table(outcome.accounts), beside=True)
     if picture is not None:
-        write_atomically(picture, _picture(outcome.accounts) + "\n")
-        show.say(f"wrote {picture}")
+        from penstock.drawing.formats import write_figure
+
+        with written(picture, ".svg") as path:
+            write_figure(str(path), _picture(outcome.accounts))
     if outcome.verdict:
         show.say(f"penstock: {outcome.verdict}")
     sys.exit(outcome.code)

@@ -10,6 +10,8 @@ import click
 
 from penstock import drawing
 from penstock.cli import options, show, sources
+from penstock.cli.names import ScheduleName, Source
+from penstock.cli.output import STANDARD_OUTPUT, OutputFile, written
 from penstock.errors import InputError
 from penstock.schedule import Schedule, families
 from penstock.schedule.check import check as check_schedule
@@ -26,7 +28,7 @@ _SOURCE_HELP = (
 
 
 @click.command()
-@click.argument("name", required=False)
+@click.argument("name", required=False, type=ScheduleName())
 @options.json_option
 def schedules(name: str | None, as_json: bool) -> None:
     """List the schedule families, or tell all about one (NAME)."""
@@ -45,7 +47,7 @@ def schedules(name: str | None, as_json: bool) -> None:
 
 
 @click.command(epilog=_SOURCE_HELP)
-@click.argument("source")
+@click.argument("source", type=Source())
 @options.ranks_option(4)
 @options.microbatches_option(8)
 @options.costs_option
@@ -72,11 +74,12 @@ def simulate(
 
 
 @click.command(epilog=_SOURCE_HELP)
-@click.argument("source")
+@click.argument("source", type=Source())
 @options.ranks_option(4)
 @options.microbatches_option(8)
 @options.costs_option
-@options.output_option("Picture to write: .svg, .html, .txt or .json (Chrome trace).")
+@options.output_option("Picture to write: .svg, .pdf, .png, .html, .txt or .json (Chrome trace).")
+@options.width_option
 @options.versions_options
 @options.json_option
 def draw(
@@ -85,6 +88,7 @@ def draw(
     microbatches: int,
     costs: Costs,
     output: str | None,
+    width: float | None,
     versions: bool,
     policy: str | None,
     as_json: bool,
@@ -92,39 +96,44 @@ def draw(
     """Draw a schedule, a plan or a timeline.
 
     A plan's picture shows its devices, stages, links and memory, and below them its predicted
-    timeline.
+    timeline. What never flushes is drawn in its steady state, with the versions of the weights that
+    ops read; with --versions or --policy, from its beginning.
     """
-    versions = versions or policy is not None
-    if versions:
+    if versions or policy is not None:
         loaded = sources.load_with_versions(source, ranks, microbatches, costs, policy)
+        versions = True
     else:
-        loaded = sources.load_shown(source, ranks, microbatches, costs)
-    if loaded.plan is None:
-        picture: str = drawing.draw(loaded.shown, output, versions=versions)
-    else:
-        from penstock.plans.picture import picture_of
+        loaded, versions = sources.load_drawn(source, ranks, microbatches, costs)
+    with written(output, ".svg") as path:
+        if loaded.plan is None:
+            picture: str = drawing.draw(loaded.shown, path, versions=versions, width=width)
+        else:
+            from penstock.plans.picture import picture_of
 
-        pictured = picture_of(loaded.plan)
-        picture = drawing.draw_plan(pictured, loaded.shown, output, versions=versions)
+            pictured = picture_of(loaded.plan)
+            picture = drawing.draw_plan(
+                pictured, loaded.shown, path, versions=versions, width=width
+            )
     if as_json:
         show.print_json({**show.metrics(loaded), "output": output})
     elif output is None:
         click.echo(picture)
-    else:
-        show.say(f"wrote {output}")
 
 
 @click.command(epilog=_SOURCE_HELP)
-@click.argument("names", metavar="SOURCE...", nargs=-1, required=True)
+@click.argument("names", metavar="SOURCE...", nargs=-1, required=True, type=Source())
 @options.ranks_option(4)
 @options.microbatches_option(8)
 @options.costs_option
-@options.output_option("Also draw them stacked on one time axis: .svg, .html or .txt.")
-@click.option("--scatter", type=click.Path(), help="Also draw memory against both bubbles (.svg).")
+@options.output_option("Also draw them stacked on one time axis: .svg, .pdf, .png, .html or .txt.")
+@options.width_option
 @click.option(
-    "--memory", type=click.Path(),
-    help="Also draw what ranks hold over time (.svg); the first source is a plan, the others are "
-    "its timelines.",
+    "--scatter", type=OutputFile(), help="Also draw memory against both bubbles (.svg, .pdf, .png)."
+)
+@click.option(
+    "--memory", type=OutputFile(),
+    help="Also draw what ranks hold over time (.svg, .pdf, .png); the first source is a plan, the "
+    "others are its timelines.",
 )  # fmt: skip
 @options.json_option
 def compare(
@@ -133,6 +142,7 @@ def compare(
     microbatches: int,
     costs: Costs,
     output: str | None,
+    width: float | None,
     scatter: str | None,
     memory: str | None,
     as_json: bool,
@@ -143,17 +153,19 @@ def compare(
         (source.shown.name or name, source.shown)
         for name, source in zip(names, loaded, strict=True)
     ]
-    if output is not None:
-        drawing.draw_stacked(titled, output)
-        show.say(f"wrote {output}")
-    if scatter is not None:
-        drawing.draw_scatter(titled, scatter)
-        show.say(f"wrote {scatter}")
-    if memory is not None:
-        _draw_memory(loaded[0].plan, titled, memory)
-        show.say(f"wrote {memory}")
+    with written(output, ".svg") as path:
+        if path is not None:
+            drawing.draw_stacked(titled, path, width=width)
+    with written(scatter, ".svg") as path:
+        if path is not None:
+            drawing.draw_scatter(titled, path)
+    with written(memory, ".svg") as path:
+        if path is not None:
+            _draw_memory(loaded[0].plan, titled, path)
     if as_json:
         show.print_json([show.metrics(source) for source in loaded])
+        return
+    if STANDARD_OUTPUT in (output, scatter, memory):
         return
     show.print_metrics(loaded)
     if output is None and scatter is None and memory is None:
@@ -176,7 +188,7 @@ def _draw_memory(plan: Plan | None, titled: Sequence[Titled], path: str) -> None
 
 
 @click.command(epilog=_SOURCE_HELP)
-@click.argument("source")
+@click.argument("source", type=Source())
 @options.ranks_option(4)
 @options.microbatches_option(8)
 @click.option(

@@ -99,6 +99,8 @@ def print_family(family: About) -> None:
             first = f"{name:<8}"
             lines = textwrap.fill(words, _WIDTH, initial_indent=first, subsequent_indent=" " * 8)
             click.echo(f"\n{lines}")
+    for paper in family.papers:
+        click.echo(f"\n{paper.bibtex()}")
     if family.drawing:
         click.echo(f"\n{family.drawing}")
 

@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -22,6 +23,7 @@ from typing import (
 import msgspec
 
 from penstock import drawing, plans
+from penstock.drawing.timeline.excerpt import steady_part
 from penstock.errors import FileError, InputError
 from penstock.schedule import Schedule, families
 from penstock.schedule.check import check
@@ -170,6 +172,26 @@ def load_with_versions(
     size = family_options(family, rest).get("minibatch") or schedule.num_stages
     timeline = _named(name, _stream, schedule, chosen, size, costs)
     return Drawable(timeline, schedule, num_ticks=microbatches if live else 0)
+
+
+def load_drawn(name: str, ranks: int, microbatches: int, costs: Costs) -> tuple[Drawable, bool]:
+    """As ``load_shown``, to be drawn, and whether with versions: what never flushes in its steady
+    state, with the versions that its ops read, since its beginning looks like any other
+    schedule's."""
+    if _suffix(name) == ".json":
+        content = _load_json(name)
+        if isinstance(content, Drawable):
+            return content, False
+        source = _planned(content)
+        if content.prediction.flushes or source.num_ticks:
+            return source, False
+        count = content.num_microbatches
+        stream = content.simulate(1 + ceil(4 * content.num_ranks / count))
+        return source._replace(timeline=steady_part(stream, count)), True
+    if _is_live(name) or not USUAL.get(name.partition(":")[0], Flush()).asynchronous:
+        return load_shown(name, ranks, microbatches, costs), False
+    source = load_with_versions(name, ranks, _live_length(ranks, microbatches), costs)
+    return source._replace(timeline=steady_part(source.timeline, microbatches)), True
 
 
 def _stream(schedule: Schedule, policy: Policy, minibatch: int, costs: Costs) -> Timeline:
@@ -351,6 +373,7 @@ def read_policy(text: str) -> Policy:
         InputError: no such policy, no such field, or a value that it may not have.
     """
     name, _, rest = text.partition(":")
+    name = name.lower()
     if name not in POLICIES:
         raise InputError(f"no policy is called {name!r}; there are {', '.join(POLICIES)}")
     fields = dict(part.partition("=")[::2] for part in filter(None, rest.split(",")))

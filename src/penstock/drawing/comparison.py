@@ -13,7 +13,8 @@ from penstock.timing.simulator import simulate
 from penstock.timing.timeline import Timeline
 from penstock.values import expect
 
-_COLUMNS = ("", "makespan", "bubble", "stage bubble", "peak activations")
+COLUMNS = ("", "makespan", "bubble", "stage bubble", "peak activations")
+"""What is said of each timeline."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Comparison:
         ]
 
     def __str__(self) -> str:
-        rows = [_COLUMNS, *self.rows()]
+        rows = [COLUMNS, *self.rows()]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
             "  ".join(
@@ -56,7 +57,7 @@ class Comparison:
     def _repr_html_(self) -> str:
         from penstock.drawing import cells
 
-        table = cells.table(_COLUMNS, self.rows())
+        table = cells.table(COLUMNS, self.rows())
         return cells.cell(table, cells.timelines_image(self.timelines))
 
 

@@ -26,7 +26,8 @@ for (const viewer of document.querySelectorAll(".viewer")) {
     natural: () => show(natural),
   };
   // A little too wide is better seen whole; much too wide would only be a smear.
-  if (natural > box.clientWidth && natural < 1.7 * box.clientWidth) actions.fit();
+  const aLittle = natural > box.clientWidth && natural < 1.7 * box.clientWidth;
+  if (aLittle || viewer.dataset.start === "fit") actions.fit();
   bar.addEventListener("click", event => actions[event.target.dataset.zoom]?.());
   box.addEventListener("keydown", event => {
     const action = { "+": "in", "=": "in", "-": "out", "0": "natural" }[event.key];

@@ -18,8 +18,8 @@ from penstock.schedule.schedule import Schedule
 
 _ARXIV = re.compile(r"arXiv (\d{4}\.\d{4,5})")
 _CITATION = re.compile(
-    r'(?P<author>[A-Z][^,."()]*?)(?P<others> et al\.)?, "(?P<title>[^"]+)",'
-    r"(?P<venue>[^()]*?) ?arXiv (?P<arxiv>(?P<year>\d\d)\d\d\.\d{4,5})"
+    r'(?P<author>[A-Z][^,."();]*?)(?P<others> et al\.)?, "(?P<title>[^"]+),?",?'
+    r"(?:,? (?P<venue>[A-Z][\w ]*? (?:19|20)\d\d))?(?:,? arXiv (?P<arxiv>\d{4}\.\d{4,5}))?"
 )
 
 
@@ -32,7 +32,7 @@ class Paper:
         others: whether there are more.
         title: in full.
         venue: where it was published, with the year; may be empty.
-        arxiv: its number there.
+        arxiv: its number there; may be empty.
         year: of publication, or of the preprint.
     """
 
@@ -52,12 +52,13 @@ class Paper:
             "title": f"{{{self.title}}}",
             "author": author,
             "year": str(self.year),
-            **({"note": self.venue} if self.venue else {}),
-            "eprint": self.arxiv,
-            "archivePrefix": "arXiv",
+            **({"booktitle": _without_year(self.venue)} if self.venue else {}),
+            **({"eprint": self.arxiv, "archivePrefix": "arXiv"} if self.arxiv else {}),
+            **({"url": f"https://arxiv.org/abs/{self.arxiv}"} if self.arxiv else {}),
         }
         rows = "".join(f"  {name} = {{{value}}},\n" for name, value in fields.items())
-        return f"@misc{{{surname}{self.year}{word},\n{rows}}}"
+        kind = "inproceedings" if self.venue else "misc"
+        return f"@{kind}{{{surname}{self.year}{word},\n{rows}}}"
 
 
 @dataclass(frozen=True)
@@ -118,11 +119,12 @@ class About:
                 author=match["author"].strip(),
                 others=bool(match["others"]),
                 title=match["title"].rstrip(","),
-                venue=match["venue"].strip(" ,"),
-                arxiv=match["arxiv"],
-                year=_year(match["venue"], match["year"]),
+                venue=match["venue"] or "",
+                arxiv=match["arxiv"] or "",
+                year=_year(match["venue"] or "", match["arxiv"]),
             )
             for match in _CITATION.finditer(self.citation)
+            if match["venue"] or match["arxiv"]
         )
 
     def facts(self) -> dict[str, object]:
@@ -137,6 +139,7 @@ class About:
             "options": [asdict(option) for option in self.options],
             "paper": self.citation,
             "arxiv": self.arxiv,
+            "bibtex": [paper.bibtex() for paper in self.papers],
         }
 
 
@@ -199,6 +202,11 @@ def _is_marked(paragraph: str) -> bool:
     return paragraph.startswith(("Wins:", "Loses:", ">>>", "Args:", "Raises:"))
 
 
-def _year(venue: str, preprint: str) -> int:
+def _year(venue: str, arxiv: str | None) -> int:
     match = re.search(r"\b(?:19|20)\d\d\b", venue)
-    return int(match[0]) if match else 2000 + int(preprint)
+    # A venue has its year; where there is none, there is a preprint, whose number begins with it.
+    return int(match[0]) if match else 2000 + int((arxiv or "")[:2])
+
+
+def _without_year(venue: str) -> str:
+    return re.sub(r" (?:19|20)\d\d$", "", venue)

@@ -52,9 +52,9 @@ def test_the_files_of_one_checkpoint_are_shown(saved):
 def test_the_weights_are_one_file_for_torch(saved, tmp_path):
     folder, state = saved
     with pytest.warns(RuntimeWarning, match="skipped"):
-        succeed("checkpoint", "export", folder, "-o", tmp_path / "new" / "model.safetensors")
+        succeed("checkpoint", "export", folder, "-o", tmp_path / "model.safetensors")
     model = make_mlp(seed=9)
-    model.load_state_dict(load_file(tmp_path / "new" / "model.safetensors"))
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
 
@@ -91,7 +91,7 @@ def test_who_reads_what_is_drawn(saved, tmp_path):
     assert "read by gpipe, 1 rank" in texts
     # Each stage to its file, each file to two of three stages, and both to the only one.
     assert len(list(picture.iter("{http://www.w3.org/2000/svg}path"))) == 2 + 4 + 2
-    assert "must end in .svg" in refused(*arguments, *plans, "-o", tmp_path / "it.png")
+    assert "must end in .svg" in refused(*arguments, *plans, "-o", tmp_path / "it.gif")
     told = refused(*arguments, tmp_path / "other.json", "-o", target)
     assert "is for another model: its layers are not the checkpoint's" in told
 

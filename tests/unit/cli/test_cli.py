@@ -178,7 +178,10 @@ def test_demo_does_the_whole_job(tmp_path):
         (("simulate", "interleaved-1f1b:stages_per_rank=x"), "stages_per_rank cannot be 'x'"),
         (("simulate", "interleaved-1f1b:stages_per_rank"), "write interleaved-1f1b:name=value"),
         (("draw", "breadth-first:stages_per_rank=2,stages_per_rank=3"), "given twice"),
-        (("compare", "1f1b", "-o", "picture.json"), "end the name in .txt, .svg, .html"),
+        (
+            ("compare", "1f1b", "-o", "picture.json"),
+            "end the name in .txt, .svg, .pdf, .png, .html",
+        ),
         (("compare", "1f1b", "--scatter", "picture.txt"), "end the name in .svg"),
         (("simulate", "1f1b", "--costs", "missing.json"), "cannot read missing.json"),
         (("simulate", "1f1b", "-p", "0"), "num_ranks is 0"),

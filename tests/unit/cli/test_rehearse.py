@@ -107,7 +107,7 @@ def test_microbatches_per_update_are_read_from_the_name():
     [
         (("1f1bb",), "did you mean '1f1b'"),
         (("nowhere.json",), "cannot read nowhere.json"),
-        (("1f1b", "-o", "picture.png"), "end the name in .svg, .html, .txt or .json"),
+        (("1f1b", "-o", "picture.gif"), "end the name in .svg, .pdf, .png, .html, .txt"),
         (("1f1b", "--op-ms", "0"), "--op-ms"),
         (("1f1b", "--scale", "-1"), "--scale"),
         (("1f1b", "-p", "1000"), "1000 ranks"),

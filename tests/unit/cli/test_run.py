@@ -87,4 +87,4 @@ def test_attempts_are_drawn(tmp_path, monkeypatch):
     assert picture.count('class="F s0"') == 3  # the legend, and what each attempt trained
     for words in ("attempt 1", "from step 60", "SIGKILL", "all ranks ended well"):
         assert words in picture
-    assert "must end in .svg" in refused("run", "-n", "2", "--draw", "it.png", "train.py")
+    assert "must end in .svg" in refused("run", "-n", "2", "--draw", "it.gif", "train.py")

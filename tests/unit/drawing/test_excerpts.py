@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 import json
 import re
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
 
 from penstock import Costs, Timeline, draw, schedules, simulate
+from penstock.cli.sources import load_with_versions
 from penstock.drawing import stacked
 from penstock.drawing.timeline.chrome import chrome
-from penstock.drawing.timeline.excerpt import MOST_OPS, excerpts, whole_of
+from penstock.drawing.timeline.excerpt import MOST_OPS, excerpts, steady_part, whole_of
 from penstock.drawing.timeline.labels import Names
 from penstock.drawing.timeline.text import text
+from penstock.schedule.op import Kind
 from penstock.timing.spans import BUSY
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -133,3 +136,37 @@ def test_versions_stay_with_their_ops():
         assert span.version == versions[span.op, span.rank]
     assert isinstance(last, Timeline)
     assert last.has_versions
+
+
+@pytest.mark.parametrize(("family", "updates"), [("pipedream", 6), ("pipedream-2bw", 2)])
+def test_the_steady_state_has_no_beginning_and_no_end(family, updates):
+    timeline = load_with_versions(family, 3, 18, Costs()).timeline
+    part = steady_part(timeline, 6)
+    assert part.rhythm == (6, pytest.approx(3), pytest.approx(0))
+    for row in part.rows:
+        kinds = [op.kind for op in row.ops]
+        assert kinds.count(Kind.FORWARD) == kinds.count(Kind.BACKWARD) == 6
+        assert kinds.count(Kind.UPDATE) == updates
+        assert all(a <= b for a, b in pairwise(row.starts))
+    whole = {(span.op, span.rank): span for span in timeline.spans}
+    for span in part.spans:
+        same = whole[span.op, span.rank]
+        assert same.start == pytest.approx(span.start + part.shift)
+        assert same.version == span.version
+    picture = draw(part, None)
+    assert "in its steady state, from microbatch 6 on: one every 3, ranks idle 0.0%" in picture
+    assert "bubble" not in picture
+    assert "one every 3" in stacked([("x", part)])
+
+
+def test_a_stream_with_idle_ranks_says_how_idle():
+    timeline = load_with_versions("pipedream", 3, 18, Costs(1, 1, 1, hop=2.0)).timeline
+    rhythm = steady_part(timeline, 6).rhythm
+    assert rhythm.idle == pytest.approx(1 - 3 / rhythm.beat)
+    assert rhythm.idle > 0.1
+
+
+def test_a_stream_that_is_too_short_is_shown_whole():
+    timeline = load_with_versions("pipedream", 3, 12, Costs()).timeline
+    assert steady_part(timeline, 6) is timeline
+    assert steady_part(timeline, 0) is timeline

@@ -20,6 +20,21 @@ def test_every_family_says_what_there_is_to_know(name):
         assert not paragraph.startswith((">>>", "Args:", "Raises:", "Wins:", "Loses:"))
 
 
+@pytest.mark.parametrize("name", schedules.names())
+def test_every_paper_that_a_family_names_has_an_entry(name):
+    told = about(name)
+    entries = [paper.bibtex() for paper in told.papers]
+    assert {paper.arxiv for paper in told.papers} >= set(told.arxiv), "cite each with its title"
+    # A title in quotes is a paper.
+    assert len(entries) == told.citation.count('"') // 2 - told.citation.count('("')
+    for entry in entries:
+        for field in ("title", "author", "year"):
+            assert f"  {field} = {{" in entry
+        assert "booktitle" in entry or "eprint" in entry
+        assert entry.count("{") == entry.count("}")
+    assert len({entry.partition(",")[0] for entry in entries}) == len(entries)
+
+
 def test_reading_a_family(monkeypatch):
     module = types.ModuleType("made_up", "Made up: an idea.\n\nOne and Two,\n"
         '"Fast Pipes", SC 2021,\narXiv 2107.00001; also Three et al., "The\nSlow Pipe", arXiv\n'
@@ -70,6 +85,8 @@ def test_reading_a_family(monkeypatch):
         "",
         2022,
     )
-    assert first.bibtex().startswith("@misc{one2021fast,\n")
+    assert first.bibtex().startswith("@inproceedings{one2021fast,\n")
+    assert "booktitle = {SC}" in first.bibtex()
+    assert second.bibtex().startswith("@misc{three2022slow,\n")
     assert "author = {Three and others}" in second.bibtex()
     assert "eprint = {2208.00002}" in second.bibtex()

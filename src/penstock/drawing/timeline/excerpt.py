@@ -10,17 +10,34 @@ import heapq
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
+from typing import NamedTuple
 
 from penstock.drawing.axes import Titled, unit_for
 from penstock.schedule.memory import Curve
+from penstock.schedule.op import COMPUTE
+from penstock.timing.flow import entries, outputs_by_stage
 from penstock.timing.spans import Row
 from penstock.timing.timeline import Timeline
 
 MOST_OPS = 50_000
 """More than these are not drawn."""
+
+
+class Rhythm(NamedTuple):
+    """How a stream goes on, which nothing but its beginning and its end disturbs.
+
+    Attributes:
+        first: the first microbatch that enters in the part that is shown.
+        beat: from one microbatch to the next.
+        idle: the share of it in which ranks do not work.
+    """
+
+    first: int
+    beat: float
+    idle: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +47,13 @@ class Excerpt(Timeline):
     Attributes:
         whole: the timeline.
         shift: how much later than in ``rows`` it was in the whole.
+        rhythm: of the steady state of a stream, how often a microbatch goes through it; ``None`` of
+            any other part.
     """
 
     whole: Timeline
     shift: float = 0.0
+    rhythm: Rhythm | None = None
 
     @cached_property
     def num_slices(self) -> int:
@@ -83,6 +103,33 @@ def excerpts(
         for title, timeline in timelines
         for part in _parts(title, timeline, ops_per_rank, from_zero)
     ]
+
+
+def steady_part(timeline: Timeline, num_microbatches: int) -> Timeline:
+    """What a stream that never flushes looks like while it goes on: so many microbatches from its
+    middle. A stream that is not long enough to be in its steady state is given back whole.
+
+    Args:
+        timeline: of a stream, from its beginning to its end.
+        num_microbatches: how many enter it meanwhile.
+    """
+    begins = list(entries(timeline.rows).items())
+    filling = 2 * len(outputs_by_stage(timeline.rows))
+    first = len(begins) - num_microbatches - filling
+    if num_microbatches < 1 or first < filling:
+        return timeline
+    (number, begin), (_, end) = begins[first], begins[first + num_microbatches]
+    # What starts at the same moment, but for rounding, belongs to it.
+    hair = 1e-9 * timeline.makespan
+    part = _cut(timeline, begin - hair, end - hair, from_zero=True)
+    shown = range(number, number + num_microbatches)
+    worked = sum(
+        span.end - span.start
+        for span in timeline.spans
+        if span.op.kind in COMPUTE and span.op.microbatch in shown
+    )
+    idle = 1 - worked / (timeline.num_ranks * (end - begin)) if end > begin else 0.0
+    return replace(part, rhythm=Rhythm(number, (end - begin) / num_microbatches, max(idle, 0.0)))
 
 
 def shortened_to(title: str, timeline: Timeline, length: float) -> Iterator[Titled]:

@@ -10,12 +10,16 @@ import re
 from collections.abc import Sequence
 
 from penstock.drawing.axes import Titled
+from penstock.drawing.comparison import COLUMNS, Comparison
 from penstock.drawing.markup import escaped, lines, resource, tag
 from penstock.drawing.timeline.svg import PAGE_WIDTHS, stacked
 from penstock.timing.timeline import Timeline
 
 _WIDE, _SHRINKS_TO, _GROWS_TO = 1200, 0.8, 1.35
 """Pictures up to this width may be scaled to the page, within what stays pleasant to read."""
+
+_COMPARED_WIDTHS = (1000.0, 3200.0)
+"""Wide enough for most labels, and not so wide that a whole picture is a smear."""
 
 _HINT = "Point at an op for its facts and to trace its microbatch."
 
@@ -35,15 +39,38 @@ def page(timeline: Timeline, versions: bool = False) -> str:
 
 
 def stacked_page(timelines: Sequence[Titled]) -> str:
-    """Draw several timelines on one time axis as a self-contained HTML page."""
+    """Draw several timelines on one time axis as a self-contained HTML page, with their numbers in
+    the same order above."""
     names = " · ".join(title for title, _ in timelines) or "no timeline"
     return _page(timelines, names, names)
 
 
+def _numbers(timelines: Sequence[Titled]) -> str:
+    """A table, which can still be read where the picture is so small that its titles cannot."""
+    comparison = Comparison(tuple(timelines))
+    head = "".join(tag("th", escaped(name) or " ", scope="col") for name in COLUMNS)
+    rows = lines(
+        tag("tr", tag("th", escaped(title) or " ", scope="row", class_="words") + cells(numbers))
+        for title, *numbers in comparison.rows()
+    )
+    table = f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>"
+    return tag("section", tag("div", table, class_="scroll", tabindex="0"), class_="card")
+
+
+def cells(texts: Sequence[str]) -> str:
+    """Cells of a table's row, from plain texts."""
+    return "".join(tag("td", escaped(text)) for text in texts)
+
+
 def _page(timelines: Sequence[Titled], heading: str, title: str, versions: bool = False) -> str:
-    picture = stacked(timelines, width_range=PAGE_WIDTHS, versions=versions)
-    card = tag("section", viewer(picture, title, wheel="plain"), class_="card")
-    return document(title, lines([tag("h1", escaped(heading)), card]))
+    # Several are looked at to be compared, and so first of all whole.
+    several = len(timelines) > 1
+    widths = _COMPARED_WIDTHS if several else PAGE_WIDTHS
+    picture = stacked(timelines, width_range=widths, versions=versions)
+    drawn = viewer(picture, title, wheel="plain", start="fit" if several else "")
+    numbers = _numbers(timelines) if several else ""
+    card = tag("section", drawn, class_="card")
+    return document(title, lines([tag("h1", escaped(heading)), numbers, card]))
 
 
 def document(title: str, body: str) -> str:
@@ -71,13 +98,15 @@ def document(title: str, body: str) -> str:
 </html>"""
 
 
-def viewer(picture: str, name: str, wheel: str = "") -> str:
+def viewer(picture: str, name: str, wheel: str = "", start: str = "") -> str:
     """A picture in a box with zoom and hover details.
 
     Args:
         picture: an SVG document.
         name: for readers who do not see it.
         wheel: ``"plain"`` if the wheel zooms; otherwise it scrolls the page, and zooms with Ctrl.
+        start: ``"fit"`` if all of it is to be seen at first; otherwise in its own size, unless it
+            is only a little wider than the page.
     """
     buttons = (("out", "−", "Zoom out"), ("in", "+", "Zoom in"), ("fit", "Fit", "Fit to the box"))
     drawn = [
@@ -86,7 +115,8 @@ def viewer(picture: str, name: str, wheel: str = "") -> str:
     ]
     readout = tag("span", _HINT, class_="readout", role="status")
     bar = f'<div class="bar" hidden>{"".join(drawn)}{readout}</div>'
-    return tag("div", f"\n{bar}\n{scroll(picture, name)}\n", class_="viewer", data_wheel=wheel)
+    box = f"\n{bar}\n{scroll(picture, name)}\n"
+    return tag("div", box, class_="viewer", data_wheel=wheel, data_start=start)
 
 
 def scroll(picture: str, name: str) -> str:

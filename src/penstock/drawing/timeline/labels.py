@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from penstock.drawing.timeline.excerpt import whole_of
+from penstock.drawing.timeline.excerpt import Excerpt, whole_of
 from penstock.schedule.op import COMPUTE, Kind, Op
 from penstock.timing.timeline import Timeline
 
@@ -80,6 +80,12 @@ def _positions(places: list[tuple[int, int]]) -> dict[tuple[int, int], int]:
 def headline(timeline: Timeline, title: str = "") -> str:
     """One line of facts: name (or the title instead), source, makespan and both bubbles."""
     name = title or timeline.name or "schedule"
+    if isinstance(timeline, Excerpt) and timeline.rhythm is not None:
+        first, beat, idle = timeline.rhythm
+        return (
+            f"{name}, {timeline.source}, in its steady state, from microbatch {first} on: "
+            f"one every {beat:.4g}, ranks idle {idle:.1%}"
+        )
     return (
         f"{name}, {timeline.source}: makespan {whole_of(timeline).makespan:.4g}, "
         f"bubble {timeline.bubble:.1%}, stage bubble {timeline.stage_bubble:.1%}"

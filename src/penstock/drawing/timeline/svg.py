@@ -192,6 +192,12 @@ def _document(frame: _Frame, height: float, parts: list[str], panels: list[Title
 def _facts(timeline: Timeline, unit: TimeUnit) -> str:
     if not timeline.spans:
         return "no op ran"
+    if isinstance(timeline, Excerpt) and timeline.rhythm is not None:
+        first, beat, idle = timeline.rhythm
+        return (
+            f"in its steady state, from microbatch {first} on: one every {unit.show(beat)}, ranks "
+            f"idle {idle:.1%}"
+        )
     return (
         f"makespan {unit.show(whole_of(timeline).makespan)} · bubble {timeline.bubble:.1%} · "
         f"stage bubble {timeline.stage_bubble:.1%}"

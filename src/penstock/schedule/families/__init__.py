@@ -98,7 +98,7 @@ def family(name: str) -> Callable[..., Schedule]:
     """
     expect(name, str, "the schedule's name", f"take one of {', '.join(FAMILIES)}")
     if name not in FAMILIES:
-        close = difflib.get_close_matches(name, FAMILIES, n=1)
+        close = difflib.get_close_matches(name.lower(), FAMILIES, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(FAMILIES)}"
         raise InputError(f"no schedule is called {name!r}{hint}")
     return FAMILIES[name]

@@ -1,8 +1,9 @@
 """Interleaved zero bubble: several short stages per rank, and weight gradients that fill the end.
 
-Interleaving (Narayanan et al., arXiv 2104.04473, section 2.2.2) with the split backward of ZB-H1
-(Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv 2401.10241, section 2.1), in the
-order of torch.distributed.pipelining's ScheduleInterleavedZeroBubble.
+Interleaving (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM", SC 2021, arXiv 2104.04473, section 2.2.2) with the split backward of ZB-H1 (Qi et al.,
+"Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv 2401.10241, section 2.1), in the order of
+torch.distributed.pipelining's ScheduleInterleavedZeroBubble.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Published as PipeDream-Flush (Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training",
 ICML 2021, arXiv 2006.09503, section 3.3) and as DAPPLE's early backward scheduling (Fan et al.,
-PPoPP 2021, arXiv 2007.01045, section 3.2).
+"DAPPLE: A Pipelined Data Parallel Approach for Training Large Models", PPoPP 2021, arXiv
+2007.01045, section 3.2).
 """
 
 from __future__ import annotations

@@ -1,0 +1,98 @@
+"""Where a verb writes: a file in a folder that is there, or ``-``, standard output.
+
+Where nobody could write is said before any work is done.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from penstock.cli import show
+
+STANDARD_OUTPUT = "-"
+BOTH_TO_STANDARD_OUTPUT = "-o - and --json would both go to standard output; leave one out"
+
+
+class OutputFile(click.Path):
+    """The name of a file to write, or ``-`` for standard output."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Refuse a name that cannot be written."""
+        name = str(super().convert(value, param, ctx))
+        if name == STANDARD_OUTPUT:
+            if ctx is not None and ctx.params.get("as_json"):
+                raise click.UsageError(BOTH_TO_STANDARD_OUTPUT, ctx)
+            return name
+        _check_parent(self, name, param, ctx)
+        if os.path.isdir(name):
+            self.fail(f"{name} is a folder; give the name of a file", param, ctx)
+        return name
+
+
+class OutputFolder(click.Path):
+    """The name of a folder, which is made inside one that is there."""
+
+    def __init__(self) -> None:
+        super().__init__(file_okay=False, exists=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Refuse a name that cannot be a folder's."""
+        name = str(super().convert(value, param, ctx))
+        if name == STANDARD_OUTPUT:
+            self.fail("what is written is a folder, which standard output cannot be", param, ctx)
+        _check_parent(self, name, param, ctx)
+        if os.path.isfile(name):
+            self.fail(f"{name} is a file; give the name of a folder", param, ctx)
+        return name
+
+
+class OutputPlace(click.Path):
+    """The name of a file or folder that is made by something that standard output cannot hold."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Refuse a name in a folder that is not there."""
+        name = str(super().convert(value, param, ctx))
+        if name == STANDARD_OUTPUT:
+            self.fail("what is written is no text; give the name of a file", param, ctx)
+        _check_parent(self, name, param, ctx)
+        return name
+
+
+def _check_parent(
+    kind: click.ParamType[Any],
+    name: str,
+    param: click.Parameter | None,
+    ctx: click.Context | None,
+) -> None:
+    # os.path.isdir takes any name; Path.is_dir raises for one that is too long.
+    parent = os.path.dirname(os.path.abspath(name))
+    if not os.path.isdir(parent):
+        kind.fail(f"there is no folder {os.path.dirname(name)}; make it first", param, ctx)
+
+
+@contextmanager
+def written(output: str | None, suffix: str) -> Iterator[str | None]:
+    """The path that a verb should write to; when it has, says so, or, where that was ``-``, prints
+    what it wrote.
+
+    Args:
+        output: as given; ``None`` if nothing is to be written.
+        suffix: what is written to standard output, as the end of a file's name: ``".svg"``.
+    """
+    if output != STANDARD_OUTPUT:
+        yield output
+        if output is not None:
+            show.say(f"wrote {output}")
+        return
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"output{suffix}")
+        yield str(path)
+        click.echo(path.read_bytes(), nl=False)
