@@ -37,7 +37,7 @@ from penstock.run.outcome import MinibatchOutcome
 from penstock.run.recipe import BatchNormStatistics, Loss, LossScale, Metric, Recipe
 from penstock.summation.staleness import StaleStream
 from penstock.timing.timeline import Timeline
-from penstock.values import MOST_AMOUNT, expect, flag, number
+from penstock.values import MOST_AMOUNT, expect, flag, number, whole
 from penstock.weights.store import Held
 
 if TYPE_CHECKING:
@@ -503,6 +503,20 @@ class Pipeline:
         """What each rank of this process did last and does now, one line per rank; may be called
         from any thread, such as a watchdog's, while a step is running."""
         return "\n".join(worker.dump() for worker in self._parts.workers)
+
+    @property
+    def next_step(self) -> int:
+        """The number of the next minibatch in the run, from which random layers draw; 0 at first.
+
+        Whoever counts minibatches elsewhere, and resumes there, may set it between steps.
+        """
+        return self._step
+
+    @next_step.setter
+    def next_step(self, number: int) -> None:
+        whole("next_step", number, 0)
+        with self._exclusively():
+            self._step = number
 
     @property
     def is_first(self) -> bool:
