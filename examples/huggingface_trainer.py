@@ -81,7 +81,7 @@ def main() -> None:
     told = {
         "losses": [entry["loss"] for entry in ours.state.log_history if "loss" in entry],
         "largest difference": max(
-            float((one - other).abs().max())
+            float((one - other).detach().abs().max())
             for one, other in zip(ours.model.parameters(), alone.model.parameters(), strict=True)
         ),
     }

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from penstock.errors import InputError
 from penstock.interop.spread import Spread, check_one_process
 from penstock.model import microbatches, tree
-from penstock.model.microbatches import Microbatches
+from penstock.model.microbatches import Microbatches, Weight
 from penstock.pipeline import Pipeline
 from penstock.plans import Plan
 from penstock.run.recipe import Loss
@@ -60,8 +60,9 @@ class LossPipeline:
         self._spread = spread
         self._loss = loss
         self._constants = {} if constants is None else constants
-        self._layers: nn.Module | None = None
+        self._layers = model
         self._pipeline: Pipeline | None = None
+        self._closed = False
 
     @property
     def pipeline(self) -> Pipeline:
@@ -119,8 +120,8 @@ class LossPipeline:
         pipeline = self._built(inputs[0], weighted[0])
         if number is not None:
             pipeline.next_step = number
-        if self.model.training:
-            self._follow_modes()
+        if self._layers is not self.model and self.model.training:
+            self._layers.train()  # which graph a captured layer follows is its own mode
         parameters = [*self.model.parameters()]
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -136,6 +137,44 @@ class LossPipeline:
             loss: Tensor = _Backward.apply(_anchor(), value, Made(made))  # type: ignore[no-untyped-call]
             return loss if factor == 1.0 else loss * factor
 
+    def loss_of_batch(
+        self,
+        inputs: Any,
+        targets: Any,
+        *,
+        weight: Weight | None = None,
+        number: int | None = None,
+    ) -> Tensor:
+        """Cut a batch into microbatches, and run it forward and backward.
+
+        Args:
+            inputs, targets: rows first, as for ``penstock.Pipeline.step``.
+            weight: of what the loss is a mean, if not of rows: how many terms the targets of one
+                microbatch contribute.
+            number: as for ``loss``.
+
+        Returns:
+            The loss of the batch, as one device would give it; as ``loss``.
+
+        Raises:
+            InputError: inputs and targets that do not fit together; else as ``loss``.
+        """
+        rows = [
+            microbatches.num_rows(value, what)
+            for value, what in ((inputs, "inputs"), (targets, "targets"))
+        ]
+        if rows[0] != rows[1]:
+            raise InputError(f"inputs have {rows[0]} rows, but targets have {rows[1]}")
+        count = self._spread.num_microbatches
+        parts = in_microbatches(targets, count)
+        count_terms = weight or _rows
+        return self.loss(
+            in_microbatches(inputs, count),
+            parts,
+            weights=[float(count_terms(part)) for part in parts],
+            number=number,
+        )
+
     def evaluate(self, inputs: Any) -> Any:
         """What the model gives for a batch, in evaluation mode and without gradients.
 
@@ -147,23 +186,21 @@ class LossPipeline:
         """
         return self._built(inputs, None).evaluate(inputs)
 
-    def _follow_modes(self) -> None:
-        if self._layers is not self.model and self._layers is not None:
-            self._layers.train()  # which graph a captured layer follows is its own mode
-
     def _built(self, inputs: Any, targets: Any) -> Pipeline:
-        if self._pipeline is not None:
+        if self._pipeline is not None and not self._closed:
             return self._pipeline
         inputs = tree.replace(Tensor, _for_autograd, inputs)
         # The first batch may be one of an evaluation, and batches come in the order of one device.
         modes = torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[])
         with modes[0], modes[1], modes[2]:
-            with _called_with(self.model, self._constants):
-                layers = self._spread.layers_of(self.model, inputs)
-            plan = self._spread.plan_for(layers, inputs, targets, self._weighted_loss)
-            self._layers = layers
+            if self._pipeline is None:
+                with _called_with(self.model, self._constants):
+                    self._layers = self._spread.layers_of(self.model, inputs)
+                plan = self._spread.plan_for(self._layers, inputs, targets, self._weighted_loss)
+            else:
+                plan = self._pipeline.plan
             self._pipeline = Pipeline(
-                layers,
+                self._layers,
                 plan,
                 loss=self._weighted_loss,
                 weight=_weight,
@@ -171,6 +208,7 @@ class LossPipeline:
                 transport="threads",
                 stop_at_nan=False,  # what becomes of such a loss is for the loop to say
             )
+        self._closed = False
         return self._pipeline
 
     def _weighted_loss(self, outputs: Any, targets: tuple[Tensor, Any]) -> Tensor:
@@ -178,9 +216,9 @@ class LossPipeline:
 
     def close(self) -> None:
         """End the workers; the next batch would start them again."""
-        pipeline, self._pipeline = self._pipeline, None
-        if pipeline is not None:
-            pipeline.close()
+        if self._pipeline is not None and not self._closed:
+            self._closed = True
+            self._pipeline.close()
 
     def __enter__(self) -> Self:
         return self
@@ -206,6 +244,10 @@ def _called_with(model: nn.Module, constants: Mapping[str, Any]) -> Iterator[Non
         vars(model).pop("forward", None)
         if own is not None:
             vars(model)["forward"] = own
+
+
+def _rows(targets: Any) -> float:
+    return microbatches.num_rows(targets, "targets")
 
 
 def _weight(targets: tuple[Tensor, Any]) -> float:

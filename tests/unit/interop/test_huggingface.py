@@ -44,7 +44,7 @@ def language_model(hf, dropout=0.0):
     """A GPT-2 whose embedding and head share their weight."""
     torch.manual_seed(0)
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
-    sizes = {"vocab_size": 40, "n_positions": 16, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    sizes = {"vocab_size": 40, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}
     config = hf.transformers.GPT2Config(**sizes, **rates, bos_token_id=0, eos_token_id=0)
     return hf.transformers.GPT2LMHeadModel(config)
 
@@ -156,15 +156,11 @@ def test_it_trains_evaluates_saves_and_resumes_as_on_one_device(hf, tmp_path):
     assert len(ours.plan.stages) == 2
     assert len(ours.pipeline.timeline.spans) > 4 * MICROBATCHES
 
-    spread = hf.adapter.Spread(ours.plan)
-    kind = hf.adapter.PenstockTrainer
-    again = trainer_of(hf, kind, language_model(hf), tmp_path / "ours", rows, spread=spread)
-    again.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-4"))
-    assert told(again, "loss", "grad_norm") == told(ours, "loss", "grad_norm")
-    for own, other in zip(again.model.parameters(), ours.model.parameters(), strict=True):
-        assert own.equal(other)
-    for trainer in (ours, again):
-        trainer.close()
+    losses, weights = told(ours, "loss", "grad_norm"), [*map(torch.clone, ours.model.parameters())]
+    ours.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-4"))
+    assert told(ours, "loss", "grad_norm") == losses
+    assert all(map(torch.equal, weights, ours.model.parameters()))
+    ours.close()
 
 
 @pytest.mark.soak  # each loads and traces another model
@@ -338,6 +334,7 @@ def test_an_optimizer_of_another_model_is_refused(hf):
         hf.adapter.prepare(language_model(hf), optimizer)
 
 
+@pytest.mark.soak  # three models are traced
 def test_the_page_says_what_happens(hf, tmp_path, monkeypatch):
     """docs/huggingface.md"""
     monkeypatch.chdir(tmp_path)

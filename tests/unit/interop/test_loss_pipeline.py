@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.errors import InputError, StageError
-from penstock.interop.loss_pipeline import LossPipeline, OutputsAreGone, in_microbatches
+from penstock.interop.loss_pipeline import LossPipeline, OutputsAreGone
 from penstock.interop.spread import Spread
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.one_device import OneDevice
@@ -14,12 +14,6 @@ from tests.kit.spilling import spilled_plan
 
 def loss_pipeline(model, schedule="1f1b", loss=F.cross_entropy):
     return LossPipeline(model, Spread(make_plan(model, 2, 4, schedule)), loss)
-
-
-def loss_of(split, inputs, targets, **options):
-    wanted = in_microbatches(targets, 4)
-    weights = [float(len(part)) for part in wanted]
-    return split.loss(in_microbatches(inputs, 4), wanted, weights=weights, **options)
 
 
 def gradients(model):
@@ -33,7 +27,7 @@ def test_its_gradients_are_those_of_one_device_to_the_bit(schedule):
     device = OneDevice(theirs, 4)
     with loss_pipeline(ours, schedule) as split:
         for seed in range(3):
-            loss = loss_of(split, *make_batch(seed=seed))
+            loss = split.loss_of_batch(*make_batch(seed=seed))
             assert ours[0].weight.grad is None  # until it goes backward
             loss.backward()
             assert loss.detach().equal(device.step(*make_batch(seed=seed)))
@@ -53,7 +47,7 @@ def test_batches_accumulate_times_what_their_losses_are_multiplied_by():
     device = OneDevice(theirs, 4)
     with loss_pipeline(ours) as split:
         for seed in range(2):
-            halved = loss_of(split, *make_batch(seed=seed), factor=2.0) / 4
+            halved = 2 * split.loss_of_batch(*make_batch(seed=seed)) / 4
             halved.backward()
             device.step(*make_batch(seed=seed), share=0.5)
     for ours_of, theirs_of in zip(gradients(ours), gradients(theirs), strict=True):
@@ -65,7 +59,9 @@ def test_batches_accumulate_times_what_their_losses_are_multiplied_by():
 def test_random_layers_draw_by_the_number_of_the_batch():
     model = make_mlp()
     with loss_pipeline(model) as split:
-        first, other, again = (loss_of(split, *make_batch(), number=at).item() for at in (5, 6, 5))
+        first, other, again = (
+            split.loss_of_batch(*make_batch(), number=at).item() for at in (5, 6, 5)
+        )
     assert first == again != other
 
 
@@ -74,7 +70,7 @@ def test_it_is_built_alike_in_inference_mode():
     with loss_pipeline(model) as split:
         with torch.inference_mode():
             outputs = split.evaluate(make_batch()[0].clone())
-        loss_of(split, *make_batch()).backward()
+        split.loss_of_batch(*make_batch()).backward()
     torch.testing.assert_close(outputs, model(make_batch()[0]).detach())
     assert all(gradient is not None for gradient in gradients(model))
 
@@ -83,7 +79,7 @@ def test_without_a_plan_one_is_made_and_no_random_number_is_missed():
     model = make_mlp()
     before = torch.get_rng_state()
     with LossPipeline(model, Spread(stages=2, schedule="1f1b"), F.cross_entropy) as split:
-        loss_of(split, *make_batch()).backward()
+        split.loss_of_batch(*make_batch()).backward()
         assert len(split.plan.stages) == 2
         assert split.plan.num_microbatches == 4
     assert torch.get_rng_state().equal(before)
@@ -91,7 +87,7 @@ def test_without_a_plan_one_is_made_and_no_random_number_is_missed():
 
 def test_a_loss_goes_backward_once():
     with loss_pipeline(make_mlp()) as split:
-        loss = loss_of(split, *make_batch())
+        loss = split.loss_of_batch(*make_batch())
         loss.backward(retain_graph=True)
         with pytest.raises(InputError, match="went backward already"):
             loss.backward()
@@ -106,11 +102,35 @@ def test_a_failed_batch_leaves_the_gradients_of_others():
     model = make_mlp()
     inputs, targets = make_batch()
     with loss_pipeline(model, loss=loss) as split:
-        loss_of(split, inputs, targets.clamp(max=2)).backward()
+        split.loss_of_batch(inputs, targets.clamp(max=2)).backward()
         before = gradients(model)
         with pytest.raises(StageError, match="odd targets"):
-            loss_of(split, inputs, targets)
+            split.loss_of_batch(inputs, targets)
         assert all(one is other for one, other in zip(before, gradients(model), strict=True))
+
+
+def test_what_was_closed_starts_again_with_the_same_plan():
+    model = make_mlp(dropout=0)
+    with LossPipeline(model, Spread(stages=2, schedule="1f1b"), F.cross_entropy) as split:
+        loss = split.loss_of_batch(*make_batch())
+        plan = split.plan
+        split.close()
+        assert split.pipeline.timeline.makespan > 0
+        assert split.loss_of_batch(*make_batch()).equal(loss)
+        assert split.plan is plan
+
+
+def test_losses_are_means_over_what_the_weight_counts():
+    model = make_mlp(dropout=0)
+    inputs, targets = make_batch()
+    targets = targets.where(torch.arange(len(targets)) > 4, -100)  # of the first microbatch, none
+    with loss_pipeline(model) as split:
+        loss = split.loss_of_batch(
+            inputs[2:], targets[2:], weight=lambda wanted: (wanted != -100).sum()
+        )
+        with pytest.raises(InputError, match="inputs have 13 rows, but targets have 11"):
+            split.loss_of_batch(inputs, targets[2:])
+    torch.testing.assert_close(loss.detach(), F.cross_entropy(model(inputs), targets).detach())
 
 
 def test_there_is_no_plan_before_the_first_batch():
