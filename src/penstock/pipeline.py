@@ -597,8 +597,18 @@ class Pipeline:
     @property
     def num_steps(self) -> int:
         """How many minibatches have been trained on, those before a loaded checkpoint included; in
-        a loop over ``steps``, as far as their losses have been given."""
+        a loop over ``steps``, as far as their losses have been given.
+
+        It is the number of the next minibatch in the run, too, from which random layers draw:
+        whoever counts minibatches elsewhere, and resumes there, may set it between steps.
+        """
         return self._step
+
+    @num_steps.setter
+    def num_steps(self, number: int) -> None:
+        whole("num_steps", number, 0)
+        with self._exclusively():
+            self._step = number
 
     def any_process(self, wish: bool) -> bool:
         """Whether any process wishes something: to stop, say. All must ask, between steps.

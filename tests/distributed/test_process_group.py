@@ -55,6 +55,12 @@ def test_gradients_equal_those_of_torch_pipelining(num_ranks):
     }
 
 
+@pytest.mark.soak
+def test_torchs_own_runtime_trains_by_our_schedules():
+    job = forked(JOBS / "torch_runtime.py", 2)
+    assert job.reports == {0: [], 1: []}, job.output
+
+
 @pytest.mark.parametrize(
     ("victim", "launch", "transport"),
     [

@@ -15,8 +15,10 @@ from tests.kit.paths import ROOT
 ELSEWHERE = {
     "docs/add-a-schedule.md": "docs/test_docs.py",
     "docs/asynchronous.md": "docs/test_gallery.py",
+    "docs/huggingface.md": "unit/interop/test_huggingface.py",
     "docs/learned-placement.md": "unit/partition/test_learned_placement.py",
     "docs/models.md": "numerics/test_captured_models.py",
+    "docs/lightning.md": "unit/interop/test_lightning.py",
     "docs/planning.md": "docs/test_planning_docs.py",
 }
 """Pages whose tests run their blocks and look at what comes out."""

@@ -44,3 +44,24 @@ def simulate_with_torch(schedule: Schedule) -> Order:
     too, takes one step there, so the number of steps is no makespan."""
     places, lowered = validate_with_torch(schedule), lower_with_torch(schedule)
     return theirs._simulate_comms_compute(lowered, places.__getitem__, schedule.num_stages)
+
+
+def loaded_by_torch(path: Any, schedule: Schedule, form: str) -> dict[int, list[Any]]:
+    """What torch's runtime would perform, by rank, when it has loaded a CSV by its own loader.
+
+    The runtime is one without stages and processes: it has the counts that its loader asks for.
+    """
+    runtime = theirs._PipelineScheduleRuntime.__new__(theirs._PipelineScheduleRuntime)
+    runtime.__dict__.update(
+        pipeline_order={},
+        pp_group_size=schedule.num_ranks,
+        stage_index_to_group_rank={},
+        _defer_pp_recv=False,
+        _n_microbatches=schedule.num_microbatches,
+        _num_stages=schedule.num_stages,
+        _stages=[],
+    )
+    runtime._load_csv(str(path), format=form)
+    placed = {op.stage: rank for op, rank in schedule.where.items()}
+    assert runtime.stage_index_to_group_rank == placed
+    return runtime.pipeline_order_with_comms

@@ -161,7 +161,7 @@ class MeshEdge:
         if layout.server_ranks:
             raise InputError(
                 "parameter servers have no place on a mesh of pipe × data × tensor; take "
-                "state_dict(whole=True), save, or another reducer"
+                "gather_state_dict(), save, or another reducer"
             )
         homes = dict.fromkeys(
             tuple(sorted(plan.placement.ranks_of(stage))) for stage in range(len(plan.stages))

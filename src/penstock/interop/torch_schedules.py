@@ -1,7 +1,7 @@
-"""Schedules from ``torch.distributed.pipelining``: the same ops, so the same text.
+"""Schedules from ``torch.distributed.pipelining`` and for it: the same ops, so the same text.
 
 What torch's schedules dump as CSV is read by our own parser: torch's accepts ``0F1xyz`` as ``0F1``.
-In the other direction there is nothing to do, as ``str(schedule)`` is torch's CSV.
+What torch reads is ``str(schedule)``, if torch has words for all of it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import io
 import re
 from collections.abc import Iterator
 
-from penstock.errors import ScheduleError
+from penstock.errors import InputError, ScheduleError
+from penstock.plans import Plan
 from penstock.schedule import Kind, Op, Schedule
 from penstock.schedule.channels import RECEIVED_BY, RECEIVES
 from penstock.schedule.check import check
+from penstock.schedule.lower import add_communication
 from penstock.schedule.op import COMMUNICATION, COMPUTE
 
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
@@ -54,6 +56,90 @@ def from_torch_csv(text: str, name: str = "") -> Schedule:
     posted = Schedule.of(ranks, name)
     check(posted)
     return Schedule.of(map(_wait_late, posted.ranks), name)
+
+
+def to_torch_csv(schedule: Schedule, *, messages: bool = False) -> str:
+    """Write a schedule as the CSV that torch's ``_PipelineScheduleRuntime`` loads, and torchtitan's
+    ``pipeline_parallel_schedule_csv`` names.
+
+    Args:
+        schedule: of compute ops only.
+        messages: add sends and receives, and the ``REDUCE_GRAD`` with which torch divides a
+            stage's gradients by the number of microbatches, for the format that torch calls
+            ``compute_comms``. By default torch adds its own to ``compute_only``, which it must
+            where FSDP shards the weights of stages.
+
+    Returns:
+        One line per rank, cells separated by commas.
+
+    Raises:
+        ScheduleError: it is not complete, or torch has no word for something in it: a stage that
+            several ranks have, slices of a sequence, anything but F, I, W and B.
+    """
+    check(schedule)
+    for op in (op for ops in schedule.ranks for op in ops):
+        if op.kind not in COMPUTE or op.slice:
+            raise ScheduleError(
+                f"torch has no word for {op}; give a schedule of F, I, W and B without slices, as "
+                "penstock.schedules.build makes it"
+            )
+    for stage, copies in sorted(schedule.copies.items()):
+        if copies > 1:
+            raise ScheduleError(
+                f"stage {stage} is on {copies} ranks, for which torch has no words; take another "
+                "schedule, or plan without replicas"
+            )
+    if not messages:
+        return str(schedule)
+    return "".join(f"{','.join(_reduced(ops))}\n" for ops in add_communication(schedule).ranks)
+
+
+def _reduced(ops: tuple[Op, ...]) -> Iterator[str]:
+    """The ops of a rank, with a reduction behind the last gradient of each stage."""
+    last = {op.stage: op for op in ops if op.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
+    for op in ops:
+        yield str(op)
+        if last.get(op.stage) == op:
+            yield f"{op.stage}REDUCE_GRAD"
+
+
+def module_fqns_per_model_part(plan: Plan) -> list[list[str]]:
+    """Which modules each stage of a plan has, as torchtitan's
+    ``parallelism.module_fqns_per_model_part`` lists them.
+
+    torchtitan cuts between the children of the model, and between the entries of those that are an
+    ``nn.ModuleList`` or an ``nn.ModuleDict``; what a plan says of modules inside of them is said
+    of the whole.
+
+    Args:
+        plan: for the model, with names that are those of its modules, as spines and
+            ``pk.capture(…, granularity="block")`` give them.
+
+    Returns:
+        By stage, the names of its modules in the order in which they run.
+
+    Raises:
+        InputError: a cut goes through such a module, or a module runs in two stages.
+    """
+    parts: list[list[str]] = []
+    stage_of: dict[str, int] = {}
+    for index, stage in enumerate(plan.stages):
+        names = dict.fromkeys(_part_of_model(layer) for layer in stage.layers)
+        for name in names:
+            if stage_of.setdefault(name, index) != index:
+                raise InputError(
+                    f"stage {stage_of[name]} and stage {index} both have a part of {name!r}, which "
+                    "torchtitan does not cut; capture the model with granularity='block' and plan "
+                    "again, or give cuts=…"
+                )
+        parts.append([*names])
+    return parts
+
+
+def _part_of_model(layer: str) -> str:
+    """The child of the model, or the entry of such a list, in which a layer is."""
+    child, *inner = layer.split("#", maxsplit=1)[0].split(".")
+    return f"{child}.{inner[0]}" if inner and inner[0].isdecimal() else child
 
 
 def _wait_late(ops: tuple[Op, ...]) -> Iterator[Op]:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import penstock as pk
 from penstock.errors import InputError
+from penstock.interop.torch_checkpoints import load_dcp, save_dcp
 from tests.kit.groups import SPLITS, make_net, net_loss
 from tests.numerics.test_meshes import UNEVEN_SPLITS, batches, mesh, momentum
 
@@ -59,7 +60,7 @@ def differences(sizes, folder):
         pipeline.step(*first)
         state = pipeline.dtensor_state_dict()
         before = pipeline.gather_state_dict()
-        dcp.save(state, checkpoint_id=ours)
+        save_dcp(pipeline, ours)
         whole = {key: value.full_tensor() for key, value in state.items()}
         if dist.get_rank() == 0:
             yield from unequal("given", {**before, **whole}, before)
@@ -69,8 +70,7 @@ def differences(sizes, folder):
         if not any(value.to_local().numel() < value.numel() for value in state.values()):
             yield "nothing is divided"
         pipeline.step(*rest[0])
-        dcp.load(state, checkpoint_id=ours)
-        pipeline.load_dtensor_state_dict(state)
+        load_dcp(pipeline, ours)
         again = pipeline.gather_state_dict()
         if dist.get_rank() == 0:
             yield from unequal("loaded", again, before)

@@ -10,10 +10,11 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from penstock import Schedule, check, draw, schedules, simulate
 from penstock.errors import InputError, ScheduleError
-from penstock.interop.torch_schedules import from_torch_csv
+from penstock.interop.torch_schedules import from_torch_csv, to_torch_csv
 from penstock.schedule.lower import add_communication
 from tests.kit.helpers import compute_only
 from tests.kit.torch_judges import (
+    loaded_by_torch,
     lower_with_torch,
     simulate_with_torch,
     to_torch,
@@ -76,6 +77,36 @@ def test_what_torch_lowers_comes_back(name, p, m):
     back = from_torch_csv(csv_of(lower_with_torch(schedule).values()))
     assert back == add_communication(schedule)
     assert from_torch_csv(csv_of(to_torch(schedule).values())) == schedule
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8)])
+@pytest.mark.parametrize("name", [name for name in FIXED if name not in INEXPRESSIBLE])
+def test_torchs_own_loader_reads_what_is_written_for_it(name, p, m, tmp_path):
+    schedule = ours(name, p, m)
+    path = tmp_path / "schedule.csv"
+    path.write_text(to_torch_csv(schedule))
+    performed = loaded_by_torch(path, schedule, "compute_only")
+    assert compute_only(from_torch_csv(csv_of(performed.values()))) == schedule
+
+    lowered = to_torch_csv(schedule, messages=True)
+    path.write_text(lowered)
+    performed = loaded_by_torch(path, schedule, "compute_comms")
+    assert csv_of(performed.values()).splitlines() == lowered.splitlines()
+    assert from_torch_csv(lowered) == add_communication(schedule)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("chimera", "stage 0 is on 2 ranks, for which torch has no words"),
+        ("seq1f1b", r"torch has no word for 0F0\.1"),
+    ],
+)
+def test_what_torch_has_no_words_for_is_not_written(name, message):
+    with pytest.raises(ScheduleError, match=message):
+        to_torch_csv(schedules.build(name, num_ranks=4, num_microbatches=8))
+    with pytest.raises(ScheduleError, match="torch has no word for 0SEND_F0"):
+        to_torch_csv(add_communication(schedules.build("1f1b", num_ranks=2, num_microbatches=2)))
 
 
 @sizes

@@ -1,0 +1,147 @@
+"""``prepare``: a model for loops as accelerate's, ``outputs = model(**batch)`` and so on."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import InputError
+from penstock.interop.huggingface.items import items_of
+from penstock.interop.loss_pipeline import LossPipeline, OutputsAreGone, in_microbatches
+from penstock.interop.spread import Spread
+from penstock.pipeline import Pipeline
+from penstock.plans import Plan
+from penstock.values import expect
+
+BatchLoss = Callable[[Any, dict[str, Any]], Tensor]
+
+
+class PreparedModel(nn.Module):
+    """A model that is called with batches, and runs each of them through a pipeline.
+
+    In training mode a call gives an object with a ``loss``, whose ``backward()`` adds the gradients
+    to the parameters' own; the outputs are gone with their microbatches. In evaluation mode, or
+    under ``torch.no_grad``, it gives what the model gives.
+
+    Args:
+        module: the model.
+        spread: how.
+        loss: from (outputs, the inputs of one microbatch) to a scalar; by default the model's own,
+            ``outputs.loss``.
+
+    Attributes:
+        module: the model, to be saved.
+    """
+
+    def __init__(
+        self, module: nn.Module, spread: Spread | None = None, loss: BatchLoss | None = None
+    ) -> None:
+        super().__init__()
+        spread = Spread() if spread is None else spread
+        expect(spread, Spread, "spread", "give penstock.interop.spread.Spread(stages=2)")
+        self.module = module
+        self._spread = spread
+        takes = inspect.signature(module.forward).parameters
+        self._split = LossPipeline(
+            module,
+            spread,
+            loss or _own_loss,
+            constants={"use_cache": False} if "use_cache" in takes else None,
+            what="prepare",
+        )
+        self.train(module.training)
+
+    @property
+    def plan(self) -> Plan:
+        """What batches are run by.
+
+        Raises:
+            InputError: there has been no batch yet.
+        """
+        return self._split.plan
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """What runs batches: its ``timeline`` is that of the last one.
+
+        Raises:
+            InputError: there has been no batch yet.
+        """
+        return self._split.pipeline
+
+    def forward(self, **batch: Any) -> Any:
+        """Run a batch, forward and backward or forward only.
+
+        Args:
+            batch: the keywords of the model's ``forward``, rows first.
+
+        Raises:
+            InputError: no row of the batch has a label that counts.
+        """
+        if not (self.training and torch.is_grad_enabled()):
+            return self._split.evaluate(batch)
+        parts = in_microbatches(batch, self._spread.num_microbatches)
+        weighed = [(part, items) for part in parts if (items := items_of(self.module, part))]
+        if not weighed:
+            raise InputError("no label counts in this batch: all are -100")
+        given = [part for part, _ in weighed]
+        weights = [float(items) for _, items in weighed]
+        return OutputsAreGone(loss=self._split.loss(given, given, weights=weights))
+
+    def close(self) -> None:
+        """End the pipeline's workers; the next batch would start them again."""
+        self._split.close()
+
+
+def _own_loss(outputs: Any, inputs: dict[str, Any]) -> Tensor:
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if not isinstance(loss, Tensor):
+        raise InputError(
+            f"the model gives no loss for {', '.join(inputs)}; give it labels, or give prepare a "
+            "function, as loss=lambda outputs, batch: …"
+        )
+    return loss
+
+
+def prepare(
+    model: nn.Module,
+    *others: Any,
+    spread: Spread | None = None,
+    loss: BatchLoss | None = None,
+) -> Any:
+    """Prepare a model for a loop that is written as accelerate's are.
+
+    Losses and gradients are those of the model up to rounding, but for what random layers draw.
+    What an ``accelerate.Accelerator`` prepares beside the model (optimizers, loaders, schedulers)
+    it goes on preparing; the model is not for it.
+
+    Args:
+        model: any that can be captured, or has a spine.
+        others: optimizers of the model's own parameters, loaders, schedulers; they are given back
+            as they are.
+        spread: the plan, or how to make one when the first batch comes.
+        loss: from (outputs, the inputs of one microbatch) to a scalar, a mean over labels that are
+            not −100, or over rows if there are no ``labels``; by default the model's own.
+
+    Returns:
+        The ``PreparedModel`` and all others, in the order in which they were given; alone if there
+        are no others.
+
+    Raises:
+        InputError: this process is one of several, or an optimizer has parameters that are not the
+            model's.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    for other in others:
+        groups = getattr(other, "param_groups", [])
+        if any(id(parameter) not in own for group in groups for parameter in group["params"]):
+            raise InputError(
+                f"{type(other).__name__} has parameters that are not the model's, so that it would "
+                "not train it; make it of model.parameters()"
+            )
+    prepared = PreparedModel(model, spread, loss)
+    return (prepared, *others) if others else prepared

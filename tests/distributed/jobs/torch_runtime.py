@@ -1,0 +1,87 @@
+"""torch's own runtime trains by schedules that are written for it; gradients are those of one
+device."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+from penstock.interop.torch_schedules import to_torch_csv
+from penstock.schedule import families
+from tests.kit.helpers import make_batch, make_mlp, make_plan
+from tests.kit.one_device import OneDevice
+
+SCHEDULES = "1f1b", "zb-h1", "interleaved-1f1b", "interleaved-zb", "zb-v", "v-half"
+COUNT = 8
+
+
+def model_for_torch():
+    model = make_mlp(dropout=0.0)
+    for module in model:
+        if isinstance(module, nn.ReLU):
+            module.inplace = False  # torch's stages cannot begin with an in-place layer
+    return model
+
+
+def gradients_by_torch(model, name, path, form):
+    """Of this rank's stages, by their names in the model."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    schedule = families.build(name, num_ranks=size, num_microbatches=COUNT)
+    path.write_text(to_torch_csv(schedule, messages=form == "compute_comms"))
+    plan = make_plan(model, size, COUNT, name)
+    own = [(number, stage) for number, stage in enumerate(plan.stages) if stage.rank == rank]
+    stages = [
+        PipelineStage(
+            nn.Sequential(*(model[int(layer)] for layer in stage.layers)),
+            number,
+            len(plan.stages),
+            torch.device("cpu"),
+        )
+        for number, stage in own
+    ]
+    runtime = _PipelineScheduleRuntime(stages, COUNT, loss_fn=F.cross_entropy)
+    runtime._load_csv(str(path), format=form)
+    inputs, targets = make_batch(2 * COUNT)
+    first, last = (any(number == end for number, _ in own) for end in (0, len(plan.stages) - 1))
+    runtime.step(*([inputs] if first else []), target=targets if last else None)
+    layers = tuple(f"{layer}." for _, stage in own for layer in stage.layers)
+    return {
+        key: parameter.grad for key, parameter in model.named_parameters() if key.startswith(layers)
+    }
+
+
+def differences(folder):
+    alone = model_for_torch()
+    OneDevice(alone, COUNT).step(*make_batch(2 * COUNT))
+    wanted = {key: parameter.grad for key, parameter in alone.named_parameters()}
+    for name in SCHEDULES:
+        for form in ("compute_only", "compute_comms"):
+            path = folder / f"{name}-{form}-{dist.get_rank()}.csv"
+            found = gradients_by_torch(copy.deepcopy(model_for_torch()), name, path, form)
+            for key, gradient in found.items():
+                if gradient is None or not torch.allclose(gradient, wanted[key], atol=1e-7):
+                    yield f"{name}, {form}: {key}"
+            if not found:
+                yield f"{name}, {form}: nothing was trained"
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    folder = Path(sys.argv[-1])
+    report = folder / f"report-{dist.get_rank()}.json"
+    report.write_text(json.dumps([*differences(folder)]))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

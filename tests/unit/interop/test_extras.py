@@ -1,0 +1,18 @@
+"""What is said where a library is not installed."""
+
+import pytest
+
+from penstock.errors import InputError
+from penstock.interop.extras import need
+
+
+def test_a_missing_library_is_one_sentence():
+    with pytest.raises(InputError, match=r"trains needs nonsense_library.*penstock\[nonsense\]'$"):
+        need(("torch", "nonsense_library"), "nonsense", "what trains")
+
+
+def test_what_lacks_something_itself_says_so(tmp_path, monkeypatch):
+    (tmp_path / "broken_library.py").write_text("import what_it_needs")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="what_it_needs"):
+        need(("broken_library",), "nonsense", "what trains")
