@@ -17,6 +17,7 @@ from penstock.drawing.contest import (
     COLUMNS,
     ContestRecord,
     check_output,
+    legend,
     summary,
     table_rows,
     write_contest,
@@ -95,7 +96,6 @@ def contest(
         raise InputError(f"the number of microbatches is {microbatches}, but must be ≥ 1")
     from penstock.trial.contest import run_contest
 
-    load_workload(model)  # a name that means nothing is refused before anything is measured
     with _contending() as progress:
         record = run_contest(
             partial(load_workload, model),
@@ -119,13 +119,23 @@ def contest(
         context.exit(1)
 
 
+_SPEED_COLUMNS = 6
+"""So many columns are about speed and memory, the others about learning: two tables fit where one
+does not."""
+
+
 def _print(record: ContestRecord) -> None:
-    rows = table_rows(record)
-    ran = [row for row, entry in zip(rows, record.entries, strict=True) if entry.ran]
-    show.print_table(COLUMNS, ran, num_texts=2)
-    absent = [row for row, entry in zip(rows, record.entries, strict=True) if not entry.ran]
-    click.echo("".join(f"\n{title}: {reason}" for title, reason, *_ in absent))
-    click.echo(f"\n{summary(record)}")
+    rows = list(zip(table_rows(record), record.entries, strict=True))
+    ran = [row for row, entry in rows if entry.ran]
+    show.print_table(COLUMNS[:_SPEED_COLUMNS], [row[:_SPEED_COLUMNS] for row in ran])
+    click.echo()
+    learning = (COLUMNS[0], *COLUMNS[_SPEED_COLUMNS:])
+    show.print_table(learning, [(row[0], *row[_SPEED_COLUMNS:]) for row in ran])
+    click.echo()
+    for (title, reason, *_), entry in rows:
+        if not entry.ran:
+            click.echo(f"{title} {reason}")
+    click.echo(f"{summary(record)}\n\n{legend(record)}")
     for note in record.notes:
         click.echo(note)
 

@@ -16,6 +16,7 @@ from penstock.trial import Workload
 ROWS = 16
 CONTEXT = 48
 MICROBATCHES = 8
+SMALL = {"width": 128, "heads": 4, "layers": 4}
 
 
 def build_model() -> nn.Module:
@@ -34,7 +35,7 @@ def build_small_model() -> nn.Module:
     """Build a GPT of 0.9 M parameters, with the same weights at every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return GPT(width=128, heads=4, layers=4, context=CONTEXT)
+        return GPT(context=CONTEXT, **SMALL)
 
 
 def small_workload() -> Workload:

@@ -20,7 +20,7 @@ from penstock.lazily import loaded_when_used
 if TYPE_CHECKING:
     from penstock.drawing.contest.record import ContestRecord, Entry, LossPoint
     from penstock.drawing.contest.sentences import summary
-    from penstock.drawing.contest.table import COLUMNS, markdown, table_rows
+    from penstock.drawing.contest.table import COLUMNS, legend, markdown, table_rows
     from penstock.drawing.contest.writing import check_output, write_contest
 else:
     __getattr__ = loaded_when_used(
@@ -28,7 +28,7 @@ else:
         {
             "penstock.drawing.contest.record": ("ContestRecord", "Entry", "LossPoint"),
             "penstock.drawing.contest.sentences": ("summary",),
-            "penstock.drawing.contest.table": ("COLUMNS", "markdown", "table_rows"),
+            "penstock.drawing.contest.table": ("COLUMNS", "legend", "markdown", "table_rows"),
             "penstock.drawing.contest.writing": ("check_output", "write_contest"),
         },
     )
@@ -39,6 +39,7 @@ __all__ = [
     "Entry",
     "LossPoint",
     "check_output",
+    "legend",
     "markdown",
     "summary",
     "table_rows",

@@ -50,7 +50,8 @@ def loss_panels(record: ContestRecord, columns: int = 4) -> str:
         left = _LEFT + index % columns * (_PANEL_WIDTH + _GAP_X)
         top = _TOP + index // columns * (_PANEL_HEIGHT + _GAP_Y)
         panels.append(_panel(entry, shown, scale, (left, top), first=index % columns == 0))
-    foot = f"horizontal: seconds of training; vertical: {record.loss_name}"
+    unit = unit_of_seconds(scale.seconds).suffix
+    foot = f"horizontal: {unit} of training; vertical: {record.loss_name}"
     if record.target is not None:
         foot += f"; dashed: the target, {record.target:.4g}"
     texts = [write(8, height - 10, foot, "muted")]

@@ -56,10 +56,15 @@ def _row(entry: Entry, cells: tuple[str, ...]) -> str:
         return tag("tr", title + reason, class_="absent")
     columns = zip(COLUMNS[1:], cells[1:], strict=True)
     figures = "".join(
-        tag("td", escaped(cell), data_name=name, class_="words" if name == "where" else "figure")
+        tag("td", _unbroken(cell), data_name=name, class_="words" if name == "where" else "figure")
         for name, cell in columns
     )
     return tag("tr", title + figures)
+
+
+def _unbroken(cell: str) -> str:
+    """A cell in which no number leaves its unit; a measured figure may go below its prediction."""
+    return escaped(cell).replace(" ", "&nbsp;").replace("→&nbsp;", "→ ").replace(",&nbsp;", ", ")
 
 
 def _curves(record: ContestRecord) -> str:

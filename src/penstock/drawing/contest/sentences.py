@@ -21,7 +21,7 @@ def summary(record: ContestRecord) -> str:
     if record.unequal:
         names = ", ".join(entry.title for entry in record.unequal)
         sentences.insert(0, f"NOT what one device computes: {names}.")
-    return " ".join(filter(None, sentences))
+    return " ".join(sentence[:1].upper() + sentence[1:] for sentence in sentences if sentence)
 
 
 def _seconds(entry: Entry) -> float:

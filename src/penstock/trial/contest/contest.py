@@ -23,7 +23,7 @@ from penstock.trial.contest.entrants import (
     on_a_device,
 )
 from penstock.trial.contest.judging import check_sameness, judged, references
-from penstock.trial.contest.methods import Method, chosen_methods
+from penstock.trial.contest.methods import WHOLE, Method, chosen_methods
 from penstock.trial.contest.process_group import InProcesses
 from penstock.trial.contest.setting import Setting, Stage
 from penstock.trial.workload import Batch, Workload
@@ -165,7 +165,7 @@ def _prepare(entrant: Entrant, setting: Setting) -> None:
         pace = pace_of(plan)
         entrant.paced_seconds, entrant.paced = pace.seconds, pace.timeline
     if method.runs == "alone":
-        entrant.trainer = on_a_device(setting)
+        entrant.trainer = on_a_device(setting, whole=method.key == WHOLE)
     elif method.runs == "processes" and setting.stage == "cores":
         entrant.trainer = InProcesses(
             setting.load, plan, _num_processes(method, plan), setting.folder
@@ -181,15 +181,16 @@ def _num_processes(method: Method, plan: Plan) -> int:
 
 def _where(method: Method, plan: Plan, setting: Setting) -> str:
     seats = plan.num_seats
-    cores = count_of(usable_cores(), "core")
-    server = " and a server" if method.num_servers else ""
+    server = " + server" if method.num_servers else ""
     if setting.stage == "emulated":
         devices = count_of(seats, "emulated device")
-        return devices if method.runs == "alone" else f"{devices}{server}, learned in threads"
-    if method.runs == "alone" or seats == 1:
-        return "1 thread"
+        return devices if seats == 1 else f"{devices}{server}, learned in threads"
+    if method.key == WHOLE:
+        return count_of(setting.num_devices, "thread")
     kind = "processes" if method.runs == "processes" else "threads"
-    return f"{seats} {kind}{server}, {cores}"
+    cores = usable_cores()
+    shared = f" on {count_of(cores, 'core')}" if seats > cores else ""
+    return f"{seats} {kind}{server}{shared}" if seats > 1 else "1 thread"
 
 
 def _rounds(

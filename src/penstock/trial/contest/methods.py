@@ -15,6 +15,9 @@ from penstock.plans.summing import ReducerName
 from penstock.trial.contest.setting import Setting
 from penstock.versions import DoubleBuffer, PipeMare, Policy, Predict, Stash
 
+WHOLE = "whole"
+"""The key of one device that takes a minibatch at once, with all cores: what people would do."""
+
 Runs = Literal["alone", "threads", "processes"]
 """One device without any engine; ranks as threads of one process; ranks as processes."""
 
@@ -63,6 +66,17 @@ def _one(setting: Setting) -> Plan:
         setting.graph,
         Cluster(devices=setting.cluster.devices[:1]),
         microbatches=setting.num_microbatches,
+        schedule="1f1b",
+        stages=1,
+        recompute="never",
+    )
+
+
+def _whole(setting: Setting) -> Plan:
+    return planner.plan(
+        setting.whole,
+        Cluster(devices=setting.cluster.devices[:1]),
+        microbatches=1,
         schedule="1f1b",
         stages=1,
         recompute="never",
@@ -148,7 +162,7 @@ def _hybrid(setting: Setting) -> Plan:
     used = setting.cluster.devices[: 2 * tensor_ranks * copies]
     return planner.plan(
         setting.graph,
-        replace_devices(setting.cluster, len(used)),
+        _first_devices(setting.cluster, len(used)),
         microbatches=setting.num_microbatches,
         schedule="1f1b",
         stages=2,
@@ -158,7 +172,7 @@ def _hybrid(setting: Setting) -> Plan:
     )
 
 
-def replace_devices(cluster: Cluster, count: int) -> Cluster:
+def _first_devices(cluster: Cluster, count: int) -> Cluster:
     """The first devices of a cluster without groups."""
     if count == len(cluster.devices):
         return cluster
@@ -188,16 +202,17 @@ def _spilled(setting: Setting) -> Plan:
 
 METHODS: tuple[Method, ...] = (
     Method(ONE_DEVICE, "one device", "training.md", _one, "alone", 1),
+    Method(WHOLE, "one device, whole minibatch", "training.md", _whole, "alone", 1),
     Method(
-        "all-reduce", "data parallel, all-reduce", "data-parallelism.md", _copied("all-reduce"),
+        "all-reduce", "all-reduce (data parallel)", "data-parallelism.md", _copied("all-reduce"),
         "processes",
     ),
     Method(
-        "parameter-server", "data parallel, parameter server", "data-parallelism.md",
+        "parameter-server", "parameter server (data)", "data-parallelism.md",
         _copied("parameter-server"), "processes", num_servers=1,
     ),
     Method(
-        "servers", "data parallel, summation servers", "summation-servers.md", _copied("servers"),
+        "servers", "summation servers (data)", "summation-servers.md", _copied("servers"),
         "processes", num_servers=1,
     ),
     Method("naive", "naive model parallel", "planning.md", _naive),
@@ -210,7 +225,7 @@ METHODS: tuple[Method, ...] = (
     ),
     Method("zero-bubble", "zero bubble (ZB-H1)", "schedules/zb-h1.md", _family("zb-h1")),
     Method(
-        "pipedream", "PipeDream, weights stashed", "versions/stash.md", _late(Stash(), whole=True)
+        "pipedream", "PipeDream (stashed)", "versions/stash.md", _late(Stash(), whole=True)
     ),
     Method("2bw", "PipeDream-2BW", "versions/2bw.md", _late(DoubleBuffer())),
     Method("pipemare", "PipeMare", "versions/pipemare.md", _late(PipeMare(t1=20, t2=0.5))),
