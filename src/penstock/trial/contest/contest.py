@@ -30,7 +30,7 @@ from penstock.trial.workload import Batch, Workload
 from penstock.units import count_of
 from penstock.values import one_of, whole
 
-_REPEATS, _PATIENCE_SECONDS = 3, 3.0
+_REPEATS, _PATIENCE_SECONDS = 3, 1.0
 """How often layers are measured, and how long what sharing a machine costs: a contest is no place
 for the last per cent."""
 
