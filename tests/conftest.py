@@ -48,3 +48,4 @@ def small_demo(monkeypatch):
     # By its name one gets the function in it.
     module = importlib.import_module("penstock.demo.workload")
     monkeypatch.setattr(module, "GPT", partial(module.GPT, width=30, layers=4))
+    monkeypatch.setattr(module, "SMALL", {"width": 16, "heads": 2, "layers": 2})

@@ -16,6 +16,8 @@ QUICK = {
     "profile": ["--repeats", "1", "--ranks", "0"],
     "train": ["--steps", "1", "--no-compare"],
     "verify": ["--steps", "2"],
+    # All methods have tests of their own, in unit/trial.
+    "contest": ["--steps", "1", "--methods", "1f1b"],
     # That its processes start and meet is for unit/cli/test_rehearse.py and unit/rehearsal.
     "rehearse": ["--steps", "2", "--op-ms", "2", "--transport", "threads"],
 }

@@ -60,7 +60,8 @@ MAY_LOAD = {
     "serve --listen 0.0.0.0": set(),  # refused without a secret
 }
 NEED_TORCH = {
-    *("checkpoint", "demo", "measure-cluster", "profile", "rehearse", "run", "train", "verify"),
+    *("checkpoint", "contest", "demo", "measure-cluster", "profile"),
+    *("rehearse", "run", "train", "verify"),
 }
 
 AT_THE_END = """

@@ -18,6 +18,7 @@ _PLACES = {
     "checkpoint": ("checkpoint_verb", "checkpoint"),
     "cluster": ("cluster_verb", "cluster"),
     "compare": ("schedule_verbs", "compare"),
+    "contest": ("contest_verb", "contest"),
     "demo": ("model_verbs", "demo"),
     "draw": ("schedule_verbs", "draw"),
     "explain": ("explain_verb", "explain_plan"),

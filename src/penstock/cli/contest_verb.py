@@ -1,0 +1,160 @@
+"""``penstock contest``: all methods on one workload, side by side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from math import inf
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from penstock.cli import options, show
+from penstock.cli.workloads import load_workload
+from penstock.drawing.contest import (
+    COLUMNS,
+    ContestRecord,
+    check_output,
+    legend,
+    summary,
+    table_rows,
+    write_contest,
+)
+from penstock.errors import InputError
+
+if TYPE_CHECKING:
+    from penstock.trial.contest import ContestStep
+
+DEFAULT_CONTEST = "penstock.demo:small_workload"
+_QUICK_STEPS, _FULL_STEPS = 40, 200
+_QUICK_SECONDS = 60.0
+_LINE_SECONDS = 5.0
+"""Without a terminal, a line of progress every so often."""
+
+_EPILOG = (
+    "MODEL is module:function, where the function returns a penstock.trial.Workload; by default a "
+    f"small GPT, {DEFAULT_CONTEST}; penstock.demo:workload is the demo's larger one. Example: "
+    "penstock contest penstock.demo:small_workload -p 2 -m 8 -o contest.html. The exit status is "
+    "1 if a method that should compute what one device computes does not."
+)
+
+
+@click.command(epilog=_EPILOG)
+@click.argument("model", default=DEFAULT_CONTEST)
+@click.option(
+    "-p", "--ranks", "--devices", type=click.IntRange(1, 64), default=2, show_default=True,
+    help="Number of devices that a method may take.",
+)  # fmt: skip
+@options.microbatches_option(8)
+@click.option(
+    "--methods", metavar="NAMES",
+    help="Only these, as in gpipe,1f1b,2bw; one device always takes part. Default: all.",
+)  # fmt: skip
+@click.option(
+    "--quick/--full", default=True, show_default=True,
+    help=f"{_QUICK_STEPS} minibatches each, and no new round after a minute; or {_FULL_STEPS}.",
+)  # fmt: skip
+@click.option(
+    "--steps", type=click.IntRange(min=1), help="Minibatches that each method trains on, instead."
+)
+@click.option(
+    "--on", "stage", type=click.Choice(["auto", "cores", "emulated"]), default="auto",
+    show_default=True,
+    help="Ranks as threads and processes of this machine; or devices whose compute is a wait as "
+    "long as the profile says, which may be more than there are cores.",
+)  # fmt: skip
+@click.option(
+    "--target", type=float,
+    help="A loss to be reached. Default: what one device has after half of its steps.",
+)  # fmt: skip
+@options.output_option("Page (.html), curves (.svg), table (.md) or all that was found (.json).")
+@options.json_option
+@click.pass_context
+def contest(
+    context: click.Context,
+    model: str,
+    ranks: int,
+    microbatches: int,
+    methods: str | None,
+    quick: bool,
+    steps: int | None,
+    stage: Literal["auto", "cores", "emulated"],
+    target: float | None,
+    output: str | None,
+    as_json: bool,
+) -> None:
+    """Train a model with every method, in turns, and compare them.
+
+    Time per step, memory, bytes moved, bubble and delay, predicted and measured; the loss after
+    equal updates, after equal time, and the time to a target.
+    """
+    if output is not None:
+        check_output(output)
+    if microbatches < 1:
+        raise InputError(f"the number of microbatches is {microbatches}, but must be ≥ 1")
+    from penstock.trial.contest import run_contest
+
+    with _contending() as progress:
+        record = run_contest(
+            partial(load_workload, model),
+            methods=[name.strip() for name in methods.split(",")] if methods else (),
+            num_devices=ranks,
+            num_microbatches=microbatches,
+            num_steps=steps or (_QUICK_STEPS if quick else _FULL_STEPS),
+            seconds=_QUICK_SECONDS if quick and steps is None else inf,
+            stage=None if stage == "auto" else stage,
+            target=target,
+            progress=progress,
+        )
+    if as_json:
+        show.print_json(record)
+    else:
+        _print(record)
+    if output is not None:
+        write_contest(record, output)
+        show.say(f"wrote {output}")
+    if record.unequal:
+        context.exit(1)
+
+
+_SPEED_COLUMNS = 6
+"""So many columns are about speed and memory, the others about learning: two tables fit where one
+does not."""
+
+
+def _print(record: ContestRecord) -> None:
+    rows = list(zip(table_rows(record), record.entries, strict=True))
+    ran = [row for row, entry in rows if entry.ran]
+    show.print_table(COLUMNS[:_SPEED_COLUMNS], [row[:_SPEED_COLUMNS] for row in ran])
+    click.echo()
+    learning = (COLUMNS[0], *COLUMNS[_SPEED_COLUMNS:])
+    show.print_table(learning, [(row[0], *row[_SPEED_COLUMNS:]) for row in ran])
+    click.echo()
+    for (title, reason, *_), entry in rows:
+        if not entry.ran:
+            click.echo(f"{title} {reason}")
+    click.echo(f"{summary(record)}\n\n{legend(record)}")
+    for note in record.notes:
+        click.echo(note)
+
+
+@contextmanager
+def _contending() -> Iterator[Callable[[ContestStep], None]]:
+    """A bar on a terminal; a line every few seconds elsewhere."""
+    from rich.console import Console
+
+    if Console(stderr=True).is_terminal:
+        with show.counting("contest") as advance:
+            yield lambda step: advance(step.done, step.total)
+        return
+    told = time.monotonic()
+
+    def line(step: ContestStep) -> None:
+        nonlocal told
+        if time.monotonic() - told >= _LINE_SECONDS:
+            told = time.monotonic()
+            show.say(f"contest: {step.done} of {step.total}, {step.doing}")
+
+    yield line

@@ -1,0 +1,118 @@
+"""The loss of every method over time: a panel for each, in which it alone is dark.
+
+All panels have one scale, so that heights and lengths can be compared between them; the pale lines
+behind are all the other methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from penstock.drawing.axes import tick_label, ticks
+from penstock.drawing.contest.record import ContestRecord, Entry
+from penstock.drawing.markup import coordinate, document, lines, shortened, tag, write
+from penstock.units import unit_of_seconds
+
+Point = tuple[float, float]
+
+_PANEL_WIDTH, _PANEL_HEIGHT = 176.0, 104.0
+_LEFT, _TOP, _GAP_X, _GAP_Y, _FOOT = 44.0, 40.0, 22.0, 46.0, 24.0
+
+
+class _Scale(NamedTuple):
+    """From seconds and losses to pixels of a panel."""
+
+    seconds: float
+    low: float
+    high: float
+
+    def place(self, point: Point, left: float, top: float) -> Point:
+        x = left + point[0] / self.seconds * _PANEL_WIDTH
+        y = top + (self.high - point[1]) / (self.high - self.low) * _PANEL_HEIGHT
+        return x, y
+
+
+def loss_panels(record: ContestRecord, columns: int = 4) -> str:
+    """Draw the curves of all methods that ran as a standalone SVG document.
+
+    Args:
+        columns: panels beside each other, at least 1.
+    """
+    shown = [entry for entry in record.finished if len(entry.curve()) > 1]
+    columns = max(1, min(columns, len(shown) or 1))
+    rows = -(-len(shown) // columns)
+    width = _LEFT + columns * (_PANEL_WIDTH + _GAP_X)
+    height = _TOP + rows * (_PANEL_HEIGHT + _GAP_Y) + _FOOT
+    scale = _scale(shown)
+    panels = []
+    for index, entry in enumerate(shown):
+        left = _LEFT + index % columns * (_PANEL_WIDTH + _GAP_X)
+        top = _TOP + index // columns * (_PANEL_HEIGHT + _GAP_Y)
+        panels.append(_panel(entry, shown, scale, (left, top), first=index % columns == 0))
+    unit = unit_of_seconds(scale.seconds).suffix
+    foot = f"horizontal: {unit} of training; vertical: {record.loss_name}"
+    if record.target is not None:
+        foot += f"; dashed: the target, {record.target:.4g}"
+    texts = [write(8, height - 10, foot, "muted")]
+    marks = [_target(record.target, scale, rows, columns, len(shown))]
+    words = f"{record.loss_name} over time: {', '.join(entry.title for entry in shown)}"
+    return document("chart", (width, height), words, "contest.css", [*marks, *panels, *texts])
+
+
+def _scale(entries: Sequence[Entry]) -> _Scale:
+    points = [point for entry in entries for point in entry.curve()]
+    low = min((loss for _, loss in points), default=0.0)
+    # A method that diverges must not press all others flat.
+    starts = [entry.curve()[0][1] for entry in entries]
+    high = max(starts, default=1.0)
+    room = 0.06 * (high - low) or 0.5
+    return _Scale(max((seconds for seconds, _ in points), default=1.0), low - room, high + room)
+
+
+def _panel(
+    entry: Entry, others: Sequence[Entry], scale: _Scale, corner: Point, *, first: bool
+) -> str:
+    left, top = corner
+    frame = tag("rect", class_="frame", x=left, y=top, width=_PANEL_WIDTH, height=_PANEL_HEIGHT)
+    pale = [_path(other, scale, corner, "pale") for other in others if other is not entry]
+    end = scale.place(entry.curve()[-1], left, top)
+    dark = _path(entry, scale, corner, "dark" if entry.synchronous else "late")
+    style = "dot" if entry.synchronous else "dot late"
+    dot = tag("circle", class_=style, cx=end[0], cy=max(top, end[1]), r=3)
+    title = write(left, top - 8, shortened(entry.title, 12, _PANEL_WIDTH), "name")
+    return lines([frame, *pale, dark, dot, title, _axis(scale, corner, first=first)])
+
+
+def _path(entry: Entry, scale: _Scale, corner: Point, style: str) -> str:
+    places = [scale.place(point, *corner) for point in entry.curve()]
+    drawn = "M" + "L".join(f"{coordinate(x)} {coordinate(max(corner[1], y))}" for x, y in places)
+    return tag("path", class_=style, d=drawn)
+
+
+def _axis(scale: _Scale, corner: Point, *, first: bool) -> str:
+    left, top = corner
+    unit = unit_of_seconds(scale.seconds)
+    parts = []
+    for value in ticks(0, scale.seconds * unit.factor, 3):
+        x, _ = scale.place((value / unit.factor, scale.low), left, top)
+        parts.append(
+            write(x, top + _PANEL_HEIGHT + 14, tick_label(value), "muted", text_anchor="middle")
+        )
+    if first:
+        for value in ticks(scale.low, scale.high, 4):
+            _, y = scale.place((0, value), left, top)
+            parts.append(write(left - 6, y + 4, tick_label(value), "muted", text_anchor="end"))
+    return lines(parts)
+
+
+def _target(target: float | None, scale: _Scale, rows: int, columns: int, count: int) -> str:
+    if target is None or not scale.low <= target <= scale.high:
+        return ""
+    parts = []
+    for index in range(count):
+        left = _LEFT + index % columns * (_PANEL_WIDTH + _GAP_X)
+        top = _TOP + index // columns * (_PANEL_HEIGHT + _GAP_Y)
+        _, y = scale.place((0, target), left, top)
+        parts.append(tag("path", class_="target", d=f"M{left:g} {y:.2f}h{_PANEL_WIDTH:g}"))
+    return lines(parts)

@@ -1,0 +1,87 @@
+"""The page of a contest: what it says, the table, the losses over time, how it came about."""
+
+from __future__ import annotations
+
+from penstock.drawing.contest.curves import loss_panels
+from penstock.drawing.contest.record import ContestRecord, Entry
+from penstock.drawing.contest.sentences import summary
+from penstock.drawing.contest.table import COLUMNS, legend, table_rows
+from penstock.drawing.markup import escaped, lines, resource, tag
+from penstock.drawing.timeline.html import document
+from penstock.units import count_of
+
+_WIDE_COLUMNS, _NARROW_COLUMNS = 5, 2
+"""Panels beside each other on a wide screen and on a narrow one."""
+
+
+def contest_page(record: ContestRecord) -> str:
+    """Draw a contest as a self-contained HTML page."""
+    title = f"{record.title}: a contest of methods"
+    subtitle = (
+        f"{count_of(len(record.entries), 'method')}, up to "
+        f"{count_of(record.num_devices, 'device')}, "
+        f"{count_of(record.num_microbatches, 'microbatch', 'es')}, "
+        f"{count_of(record.num_steps, 'minibatch', 'es')} each, in turns"
+    )
+    head = tag("h1", escaped(title)) + tag("p", escaped(subtitle), class_="subtitle")
+    parts = [
+        tag("style", f"\n{resource('contest_page.css')}\n"),
+        f"<header>{head}</header>",
+        tag("section", tag("p", escaped(summary(record)), class_="verdict"), class_="card"),
+        _table(record),
+        _curves(record),
+        _circumstances(record),
+    ]
+    return document(title, lines(parts))
+
+
+def _table(record: ContestRecord) -> str:
+    heads = "".join(tag("th", escaped(name), scope="col") for name in COLUMNS)
+    rows = lines(
+        _row(entry, cells) for entry, cells in zip(record.entries, table_rows(record), strict=True)
+    )
+    table = f'<table class="contest"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
+    return tag(
+        "section",
+        f"{tag('h2', 'All methods')}{tag('p', escaped(legend(record)), class_='hint')}"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="All methods">{table}</div>',
+        class_="card",
+    )
+
+
+def _row(entry: Entry, cells: tuple[str, ...]) -> str:
+    title = tag("th", escaped(cells[0]), scope="row")
+    if not entry.ran:
+        reason = tag("td", escaped(cells[1]), class_="words", colspan=len(cells) - 1)
+        return tag("tr", title + reason, class_="absent")
+    columns = zip(COLUMNS[1:], cells[1:], strict=True)
+    figures = "".join(
+        tag("td", _unbroken(cell), data_name=name, class_="words" if name == "where" else "figure")
+        for name, cell in columns
+    )
+    return tag("tr", title + figures)
+
+
+def _unbroken(cell: str) -> str:
+    """A cell in which no number leaves its unit; a measured figure may go below its prediction."""
+    return escaped(cell).replace(" ", "&nbsp;").replace("→&nbsp;", "→ ").replace(",&nbsp;", ", ")
+
+
+def _curves(record: ContestRecord) -> str:
+    if not any(len(entry.curve()) > 1 for entry in record.finished):
+        return ""
+    hint = (
+        "A panel for each method: it is dark, all others are pale. Blue computes what one device "
+        "computes; orange learns from gradients that are some updates old."
+    )
+    wide = f'<div class="wide">{loss_panels(record, _WIDE_COLUMNS)}</div>'
+    narrow = f'<div class="narrow">{loss_panels(record, _NARROW_COLUMNS)}</div>'
+    name = record.loss_name.capitalize()
+    head = tag("h2", escaped(f"{name} over time")) + tag("p", escaped(hint), class_="hint")
+    return tag("section", head + wide + narrow, class_="card panels")
+
+
+def _circumstances(record: ContestRecord) -> str:
+    items = "".join(tag("li", escaped(note)) for note in record.notes)
+    listed = tag("ul", items, class_="notes") if items else ""
+    return tag("section", tag("h2", "How it came about") + listed, class_="card") if items else ""

@@ -1,0 +1,180 @@
+"""``Entrant``: one method that takes part: it trains in turns, and keeps what came of it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Protocol
+
+from penstock.drawing.contest.record import LossPoint
+from penstock.errors import PenstockError
+from penstock.pipeline import Pipeline
+from penstock.plans import Plan
+from penstock.timing.timeline import Timeline
+from penstock.trial.contest.methods import Method
+from penstock.trial.contest.setting import Setting
+from penstock.trial.contestants import Contestant, intra_op_threads, on_one_device, pipelined
+from penstock.trial.workload import Batch, Workload
+
+
+class Trainer(Protocol):
+    """Something that trains, wherever its ranks are."""
+
+    losses: list[float]
+    seconds: list[float]
+
+    def take_turn(self, batches: Sequence[Batch]) -> None:
+        """Train on these minibatches."""
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        """What was recorded, by steps or by turns; none of one device."""
+
+    def held_out_loss(self) -> float | None:
+        """The loss on the workload's held-out data; ``None`` without any."""
+
+    def close(self) -> None:
+        """End its workers."""
+
+
+class InThreads:
+    """A trainer in this process: one device, or a pipeline whose ranks are threads."""
+
+    def __init__(self, workload: Workload, contestant: Contestant) -> None:
+        self._workload, self._contestant = workload, contestant
+        self.losses, self.seconds = contestant.losses, contestant.seconds
+
+    def take_turn(self, batches: Sequence[Batch]) -> None:
+        """Train on these minibatches; those that never flush drain at the end of the turn."""
+        if self._contestant.flushes:
+            for batch in batches:
+                self._contestant.step(batch)
+        else:
+            self._contestant.stream(batches)
+
+    def held_out_loss(self) -> float | None:
+        """The loss on the workload's held-out data; ``None`` without any."""
+        if self._workload.held_out is None:
+            return None
+        return self._contestant.evaluate(self._workload.held_out, self._workload.loss)
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        """Of every step, or of every turn of those that never flush; none of one device."""
+        return self._contestant.timelines
+
+    def close(self) -> None:
+        """End its workers."""
+        self._contestant.close()
+
+
+@dataclass
+class Entrant:
+    """One method that takes part.
+
+    Attributes:
+        method: the method.
+        plan: how it spreads the workload; ``None`` if it cannot.
+        trainer: trains; ``None`` before it was built and after it failed.
+        where: where it runs, in words.
+        reason: why it does not run, or ran no further.
+        points: its losses, as far as it got.
+        activation_bytes: counted, by rank.
+        paced_seconds: a step on emulated devices.
+        paced: the timeline of those.
+        difference: of its losses from one device's, relative to the largest.
+    """
+
+    method: Method
+    plan: Plan | None = None
+    trainer: Trainer | None = None
+    where: str = ""
+    reason: str = ""
+    points: list[LossPoint] = field(default_factory=list)
+    activation_bytes: tuple[int, ...] = ()
+    paced_seconds: float | None = None
+    paced: Timeline | None = None
+    difference: float | None = None
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether it has not failed so far."""
+        return not self.reason
+
+    def attempt(self, do: Callable[[], None]) -> None:
+        """Do something for this method only: if it raises, the method ends, alone, and says why."""
+        try:
+            do()
+        except PenstockError as error:
+            self.stop(str(error))
+        except Exception as error:
+            self.stop(f"{type(error).__name__}: {error}")
+
+    def stop(self, reason: str) -> None:
+        """End this method; the others go on."""
+        self.reason = " ".join(reason.split())
+        trainer, self.trainer = self.trainer, None
+        if trainer is not None:
+            self._close_quietly(trainer)
+
+    @staticmethod
+    def _close_quietly(trainer: Trainer) -> None:
+        try:
+            trainer.close()
+        except Exception:
+            return  # its reason is told already; this only follows from it
+
+    def note_loss(self) -> None:
+        """Add the loss after the steps so far to ``points``."""
+        assert self.trainer is not None
+        value = self.trainer.held_out_loss()
+        if value is None:
+            recent = self.trainer.losses[-_RECENT:]
+            value = statistics.fmean(recent)
+        step = len(self.trainer.losses)
+        self.points.append(LossPoint(step=step, loss=value if isfinite(value) else None))
+
+    def close(self) -> None:
+        """End its workers, if it has any."""
+        if self.trainer is not None:
+            self.attempt(self.trainer.close)
+
+
+_RECENT = 5
+"""Without held-out data, a loss is the mean of so many training losses."""
+
+
+def in_threads(setting: Setting, plan: Plan) -> InThreads:
+    """A trainer whose ranks are threads of this process."""
+    return InThreads(setting.workload, pipelined(setting.workload, plan))
+
+
+def on_a_device(setting: Setting, *, whole: bool = False) -> InThreads:
+    """One device as a plain loop: with one thread, or taking minibatches ``whole`` with as many
+    threads as there are devices."""
+    count, threads = (1, setting.num_devices) if whole else (setting.num_microbatches, 1)
+    alone = on_one_device(setting.workload, count, num_threads=threads)
+    return InThreads(setting.workload, alone)
+
+
+def counted_bytes(setting: Setting, plan: Plan, batches: Sequence[Batch]) -> tuple[int, ...]:
+    """The bytes of activations that each rank held at most, counted in a run of its own: counting
+    takes time, which must not be the contest's."""
+    workload = setting.workload
+    with (
+        intra_op_threads(plan.num_threads),
+        Pipeline(
+            workload.build_model(),
+            plan,
+            loss=workload.loss,
+            optimizer=workload.optimizer,
+            transport="threads",
+            seed=0,
+            count_memory=True,
+        ) as pipeline,
+    ):
+        for _ in pipeline.steps(batches):
+            pass
+        return tuple(peak.activation_bytes for peak in pipeline.peaks)

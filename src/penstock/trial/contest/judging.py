@@ -1,0 +1,190 @@
+"""From what methods did to the figures of their rows, and whether they did what they should."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from math import isfinite, sqrt
+
+import torch
+from msgspec.structs import replace
+
+from penstock.cluster.local import usable_cores
+from penstock.drawing.contest.record import ONE_DEVICE, ContestRecord, Entry
+from penstock.plans import Plan
+from penstock.timing.timeline import Timeline
+from penstock.trial.contest.entrants import Entrant
+from penstock.trial.contest.setting import Setting
+from penstock.trial.contest.traffic import moved_bytes
+from penstock.trial.contestants import on_one_device
+from penstock.units import count_of
+
+_TOLERANCE = sqrt(torch.finfo(torch.float32).eps)
+"""By how much losses may differ where sums have another order, relative to the largest."""
+
+
+def references(entrants: Sequence[Entrant], setting: Setting) -> dict[int, list[float]]:
+    """The losses of one device, by the number of microbatches that it cuts minibatches into.
+
+    What cuts them otherwise than one device in the contest is compared with a loop of its own that
+    nobody times.
+    """
+    losses: dict[int, list[float]] = {}
+    for entrant in entrants:
+        if entrant.plan is None or entrant.trainer is None or entrant.plan.versions.asynchronous:
+            continue
+        count = entrant.plan.num_microbatches
+        if entrant.method.key == ONE_DEVICE:
+            losses[count] = entrant.trainer.losses
+        elif count not in losses:
+            alone = on_one_device(setting.workload, count, num_threads=1)
+            for batch in islice(setting.workload.batches(), len(entrant.trainer.losses)):
+                alone.step(batch)
+            losses[count] = alone.losses
+    return losses
+
+
+def check_sameness(entrants: Sequence[Entrant], references: Mapping[int, Sequence[float]]) -> None:
+    """Note by how much losses of synchronous methods differ from one device's, and stop those
+    where that is more than rounding."""
+    for entrant in entrants:
+        plan, trainer = entrant.plan, entrant.trainer
+        if plan is None or trainer is None or plan.versions.asynchronous:
+            continue
+        theirs = references[plan.num_microbatches]
+        apart = [abs(ours - other) for ours, other in zip(trainer.losses, theirs, strict=True)]
+        scale = max(map(abs, theirs))
+        difference = max(apart) / scale if scale else max(apart)
+        entrant.difference = difference if isfinite(difference) else None
+        if not difference <= _TOLERANCE:
+            step = next(index for index, one in enumerate(apart) if not one <= _TOLERANCE * scale)
+            entrant.stop(
+                "it does not compute what one device computes: at minibatch "
+                f"{step} its loss is {trainer.losses[step]!r} instead of {theirs[step]!r}"
+            )
+
+
+def judged(entrants: Sequence[Entrant], setting: Setting, target: float | None) -> ContestRecord:
+    """The record of a contest whose methods have trained."""
+    entries = tuple(_entry(entrant, setting) for entrant in entrants)
+    if target is None:
+        target = _target(entries[0])
+    steps = max((entry.losses[-1].step for entry in entries if entry.losses), default=0)
+    has_data = setting.workload.held_out is not None
+    return ContestRecord(
+        title=setting.workload.name,
+        notes=_notes(setting),
+        num_devices=setting.num_devices,
+        num_microbatches=setting.num_microbatches,
+        num_steps=steps,
+        loss_name="held-out loss" if has_data else "training loss",
+        target=target,
+        entries=entries,
+    )
+
+
+def _target(one_device: Entry) -> float | None:
+    """What one device has after half of its steps; none where it has not learned by then."""
+    losses = [point.loss for point in one_device.losses]
+    if len(losses) < 2:
+        return None
+    first, middle = losses[0], losses[len(losses) // 2]
+    return middle if first is not None and middle is not None and middle < first else None
+
+
+def _notes(setting: Setting) -> tuple[str, ...]:
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    cores = count_of(usable_cores(), "core")
+    emulated = (
+        "Times are those of emulated devices: every rank is a process whose compute is a wait as "
+        "long as the profile says; losses come from the same plans in threads.",
+    )
+    network = "Ranks share this host's memory, so nothing waits for a network."
+    return (
+        f"{platform.system()} {platform.machine()}, {cores}, torch {torch.__version__}, "
+        f"{datetime.datetime.now():%Y-%m-%d %H:%M}, load {load:.1f} at the end.",
+        *(emulated if setting.stage == "emulated" else ()),
+        network,
+        *((f"Data: {setting.workload.notes}.",) if setting.workload.notes else ()),
+        *(f"Profile: {warning}." for warning in setting.graph.warnings),
+    )
+
+
+def _entry(entrant: Entrant, setting: Setting) -> Entry:
+    plan, trainer, method = entrant.plan, entrant.trainer, entrant.method
+    named = Entry(
+        method=method.key,
+        title=method.title,
+        page=method.page,
+        where=entrant.where,
+        reason=entrant.reason,
+        synchronous=plan is None or not plan.versions.asynchronous,
+        difference=entrant.difference,
+    )
+    if plan is None or trainer is None:
+        return named
+    seconds, bubble = _predicted(plan, setting.turn)
+    timelines = trainer.timelines
+    measured = entrant.paced or _middle(timelines)
+    if entrant.paced_seconds is not None:
+        seconds, bubble = plan.step_seconds, plan.prediction.bubble
+    graph = setting.graph if plan.num_microbatches > 1 else setting.whole
+    return replace(
+        named,
+        num_devices=plan.num_seats,
+        predicted_seconds=seconds,
+        step_seconds=entrant.paced_seconds or statistics.median(trainer.seconds),
+        predicted_bytes=max(plan.rank_bytes),
+        memory_bytes=_memory(plan, entrant.activation_bytes),
+        moved_bytes=moved_bytes(plan, graph, method.num_servers),
+        predicted_bubble=bubble,
+        bubble=None if measured is None else measured.bubble,
+        delay=plan.prediction.delay,
+        recorded_delay=_recorded_delay(plan, timelines) if plan.versions.asynchronous else 0.0,
+        losses=tuple(entrant.points),
+    )
+
+
+def _predicted(plan: Plan, turn: int) -> tuple[float, float]:
+    """(seconds of a minibatch, bubble); of a stream, with its beginning and its end, since it
+    drains after every turn."""
+    if not plan.versions.asynchronous:
+        return plan.step_seconds, plan.prediction.bubble
+    timeline = plan.simulate(turn)
+    return timeline.makespan / turn, timeline.bubble
+
+
+def _middle(timelines: Sequence[Timeline]) -> Timeline | None:
+    """The one that took the median time."""
+    ordered = sorted(timelines, key=lambda timeline: timeline.makespan)
+    return ordered[len(ordered) // 2] if ordered else None
+
+
+def _recorded_delay(plan: Plan, timelines: Sequence[Timeline]) -> float | None:
+    """The mean age of gradients at the stage where it is most, in the longest stream, without the
+    minibatches that fill the pipeline."""
+    if not timelines:
+        return None
+    longest = max(timelines, key=lambda timeline: timeline.schedule.num_microbatches)
+    first = plan.num_microbatches * max(1, plan.num_ranks - 1)
+    ages = [
+        [age for k, age in by_microbatch.items() if k >= first]
+        for by_microbatch in longest.delays.values()
+    ]
+    return max((statistics.fmean(stage) for stage in ages if stage), default=None)
+
+
+def _memory(plan: Plan, activation_bytes: Sequence[int]) -> int | None:
+    """Bytes of the neediest device: what was counted of activations, and the rest as planned."""
+    if not activation_bytes:
+        return None
+    each = len(activation_bytes) // plan.num_ranks
+    return max(
+        sum(plan.stages[stage].state_bytes for stage in stages)
+        + max(activation_bytes[rank * each : (rank + 1) * each])
+        for rank, stages in enumerate(plan.placement.stages_of)
+    )
