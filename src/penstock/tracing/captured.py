@@ -216,6 +216,7 @@ def capture(
     one_of("dynamic", dynamic, ("rows", "all"))
     if not isinstance(model, nn.Module):
         raise ModelError(f"the model is a {type(model).__name__}, not an nn.Module")
+    _check_names(model)
     signature = inspect.signature(model.forward)
     given = spread(signature, tree.replace(Tensor, _no_view, _at_least_two_rows(inputs)))
     traced: dict[bool, Traced] = {}
@@ -233,6 +234,22 @@ def capture(
             with _in_mode(model, training):
                 check_equal(model, captured, given)
     return captured
+
+
+def _check_names(model: nn.Module) -> None:
+    """See that a captured layer can hold what a model holds, by the model's own names.
+
+    Raises:
+        ModelError: the model has a name that layers have for something of their own.
+    """
+    own = {*dir(CapturedLayer), *CapturedLayer.__annotations__, "kind", "spine_name"}
+    own -= {*dir(nn.Module)}
+    for name in (*model._modules, *model._parameters, *model._buffers):
+        if name in own:
+            raise ModelError(
+                f"{type(model).__name__}.{name} has a name that layers of captured models use for "
+                "themselves; give it another name"
+            )
 
 
 def _traced(model: nn.Module, given: Given, dynamic: Dynamic, verify: bool) -> tuple[Traced, str]:

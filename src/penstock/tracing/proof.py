@@ -23,8 +23,8 @@ _MEND = (
 
 
 _BY_ROW = (
-    "The code may go over the rows one by one, as `for row in value` and `value.tolist()` do; "
-    "compute with all rows at once there"
+    "The code may make a number of Python of the rows, as `len(value)`, `for row in value` and "
+    "`value.tolist()` do; write `value.shape[0]`, and compute with all rows at once"
 )
 
 

@@ -546,6 +546,14 @@ def test_inputs_of_another_form_are_told_by_name(inputs, message):
         masked()(inputs)
 
 
+@pytest.mark.parametrize("name", ["kind", "unit", "calls", "spine_name", "computes_on"])
+def test_names_that_layers_have_for_themselves_are_refused(name):
+    model = Residual()
+    model.add_module(name, nn.Linear(3, 3))
+    with pytest.raises(ModelError, match=rf"Residual\.{name} has a name .* another name"):
+        capture(model, torch.randn(4, 6))
+
+
 def test_the_order_of_keywords_means_nothing():
     captured = capture(LanguageModel(), {"mask": MASK, "input_ids": TOKENS})
     inputs = {"input_ids": TOKENS, "mask": MASK}
