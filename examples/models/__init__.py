@@ -1,5 +1,7 @@
 """Models of papers on pipeline parallelism, each written as its authors describe it.
 
-Every module has ``build(size)``, a normal ``nn.Module``, and ``example_inputs(rows, size)``. Size
-``"paper"`` is the published one, ``"small"`` has the same parts and trains in milliseconds.
+Every module has ``build(size, width)``, a normal ``nn.Module``; ``example_inputs(rows, size)``,
+noise of the right shape; ``batch(rows, size, generator)``, inputs and targets that can be learned,
+from ``data``; and ``loss(output, targets)``. Size ``"paper"`` is the published one, ``"small"`` has
+the same parts and trains in milliseconds.
 """

@@ -10,7 +10,10 @@ It is an ``nn.Sequential``, so it is a spine itself.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
+
+from examples.models.data import digits
+from examples.models.sizes import chosen, classified
 
 SIZES = {
     "paper": {"channels": (96, 256, 384, 384, 256), "hidden": 4096, "classes": 1000, "pixels": 224},
@@ -23,11 +26,16 @@ def _normalise() -> nn.LocalResponseNorm:
     return nn.LocalResponseNorm(5, alpha=5e-4, beta=0.75, k=2.0)
 
 
-def build(size: str = "paper") -> nn.Sequential:
-    """[rows, 3, pixels, pixels] → logits [rows, classes]; the paper's has 61 million parameters."""
-    chosen = SIZES[size]
-    one, two, three, four, five = chosen["channels"]
-    hidden = chosen["hidden"]
+def build(size: str = "paper", width: float = 1) -> nn.Sequential:
+    """[rows, 3, pixels, pixels] → logits [rows, classes]; the paper's has 61 million parameters.
+
+    Args:
+        size: ``"paper"`` or ``"small"``.
+        width: a factor for all channels.
+    """
+    sizes = chosen(SIZES, size, width)
+    one, two, three, four, five = sizes["channels"]
+    hidden = sizes["hidden"]
     features = [
         *(nn.Conv2d(3, one, 11, stride=4, padding=2), nn.ReLU(), _normalise()),
         nn.MaxPool2d(3, 2),
@@ -39,12 +47,12 @@ def build(size: str = "paper") -> nn.Sequential:
         nn.MaxPool2d(3, 2),
         nn.Flatten(),
     ]
-    side = _side_after_features(chosen["pixels"])
+    side = _side_after_features(sizes["pixels"])
     return nn.Sequential(
         *features,
         *(nn.Linear(five * side**2, hidden), nn.ReLU(), nn.Dropout(0.5)),
         *(nn.Linear(hidden, hidden), nn.ReLU(), nn.Dropout(0.5)),
-        nn.Linear(hidden, chosen["classes"]),
+        nn.Linear(hidden, sizes["classes"]),
     )
 
 
@@ -59,3 +67,11 @@ def example_inputs(rows: int = 8, size: str = "paper") -> Tensor:
     """Noise of the shape of images, [rows, 3, pixels, pixels]."""
     pixels = SIZES[size]["pixels"]
     return torch.randn(rows, 3, pixels, pixels)
+
+
+def batch(rows: int, size: str, draw: Generator) -> tuple[Tensor, Tensor]:
+    """Digits that were drawn, and which they are."""
+    return digits(rows, SIZES[size]["pixels"], draw)
+
+
+loss = classified

@@ -15,7 +15,10 @@ import itertools
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
+
+from examples.models.data import text
+from examples.models.sizes import chosen, classified
 
 SIZES = {
     "paper": {"embedding": 400, "hidden": 1150, "vocabulary": 10000, "length": 70},
@@ -98,13 +101,26 @@ class AWDLSTM(nn.Module):
         return F.linear(self.output_dropout(value), self.embedding.weight, self.bias)
 
 
-def build(size: str = "paper") -> AWDLSTM:
-    """The model for the Penn Treebank with 24 million parameters, or a small one."""
-    chosen = SIZES[size]
-    return AWDLSTM(chosen["embedding"], chosen["hidden"], chosen["vocabulary"])
+def build(size: str = "paper", width: float = 1) -> AWDLSTM:
+    """The model for the Penn Treebank with 24 million parameters, or a small one.
+
+    Args:
+        size: ``"paper"`` or ``"small"``.
+        width: a factor for the widths of all layers.
+    """
+    sizes = chosen(SIZES, size, width)
+    return AWDLSTM(sizes["embedding"], sizes["hidden"], sizes["vocabulary"])
 
 
 def example_inputs(rows: int = 8, size: str = "paper") -> Tensor:
     """Random tokens, [rows, length]."""
-    chosen = SIZES[size]
-    return torch.randint(0, chosen["vocabulary"], (rows, chosen["length"]))
+    sizes = SIZES[size]
+    return torch.randint(0, sizes["vocabulary"], (rows, sizes["length"]))
+
+
+def batch(rows: int, size: str, draw: Generator) -> tuple[Tensor, Tensor]:
+    """Python's standard library, and its next bytes."""
+    return text(rows, SIZES[size]["length"], SIZES[size]["vocabulary"], draw)
+
+
+loss = classified

@@ -15,10 +15,14 @@ It is no chain, and has two inputs: ``penstock.capture`` cuts it.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
+
+from examples.models.data import translations
+from examples.models.sizes import chosen, classified
 
 SIZES = {
     "paper": {"layers": 8, "hidden": 1024, "vocabulary": 32000, "length": 50},
+    "sixteen": {"layers": 16, "hidden": 1024, "vocabulary": 32000, "length": 50},
     "small": {"layers": 4, "hidden": 8, "vocabulary": 20, "length": 5},
 }
 
@@ -71,17 +75,30 @@ class GNMT(nn.Module):
         return self.words(value)
 
 
-def build(size: str = "paper") -> GNMT:
-    """The model of the paper, or a small one."""
-    chosen = SIZES[size]
-    return GNMT(chosen["layers"], chosen["hidden"], chosen["vocabulary"], dropout=0.2)
+def build(size: str = "paper", width: float = 1) -> GNMT:
+    """The model of the paper, or another one.
+
+    Args:
+        size: ``"paper"``, ``"sixteen"``, as deep as PipeDream trained it, or ``"small"``.
+        width: a factor for the widths of all layers.
+    """
+    sizes = chosen(SIZES, size, width)
+    return GNMT(sizes["layers"], sizes["hidden"], sizes["vocabulary"], dropout=0.2)
 
 
 def example_inputs(rows: int = 8, size: str = "paper") -> tuple[Tensor, Tensor]:
     """Random (source, target): tokens, each [rows, length]."""
-    chosen = SIZES[size]
-    shape = (rows, chosen["length"])
+    sizes = SIZES[size]
+    shape = (rows, sizes["length"])
     return (
-        torch.randint(0, chosen["vocabulary"], shape),
-        torch.randint(0, chosen["vocabulary"], shape),
+        torch.randint(0, sizes["vocabulary"], shape),
+        torch.randint(0, sizes["vocabulary"], shape),
     )
+
+
+def batch(rows: int, size: str, draw: Generator) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Sentences with what is translated so far, and their translations."""
+    return translations(rows, SIZES[size]["length"], SIZES[size]["vocabulary"], draw)
+
+
+loss = classified

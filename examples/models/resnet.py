@@ -10,7 +10,10 @@ It is no chain: every block adds its input to its output. ``penstock.capture`` c
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
+
+from examples.models.data import digits
+from examples.models.sizes import chosen, classified
 
 SIZES = {
     "paper": {"blocks": (3, 4, 6, 3), "width": 64, "classes": 1000, "pixels": 224},
@@ -78,13 +81,26 @@ class ResNet(nn.Module):
         return self.classifier(value.flatten(1))
 
 
-def build(size: str = "paper") -> ResNet:
-    """The model with 25.6 million parameters, or a small one."""
-    chosen = SIZES[size]
-    return ResNet(chosen["blocks"], chosen["width"], chosen["classes"])
+def build(size: str = "paper", width: float = 1) -> ResNet:
+    """The model with 25.6 million parameters, or a small one.
+
+    Args:
+        size: ``"paper"`` or ``"small"``.
+        width: a factor for all channels.
+    """
+    sizes = chosen(SIZES, size, width)
+    return ResNet(sizes["blocks"], sizes["width"], sizes["classes"])
 
 
 def example_inputs(rows: int = 8, size: str = "paper") -> Tensor:
     """Noise of the shape of images, [rows, 3, pixels, pixels]."""
     pixels = SIZES[size]["pixels"]
     return torch.randn(rows, 3, pixels, pixels)
+
+
+def batch(rows: int, size: str, draw: Generator) -> tuple[Tensor, Tensor]:
+    """Digits that were drawn, and which they are."""
+    return digits(rows, SIZES[size]["pixels"], draw)
+
+
+loss = classified

@@ -17,6 +17,7 @@ ELSEWHERE = {
     "docs/asynchronous.md": "docs/test_gallery.py",
     "docs/huggingface.md": "unit/interop/test_huggingface.py",
     "docs/learned-placement.md": "unit/partition/test_learned_placement.py",
+    "docs/models-that-do-not-trace.md": "docs/test_models_that_do_not_trace.py",
     "docs/models.md": "numerics/test_captured_models.py",
     "docs/lightning.md": "unit/interop/test_lightning.py",
     "docs/planning.md": "docs/test_planning_docs.py",

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
+from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from examples.models import alexnet, awd_lstm, gnmt, resnet, vgg
-from penstock.model import microbatches
+from examples.models import (
+    alexnet,
+    amoebanet,
+    awd_lstm,
+    data,
+    detector,
+    gnmt,
+    inception,
+    resnet,
+    s2vt,
+    speech,
+    vgg,
+)
+from penstock.model import microbatches, tree
 from penstock.plans import Plan, StagePlan
 from penstock.tracing import capture
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.one_device import assert_same
 
-MODELS = {
-    module.__name__.rpartition(".")[2]: module for module in (resnet, vgg, alexnet, gnmt, awd_lstm)
-}
+QUICK = (resnet, vgg, alexnet, gnmt, awd_lstm, s2vt, detector, speech)
+SLOW = (inception, amoebanet)  # which have hundreds of layers
+MODELS = {module.__name__.rpartition(".")[2]: module for module in (*QUICK, *SLOW)}
+FROM_TRANSFORMERS = ("bert", "gpt2")
 pytestmark = pytest.mark.xdist_group("example models")  # which take long to capture
 ROWS = 6
 
@@ -31,6 +46,8 @@ ROWS = 6
         ("vgg", 138_357_544),  # table 2: 138 million
         ("alexnet", 60_965_224),  # abstract: 60 million
         ("awd_lstm", 24_221_600),  # table 1: 24 million
+        ("inception", 23_834_568),  # as its authors' code without the auxiliary classifier
+        ("amoebanet", 81_505_540),  # table 1 of GPipe: 82 million
     ],
 )
 def test_the_published_models_have_the_published_size(name, parameters):
@@ -46,6 +63,9 @@ def test_gnmt_is_as_deep_and_wide_as_published():
     assert model.both_ways.bidirectional
     assert [layer.bidirectional for layer in model.encoder] == [False] * 7
     assert {layer.hidden_size for layer in (*model.encoder, *model.decoder)} == {1024}
+    with torch.device("meta"):
+        model = gnmt.build("sixteen")
+    assert len(model.encoder) + 1 == len(model.decoder) + 1 == 16
 
 
 def test_attention_looks_where_the_key_answers_the_query():
@@ -86,47 +106,63 @@ def test_awd_lstm_and_resnet_are_called_as_in_their_papers():
     assert block(torch.randn(2, 8, 6, 6)).shape == (2, 16, 3, 3)
 
 
-def loss(output, targets):
-    return F.cross_entropy(output.flatten(0, -2), targets.flatten())
+def module_of(name):
+    if name in MODELS:
+        return MODELS[name]
+    pytest.importorskip("transformers")
+    return importlib.import_module(f"examples.models.{name}")
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+SLOW_NAMES = [name for name, module in MODELS.items() if module in SLOW]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.soak] * (name in (*SLOW_NAMES, *FROM_TRANSFORMERS)))
+        for name in (*MODELS, *FROM_TRANSFORMERS)
+    ],
+)
 def prepared(request):
-    """A small model with a spine, inputs and targets."""
+    """A small model with a spine, inputs, targets, and the module that made them."""
     torch.manual_seed(0)
-    module = MODELS[request.param]
+    module = module_of(request.param)
     model = module.build("small").double()
-    inputs = module.example_inputs(ROWS, "small")
-    if isinstance(inputs, torch.Tensor) and inputs.is_floating_point():
-        inputs = inputs.double()
-    if not isinstance(model, nn.Sequential):
+    draw = torch.Generator().manual_seed(0)
+    inputs, targets = tree.replace(torch.Tensor, doubled, module.batch(ROWS, "small", draw))
+    if not isinstance(model, nn.Sequential) or module is inception:
         model = capture(model, inputs)
-    with torch.no_grad():
-        output = copy.deepcopy(model)(inputs)
-    return model, inputs, torch.randint(0, output.shape[-1], output.shape[:-1])
+    return model, inputs, targets, module
+
+
+def doubled(tensor):
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def test_it_trains_in_two_stages_as_on_one_device(prepared):
-    model, inputs, targets = copy.deepcopy(prepared)
+    model, inputs, targets = copy.deepcopy(prepared[:3])
+    loss, weight = prepared[3].loss, getattr(prepared[3], "hidden", None)
     graph = pk.profile(model, inputs, repeats=1, ranks=0)
     assert graph.microbatch_size == microbatches.num_rows(inputs, "inputs") == ROWS
     plan = halved(graph)
     theirs = copy.deepcopy(model)
-    one_device = SingleDevice(theirs, 2, loss, sgd, seed=3)
+    one_device = SingleDevice(theirs, 2, loss, sgd, seed=3, weight=weight)
     with pk.Pipeline(
-        model, plan, loss=loss, optimizer=sgd, seed=3, deadline_seconds=30
+        model, plan, loss=loss, optimizer=sgd, seed=3, weight=weight, deadline_seconds=60
     ) as pipeline:
         for _ in range(2):
             found, expected = pipeline.step(inputs, targets), one_device.step(inputs, targets)
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         outputs = pipeline.evaluate(inputs)
-    tied = "embedding.weight" in model.state_dict()
+    # Its gradients are summed in another order where an embedding is also the output.
+    tied = {"embedding.weight", "lm_head.weight", "cls.predictions.bias"} & {*model.state_dict()}
     assert_same(model, theirs, 1e-12 if tied else 0.0)
-    torch.testing.assert_close(outputs, one_device.evaluate(inputs), rtol=1e-12, atol=1e-12)
+    ours, others = tree.tensors(outputs), tree.tensors(one_device.evaluate(inputs))
+    torch.testing.assert_close(ours, others, rtol=1e-12, atol=1e-12)
 
 
 def test_the_planner_plans_it_into_two_stages(prepared):
-    model, inputs, _ = copy.deepcopy(prepared)
+    model, inputs = copy.deepcopy(prepared[:2])
     graph = pk.profile(model, inputs, repeats=1, ranks=0)
     devices = tuple(pk.Device(name=f"d{index}") for index in range(2))
     plan = pk.plan(graph, pk.Cluster(devices=devices), microbatches=2, stages=2, schedule="1f1b")
@@ -153,3 +189,15 @@ def halved(graph):
             for rank, part in enumerate((names[:middle], names[middle:]))
         ),
     )
+
+
+def test_every_model_is_tested():
+    folder = Path(inspect.getfile(data)).parent
+    models = {path.stem for path in folder.glob("*.py")} - {"__init__", "data", "sizes"}
+    assert models == {*MODELS, *FROM_TRANSFORMERS}
+
+
+def test_a_wider_model_is_the_same_with_wider_layers():
+    narrow, wide = vgg.build("small"), vgg.build("small", 2)
+    assert [type(layer) for layer in narrow] == [type(layer) for layer in wide]
+    assert [layer.out_channels for layer in wide if isinstance(layer, nn.Conv2d)][:3] == [4, 4, 8]

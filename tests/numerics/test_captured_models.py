@@ -294,7 +294,7 @@ def test_it_profiles_and_plans(case):
 def test_a_model_that_returns_a_cache_is_told_how_not_to():
     model = gpt2()
     model.config.use_cache = True
-    with pytest.raises(ModelError, match=r"set model\.config\.use_cache = False"):
+    with pytest.raises(ModelError, match=r"Set model\.config\.use_cache = False"):
         capture(model, {"input_ids": tokens()})
 
 

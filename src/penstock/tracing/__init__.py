@@ -3,7 +3,9 @@
 ``capture`` is the entrance. A traced graph (``graphs``) is cut where modules are called
 (``segments``); ``flow`` says what passes between the layers, and ``layers`` makes modules of them
 that hold the model's own parameters. Modules without children stay whole (``leaves``). Before
-anyone uses the result, it is run beside the model (``proof``).
+anyone uses the result, it is run beside the model (``proof``), and what a trace does not see is
+looked for (``unseen``). A model that cannot be traced is told (``failing``) by the line of its own
+code (``lines``) and what to write there instead (``stories``).
 
 Decisions:
 

@@ -16,8 +16,9 @@ from penstock.model import microbatches, tree
 from penstock.model.batches import plain
 from penstock.model.spine import run_spine
 from penstock.telling import tells
+from penstock.tracing.failing import explained
 from penstock.tracing.flow import ValueFlow, must_follow
-from penstock.tracing.graphs import Dynamic, Given, Traced, spread, trace
+from penstock.tracing.graphs import Dynamic, Given, Traced, UntraceableError, spread, trace
 from penstock.tracing.layers import (
     Borders,
     CapturedLayer,
@@ -27,7 +28,8 @@ from penstock.tracing.layers import (
     dtypes_of,
     program_of,
 )
-from penstock.tracing.proof import check_equal
+from penstock.tracing.leaves import leaves_of
+from penstock.tracing.proof import check_equal, run_alone
 from penstock.tracing.segments import (
     Granularity,
     LayerNodes,
@@ -36,6 +38,12 @@ from penstock.tracing.segments import (
     segments_of,
 )
 from penstock.tracing.units import number_units
+from penstock.tracing.unseen import (
+    attributes_kept,
+    check_draws,
+    drawn_so_far,
+    generators_of_python_kept,
+)
 from penstock.values import one_of
 
 
@@ -219,14 +227,16 @@ def capture(
     if not isinstance(model, nn.Module):
         raise ModelError(f"the model is a {type(model).__name__}, not an nn.Module")
     inputs = plain(inputs, "inputs")
+    _check_names(model)
     signature = inspect.signature(model.forward)
-    given = spread(signature, _at_least_two_rows(inputs))
+    given = spread(signature, tree.replace(Tensor, _no_view, _at_least_two_rows(inputs)))
     traced: dict[bool, Traced] = {}
     tracers: dict[str, None] = {}
-    for training in (True, False):
-        with _in_mode(model, training):
-            traced[training], how = trace(model, given, dynamic)
-            tracers[how] = None
+    with attributes_kept(model, leaves_of(model).values()), generators_of_python_kept():
+        for training in (True, False):
+            with _in_mode(model, training):
+                traced[training], how = _traced(model, given, dynamic, verify)
+                tracers[how] = None
     segments = _segments(model, traced, granularity)
     traces = _Trace(traced, segments, _borders(signature, given, traced, dynamic))
     captured = Captured(model, traces, "; ".join(tracers), range(len(traces.names)))
@@ -235,6 +245,42 @@ def capture(
             with _in_mode(model, training):
                 check_equal(model, captured, given)
     return captured
+
+
+def _check_names(model: nn.Module) -> None:
+    """See that a captured layer can hold what a model holds, by the model's own names.
+
+    Raises:
+        ModelError: the model has a name that layers have for something of their own.
+    """
+    own = {*dir(CapturedLayer), *CapturedLayer.__annotations__, "kind", "spine_name"}
+    own -= {*dir(nn.Module)}
+    for name in (*model._modules, *model._parameters, *model._buffers):
+        if name in own:
+            raise ModelError(
+                f"{type(model).__name__}.{name} has a name that layers of captured models use for "
+                "themselves; give it another name"
+            )
+
+
+def _traced(model: nn.Module, given: Given, dynamic: Dynamic, verify: bool) -> tuple[Traced, str]:
+    before = drawn_so_far()
+    try:
+        traced = trace(model, given, dynamic)
+    except UntraceableError as failed:
+        error = explained(model, given, failed)
+        raise error from error.__cause__
+    if verify and drawn_so_far() != before:
+        calm = leaves_of(model).values()
+        check_draws(type(model).__name__, lambda: run_alone(model, given), calm)
+    return traced
+
+
+def _no_view(tensor: Tensor) -> Tensor:
+    # An export asks of a view what it is a view of, which no other input has.
+    if tensor._base is None:
+        return tensor
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _at_least_two_rows(inputs: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
+from penstock.device.accelerators import generators_kept
 from penstock.errors import InputError, ModelError
 from penstock.model import tree
 from penstock.tracing.buffers import write_buffers_early
@@ -24,20 +25,19 @@ Dynamic = Literal["rows", "all"]
 _EXPORTING = threading.RLock()
 """torch keeps what it exports in globals; two exports at a time fail in one of the threads."""
 
-_CACHE = (
-    "Its config says use_cache=True, so it returns a cache that no training needs: set "
-    "model.config.use_cache = False"
-)
-_ASKING = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
-_CAUSAL = (
-    "A Transformer of torch looks into a mask to see whether it is causal, unless it is told: give "
-    "tgt_is_causal=True (an encoder: is_causal=True, nn.Transformer: src_is_causal=True as well) "
-    "with a causal mask, else False"
-)
-_REMEDY = (
-    "Give the model a method `spine(self)` that returns its layers in execution order (see "
-    "docs/models.md), or change what cannot be traced"
-)
+
+class UntraceableError(Exception):
+    """No tracer could follow a model.
+
+    Attributes:
+        exported: what ``torch.export`` said.
+        symbolic: what ``torch.fx`` said.
+    """
+
+    def __init__(self, exported: Exception, symbolic: Exception) -> None:
+        super().__init__(f"{short(exported)}; {short(symbolic)}")
+        self.exported = exported
+        self.symbolic = symbolic
 
 
 @dataclass(frozen=True)
@@ -95,33 +95,20 @@ def trace(model: nn.Module, given: Given, dynamic: Dynamic) -> tuple[Traced, str
     """Trace a model in its current mode; gives the graph and which tracer made it.
 
     Raises:
-        ModelError: no tracer can.
+        UntraceableError: no tracer can.
     """
     try:
         return _exported(model, given, dynamic), "torch.export"
     except Exception as error:
         first = error
     try:
-        why = f"torch.fx, because torch.export failed: {_short(first)}"
-        return _symbolic(model, given), why
+        return _symbolic(model, given), f"torch.fx, because torch.export failed: {short(first)}"
     except Exception as second:
-        remedy = ". ".join([*_advice(model, first), _REMEDY])
-        raise ModelError(
-            f"{type(model).__name__} can be traced neither by torch.export ({_short(first)}) nor "
-            f"by torch.fx ({_short(second)}). {remedy}"
-        ) from first
+        raise UntraceableError(first, second) from first
 
 
-def _advice(model: nn.Module, error: BaseException) -> Iterator[str]:
-    """What is known to help where a model cannot be traced."""
-    if getattr(getattr(model, "config", None), "use_cache", False) is True:
-        yield _CACHE
-    asks = type(error).__name__ == "GuardOnDataDependentSymNode"
-    if asks and any(isinstance(module, _ASKING) for module in model.modules()):
-        yield _CAUSAL
-
-
-def _short(error: BaseException) -> str:
+def short(error: BaseException) -> str:
+    """An error in a line: its class and the beginning of what it says."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = lines[0] if lines else "no reason given"
     return f"{type(error).__name__}: {said[:200]}"
@@ -167,6 +154,7 @@ def _export(model: nn.Module, given: Given, dynamic: Dynamic, whole: WholeModule
         with _EXPORTING:
             program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes)
     module = program.module()
+    _check_nested(module, whole)
     guards = _take_guards(module)
     _restore_calls(module.graph, whole)
     write_buffers_early(module.graph, model)
@@ -174,6 +162,19 @@ def _export(model: nn.Module, given: Given, dynamic: Dynamic, whole: WholeModule
     structure = program.call_spec.out_spec
     assert structure is not None
     return Traced(module.graph, _constants(module, model), structure, guards)
+
+
+def _check_nested(module: Any, whole: WholeModules) -> None:
+    """See that no module is called in a graph within the graph, where it cannot be.
+
+    Raises:
+        OpaqueError: names one that is, so that it is looked into.
+    """
+    for name, inner in module.named_modules():
+        if name and isinstance(inner, fx.GraphModule):
+            for node in inner.graph.nodes:
+                if node.op == "call_function" and node.target is whole.operation:
+                    raise OpaqueError(whole.calls[node.args[2]].name)
 
 
 def _take_guards(module: Any) -> Callable[..., Any] | None:
@@ -280,8 +281,11 @@ class _LeafTracer(fx.Tracer):
 
 def _symbolic(model: nn.Module, given: Given) -> Traced:
     tracer = _LeafTracer(model, given)
-    with torch.enable_grad(), _buffers_in_place(model):
+    with torch.enable_grad(), _buffers_in_place(model), generators_kept(()):
+        before = torch.get_rng_state()
         graph = tracer.trace(model)
+        if not torch.equal(before, torch.get_rng_state()):
+            raise ModelError("forward draws random numbers, which torch.fx would keep for ever")
     _drop_idle(graph)
     structure = tracer.output_structure
     assert structure is not None

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from typing import Any
 
 _WARNS = "torch.fx.experimental.symbolic_shapes"
+_COMPLAINS = "torch._subclasses.fake_tensor"
+"""Logs whole tracebacks of errors, which our own error has as its cause."""
 
 _LOCK = threading.Lock()
 _HUSHED: Counter[int] = Counter()
@@ -26,24 +28,28 @@ _HUSHED: Counter[int] = Counter()
 @contextlib.contextmanager
 def without_dumps() -> Iterator[None]:
     """While active, the graph that ``torch.export`` prints with an error in this thread is not
-    shown, nor its warnings about sizes. All else is written as ever, also by other threads."""
+    shown, nor what it logs about sizes and tensors without values. All else is written as ever,
+    also by other threads."""
     # It takes a second, and only who captures a model needs it.
     import torch.export._trace as prints
 
     thread = threading.get_ident()
 
     def lets_through(record: logging.LogRecord) -> bool:
-        return record.thread != thread or record.levelno > logging.WARNING
+        most = logging.ERROR if record.name == _COMPLAINS else logging.WARNING
+        return record.thread != thread or record.levelno > most
 
-    logger = logging.getLogger(_WARNS)
-    logger.addFilter(lets_through)
+    loggers = [logging.getLogger(name) for name in (_WARNS, _COMPLAINS)]
+    for logger in loggers:
+        logger.addFilter(lets_through)
     with _LOCK:
         _HUSHED[thread] += 1
         vars(prints)["print"] = _print
     try:
         yield
     finally:
-        logger.removeFilter(lets_through)
+        for logger in loggers:
+            logger.removeFilter(lets_through)
         with _LOCK:
             _HUSHED.subtract([thread])
             if not _HUSHED[thread]:

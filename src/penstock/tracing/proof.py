@@ -8,14 +8,23 @@ import torch
 from torch import Tensor, nn
 
 from penstock.device.accelerators import generators_kept
-from penstock.errors import ModelError
+from penstock.errors import InputError, ModelError
 from penstock.model import microbatches, tree
 from penstock.model.replay import put_back, saved_buffers
-from penstock.tracing.graphs import Given
+from penstock.tracing.graphs import Given, short
+from penstock.tracing.leaves import leaves_of
+from penstock.tracing.lines import because, lines_of
+from penstock.tracing.unseen import HookWatch, attributes_kept, check_backward, warn_of_attributes
 
 _MEND = (
     "The model may hold a number of rows in its code, as in `value.view(8, -1)`; write "
     "`value.shape[0]` there, or `-1`"
+)
+
+
+_BY_ROW = (
+    "The code may make a number of Python of the rows, as `len(value)`, `for row in value` and "
+    "`value.tolist()` do; write `value.shape[0]`, and compute with all rows at once"
 )
 
 
@@ -25,17 +34,24 @@ def check_equal(model: nn.Module, captured: nn.Module, given: Given) -> None:
     Buffers and random state are as before afterwards.
 
     Raises:
-        ModelError: the model works for one number of rows only, or the two differ.
+        ModelError: the model works for one number of rows only, or the two differ, or a backward
+            would.
     """
+    calm = leaves_of(model).values()
     rows = microbatches.num_rows(list(given), "inputs")
     for other in (rows, rows - 1 if rows > 2 else rows + 1):
         given_rows = given if other == rows else _resized(given, rows, other)
         what = f"{type(model).__name__} with {other} rows"
+        watch = HookWatch(calm)
         try:
-            expected, buffers = _run(model, model, given_rows)
+            with watch, attributes_kept(model, calm) as changed:
+                expected, buffers = _run(model, model, given_rows)
         except Exception as error:
+            where = because(lines_of(error))
+            if other == rows:
+                raise ModelError(f"{what} fails: {short(error)}{where}") from error
             raise ModelError(
-                f"{what} fails, where {rows} were given: {type(error).__name__}: {error}. "
+                f"{what} fails, where {rows} were given: {type(error).__name__}: {error}{where}. "
                 f"Microbatches may be of any size. {_MEND}"
             ) from error
         try:
@@ -43,7 +59,8 @@ def check_equal(model: nn.Module, captured: nn.Module, given: Given) -> None:
         except Exception as error:
             raise ModelError(
                 f"{what} cannot be run layer by layer, though the model can: "
-                f"{type(error).__name__}: {error}. {_MEND}"
+                f"{type(error).__name__}: {error}. "
+                f"{_BY_ROW if isinstance(error, InputError) else _MEND}"
             ) from error
         differs = _difference(expected, output)
         if differs is None and not _all_close(buffers, moved):
@@ -53,6 +70,19 @@ def check_equal(model: nn.Module, captured: nn.Module, given: Given) -> None:
                 f"{what}, run layer by layer, is another model: {differs}. {_MEND}; or it does "
                 "what tracing does not see; give it a method `spine(self)`"
             )
+        if model.training:
+            check_backward(type(model).__name__, expected, output, watch.line)
+            if other == rows:
+                warn_of_attributes(type(model).__name__, changed)
+
+
+def run_alone(model: nn.Module, given: Given) -> None:
+    """Run a model without a tracer, and leave its buffers and the random state as before.
+
+    Raises whatever the model raises.
+    """
+    with attributes_kept(model, ()):
+        _run(model, model, given)
 
 
 def _resized(given: Given, rows: int, wanted: int) -> Given:
