@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import importlib
 import re
 import sys
@@ -19,10 +20,12 @@ SOURCES = sorted((ROOT / "src" / "penstock").rglob("*.py"))
 
 
 @pytest.fixture
-def hook(monkeypatch):
+def told(monkeypatch):
+    """What MkDocs is told beside ``mkdocs.yml``: modules by their names."""
     monkeypatch.syspath_prepend(str(DOCS / "site"))
-    yield importlib.import_module("hook")
-    del sys.modules["hook"]
+    yield importlib.import_module
+    for name in ("hook", "docstrings"):
+        sys.modules.pop(name, None)
 
 
 def test_the_site_can_be_built_without_a_warning(tmp_path, monkeypatch):
@@ -40,12 +43,19 @@ def test_the_site_can_be_built_without_a_warning(tmp_path, monkeypatch):
     assert "pk.Pipeline" in (tmp_path / "reference/index.html").read_text()
 
 
-def test_a_page_that_nobody_lists_is_not_lost(hook):
+def test_doctests_become_code(told):
+    results = doctest.testmod(told("docstrings"))
+    assert results.attempted == 1
+    assert results.failed == 0
+
+
+def test_a_page_that_nobody_lists_is_not_lost(told):
+    complete = told("hook").complete
     nav = ["a.md", {"Folder": ["folder/"]}, {"Named": "b.md"}]
     pages = ["a.md", "b.md", "folder/x.md", "folder/y.md", "new.md"]
     filled = ["a.md", {"Folder": ["folder/x.md", "folder/y.md"]}, {"Named": "b.md"}]
-    assert hook.complete(nav, pages) == [*filled, {"More": ["new.md"]}]
-    assert hook.complete(nav, pages[:-1]) == filled
+    assert complete(nav, pages) == [*filled, {"More": ["new.md"]}]
+    assert complete(nav, pages[:-1]) == filled
 
 
 def text_of(node):
