@@ -22,13 +22,8 @@ class Readable(griffe.Extension):
 def readable(text: str) -> str:
     """A docstring as Markdown.
 
-    >>> print(readable("Adds.\\n\\n>>> 1 + 1\\n2"))
-    Adds.
-    <BLANKLINE>
-    ```pycon
-    >>> 1 + 1
-    2
-    ```
+    >>> readable("Adds.\\n\\n>>> 1 + 1\\n2").splitlines()
+    ['Adds.', '', '```pycon', '>>> 1 + 1', '2', '```']
     """
     text = re.sub(r"^::\n", "", text, flags=re.MULTILINE)
     return _DOCTEST.sub(_fenced, text)
