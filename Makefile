@@ -15,7 +15,7 @@ INSTALL = if [ ! -t 2 ]; then \
 	-c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick soak gpu lint format gallery clean
+.PHONY: help demo test quick soak gpu lint format gallery docs clean
 
 help:
 	@echo 'make demo     plan, train and draw a small pipeline (installs into $(VENV) on first use)'
@@ -28,6 +28,7 @@ help:
 	@echo 'make lint     the same without the tests'
 	@echo 'make format   rewrite the sources in the house style'
 	@echo 'make gallery  write docs/schedules and docs/versions anew from the schedule families'
+	@echo 'make docs     write the documentation as a site into build/site'
 	@echo 'make clean    remove $(VENV), caches and build leftovers'
 	@echo
 	@echo 'PYTHON=python3.12    another interpreter to build $(VENV) with (3.11 or newer)'
@@ -76,6 +77,10 @@ format: $(VENV)/.installed-dev
 
 gallery: $(VENV)/.installed-dev
 	$(VENV)/bin/python docs/gallery/make.py
+
+docs: $(VENV)/.installed-dev
+	$(VENV)/bin/mkdocs build --strict
+	@echo 'open build/site/index.html'
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

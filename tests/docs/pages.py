@@ -22,6 +22,8 @@ QUICK = {
     "rehearse": ["--steps", "2", "--op-ms", "2", "--transport", "threads"],
 }
 """Options that make a command quick and change nothing of what it prints about."""
+QUICK_PROFILE = {"repeats": 1, "ranks": 0}
+"""What the verb ``profile`` is given above, for ``pk.profile``."""
 
 
 class Block(NamedTuple):
@@ -84,16 +86,20 @@ def commands_of(block):
 def run_command(block, command, output):
     """Run a command line of Penstock; of any other, see that what it starts is there.
 
-    What is started with make, torchrun, penstock run or python has tests of its own, or takes
-    minutes.
+    What is started with make, pip, torchrun, penstock run, penstock demo or python has tests of
+    its own, or takes minutes.
     """
     for part in command.split(" && "):
         words = shlex.split(part)
+        if words == ["penstock", "demo"]:
+            continue
         if words[0] == "penstock" and words[1] != "run":
             refused = output.startswith("penstock: ")
             result = CliRunner().invoke(penstock, [*words[1:], *QUICK.get(words[1], [])])
             said = f"{block.place}: {part}\n{result.output}{result.exception or ''}"
             assert (result.exit_code != 0) == refused, said
+        elif words[:2] == ["pip", "install"]:
+            assert words[2:] == ["-e", "."], f"{block.place}: {part}"
         elif words[0] == "make":
             targets = (ROOT / "Makefile").read_text()
             assert f"\n{words[1]}:" in targets, f"{block.place}: {part}"

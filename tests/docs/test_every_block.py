@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from tests.docs.pages import blocks_of, run_page
+from tests.docs.pages import QUICK_PROFILE, blocks_of, run_page
 from tests.kit.helpers import make_plan
-from tests.kit.paths import ROOT
+from tests.kit.paths import DOCS, ROOT
 
 ELSEWHERE = {
     "docs/add-a-schedule.md": "docs/test_docs.py",
@@ -23,8 +25,10 @@ ELSEWHERE = {
     "docs/planning.md": "docs/test_planning_docs.py",
 }
 """Pages whose tests run their blocks and look at what comes out."""
-SHOWN = ("", "text", "bibtex", "mermaid")
-"""Languages of blocks that nobody runs."""
+SHOWN = ("", "text", "bibtex", "mermaid", "py")
+"""Languages of blocks that nobody runs; ``py`` is for other libraries' Python."""
+MADE = ("gallery", "schedules", "versions")
+"""Folders of pages that are made, or that others are made of; they have tests of their own."""
 
 
 def small_model():
@@ -56,8 +60,9 @@ def what_a_reader_has(page):
 
 
 def pages():
-    """Pages with something to run; the gallery's are made, and have tests of their own."""
-    candidates = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+    """Pages with something to run."""
+    written = [path for path in DOCS.rglob("*.md") if path.relative_to(DOCS).parts[0] not in MADE]
+    candidates = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(written)]
     named = [str(path.relative_to(ROOT)) for path in candidates]
     return [
         page
@@ -71,6 +76,7 @@ def pages():
 @pytest.mark.usefixtures("small_demo")
 def test_every_block_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pk, "profile", partial(pk.profile, **QUICK_PROFILE))
     for shared in ("examples", "tests", "docs"):
         (tmp_path / shared).symlink_to(ROOT / shared)
     run_page(page, what_a_reader_has(page))
