@@ -287,7 +287,7 @@ class Keeper:
                 yield worker, trained
 
     def _state(self, trained: TrainedStage) -> StageState:
-        first = self._parts.layout.first_stages
+        first = self._parts.layout.weights.first_stages
         index = trained.stage.index
         return state_of(trained, {name for name in trained.named if first[name] < index})
 
@@ -459,7 +459,7 @@ class Keeper:
         if trains and not weights_only:
             check_settings(
                 contents,
-                self._parts.layout.first_stages,
+                self._parts.layout.weights.first_stages,
                 scales=self._grad_scaler is not None and bool(self._grad_scaler.state_dict()),
                 schedules=any(worker.updater.schedulers for worker in self._parts.workers),
             )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any, Literal, get_args
 
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from penstock.device.placement import HOST, Devices, devices_of_ranks
-from penstock.device.queue import AcceleratorQueue, DeviceQueue
+from penstock.device.queue import DeviceQueue
 from penstock.errors import InputError
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import NamedLayer, spine_fingerprint
@@ -22,8 +21,9 @@ from penstock.plans import Plan
 from penstock.plans.serving import server_ranks
 from penstock.reduce import ways
 from penstock.reduce.owners import OwnerReducer
-from penstock.reduce.reducer import MakeReducer
+from penstock.run.connecting import Connections, device_here, offload, wholes_of, worker_of
 from penstock.run.cutter import Cutter
+from penstock.run.cutting import cutter_of
 from penstock.run.drive.clocks import offsets_of_clocks
 from penstock.run.drive.driver import Deadlines, Driver, StageStates, told
 from penstock.run.drive.joining import TransportName
@@ -32,32 +32,24 @@ from penstock.run.drive.processes import ProcessDriver
 from penstock.run.drive.threads import ThreadDriver
 from penstock.run.feed import Feed
 from penstock.run.given_weights import GivenWeights
-from penstock.run.giving import DeviceGiver, Giver
 from penstock.run.groups import check_kinds, check_processes, check_shareable, seats_of
 from penstock.run.layout import Layout
 from penstock.run.materialising import Init, Initialiser, Values
 from penstock.run.rank.forward import Void
-from penstock.run.rank.parameter_server import ParameterServer
-from penstock.run.rank.updater import Updater
 from penstock.run.rank.worker import Worker
 from penstock.run.recipe import Recipe
 from penstock.run.seals import SealedTransport
-from penstock.run.seating import MeshTransport, Seat
-from penstock.run.serving import check_stage_norms, check_updates
-from penstock.run.settling import building, draw_all, local_rank, place_all, queues_of
-from penstock.run.shared_state import SharedState
+from penstock.run.seating import Seat
+from penstock.run.serving import check_updates
+from penstock.run.settling import building, draw_all, place_all, queues_of
 from penstock.run.spilling import Settling, check_spillable, settled_in
-from penstock.run.wholes import Wholes, check_there
+from penstock.run.wholes import check_there
 from penstock.stage.stage import Stage
-from penstock.tensor.channel_group import ChannelGroup
-from penstock.transport import Codec, ThreadExchange, ThreadTransport, Transport, connect
-from penstock.transport.device_link import DeviceLink
+from penstock.transport import Codec, ThreadExchange, connect
 from penstock.transport.linking import LinkedDevices, link_devices
-from penstock.transport.on_devices import ProcessDeviceTransport, ThreadDeviceTransport
 from penstock.transport.rendezvous import Rendezvous
 from penstock.values import expect, flag, one_of, whole
 from penstock.weights.residence import Residence
-from penstock.weights.ways import Way
 
 Results = Literal["every rank", "none"]
 
@@ -226,7 +218,7 @@ def _in_threads(
     attempt = _new_name()
     make = ways.stepping_servers(plan.summing, attempt, servers) if servers else OwnerReducer
     connections = [
-        _Connections(transport, seat, queues.get(seat.number), make_reducer=make)
+        Connections(transport, seat, queues.get(seat.number), make_reducer=make)
         for seat, transport in zip(seats, exchange.transports, strict=True)
     ]
     held = {one.seat: one.stages(layout) for one in connections}
@@ -234,12 +226,12 @@ def _in_threads(
     residences = _settled(layers, plan, recipe, running, layout, held, devices, queues)
     stages = {seat.rank: own for seat, own in held.items() if seat.coordinate == 0}
     workers = [
-        _worker(layout, held[one.seat], recipe, shared[one.seat], one) for one in connections
+        worker_of(layout, held[one.seat], recipe, shared[one.seat], one) for one in connections
     ]
     for rank, residence in residences.items():
         workers[rank].settle_in(residence)
     for seat, worker in zip(seats, workers, strict=True):
-        _offload(worker, plan, devices[seat.number], running)
+        offload(worker, plan, devices[seat.number], running.deadlines.step.seconds)
     first_copies: dict[int, Stage] = {}
     for rank in range(plan.num_ranks):  # parameter servers run none
         first_copies = {**stages[rank], **first_copies}
@@ -247,7 +239,7 @@ def _in_threads(
     return Assembly(
         plan,
         driver,
-        _cutter(plan, layout, recipe, devices, queues),
+        cutter_of(plan, layout, recipe, devices, queues),
         Feed(plan, layout, recipe, driver),
         layout,
         streams,
@@ -284,7 +276,7 @@ def _in_processes(
     transport.patience = start
     try:
         streams = LayerStreams(seed)
-        devices = _device_here(plan, running, seat)
+        devices = device_here(plan, running.devices, seat)
         queues = queues_of(devices)
         device, queue = devices[seat.number], queues.get(seat.number)
         alike = replace(running, seed=seed)
@@ -310,14 +302,14 @@ def _in_processes(
             layout.server_ranks,
         )
         sealed = SealedTransport(transport, meeting.rank)
-        connections = _Connections(sealed, seat, queue, links.of_rank, make)
-        stages = connections.stages(layout, _wholes(layout, seat, sealed, values))
+        connections = Connections(sealed, seat, queue, links.of_rank, make)
+        stages = connections.stages(layout, wholes_of(layout, seat, sealed, values))
         shared = layout.shared_state(stages)
         residences = _settled(layers, plan, recipe, alike, layout, {seat: stages}, devices, queues)
-        worker = _worker(layout, stages, recipe, shared, connections)
+        worker = worker_of(layout, stages, recipe, shared, connections)
         for residence in residences.values():
             worker.settle_in(residence)
-        _offload(worker, plan, device, running)
+        offload(worker, plan, device, running.deadlines.step.seconds)
         # The user's code has run: whoever fails in it says so here, before others wait for more.
         meeting.exchange(None, NoneType, "to start training")
         with building(queue):
@@ -342,7 +334,7 @@ def _in_processes(
         plan,
         driver,
         replace(
-            _cutter(plan, layout, recipe, devices, queues),
+            cutter_of(plan, layout, recipe, devices, queues),
             compares=running.compare_data and has_peers,
             modules=[*_modules_of(layers)] if has_peers else (),
         ),
@@ -352,31 +344,16 @@ def _in_processes(
         [worker],
         {} if serves else stages,
         _sentence(
-            [transport.told, links.told, ways.told(plan.summing) if layout.shared_stages else ""]
+            [
+                transport.told,
+                links.told,
+                ways.told(plan.summing) if layout.weights.shared_stages else "",
+            ]
         ),
         attempt,
         running.deadlines,
         in_processes=has_peers,
     )
-
-
-def _device_here(plan: Plan, running: Running, seat: Seat) -> dict[int, torch.device]:
-    """Where the rank of this process computes; parameter servers do so in main memory."""
-    if seat.rank in server_ranks(plan):
-        return {seat.number: HOST}
-    return devices_of_ranks(running.devices, plan.on_accelerator, [seat.number], first=local_rank())
-
-
-def _wholes(layout: Layout, seat: Seat, transport: Transport, values: Values) -> Wholes | None:
-    """What brings whole values, where a process keeps parts of them only.
-
-    Args:
-        transport: between seats, for what is in main memory, where values are drawn.
-    """
-    group = seat.group(transport)
-    if group is None or layout.sharings is None:
-        return None
-    return Wholes(layout.layers_of(seat.rank), values, group, layout.sharings.cuts)
 
 
 def _settled(
@@ -409,56 +386,9 @@ def _settled(
     return residences
 
 
-def _offload(worker: Worker, plan: Plan, device: torch.device, running: Running) -> None:
-    """Let a rank's activations leave, if the plan says so."""
-    if plan.offload is not None:
-        worker.offload(
-            Way.between(plan.offload.tier, device, running.deadlines.step.seconds), device
-        )
-
-
 def _sentence(parts: Iterable[str]) -> str:
     text = "; ".join(filter(None, parts))
     return f"{text[:1].upper()}{text[1:]}."
-
-
-def _cutter(
-    plan: Plan,
-    layout: Layout,
-    recipe: Recipe,
-    devices: Mapping[int, torch.device],
-    queues: Mapping[int, DeviceQueue],
-) -> Cutter:
-    last = len(plan.stages) - 1
-    here = [
-        {
-            devices[seat]
-            for rank in plan.placement.ranks_of(stage)
-            for seat in layout.seats_of(rank)
-            if seat in devices
-        }
-        for stage in (0, last)
-    ]
-    return Cutter(
-        layout.num_microbatches,
-        layout.num_slices,
-        recipe.weighting,
-        layout.has_copies and recipe.updates == "minibatch",
-        gives_inputs=_giver(here[0], queues, "stage 0, given its inputs"),
-        gives_targets=_giver(here[1], queues, f"stage {last}, given its targets"),
-    )
-
-
-def _giver(
-    devices: set[torch.device], queues: Mapping[int, DeviceQueue], told: str
-) -> Giver | None:
-    if not devices:
-        return None  # other processes compute with them
-    # Which copy of a stage gets a microbatch is known when it is there; then its rank fetches it.
-    if not queues or len(devices) > 1:
-        return Giver()
-    (device,) = devices
-    return DeviceGiver(device, told)
 
 
 def _modules_of(layers: tuple[NamedLayer, ...]) -> Iterator[nn.Module]:
@@ -470,73 +400,3 @@ def _message_types(layers: tuple[NamedLayer, ...], running: Running) -> list[typ
     outputs are made of."""
     told = {kind for layer in layers for kind in getattr(layer.module, "message_types", ())}
     return [Void, *running.message_types, *told]
-
-
-@dataclass(frozen=True)
-class _Connections:
-    """How a rank, or a member of one, is connected to others and to its device.
-
-    Attributes:
-        transport: its end of its channels to other seats.
-        seat: where it sits.
-        queue: its work on its device, if that is not the host.
-        links: to the devices of other seats.
-        make_reducer: how gradients of weights are summed that others hold, too.
-    """
-
-    transport: Transport
-    seat: Seat
-    queue: DeviceQueue | None
-    links: Mapping[int, DeviceLink] = field(default_factory=dict)
-    make_reducer: MakeReducer = OwnerReducer
-
-    @cached_property
-    def channels(self) -> Transport:
-        """The transport between seats, for tensors that are on the device."""
-        if self.queue is not None and isinstance(self.transport, ThreadTransport):
-            return ThreadDeviceTransport(self.transport, self.queue)
-        if isinstance(self.queue, AcceleratorQueue):
-            return ProcessDeviceTransport(self.transport, self.queue, self.links)
-        return self.transport
-
-    @cached_property
-    def group(self) -> ChannelGroup | None:
-        """With whom it shares its layers; ``None`` if with nobody."""
-        return self.seat.group(self.channels)
-
-    def stages(self, layout: Layout, wholes: Wholes | None = None) -> dict[int, Stage]:
-        """Its own; ``wholes`` brings values for it, where nobody else does."""
-        with building(self.queue):
-            return layout.stages(self.seat.rank, self.group, wholes)
-
-    def between_ranks(self, layout: Layout) -> Transport:
-        """The transport between ranks of the plan."""
-        if layout.sharings is None:
-            return self.channels
-        divided = layout.sharings.along(layout.skips)
-        return MeshTransport(self.channels, self.seat, self.group, divided)
-
-
-def _worker(
-    layout: Layout,
-    stages: dict[int, Stage],
-    recipe: Recipe,
-    shared: SharedState,
-    connections: _Connections,
-) -> Worker:
-    check_stage_norms(layout, recipe)
-    transport, rank = connections.between_ranks(layout), connections.seat.rank
-    with building(connections.queue):
-        updater = Updater(
-            rank,
-            layout.num_ranks,
-            layout.holdings(rank, stages),
-            transport,
-            recipe,
-            layout.shared(rank, stages, connections.group),
-            connections.group,
-            connections.make_reducer,
-        )
-        stores = layout.stores(stages, updater.optimizers)
-        make = ParameterServer if rank in layout.server_ranks else Worker
-        return make(rank, stages, transport, recipe, updater, layout.skips, stores, shared)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import ModelError
 from penstock.model.spine import NamedLayer
 from penstock.run.shared_state import SharedTensor
 
@@ -41,6 +42,24 @@ class Holders:
     def runs_first(self, module: nn.Module, rank: int) -> bool:
         """Whether no rank before this one runs any part of a module, or has a parameter of it."""
         return all(min(self.of(part))[0] == rank for part in _modules_and_parameters(module))
+
+    def check_statistics(self, layers: Iterable[NamedLayer], schedule: str) -> None:
+        """Raise ``ModelError`` where statistics would drift apart: ranks that run the same module
+        see different values.
+
+        Args:
+            schedule: its name, for errors.
+        """
+        for layer in layers:
+            for module in layer.module.modules():
+                ranks = sorted({rank for rank, _ in self.of(module)})
+                if len(ranks) > 1 and getattr(module, "track_running_stats", False):
+                    raise ModelError(
+                        f"{schedule} runs {layer.name!r} ({type(module).__name__}) on ranks "
+                        f"{ranks}, each of which would gather statistics of its own; choose a "
+                        "schedule or cuts that leave it on one rank, or a norm without running "
+                        "statistics"
+                    )
 
     def shared_tensors(self, layer: NamedLayer, own: nn.Module) -> Iterator[SharedTensor]:
         """Buffers and parameters of a layer with several holders.

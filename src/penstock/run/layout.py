@@ -8,10 +8,8 @@ own parameters, the others twins, which are kept equal.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +20,11 @@ from penstock.model.spine import NamedLayer
 from penstock.plans import Plan
 from penstock.plans.serving import all_group_sizes, ranks_holding, server_ranks, stages_held
 from penstock.reduce.reducer import SharedWeights
+from penstock.run.held_weights import HeldWeights, Weight
 from penstock.run.holders import Holders
 from penstock.run.members import MemberTwins, Sharings, divided
 from penstock.run.placing import place_buffers, place_parameters
-from penstock.run.rank.program import SkipRoute
+from penstock.run.rank.program import SkipRoute, skip_routes
 from penstock.run.rank.updater import Holding
 from penstock.run.shared_state import SharedState
 from penstock.run.twins import Twins
@@ -34,31 +33,6 @@ from penstock.stage.slices import check_sliceable
 from penstock.stage.stage import Stage
 from penstock.tensor.channel_group import ChannelGroup
 from penstock.weights.store import WeightStore
-
-
-class _Weight(NamedTuple):
-    """A parameter of the model and who uses it.
-
-    Attributes:
-        place: in the order of ``model.parameters()``.
-        name: in the model.
-        parameter: the model's own.
-        users: (rank, stage), ascending.
-    """
-
-    place: int
-    name: str
-    parameter: nn.Parameter
-    users: tuple[tuple[int, int], ...]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that hold a copy."""
-        return tuple(sorted({rank for rank, _ in self.users}))
-
-    def stages(self, rank: int) -> frozenset[int]:
-        """Which stages of a rank use it."""
-        return frozenset(stage for user, stage in self.users if user == rank)
 
 
 class Layout:
@@ -74,6 +48,7 @@ class Layout:
     Attributes:
         sharings: how groups share layers; ``None`` where every rank is one device.
         server_ranks: the ranks that are parameter servers.
+        weights: which ranks and stages use each parameter.
 
     Raises:
         ModelError: something in the model cannot be spread as planned.
@@ -104,118 +79,22 @@ class Layout:
         grouped = plan.num_tensor_ranks > 1
         self.sharings = Sharings(tuple(layers), plan) if grouped else None
         self._holders = Holders(self._layers_of, partial(ranks_holding, plan))
-        self._weights = self._find_weights(model)
-        self._check_buffers()
+        self.weights = HeldWeights(
+            model,
+            self._layers_of,
+            self._holders,
+            {server: stages_held(plan, server) for server in self.server_ranks},
+            () if self.sharings is None else self.sharings.terms,
+        )
+        self._holders.check_statistics(layers, plan.schedule)
         if plan.versions.asynchronous or plan.summing.stale:
-            self._check_untied()
+            self.weights.check_untied()
         self._check_hooks()
         self._twins: dict[tuple[int, int], Twins] = {}
 
-    def _find_weights(self, model: nn.Module) -> list[_Weight]:
-        places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
-        named: dict[nn.Parameter, str] = {}
-        for layer in itertools.chain.from_iterable(self._layers_of):
-            for key, parameter in layer.module.named_parameters():
-                named.setdefault(parameter, layer.key(key))
-        return [
-            _Weight(places[id(parameter)], name, parameter, self._users_of(parameter))
-            for parameter, name in named.items()
-        ]
-
-    def _users_of(self, parameter: nn.Parameter) -> tuple[tuple[int, int], ...]:
-        """(rank, stage), ascending. Parameter servers update no weights of several stages, each of
-        which has an optimizer, and none of whose gradients members of a group have terms: these
-        are whole when copies have summed them."""
-        users = sorted(self._holders.of(parameter))
-        has_terms = self.sharings is not None and id(parameter) in self.sharings.terms
-        if has_terms or len({stage for _, stage in users}) > 1:
-            users = [user for user in users if user[0] not in self.server_ranks]
-        return tuple(users)
-
-    def _check_buffers(self) -> None:
-        """Ranks that run the same module see different values, so statistics would drift apart."""
-        for layer in itertools.chain.from_iterable(self._layers_of):
-            for module in layer.module.modules():
-                ranks = sorted({rank for rank, _ in self._holders.of(module)})
-                if len(ranks) > 1 and getattr(module, "track_running_stats", False):
-                    raise ModelError(
-                        f"{self._plan.schedule} runs {layer.name!r} ({type(module).__name__}) "
-                        f"on ranks {ranks}, each of which would gather statistics of its own; "
-                        "choose a schedule or cuts that leave it on one rank, or a norm without "
-                        "running statistics"
-                    )
-
-    def _check_untied(self) -> None:
-        """Gradients of one weight from several stages would be of different ages."""
-        for weight in self._weights:
-            stages = sorted({stage for _, stage in weight.users})
-            if len(stages) > 1:
-                raise ModelError(
-                    f"{weight.name!r} is tied between stages {', '.join(map(str, stages))}, whose "
-                    "gradients are of different ages without a flush; put the layers that share it "
-                    "into one stage, untie them, or choose a synchronous schedule"
-                )
-
     def _check_hooks(self) -> None:
-        """Hooks on parameters see what a backward brings, which must be what it is on one device:
-        the gradient of a whole microbatch."""
-        for weight in self._weights:
-            accumulated = weight.parameter._post_accumulate_grad_hooks
-            if not accumulated and not weight.parameter._backward_hooks:
-                continue
-            stages = sorted({stage for _, stage in weight.users})
-            if self.sharings is not None:
-                sees = "tensor ranks each have a part of it"
-            elif len(stages) > 1:
-                sees = f"stages {', '.join(map(str, stages))} each have a part of the gradient"
-            elif self.num_slices > 1:
-                sees = "slices of a microbatch each have a part of the gradient"
-            elif len(weight.ranks) > 1 and accumulated:
-                sees = f"ranks {', '.join(map(str, weight.ranks))} each accumulate a part of it"
-            else:
-                continue
-            raise ModelError(
-                f"{weight.name!r} has hooks, which would not see what they see on one device: "
-                f"{sees}; change the gradient in the optimizer instead (register_step_pre_hook), "
-                "or choose a schedule or cuts that leave the parameter in one stage on one rank"
-            )
-
-    @cached_property
-    def shared_stages(self) -> frozenset[int]:
-        """Stages that share weights with a stage on another rank."""
-        return frozenset(
-            stage for weight in self._weights if len(weight.ranks) > 1 for _, stage in weight.users
-        )
-
-    @cached_property
-    def first_stages(self) -> dict[str, int]:
-        """By the name of each parameter, the first of the stages that use it."""
-        return {weight.name: min(stage for _, stage in weight.users) for weight in self._weights}
-
-    @property
-    def withheld(self) -> tuple[str, ...]:
-        """Names of the weights of stages that parameter servers update which no server has."""
-        held = {stage for server in self.server_ranks for stage in stages_held(self._plan, server)}
-        return tuple(
-            weight.name
-            for weight in self._weights
-            if held & {stage for _, stage in weight.users}
-            and not {*weight.ranks} & {*self.server_ranks}
-        )
-
-    @cached_property
-    def tied(self) -> tuple[str, ...]:
-        """Names of the weights that several stages use."""
-        return tuple(weight.name for weight in self._tied)
-
-    @cached_property
-    def tied_ids(self) -> frozenset[int]:
-        """The identities of these weights."""
-        return frozenset(id(weight.parameter) for weight in self._tied)
-
-    @property
-    def _tied(self) -> list[_Weight]:
-        return [weight for weight in self._weights if len({stage for _, stage in weight.users}) > 1]
+        in_parts = self.sharings is not None
+        self.weights.check_hooks(in_parts=in_parts, num_slices=self.num_slices)
 
     def seats_of(self, rank: int) -> range:
         """The numbers of the seats of a rank: one for each member of its group."""
@@ -258,28 +137,9 @@ class Layout:
         return self._schedule.weight_copies > 1
 
     @cached_property
-    def updating_tied_weights(self) -> frozenset[int]:
-        """The stages that update a weight which other stages of their rank use as well: not before
-        all of the rank's gradients of it are complete."""
-        return frozenset(
-            min(weight.stages(rank))
-            for weight in self._tied
-            for rank in weight.ranks
-            if len(weight.stages(rank)) > 1
-        )
-
-    @cached_property
     def skips(self) -> tuple[SkipRoute, ...]:
         """The skips that cross from one stage to another."""
-        source: dict[str, int] = {}
-        routes: list[SkipRoute] = []
-        for stage, layers in enumerate(self._layers_of):
-            for layer in layers:
-                for key in layer.recalls:
-                    if source[key] != stage:
-                        routes.append(SkipRoute(key, source[key], stage, len(routes)))
-                source.update(dict.fromkeys(layer.stashes, stage))
-        return tuple(routes)
+        return skip_routes(self._layers_of)
 
     @cached_property
     def neighbours(self) -> frozenset[tuple[int, int]]:
@@ -293,7 +153,7 @@ class Layout:
             for source, target in [*chain, *skips]
             for pair in itertools.product(ranks_of(source), ranks_of(target))
         ]
-        for weight in self._weights:
+        for weight in self.weights:
             pairs += itertools.combinations(weight.ranks, 2)
         apart = {pair for pair in pairs if pair[0] != pair[1]}
         together = [pair for one, other in apart for pair in self._exchanging(one, other)]
@@ -357,14 +217,14 @@ class Layout:
         """This rank's copies of what another one has the model's own of."""
         coordinate, foreign = 0 if group is None else group.index, []
         if self._one_process:
-            holders = ((weight.parameter, weight.ranks) for weight in self._weights)
+            holders = ((weight.parameter, weight.ranks) for weight in self.weights)
             foreign = [one for one, ranks in holders if rank in ranks[0 if coordinate else 1 :]]
         device = self._device(rank, coordinate)
         twins = Twins(foreign, device)
         if group is not None and self.sharings is not None:
             owned = [
                 weight.parameter
-                for weight in self._weights
+                for weight in self.weights
                 if not self._one_process or rank == weight.ranks[0]
             ]
             has_buffers = not coordinate or not self._one_process
@@ -414,9 +274,7 @@ class Layout:
         holdings: dict[int, Holding] = {}
         for stage in stages:
             first = [
-                weight
-                for weight in self._weights
-                if min(weight.stages(rank), default=None) == stage
+                weight for weight in self.weights if min(weight.stages(rank), default=None) == stage
             ]
             plan, place = self._plan, self._plan.place(stage)
             by_microbatch = plan.versions.asynchronous and plan.versions.updates == "microbatch"
@@ -453,19 +311,6 @@ class Layout:
             for index, stage in stages.items()
         }
 
-    @cached_property
-    def _groups(self) -> list[list[_Weight]]:
-        """Weights with several holders, those with the same users together; apart from them those
-        of whose gradients members of groups have terms."""
-        groups: dict[tuple[object, bool], list[_Weight]] = defaultdict(list)
-        for weight in self._weights:
-            if len(weight.ranks) > 1:
-                groups[weight.users, self._has_terms(weight)].append(weight)
-        return [*groups.values()]
-
-    def _has_terms(self, weight: _Weight) -> bool:
-        return self.sharings is not None and id(weight.parameter) in self.sharings.terms
-
     @property
     def holders(self) -> list[list[tuple[int, ...]]]:
         """The seats that hold each group of shared weights, by its tag and by coordinate: members
@@ -476,7 +321,7 @@ class Layout:
                 transport's.
         """
         if self._plan.summing.reducer in {"servers", "all-reduce"}:
-            for first, *_ in self._groups:
+            for first, *_ in self.weights.groups:
                 if self._has_stand_ins(first):
                     raise ModelError(
                         f"{first.name!r} is tied between stages of different numbers of tensor "
@@ -485,7 +330,8 @@ class Layout:
                     )
         # Where sizes differ, members sum whole values by the transport, which needs no list.
         return [
-            [*zip(*map(self.seats_of, first.ranks), strict=False)] for first, *_ in self._groups
+            [*zip(*map(self.seats_of, first.ranks), strict=False)]
+            for first, *_ in self.weights.groups
         ]
 
     def shared(
@@ -498,7 +344,7 @@ class Layout:
         """
         own = self._parameters(stages)
         shared: list[SharedWeights] = []
-        for index, weights in enumerate(self._groups):
+        for index, weights in enumerate(self.weights.groups):
             first = weights[0]
             if rank not in first.ranks:
                 continue
@@ -515,13 +361,13 @@ class Layout:
                     first.ranks,
                     first.stages(rank),
                     parameters,
-                    of_one_stage and not self._has_terms(first),
+                    of_one_stage and not self.weights.has_terms(first),
                     stand_ins,
                 )
             )
         return shared
 
-    def _has_stand_ins(self, weight: _Weight) -> bool:
+    def _has_stand_ins(self, weight: Weight) -> bool:
         """Whether groups of different sizes hold a weight."""
         return len({len(self.seats_of(rank)) for rank in weight.ranks}) > 1
 
@@ -540,7 +386,7 @@ class Layout:
 
     def _parameters(self, stages: dict[int, Stage]) -> dict[int, nn.Parameter]:
         """By place in the model, the parameters that these stages compute with."""
-        by_original = {id(weight.parameter): weight.place for weight in self._weights}
+        by_original = {id(weight.parameter): weight.place for weight in self.weights}
         parameters: dict[int, nn.Parameter] = {}
         for stage, built in stages.items():
             for original, layer in zip(self._layers_of[stage], built.layers, strict=True):

@@ -33,9 +33,9 @@ def synchronous(
         )
     if update:
         agrees, late = recipe.needs_agreement, recipe.post_validate
-        schedule = add_reduce(schedule, layout.shared_stages)
+        schedule = add_reduce(schedule, layout.weights.shared_stages)
         schedule = add_update(
-            schedule, together=agrees and not late, last=layout.updating_tied_weights
+            schedule, together=agrees and not late, last=layout.weights.updating_tied_weights
         )
         if agrees:
             schedule = add_agreement(schedule, late=late)

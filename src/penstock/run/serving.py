@@ -40,7 +40,7 @@ def check_updates(plan: Plan, recipe: Recipe, *, one_process: bool) -> None:
 def check_stage_norms(layout: Layout, recipe: Recipe) -> None:
     """Raise ``InputError`` where a parameter server would clip a stage by the norm of a part of its
     gradients."""
-    withheld = layout.withheld
+    withheld = layout.weights.withheld
     if recipe.clip_stage_norm is not None and withheld:
         names = ", ".join(map(repr, withheld[:3])) + ", …" * (len(withheld) > 3)
         raise InputError(

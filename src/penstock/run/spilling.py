@@ -54,14 +54,15 @@ def check_spillable(plan: Plan, recipe: Recipe, layout: Layout) -> None:
                 f"{type(module).__name__} has sparse=True, and gradients whose size nobody knows "
                 f"before cannot leave memory; take sparse=False, or {remedy}"
             )
-    if layout.tied and plan.schedule != "spilled":
+    weights = layout.weights
+    if weights.tied and plan.schedule != "spilled":
         raise ModelError(
-            f"{layout.tied[0]!r} is tied between stages that come and go, which may update in any "
+            f"{weights.tied[0]!r} is tied between stages that come and go, which may update in any "
             f'order in {plan.schedule}; take schedule="spilled", or {remedy}'
         )
-    if layout.shared_stages:
+    if weights.shared_stages:
         raise ModelError(
-            f"stages {', '.join(map(str, sorted(layout.shared_stages)))} share weights with other "
+            f"stages {', '.join(map(str, sorted(weights.shared_stages)))} share weights with other "
             f"ranks, so their sums would need them in memory; put them on one rank, or {remedy}"
         )
 
@@ -97,7 +98,7 @@ def settled_in(settling: Settling, rank: int, stages: Mapping[int, Stage]) -> Re
     plan, recipe = settling.plan, settling.recipe
     assert plan.spill is not None
     holdings = settling.layout.holdings(rank, dict(stages))
-    pinned = settling.layout.tied_ids
+    pinned = settling.layout.weights.tied_ids
     weights = {
         index: [one for one in stage.parameters() if id(one) not in pinned]
         for index, stage in stages.items()

@@ -48,15 +48,15 @@ def test_threads_have_twins_of_shared_weights_and_processes_do_not_need_them():
         assert {id(p) for p in first[0].parameters()} <= own
         foreign = [p for p in last[1].parameters() if id(p) not in own]
         assert len(foreign) == one_process
-    assert layout.shared_stages == {0, 1}
+    assert layout.weights.shared_stages == {0, 1}
 
 
 def test_both_ends_on_one_rank_share_without_messages():
     layout = layout_of(TiedGPT(), "zb-v")
-    assert layout.shared_stages == frozenset()
-    assert layout.updating_tied_weights == {0}  # the other stage updates when it can
+    assert layout.weights.shared_stages == frozenset()
+    assert layout.weights.updating_tied_weights == {0}  # the other stage updates when it can
     assert layout.shared(0, layout.stages(0)) == []
-    assert not layout_of(make_mlp()).updating_tied_weights
+    assert not layout_of(make_mlp()).weights.updating_tied_weights
 
 
 def test_twins_follow_the_weights_the_mode_and_what_is_frozen():

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+from penstock.model.spine import NamedLayer
 from penstock.schedule import Kind, Op
 from penstock.schedule.channels import RECEIVES, SENDS, other_end
 from penstock.schedule.op import BACKWARD, RESIDENCE
@@ -37,6 +38,23 @@ class SkipRoute(NamedTuple):
     source: int
     target: int
     number: int
+
+
+def skip_routes(layers_of: Iterable[Iterable[NamedLayer]]) -> tuple[SkipRoute, ...]:
+    """The skips that cross from one stage to another.
+
+    Args:
+        layers_of: the layers of every stage.
+    """
+    source: dict[str, int] = {}
+    routes: list[SkipRoute] = []
+    for stage, layers in enumerate(layers_of):
+        for layer in layers:
+            for key in layer.recalls:
+                if source[key] != stage:
+                    routes.append(SkipRoute(key, source[key], stage, len(routes)))
+            source.update(dict.fromkeys(layer.stashes, stage))
+    return tuple(routes)
 
 
 class SkipChannel(NamedTuple):
