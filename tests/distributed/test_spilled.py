@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock.plans.spilling import Spill
-from tests.distributed.jobs.spilled import train
+from tests.distributed.jobs.spilled import offloaded, train
 from tests.kit.examples import TIMES, more
 from tests.kit.launch import ENVIRONMENT, forked
 from tests.kit.paths import ROOT
@@ -48,6 +48,29 @@ def test_two_processes_give_the_bits_of_what_stays(tmp_path):
     assert done.reports[0] == train(None, None, num_ranks=2)
     assert done.reports[1]["losses"] == done.reports[0]["losses"]
     assert not list(tmp_path.iterdir())
+
+
+def test_activations_of_two_processes_leave_and_no_bit_changes(tmp_path):
+    done = forked(JOB, 2, "offload", str(tmp_path))
+    assert set(done.reports) == {0, 1}, done.output
+    stays = offloaded(None)
+    assert done.reports[0]["left"] > 0 == stays["left"]
+    assert done.reports[0]["losses"] == done.reports[1]["losses"] == stays["losses"]
+    assert done.reports[0]["digest"] == stays["digest"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_kill_while_a_save_reads_the_tier_leaves_the_checkpoint_before_it(tmp_path):
+    folder = tmp_path / "run"
+    with job("interrupted", folder) as process:
+        assert process.stdout.readline() == "reading\n"
+        process.send_signal(signal.SIGKILL)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]  # no spill file
+    expected = train(None, Spill(tier=HOST))
+    with pytest.warns(RuntimeWarning, match="step-00000004 is not complete"):
+        done = train(folder, Spill(tier=HOST))
+    assert done["losses"] == expected["losses"][3:]
+    assert done["digest"] == expected["digest"]
 
 
 @pytest.mark.parametrize("way", [more("spilled"), more("memory")])

@@ -43,6 +43,25 @@ def test_longest_first_ends_within_a_unit_of_the_bound(tasks, devices):
     assert least.seconds - 1e-9 <= took <= least.seconds + least.unit + 1e-9
 
 
+@examples(60)
+@given(
+    tasks=fleets(st.sampled_from((0.0, 0.5))),
+    devices=st.integers(1, 3),
+    policy=st.sampled_from(POLICIES),
+    data=st.data(),
+)
+def test_jobs_that_can_compute_on_one_device_only_stay_there(tasks, devices, policy, data):
+    """As on accelerators; a device then has at least its own jobs' work to do."""
+    homes = {task.name: data.draw(st.integers(0, devices - 1)) for task in tasks}
+    tasks = [task._replace(only=homes[task.name]) for task in tasks]
+    timeline = simulate_fleet(tasks, devices, policy)
+    assert all(turn.device == homes[turn.job] for turn in timeline.turns)
+    assert len(timeline.turns) == sum(task.steps * len(task.visits) for task in tasks)
+    for device in range(devices):
+        own = (task for task in tasks if task.only == device)
+        assert timeline.makespan >= sum(task.steps * task.step_seconds for task in own) - 1e-9
+
+
 @examples(80)
 @given(
     tasks=fleets(st.sampled_from((0.0, 0.5, 4.0))),

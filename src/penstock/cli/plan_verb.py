@@ -159,7 +159,9 @@ def plan(
     if cluster and ranks is not None:
         there = _first_devices(there, ranks)
     if tiers:
-        there = replace(there, tiers=(*there.tiers, *(measured(_tier(name)) for name in tiers)))
+        on_host = any(device.kind == "cpu" for device in there.devices)
+        timed = [measured(_tier(name), computes_on_host=on_host) for name in tiers]
+        there = replace(there, tiers=(*there.tiers, *timed))
     from penstock.planner.live import is_live
 
     live = is_live(request["schedule"], request["versions"], request["rate"])

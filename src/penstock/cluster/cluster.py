@@ -138,7 +138,8 @@ class Cluster(Value, frozen=True, kw_only=True):
                 of any make, each with its own. Where the driver has no program that tells of them,
                 a second process asks torch, which takes seconds.
             tiers: where ranks may keep stages that are not in memory. Speeds that are not written
-                down are measured, with a file of 64 MiB.
+                down are measured, with a file of 32 MiB; where ranks are cores, these compute
+                meanwhile.
 
         Raises:
             InputError: ``num_devices`` is below 1, no such kind, or not so many accelerators.
@@ -148,7 +149,7 @@ class Cluster(Value, frozen=True, kw_only=True):
         expect(tiers, list | tuple, "tiers", "give a list, as in [pk.Tier(folder='/scratch')]")
         for tier in tiers:
             expect(tier, Tier, "one of tiers", "give a penstock.Tier for each")
-        timed = tuple(map(measured, tiers))
+        timed = tuple(measured(tier, computes_on_host=kind == "cpu") for tier in tiers)
         return cls(devices=devices, memory_bytes=memory_bytes, tiers=timed)
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import resource
 import sys
+import threading
 from pathlib import Path
 
 import torch
@@ -15,7 +16,9 @@ from torch import nn
 
 import penstock as pk
 from penstock.errors import PenstockError
+from penstock.plans.offloading import Offload
 from penstock.plans.spilling import Spill, Tier
+from tests.kit.helpers import make_plan
 from tests.kit.spilling import make_net, spilled_pipeline, spilled_plan
 
 NUM_STEPS = 6
@@ -51,6 +54,44 @@ def train(folder, spill, num_ranks=1, num_steps=NUM_STEPS, **options):
                 print(step, flush=True)
         state = pipeline.gather_state_dict(rank=0)
         return {"losses": losses, "digest": digest(state) if state else ""}
+
+
+def interrupted(folder):
+    """Trains, and saves behind the third step; the save behind the fourth, in the background, reads
+    some of the tier, says so, and is never done, while training goes on."""
+    from penstock.weights.ways import HostWay
+
+    peek = HostWay.peek
+
+    def peek_once(self, *arguments):
+        peek(self, *arguments)
+        print("reading", flush=True)
+        threading.Event().wait()
+
+    spill = Spill(tier=Tier(folder=str(folder.parent)))
+    with spilled_pipeline(make_net(), spill, options={"clip_norm": 0.05}) as pipeline:
+        for step in range(NUM_STEPS):
+            pipeline.step(*batch(step))
+            if step == 2:
+                pipeline.save(folder, background=False)
+            elif step == 3:
+                HostWay.peek = peek_once
+                pipeline.save(folder)
+
+
+def offloaded(offload):
+    """Losses, a digest of the weights, and how many bytes of activations left this process."""
+    net = make_net()
+    plan = make_plan(net, 2, 4)
+    if offload is not None:
+        plan = plan.offloading(offload)
+    options = {"loss": F.cross_entropy, "optimizer": slowly, "clip_norm": 0.05, "seed": 3}
+    with pk.Pipeline(net, plan, **options) as pipeline:
+        losses = [pipeline.step(*batch(step)).item() for step in range(3)]
+        state = pipeline.state_dict(whole=True)
+        leaving = [worker.offloading for worker in pipeline._parts.workers]
+        left = [one.transfers.way.space.written_bytes for one in leaving if one is not None]
+        return {"losses": losses, "digest": digest(state) if state else "", "left": sum(left)}
 
 
 def slowly(parameters):
@@ -94,6 +135,11 @@ if __name__ == "__main__":
     if way == "ranks":
         report = train(None, Spill(tier=Tier(folder=path)), num_ranks=2)
         (Path(rest[0]) / f"report-{dist.get_rank()}.json").write_text(json.dumps(report))
+    elif way == "offload":
+        report = offloaded(Offload(tier=Tier(folder=path)))
+        (Path(rest[0]) / f"report-{dist.get_rank()}.json").write_text(json.dumps(report))
+    elif way == "interrupted":
+        interrupted(Path(path))
     elif way == "alone":
         print(json.dumps(train(Path(path), Spill(tier=Tier(folder=str(Path(path).parent))))))
     else:
