@@ -84,12 +84,12 @@ def main() -> None:
     )
     stages = pk.schedules.build(name, num_ranks=2, num_microbatches=MICROBATCHES).num_stages
     cluster = pk.Cluster.local(2)
-    plan = pk.plan(graph, cluster, microbatches=MICROBATCHES, schedule=name, stages=stages)
+    wanted = {"schedule": name, "stages": stages, "recompute": "never"}
+    plan = pk.plan(graph, cluster, microbatches=MICROBATCHES, **wanted)
     print(plan)
     with tempfile.TemporaryDirectory() as name_of_folder:
         folder = Path(name_of_folder)
-        schedule = pk.schedules.build(name, num_ranks=2, num_microbatches=MICROBATCHES)
-        (folder / "schedule.csv").write_text(to_torch_csv(schedule))
+        (folder / "schedule.csv").write_text(to_torch_csv(plan.build_schedule()))
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         multiprocessing.spawn(train_with_torch, (plan, folder), nprocs=2)
         with pk.Pipeline(model, plan) as pipeline:
