@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.errors import InputError, ModelError
 from penstock.interop.extras import need
-from penstock.interop.loss_pipeline import LossPipeline, OutputsAreGone
+from penstock.interop.loss_pipeline import LossPipeline, OutputsAreGone, let_state_follow
 from penstock.interop.spread import Spread
 from penstock.model.microbatches import Weight
 from penstock.pipeline import Pipeline
@@ -155,9 +155,12 @@ class PenstockStrategy(SingleDeviceStrategy):
             )
         number = self._module.trainer.fit_loop.total_batch_idx
         with self._as_written():
-            return self._of_module().loss_of_batch(
+            loss = self._of_module().loss_of_batch(
                 outputs.inputs, targets, weight=self._weight, number=number
             )
+        for optimizer in self.optimizers:
+            let_state_follow(optimizer)
+        return loss.to(self.root_device)
 
     def _as_one(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of ``forward`` as one value: alone, a tuple, or a dictionary."""

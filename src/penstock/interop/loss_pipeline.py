@@ -329,6 +329,18 @@ def _plain(batch: Any) -> Any:
     return {**batch} if isinstance(batch, Mapping) else batch
 
 
+def let_state_follow(optimizer: torch.optim.Optimizer) -> None:
+    """Move what an optimizer keeps of each parameter to where the parameter is.
+
+    A loop that resumes has loaded it before the first batch, and so before the model was spread.
+    """
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            # Counters of steps have no dimensions, and may stay on the CPU.
+            if isinstance(value, Tensor) and value.dim() and value.device != parameter.device:
+                state[key] = value.to(parameter.device)
+
+
 class OutputsAreGone:
     """What a model is said to have given for a batch of which only the loss is left.
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from penstock.errors import InputError, ScheduleError
 from penstock.plans import Plan
 from penstock.schedule import Kind, Op, Schedule
-from penstock.schedule.channels import RECEIVED_BY, RECEIVES
+from penstock.schedule.channels import RECEIVED_BY, RECEIVES, hoist_receives
 from penstock.schedule.check import check
 from penstock.schedule.lower import add_communication
 from penstock.schedule.op import COMMUNICATION, COMPUTE
@@ -91,7 +91,9 @@ def to_torch_csv(schedule: Schedule, *, messages: bool = False) -> str:
             )
     if not messages:
         return str(schedule)
-    return "".join(f"{','.join(_reduced(ops))}\n" for ops in add_communication(schedule).ranks)
+    # torch's messages have no names: between two ranks they are taken in the order of their sends.
+    lowered = hoist_receives(add_communication(schedule), capacity=0)
+    return "".join(f"{','.join(_reduced(ops))}\n" for ops in lowered.ranks)
 
 
 def _reduced(ops: tuple[Op, ...]) -> Iterator[str]:

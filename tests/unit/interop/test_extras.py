@@ -1,5 +1,8 @@
 """What is said where a library is not installed."""
 
+import importlib
+import sys
+
 import pytest
 
 from penstock.errors import InputError
@@ -16,3 +19,14 @@ def test_what_lacks_something_itself_says_so(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="what_it_needs"):
         need(("broken_library",), "nonsense", "what trains")
+
+
+@pytest.mark.parametrize(
+    ("library", "adapter"), [("transformers", "huggingface"), ("lightning", "lightning")]
+)
+def test_adapters_say_which_extra_they_need(library, adapter, monkeypatch):
+    monkeypatch.setitem(sys.modules, library, None)
+    for loaded in [name for name in sys.modules if name.startswith(f"penstock.interop.{adapter}")]:
+        monkeypatch.delitem(sys.modules, loaded)
+    with pytest.raises(InputError, match=rf"needs {library}.*pip install 'penstock\[{adapter}\]'"):
+        importlib.import_module(f"penstock.interop.{adapter}")

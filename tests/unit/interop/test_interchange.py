@@ -3,6 +3,8 @@ orders, dumped as CSV, are read, checked, drawn and compared with ours."""
 
 import csv
 import io
+import re
+from collections import defaultdict
 
 import pytest
 from torch.distributed.pipelining import schedules as theirs
@@ -79,6 +81,28 @@ def test_what_torch_lowers_comes_back(name, p, m):
     assert from_torch_csv(csv_of(to_torch(schedule).values())) == schedule
 
 
+def messages_between(text):
+    """(what each rank sends to each other one, what that takes from it), in their orders and by the
+    names of the receives."""
+    rows = [row.split(",") for row in text.splitlines()]
+    forwards = [
+        (re.match(r"(\d+)F\d", cell), rank) for rank, row in enumerate(rows) for cell in row
+    ]
+    home = {match[1]: rank for match, rank in forwards if match}
+    sent, taken = defaultdict(list), defaultdict(list)
+    for rank, row in enumerate(rows):
+        for cell in row:
+            if match := re.fullmatch(r"(\d+)(SEND|RECV)_([FB])(\d+)", cell):
+                stage, way, kind, microbatch = match.groups()
+                further = 1 if (kind == "F") == (way == "SEND") else -1
+                other = str(int(stage) + further)
+                if way == "SEND":
+                    sent[rank, home[other]].append(f"{other}RECV_{kind}{microbatch}")
+                else:
+                    taken[home[other], rank].append(cell)
+    return sent, taken
+
+
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8)])
 @pytest.mark.parametrize("name", [name for name in FIXED if name not in INEXPRESSIBLE])
 def test_torchs_own_loader_reads_what_is_written_for_it(name, p, m, tmp_path):
@@ -93,6 +117,8 @@ def test_torchs_own_loader_reads_what_is_written_for_it(name, p, m, tmp_path):
     performed = loaded_by_torch(path, schedule, "compute_comms")
     assert csv_of(performed.values()).splitlines() == lowered.splitlines()
     assert from_torch_csv(lowered) == add_communication(schedule)
+    sent, taken = messages_between(lowered)  # torch's messages have no names
+    assert sent == taken
 
 
 @pytest.mark.parametrize(

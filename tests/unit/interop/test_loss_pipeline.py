@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.errors import InputError, StageError
-from penstock.interop.loss_pipeline import LossPipeline, OutputsAreGone
+from penstock.interop.loss_pipeline import LossPipeline, OutputsAreGone, let_state_follow
 from penstock.interop.spread import Spread
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.one_device import OneDevice
@@ -161,3 +161,13 @@ def test_outputs_that_are_gone_say_so():
     for asked in (lambda: gone.logits, lambda: gone["logits"], lambda: torch.exp(gone)):
         with pytest.raises(InputError, match="use nothing but the loss"):
             asked()
+
+
+def test_what_an_optimizer_keeps_follows_its_parameters():
+    weight = torch.nn.Parameter(torch.zeros(2, device="meta"))
+    optimizer = torch.optim.AdamW([weight])
+    optimizer.state[weight] = {"step": torch.tensor(3.0), "exp_avg": torch.zeros(2)}
+    let_state_follow(optimizer)
+    kept = optimizer.state[weight]
+    assert kept["exp_avg"].is_meta
+    assert kept["step"] == 3

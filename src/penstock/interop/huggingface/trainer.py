@@ -11,7 +11,7 @@ from transformers import Trainer, TrainingArguments
 
 from penstock.errors import InputError
 from penstock.interop.huggingface.items import items_of
-from penstock.interop.loss_pipeline import LossPipeline, in_microbatches
+from penstock.interop.loss_pipeline import LossPipeline, in_microbatches, let_state_follow
 from penstock.interop.spread import Spread, check_one_process
 from penstock.pipeline import Pipeline
 from penstock.plans import Plan
@@ -171,6 +171,8 @@ class PenstockTrainer(Trainer):
             loss = self._split_for(asked[0]).loss(
                 asked, given, weights=weights, factor=factor, number=self.state.global_step
             )
+        if self.optimizer is not None:
+            let_state_follow(self.optimizer)
         return loss.to(self.args.device)
 
     def _loss_of_microbatch(self, outputs: Any, inputs: dict[str, Any]) -> Tensor:
