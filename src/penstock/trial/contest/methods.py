@@ -206,8 +206,8 @@ def _spilled(setting: Setting) -> Plan:
 
 METHODS: tuple[Method, ...] = (
     Method(ONE_DEVICE, "one device", "training.md", _one, "alone", 1),
-    Method(WHOLE, "one device, whole minibatch", "training.md", _whole, "alone", 1),
-    Method(ALL_CORES, "one device, whole minibatch, all cores", "training.md", _with_all_cores, "alone", 2),
+    Method(WHOLE, "one device, whole batch", "training.md", _whole, "alone", 1),
+    Method(ALL_CORES, "one device, all cores", "training.md", _with_all_cores, "alone", 2),
     Method(
         "all-reduce", "all-reduce (data parallel)", "data-parallelism.md", _copied("all-reduce"),
         "processes",
