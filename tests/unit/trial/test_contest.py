@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
+from pickle import PicklingError
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from penstock.errors import InputError
 from penstock.trial.contest import METHODS, run_contest
 from penstock.trial.contest import contest as contest_module
 from penstock.trial.contest.methods import Method
+from penstock.trial.contest.process_group import InProcesses
 from penstock.trial.contest.traffic import moved_bytes
 from tests.kit.helpers import make_mlp, make_plan
 from tests.kit.small_workload import workload
@@ -172,6 +175,15 @@ def test_on_slow_links_copies_wait_for_their_sums():
         least = entry.moved_bytes / 4 / slow.bytes_per_second
         assert entry.step_seconds > least > one.step_seconds
     assert "links of 0.1 MB/s" in " ".join(found.notes)
+
+
+def test_a_workload_that_other_processes_cannot_import_is_a_reason(tmp_path):
+    def local():
+        return workload()
+
+    with pytest.raises((AttributeError, PicklingError)):
+        InProcesses(local, make_plan(make_mlp(), 2, 4), 2, str(tmp_path))
+    assert not multiprocessing.active_children()
 
 
 def test_cores_have_no_link():
