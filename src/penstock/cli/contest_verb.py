@@ -13,6 +13,7 @@ import click
 
 from penstock.cli import options, show
 from penstock.cli.workloads import load_workload
+from penstock.cluster import Link
 from penstock.drawing.contest import (
     COLUMNS,
     ContestRecord,
@@ -23,6 +24,7 @@ from penstock.drawing.contest import (
     write_contest,
 )
 from penstock.errors import InputError
+from penstock.units import to_bytes_per_second
 
 if TYPE_CHECKING:
     from penstock.trial.contest import ContestStep
@@ -66,6 +68,11 @@ _EPILOG = (
     "long as the profile says, which may be more than there are cores.",
 )  # fmt: skip
 @click.option(
+    "--link", "bandwidth", metavar="BANDWIDTH",
+    help="Of the links between emulated devices, as in 100Mbit/s, which messages and sums of "
+    "gradients then wait for. Default: as fast as memory.",
+)  # fmt: skip
+@click.option(
     "--target", type=float,
     help="A loss to be reached. Default: what one device has after half of its steps.",
 )  # fmt: skip
@@ -81,6 +88,7 @@ def contest(
     quick: bool,
     steps: int | None,
     stage: Literal["auto", "cores", "emulated"],
+    bandwidth: str | None,
     target: float | None,
     output: str | None,
     as_json: bool,
@@ -94,6 +102,7 @@ def contest(
         check_output(output)
     if microbatches < 1:
         raise InputError(f"the number of microbatches is {microbatches}, but must be ≥ 1")
+    link = Link(bytes_per_second=to_bytes_per_second(bandwidth)) if bandwidth else None
     from penstock.trial.contest import run_contest
 
     with _contending() as progress:
@@ -105,6 +114,7 @@ def contest(
             num_steps=steps or (_QUICK_STEPS if quick else _FULL_STEPS),
             seconds=_QUICK_SECONDS if quick and steps is None else inf,
             stage=None if stage == "auto" else stage,
+            link=link,
             target=target,
             progress=progress,
         )

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from penstock.cli import penstock
+from penstock.cluster import Link
 from penstock.drawing.contest import ContestRecord, Entry, LossPoint
 from penstock.errors import InputError
 from penstock.trial import contest as contest_room
@@ -56,7 +57,15 @@ def run(*words):
 def test_a_contest_is_quick_unless_asked(asked):
     run("tests.kit.small_workload:workload")
     run("tests.kit.small_workload:workload", "--full", "-p", "4", "-m", "2", "--on", "emulated")
-    run("tests.kit.small_workload:workload", "--steps", "7", "--methods", "gpipe, 1f1b")
+    run(
+        "tests.kit.small_workload:workload",
+        "--steps",
+        "7",
+        "--methods",
+        "gpipe, 1f1b",
+        "--link",
+        "8Mbit/s",
+    )
     quick, full, given = asked
     assert quick["load"]().name == "small"
     assert (quick["num_steps"], quick["seconds"], quick["stage"]) == (40, 60.0, None)
@@ -64,6 +73,7 @@ def test_a_contest_is_quick_unless_asked(asked):
     assert (full["num_devices"], full["num_microbatches"]) == (4, 2)
     assert (given["num_steps"], given["seconds"]) == (7, inf)
     assert given["methods"] == ["gpipe", "1f1b"]
+    assert quick["link"] is None and given["link"] == Link(bytes_per_second=1e6)
 
 
 @pytest.mark.usefixtures("asked")

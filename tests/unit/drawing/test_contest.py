@@ -132,6 +132,16 @@ def test_each_panel_has_one_dark_line_and_all_others_behind_it(record):
     assert drawn.count('class="target"') == 3
 
 
+def test_one_that_takes_very_long_is_cut_and_presses_no_other_into_a_corner(record):
+    one, *others = record.entries
+    slow = replace(record, entries=(replace(one, step_seconds=20.0), *others))
+    assert loss_panels(record).count("<circle") == 3
+    drawn = loss_panels(slow)
+    assert drawn.count("<circle") == 2  # it ends beyond the frame
+    farthest = max(float(x) for x in re.findall(r"[ML]([\d.]+) ", drawn))
+    assert farthest <= float(re.search(r'width="([\d.]+)"', drawn)[1])
+
+
 def test_the_suffix_decides_what_is_written(record, tmp_path):
     for suffix in (".html", ".svg", ".md", ".json"):
         write_contest(record, tmp_path / f"contest{suffix}")

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
+from pickle import PicklingError
 
 import pytest
 import torch
 from msgspec.structs import replace
 
+from penstock.cluster import Link
 from penstock.drawing.contest import ContestRecord, markdown, summary, table_rows
 from penstock.errors import InputError
 from penstock.trial.contest import METHODS, run_contest
 from penstock.trial.contest import contest as contest_module
 from penstock.trial.contest.methods import Method
+from penstock.trial.contest.process_group import InProcesses
 from penstock.trial.contest.traffic import moved_bytes
 from tests.kit.helpers import make_mlp, make_plan
 from tests.kit.small_workload import workload
 
-IN_THREADS = ("whole", "naive", "gpipe", "1f1b", "pipedream", "predict")
+IN_THREADS = ("all-cores", "naive", "gpipe", "1f1b", "pipedream", "predict")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +35,7 @@ def row_of(record, method):
 
 
 def test_synchronous_methods_have_the_losses_of_one_device(record):
-    for method in ("whole", "naive", "gpipe", "1f1b"):
+    for method in ("all-cores", "naive", "gpipe", "1f1b"):
         entry = row_of(record, method)
         assert entry.ran and entry.synchronous
         assert entry.difference is not None and entry.difference < 1e-6, method
@@ -156,6 +160,35 @@ def test_ways_to_sum_run_in_processes_and_equal_one_device():
         assert entry.ran, entry.reason
         assert entry.where.startswith("2 processes")
         assert entry.difference < 1e-5
+
+
+@pytest.mark.soak
+def test_on_slow_links_copies_wait_for_their_sums():
+    slow = Link(bytes_per_second=1e5)
+    methods = ["all-reduce", "parameter-server", "1f1b"]
+    found = run_contest(workload, methods=methods, num_microbatches=4, num_steps=2, link=slow)
+    assert all(entry.ran for entry in found.entries), [e.reason for e in found.entries]
+    one = row_of(found, "one-device")
+    for method in methods:
+        entry = row_of(found, method)
+        # What goes over one link takes that long, and nothing hides behind compute this short.
+        least = entry.moved_bytes / 4 / slow.bytes_per_second
+        assert entry.step_seconds > least > one.step_seconds
+    assert "links of 0.1 MB/s" in " ".join(found.notes)
+
+
+def test_a_workload_that_other_processes_cannot_import_is_a_reason(tmp_path):
+    def local():
+        return workload()
+
+    with pytest.raises((AttributeError, PicklingError)):
+        InProcesses(local, make_plan(make_mlp(), 2, 4), 2, str(tmp_path))
+    assert not multiprocessing.active_children()
+
+
+def test_cores_have_no_link():
+    with pytest.raises(InputError, match="cores of one machine have no link"):
+        run_contest(workload, stage="cores", link=Link(bytes_per_second=1e9))
 
 
 @pytest.mark.soak

@@ -6,6 +6,7 @@ behind are all the other methods.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,6 +19,10 @@ Point = tuple[float, float]
 
 _PANEL_WIDTH, _PANEL_HEIGHT = 176.0, 104.0
 _LEFT, _TOP, _GAP_X, _GAP_Y, _FOOT = 44.0, 40.0, 22.0, 46.0, 24.0
+
+
+_MOST_MEDIANS = 2.0
+"""How many times the median method's time is shown."""
 
 
 class _Scale(NamedTuple):
@@ -67,7 +72,20 @@ def _scale(entries: Sequence[Entry]) -> _Scale:
     starts = [entry.curve()[0][1] for entry in entries]
     high = max(starts, default=1.0)
     room = 0.06 * (high - low) or 0.5
-    return _Scale(max((seconds for seconds, _ in points), default=1.0), low - room, high + room)
+    ends = [entry.curve()[-1][0] for entry in entries]
+    # Nor must one that takes very long press all others into a corner: its line is cut.
+    seconds = min(max(ends), _MOST_MEDIANS * statistics.median(ends)) if ends else 1.0
+    return _Scale(seconds, low - room, high + room)
+
+
+def _within(curve: Sequence[Point], seconds: float) -> list[Point]:
+    """A curve up to a time, where it is cut between two points."""
+    kept = [point for point in curve if point[0] <= seconds]
+    if len(kept) < len(curve):
+        (begin, before), (end, after) = kept[-1], curve[len(kept)]
+        share = (seconds - begin) / (end - begin)
+        kept.append((seconds, before + share * (after - before)))
+    return kept
 
 
 def _panel(
@@ -76,16 +94,18 @@ def _panel(
     left, top = corner
     frame = tag("rect", class_="frame", x=left, y=top, width=_PANEL_WIDTH, height=_PANEL_HEIGHT)
     pale = [_path(other, scale, corner, "pale") for other in others if other is not entry]
-    end = scale.place(entry.curve()[-1], left, top)
+    last = entry.curve()[-1]
+    end = scale.place(last, left, top)
     dark = _path(entry, scale, corner, "dark" if entry.synchronous else "late")
     style = "dot" if entry.synchronous else "dot late"
-    dot = tag("circle", class_=style, cx=end[0], cy=max(top, end[1]), r=3)
+    ends = last[0] <= scale.seconds
+    dot = tag("circle", class_=style, cx=end[0], cy=max(top, end[1]), r=3) if ends else ""
     title = write(left, top - 8, shortened(entry.title, 12, _PANEL_WIDTH), "name")
     return lines([frame, *pale, dark, dot, title, _axis(scale, corner, first=first)])
 
 
 def _path(entry: Entry, scale: _Scale, corner: Point, style: str) -> str:
-    places = [scale.place(point, *corner) for point in entry.curve()]
+    places = [scale.place(point, *corner) for point in _within(entry.curve(), scale.seconds)]
     drawn = "M" + "L".join(f"{coordinate(x)} {coordinate(max(corner[1], y))}" for x, y in places)
     return tag("path", class_=style, d=drawn)
 

@@ -56,7 +56,9 @@ def _row(entry: Entry, cells: tuple[str, ...]) -> str:
         return tag("tr", title + reason, class_="absent")
     columns = zip(COLUMNS[1:], cells[1:], strict=True)
     figures = "".join(
-        tag("td", _unbroken(cell), data_name=name, class_="words" if name == "where" else "figure")
+        tag("td", escaped(cell), data_name=name, class_="words")
+        if name == "where"
+        else tag("td", _unbroken(cell), data_name=name, class_="figure")
         for name, cell in columns
     )
     return tag("tr", title + figures)

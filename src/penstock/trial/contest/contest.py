@@ -10,20 +10,24 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple, get_args
 
-from penstock.cluster import Cluster
+from msgspec.structs import replace
+
+from penstock.cluster import Cluster, Link
 from penstock.cluster.local import usable_cores
-from penstock.drawing.contest.record import ContestRecord
+from penstock.drawing.contest.record import ONE_DEVICE, ContestRecord
+from penstock.errors import InputError
 from penstock.model import microbatches as cutting
 from penstock.plans import Plan
 from penstock.trial.contest.emulated import pace_of
 from penstock.trial.contest.entrants import (
     Entrant,
+    Trainer,
     counted_bytes,
     in_threads,
     on_a_device,
 )
 from penstock.trial.contest.judging import check_sameness, judged, references
-from penstock.trial.contest.methods import WHOLE, Method, chosen_methods
+from penstock.trial.contest.methods import ALL_CORES, Method, chosen_methods
 from penstock.trial.contest.process_group import InProcesses
 from penstock.trial.contest.setting import Setting, Stage
 from penstock.trial.workload import Batch, Workload
@@ -63,6 +67,7 @@ def run_contest(  # noqa: PLR0913 - one keyword for each thing that can be asked
     num_steps: int = 40,
     seconds: float = math.inf,
     stage: Stage | None = None,
+    link: Link | None = None,
     target: float | None = None,
     progress: Progress | None = None,
 ) -> ContestRecord:
@@ -80,6 +85,8 @@ def run_contest(  # noqa: PLR0913 - one keyword for each thing that can be asked
             ``"emulated"``: each rank is a process whose compute is a wait as long as the profile
             says, so that more devices than cores can be compared; weights and losses come from
             threads. By default ``"cores"`` where there is a core for each device.
+        link: between any two emulated devices, which messages and sums of gradients wait for; by
+            default links are so fast that they do not count.
         target: a loss to be reached; by default what one device has after half of its steps.
         progress: called after each part of the contest.
 
@@ -88,17 +95,20 @@ def run_contest(  # noqa: PLR0913 - one keyword for each thing that can be asked
         reason.
 
     Raises:
-        InputError: a count below 1, an unknown method, or no minibatch.
+        InputError: a count below 1, an unknown method, no minibatch, or a link between cores.
     """
     whole("num_devices", num_devices, 1, 64)
     whole("num_steps", num_steps, 1)
     chosen = chosen_methods(methods, num_devices)
     if stage is None:
-        stage = "cores" if num_devices <= usable_cores() else "emulated"
+        stage = "cores" if num_devices <= usable_cores() and link is None else "emulated"
+    if stage == "cores" and link is not None:
+        raise InputError("cores of one machine have no link; leave it out, or emulate devices")
     one_of("stage", stage, get_args(Stage))
     end = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
-        setting = _setting(load, num_devices, num_microbatches, stage, folder)
+        cluster = replace(Cluster.local(num_devices), link=link or Link())
+        setting = _setting(load, cluster, num_microbatches, stage, folder)
         tell = _Teller(progress, len(chosen), -(-num_steps // setting.turn))
         tell("profiled")
         entrants = [_entered(method, setting, tell) for method in chosen]
@@ -129,13 +139,13 @@ class _Teller:
 
 
 def _setting(
-    load: Callable[[], Workload], num_devices: int, count: int, stage: Stage, folder: str
+    load: Callable[[], Workload], cluster: Cluster, count: int, stage: Stage, folder: str
 ) -> Setting:
     workload = load()
     inputs, _ = workload.first_batch()
     rows = cutting.num_rows(inputs, "inputs")
     # Devices that are not here do not share this machine.
-    ranks = min(num_devices, usable_cores()) if stage == "cores" else 0
+    ranks = min(len(cluster.devices), usable_cores()) if stage == "cores" else 0
     graph = workload.profile(
         count,
         repeats=_REPEATS,
@@ -143,7 +153,7 @@ def _setting(
         ranks=ranks if ranks > 1 else 0,
         patience_seconds=_PATIENCE_SECONDS,
     )
-    return Setting(workload, load, graph, Cluster.local(num_devices), count, rows, folder, stage)
+    return Setting(workload, load, graph, cluster, count, rows, folder, stage)
 
 
 def _entered(method: Method, setting: Setting, tell: _Teller) -> Entrant:
@@ -165,13 +175,18 @@ def _prepare(entrant: Entrant, setting: Setting) -> None:
         pace = pace_of(plan)
         entrant.paced_seconds, entrant.paced = pace.seconds, pace.timeline
     if method.runs == "alone":
-        entrant.trainer = on_a_device(setting, whole=method.key == WHOLE)
+        entrant.trainer = _alone(method, setting)
     elif method.runs == "processes" and setting.stage == "cores":
         entrant.trainer = InProcesses(
             setting.load, plan, _num_processes(method, plan), setting.folder
         )
     else:
         entrant.trainer = in_threads(setting, plan)
+
+
+def _alone(method: Method, setting: Setting) -> Trainer:
+    count = setting.num_microbatches if method.key == ONE_DEVICE else 1
+    return on_a_device(setting, count, setting.num_devices if method.key == ALL_CORES else 1)
 
 
 def _num_processes(method: Method, plan: Plan) -> int:
@@ -185,7 +200,7 @@ def _where(method: Method, plan: Plan, setting: Setting) -> str:
     if setting.stage == "emulated":
         devices = count_of(seats, "emulated device")
         return devices if seats == 1 else f"{devices}{server}, learned in threads"
-    if method.key == WHOLE:
+    if method.key == ALL_CORES:
         return count_of(setting.num_devices, "thread")
     kind = "processes" if method.runs == "processes" else "threads"
     cores = usable_cores()

@@ -151,11 +151,9 @@ def in_threads(setting: Setting, plan: Plan) -> InThreads:
     return InThreads(setting.workload, pipelined(setting.workload, plan))
 
 
-def on_a_device(setting: Setting, *, whole: bool = False) -> InThreads:
-    """One device as a plain loop: with one thread, or taking minibatches ``whole`` with as many
-    threads as there are devices."""
-    count, threads = (1, setting.num_devices) if whole else (setting.num_microbatches, 1)
-    alone = on_one_device(setting.workload, count, num_threads=threads)
+def on_a_device(setting: Setting, num_microbatches: int, num_threads: int) -> InThreads:
+    """One device as a plain loop over microbatches."""
+    alone = on_one_device(setting.workload, num_microbatches, num_threads)
     return InThreads(setting.workload, alone)
 
 

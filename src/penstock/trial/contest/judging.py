@@ -18,10 +18,11 @@ from penstock.drawing.contest.record import ONE_DEVICE, ContestRecord, Entry
 from penstock.plans import Plan
 from penstock.timing.timeline import Timeline
 from penstock.trial.contest.entrants import Entrant
+from penstock.trial.contest.methods import WHOLE
 from penstock.trial.contest.setting import Setting
 from penstock.trial.contest.traffic import moved_bytes
 from penstock.trial.contestants import on_one_device
-from penstock.units import count_of
+from penstock.units import count_of, format_bytes_per_second
 
 _TOLERANCE = sqrt(torch.finfo(torch.float32).eps)
 """By how much losses may differ where sums have another order, relative to the largest."""
@@ -38,7 +39,7 @@ def references(entrants: Sequence[Entrant], setting: Setting) -> dict[int, list[
         if entrant.plan is None or entrant.trainer is None or entrant.plan.versions.asynchronous:
             continue
         count = entrant.plan.num_microbatches
-        if entrant.method.key == ONE_DEVICE:
+        if entrant.method.key in (ONE_DEVICE, WHOLE):
             losses[count] = entrant.trainer.losses
         elif count not in losses:
             alone = on_one_device(setting.workload, count, num_threads=1)
@@ -103,7 +104,13 @@ def _notes(setting: Setting) -> tuple[str, ...]:
         "Times are those of emulated devices: every rank is a process whose compute is a wait as "
         "long as the profile says; losses come from the same plans in threads.",
     )
-    network = "Ranks share this host's memory, so nothing waits for a network."
+    rate = setting.cluster.link.bytes_per_second
+    network = (
+        f"Messages and sums wait for emulated links of {format_bytes_per_second(rate)} in each "
+        "direction between any two devices."
+        if rate
+        else "Ranks share this host's memory, so nothing waits for a network."
+    )
     return (
         f"{platform.system()} {platform.machine()}, {cores}, torch {torch.__version__}, "
         f"{datetime.datetime.now():%Y-%m-%d %H:%M}, load {load:.1f} at the end.",

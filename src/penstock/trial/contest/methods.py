@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from msgspec.structs import replace as replaced
+
 from penstock import planner
-from penstock.cluster import Cluster
+from penstock.cluster import Cluster, SpareMachine
 from penstock.drawing.contest.record import ONE_DEVICE
 from penstock.errors import InputError, PlanError
 from penstock.plans import Plan
@@ -15,8 +17,9 @@ from penstock.plans.summing import ReducerName
 from penstock.trial.contest.setting import Setting
 from penstock.versions import DoubleBuffer, PipeMare, Policy, Predict, Stash
 
-WHOLE = "whole"
-"""The key of one device that takes a minibatch at once, with all cores: what people would do."""
+WHOLE, ALL_CORES = "whole", "all-cores"
+"""Keys of one device that takes a minibatch at once, with one core, and with as many as there are
+devices, which is what people would do."""
 
 Runs = Literal["alone", "threads", "processes"]
 """One device without any engine; ranks as threads of one process; ranks as processes."""
@@ -83,6 +86,12 @@ def _whole(setting: Setting) -> Plan:
     )
 
 
+def _with_all_cores(setting: Setting) -> Plan:
+    if setting.stage == "emulated":
+        raise InputError("cores that share each operation cannot be emulated")
+    return _whole(setting)
+
+
 def _naive(setting: Setting) -> Plan:
     return planner.plan(
         setting.whole,
@@ -96,14 +105,18 @@ def _naive(setting: Setting) -> Plan:
 
 def _copied(reducer: ReducerName) -> Callable[[Setting], Plan]:
     def plan(setting: Setting) -> Plan:
+        rate = setting.cluster.link.bytes_per_second
+        # Where links count, so does who sums; a server's link is like the others.
+        spares = (SpareMachine(name="server", bytes_per_second=rate),) if rate else ()
         copies = planner.plan(
             setting.graph,
-            setting.cluster,
+            replaced(setting.cluster, spares=spares),
             microbatches=setting.num_microbatches,
             schedule="1f1b",
             stages=1,
             replicas=(setting.num_devices,),
             recompute="never",
+            reducer=reducer if rate else "owners",
         )
         return copies.summed_by(reducer)
 
@@ -162,22 +175,13 @@ def _hybrid(setting: Setting) -> Plan:
     used = setting.cluster.devices[: 2 * tensor_ranks * copies]
     return planner.plan(
         setting.graph,
-        _first_devices(setting.cluster, len(used)),
+        replaced(setting.cluster, devices=used),
         microbatches=setting.num_microbatches,
         schedule="1f1b",
         stages=2,
         replicas=(copies, copies),
         tensor_ranks=tensor_ranks,
         recompute="never",
-    )
-
-
-def _first_devices(cluster: Cluster, count: int) -> Cluster:
-    """The first devices of a cluster without groups."""
-    if count == len(cluster.devices):
-        return cluster
-    return Cluster(
-        devices=cluster.devices[:count], link=cluster.link, memory_bytes=cluster.memory_bytes
     )
 
 
@@ -202,7 +206,8 @@ def _spilled(setting: Setting) -> Plan:
 
 METHODS: tuple[Method, ...] = (
     Method(ONE_DEVICE, "one device", "training.md", _one, "alone", 1),
-    Method(WHOLE, "one device, whole minibatch", "training.md", _whole, "alone", 1),
+    Method(WHOLE, "one device, whole batch", "training.md", _whole, "alone", 1),
+    Method(ALL_CORES, "one device, all cores", "training.md", _with_all_cores, "alone", 2),
     Method(
         "all-reduce", "all-reduce (data parallel)", "data-parallelism.md", _copied("all-reduce"),
         "processes",

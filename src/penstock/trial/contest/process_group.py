@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +87,19 @@ class InProcesses:
         started = multiprocessing.get_context("spawn")
         meeting = Path(folder) / f"meeting-{time.monotonic_ns()}"
         self._connections: list[Connection] = []
-        self._processes = []
-        for rank in range(num_processes):
-            ours, theirs = started.Pipe()
-            seat = _Seat(rank, num_processes, str(meeting), load, plan.to_json())
-            process = started.Process(target=_serve, args=(seat, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._connections.append(ours)
-            self._processes.append(process)
+        self._processes: list[SpawnProcess] = []
+        try:
+            for rank in range(num_processes):
+                ours, theirs = started.Pipe()
+                self._connections.append(ours)
+                seat = _Seat(rank, num_processes, str(meeting), load, plan.to_json())
+                process = started.Process(target=_serve, args=(seat, theirs), daemon=True)
+                process.start()  # raises if ``load`` cannot be sent
+                theirs.close()
+                self._processes.append(process)
+        except BaseException:
+            self.close()
+            raise
         self._start_seconds: float | None = start_seconds
 
     def take_turn(self, batches: Sequence[Batch]) -> None:
