@@ -73,3 +73,18 @@ for (const viewer of document.querySelectorAll(".viewer")) {
   picture.addEventListener("pointerover", event => trace(event.target.closest(".span")));
   picture.addEventListener("pointerleave", () => trace(null));
 }
+
+for (const button of document.querySelectorAll("button[data-copy]")) {
+  button.addEventListener("click", async () => {
+    const words = button.textContent;
+    try {
+      await navigator.clipboard.writeText(button.dataset.copy);
+      button.textContent = "Copied";
+    } catch {
+      // Where a page may not write there, the command is marked, and the reader copies it.
+      getSelection().selectAllChildren(button.parentElement.querySelector("pre"));
+      button.textContent = "Marked";
+    }
+    setTimeout(() => { button.textContent = words; }, 1500);
+  });
+}
