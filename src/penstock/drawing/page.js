@@ -27,7 +27,8 @@ for (const viewer of document.querySelectorAll(".viewer")) {
   };
   // A little too wide is better seen whole; much too wide would only be a smear.
   const aLittle = natural > box.clientWidth && natural < 1.7 * box.clientWidth;
-  if (aLittle || viewer.dataset.start === "fit") actions.fit();
+  const phone = box.clientWidth < 520;
+  if (aLittle || phone || viewer.dataset.start === "fit") actions.fit();
   bar.addEventListener("click", event => actions[event.target.dataset.zoom]?.());
   box.addEventListener("keydown", event => {
     const action = { "+": "in", "=": "in", "-": "out", "0": "natural" }[event.key];

@@ -148,7 +148,8 @@ def _table(stages: Sequence[StageRow]) -> str:
     rows = lines(_table_row(index, stage) for index, stage in enumerate(stages))
     return (
         '<div class="scroll" tabindex="0" role="region" aria-label="Plan">\n'
-        f"<table>\n<thead>{head}</thead>\n<tbody>\n{rows}\n</tbody>\n</table>\n</div>"
+        f'<table class="stacking">\n<thead>{head}</thead>\n<tbody>\n{rows}\n</tbody>\n</table>\n'
+        "</div>"
     )
 
 
@@ -161,8 +162,12 @@ def _table_row(index: int, stage: StageRow) -> str:
         f"{stage.peak_activations:.3g}",
         picture_bytes(stage.memory_bytes),
     ]
-    numbers = "".join(tag("td", escaped(cell)) for cell in cells)
-    return f'<tr><th scope="row">{index}</th>{_layers(stage.layers)}{numbers}</tr>'
+    # A phone shows a row as a list, in which each cell says what it is.
+    numbers = "".join(
+        tag("td", escaped(cell), data_name=name) for name, cell in zip(_COLUMNS, cells, strict=True)
+    )
+    number = tag("th", str(index), scope="row", data_name="stage")
+    return f"<tr>{number}{_layers(stage.layers)}{numbers}</tr>"
 
 
 def _layers(names: Sequence[str]) -> str:
