@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -102,7 +104,7 @@ def _train(
         click.echo(f"{plan}\n")
     with show.training(steps, workload.unit, workload.num_units()) as progress:
         trial = run_trial(workload, plan, steps, compare=compare, progress=progress)
-    page = drawing.write_report(trial.report(), output)
+    page = drawing.write_report(trial.report(_command()), output)
     if as_json:
         show.print_json(trial.numbers())
     else:
@@ -110,6 +112,11 @@ def _train(
         show.print_facts(trial.facts())
     show.say(f"report: {page}")
     return trial
+
+
+def _command() -> str:
+    """What was typed."""
+    return shlex.join(["penstock", *sys.argv[1:]])
 
 
 @click.command()

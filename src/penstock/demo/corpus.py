@@ -17,7 +17,11 @@ from torch import Tensor
 
 from penstock.errors import InputError
 
-_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+_SKIPPED = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+)
+"""Folders of installed packages, of tests, and of tables that programs wrote: windows of those are
+so unlike all others that a step with many of them makes the loss jump."""
 _HELD_OUT_EVERY = 10
 
 
@@ -52,7 +56,8 @@ class Corpus:
 
     @classmethod
     def standard_library(cls, folder: str | Path | None = None) -> Self:
-        """The ``.py`` files of this Python's standard library, without its tests.
+        """The ``.py`` files of this Python's standard library, without its tests and its tables of
+        character sets.
 
         Args:
             folder: another folder of Python sources to read instead.

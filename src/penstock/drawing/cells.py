@@ -119,11 +119,12 @@ def report_cell(report: Report) -> str:
     """What a run gave: its numbers, one step predicted and measured, and its losses."""
     from penstock.drawing.chart import line_chart
 
-    facts = [(fact.label, fact.value, fact.note) for fact in report.facts]
+    facts = [(fact.label, fact.value, fact.note) for fact in report.numbers or report.facts]
     timelines = list(report.timelines().items())
     curves = [(series.name, series.points) for series in report.losses]
     return cell(
         tag("b", escaped(report.title)) if report.title else "",
+        tag("p", escaped(report.headline)) if report.headline else "",
         note(report.subtitle),
         table(("", "", ""), facts, 3) if facts else "",
         timelines_image(timelines) if timelines else "",

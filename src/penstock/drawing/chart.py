@@ -10,7 +10,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.drawing.axes import tick_label, ticks
-from penstock.drawing.markup import coordinate, document, lines, tag, text_width, write
+from penstock.drawing.markup import (
+    coordinate,
+    document,
+    escaped,
+    lines,
+    shortened,
+    tag,
+    text_width,
+    write,
+)
 from penstock.units import four_digits
 
 Point = tuple[float, float]
@@ -20,6 +29,9 @@ _WIDTH, _PLOT_HEIGHT, _MARGIN = 520.0, 220.0, 16.0
 _LINE_HEIGHT = 22.0
 _NUM_STYLES = 4
 _MOST_POINTS, _MOST_MARKS = 600, 40
+MOST_LINES = 6
+"""More than these cannot be told apart in one chart."""
+_COLUMNS, _SMALL_HEIGHT, _HEAD, _FOOT = 3, 92.0, 26.0, 16.0
 
 
 @dataclass(frozen=True)
@@ -42,7 +54,8 @@ class _Plane:
 
 
 def line_chart(series: Sequence[NamedLine], x_name: str, y_name: str) -> str:
-    """Draw named lines as a standalone SVG document.
+    """Draw named lines as a standalone SVG document; more than six in a small chart each, over all
+    others in grey.
 
     Args:
         series: (name, points); a point whose value is missing, infinite or not a number is left
@@ -51,6 +64,8 @@ def line_chart(series: Sequence[NamedLine], x_name: str, y_name: str) -> str:
         y_name: what the vertical axis measures.
     """
     drawn = [(name, _finite(points)) for name, points in series]
+    if len(drawn) > MOST_LINES:
+        return _multiples(drawn, x_name, y_name)
     keys, top = _legend(drawn)
     plane = _plane([point for _, points in drawn for point in points], top + 26)
     height = plane.bottom + 52
@@ -62,6 +77,60 @@ def line_chart(series: Sequence[NamedLine], x_name: str, y_name: str) -> str:
     ]
     words = f"{y_name} by {x_name}: {', '.join(name for name, _ in series)}"
     return document("chart", (_WIDTH, height), words, "chart.css", parts)
+
+
+def _multiples(drawn: Sequence[tuple[str, list[Point]]], x_name: str, y_name: str) -> str:
+    low, high = _bounds([y for _, points in drawn for _, y in points], 0.06)
+    first, last = _bounds([x for _, points in drawn for x, _ in points], 0.0)
+    marks = ticks(low, high, 3)
+    left = _MARGIN + max(text_width(tick_label(value), 11) for value in marks) + 8
+    step = (_WIDTH - _MARGIN - left) / _COLUMNS
+    parts, bottom = [write(_MARGIN, _MARGIN + 6, f"{y_name} by {x_name}", "muted")], 0.0
+    for index, (name, points) in enumerate(drawn):
+        row, column = divmod(index, _COLUMNS)
+        top = _MARGIN + 14 + row * (_SMALL_HEIGHT + _HEAD + _FOOT) + _HEAD
+        x = left + column * step
+        bottom = top + _SMALL_HEIGHT
+        plane = _Plane(x, x + step - 12, top, bottom, (first, low), (last, high))
+        others = [line for other, line in drawn if other != name]
+        parts.append(_small(plane, name, points, others, marks if column == 0 else []))
+    words = f"{y_name} by {x_name}: {', '.join(name for name, _ in drawn)}"
+    size = _WIDTH, bottom + _FOOT + _MARGIN
+    return document("chart", size, words, "chart.css", parts)
+
+
+def _small(
+    plane: _Plane,
+    name: str,
+    points: Sequence[Point],
+    others: Iterable[Sequence[Point]],
+    labelled: Sequence[float],
+) -> str:
+    """One line of many, with its name above."""
+    told = f"{name}, last {four_digits(points[-1][1])}" if points else f"{name}, no values"
+    width = plane.right - plane.left
+    shown = told if text_width(told, 12) <= width else shortened(name, 12, width)
+    parts = [tag("title", escaped(told)), write(plane.left, plane.top - 6, shown)]
+    axis = f"M{coordinate(plane.left)} {coordinate(plane.bottom)}H{coordinate(plane.right)}"
+    parts += [tag("path", class_="grid", d=_path(plane, other)) for other in others if other]
+    parts.append(tag("path", class_="axis", d=axis))
+    for value in labelled:
+        _, y = plane.place((plane.low[0], value))
+        label = tick_label(value)
+        parts.append(write(plane.left - 8, y + 4, label, "muted", text_anchor="end"))
+    ends = ((plane.low[0], plane.left, "start"), (plane.high[0], plane.right, "end"))
+    parts += [
+        write(x, plane.bottom + 14, tick_label(round(value, 6)), "muted", text_anchor=anchor)
+        for value, x, anchor in ends
+    ]
+    if points:
+        parts.append(tag("path", class_="line k0", d=_path(plane, points)))
+    return tag("g", lines(parts))
+
+
+def _path(plane: _Plane, points: Sequence[Point]) -> str:
+    places = (plane.place(point) for point in thinned(points))
+    return "M" + "L".join(f"{coordinate(x)} {coordinate(y)}" for x, y in places)
 
 
 def _finite(points: Iterable[tuple[float, float | None]]) -> list[Point]:
@@ -108,8 +177,8 @@ def _axes(plane: _Plane, x_name: str) -> str:
 def _line(plane: _Plane, index: int, points: Sequence[Point]) -> str:
     style = f"k{index % _NUM_STYLES}"
     places = [plane.place(point) for point in thinned(points)]
-    path = "M" + "L".join(f"{coordinate(x)} {coordinate(y)}" for x, y in places)
-    parts = [tag("path", class_=f"line {style}", d=path)] if len(places) > 1 else []
+    path = tag("path", class_=f"line {style}", d=_path(plane, points)) if len(places) > 1 else ""
+    parts = [path]
     if len(places) <= _MOST_MARKS:
         parts += [tag("circle", class_=f"point {style}", cx=x, cy=y, r=3) for x, y in places]
     return lines(parts)

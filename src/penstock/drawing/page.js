@@ -27,7 +27,8 @@ for (const viewer of document.querySelectorAll(".viewer")) {
   };
   // A little too wide is better seen whole; much too wide would only be a smear.
   const aLittle = natural > box.clientWidth && natural < 1.7 * box.clientWidth;
-  if (aLittle || viewer.dataset.start === "fit") actions.fit();
+  const phone = box.clientWidth < 520;
+  if (aLittle || phone || viewer.dataset.start === "fit") actions.fit();
   bar.addEventListener("click", event => actions[event.target.dataset.zoom]?.());
   box.addEventListener("keydown", event => {
     const action = { "+": "in", "=": "in", "-": "out", "0": "natural" }[event.key];
@@ -72,4 +73,19 @@ for (const viewer of document.querySelectorAll(".viewer")) {
   };
   picture.addEventListener("pointerover", event => trace(event.target.closest(".span")));
   picture.addEventListener("pointerleave", () => trace(null));
+}
+
+for (const button of document.querySelectorAll("button[data-copy]")) {
+  button.addEventListener("click", async () => {
+    const words = button.textContent;
+    try {
+      await navigator.clipboard.writeText(button.dataset.copy);
+      button.textContent = "Copied";
+    } catch {
+      // Where a page may not write there, the command is marked, and the reader copies it.
+      getSelection().selectAllChildren(button.parentElement.querySelector("pre"));
+      button.textContent = "Marked";
+    }
+    setTimeout(() => { button.textContent = words; }, 1500);
+  });
 }

@@ -57,7 +57,7 @@ def rendered(picture: str, suffix: str) -> bytes:
         return bytes(resvg_py.svg_to_bytes(svg_string=plain.decode(), zoom=_PIXELS))
     import typst
 
-    page: dict[str, Any] = {
+    page: Any = {
         "main.typ": b"#set page(width: auto, height: auto, margin: 0pt)\n"
         b'#image("picture.svg", alt: sys.inputs.words)',
         "picture.svg": plain,

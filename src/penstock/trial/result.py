@@ -128,11 +128,10 @@ class Trial:
         if not self.twins:
             return ()
         if self.plan.versions.asynchronous:
-            delays = [self.plan.versions.delay(self.plan.place(s)) for s in self._stages]
             return (
                 Fact(
                     label="age of gradients, by stage",
-                    value=", ".join(f"{delay:g}" for delay in delays) + " updates",
+                    value=", ".join(f"{delay:g}" for delay in self._delays()) + " updates",
                     note="not what one device computes; `penstock verify` proves that it is what "
                     "the plan's versions say",
                 ),
@@ -228,14 +227,84 @@ class Trial:
             )
         return facts
 
-    def report(self) -> Report:
-        """The report of the run, which ``write_report`` turns into a page."""
+    def headline(self) -> str:
+        """What came of the run, in one sentence."""
+        devices = f"{self.plan.num_ranks} devices" if self.plan.num_ranks > 1 else "One device"
+        steps = len(self.pipeline.losses)
+        if not self.twins:
+            error = self.predicted_seconds / self.step_seconds - 1
+            return (
+                f"{devices} trained {steps} steps of {_milliseconds(self.step_seconds)} each; the "
+                f"prediction was {abs(error):.1%} {'longer' if error > 0 else 'shorter'}."
+            )
+        fast = f"{devices} trained {self.speed_up(self.twins[0]):.2f} times as fast as one"
+        if self.plan.versions.asynchronous:
+            oldest = max(self._delays())
+            return f"{fast}, with gradients that are up to {oldest:g} updates old."
+        difference = self.largest_parameter_difference
+        if difference == 0 == self.largest_loss_difference:
+            return f"{fast}, with the same losses and the same weights, to the bit."
+        return f"{fast}, and after {steps} steps no weight differs by more than {difference:.2g}."
+
+    def main_numbers(self) -> tuple[Fact, ...]:
+        """How fast, whether it is the same as one device, and how idle: what most people want."""
+        forced = sum(idle.bubble for idle in idle_of(self.predicted))
+        all_time = self.predicted.num_ranks * self.predicted.makespan
+        share = forced / all_time if all_time else 0.0
+        idle = Fact(
+            label="devices idle (bubble)",
+            value=f"{self.measured.bubble:.1%}",
+            note=f"{share:.1%} is the best possible for this schedule with these stages",
+        )
+        took = f"{_milliseconds(self.step_seconds)} a step, median"
+        if not self.twins:
+            return (
+                Fact(label="step time", value=_milliseconds(self.step_seconds), note="median"),
+                *self._speed(),
+                idle,
+            )
+        speed_up = self.speed_up(self.twins[0])
+        fast = Fact(
+            label="as fast as one device",
+            value=f"{speed_up:.2f}×",
+            note=f"on {self.plan.num_ranks}; {took}",
+        )
+        return fast, self._same(), idle
+
+    def _same(self) -> Fact:
+        steps = len(self.pipeline.losses)
+        if self.plan.versions.asynchronous:
+            return Fact(
+                label="same as one device",
+                value="no",
+                note=f"gradients are up to {max(self._delays()):g} updates old, as planned",
+            )
+        worst = max(self.largest_loss_difference, self.largest_parameter_difference)
+        return Fact(
+            label="same as one device",
+            value="to the bit" if worst == 0 else f"to {worst:.2g}",
+            note=f"losses and weights, {steps} steps",
+        )
+
+    def _delays(self) -> list[float]:
+        return [self.plan.versions.delay(self.plan.place(stage)) for stage in self._stages]
+
+    def report(self, command: str = "") -> Report:
+        """The report of the run, which ``write_report`` turns into a page.
+
+        Args:
+            command: that gives such a run again, for whoever wants one.
+        """
         plan = self.plan
         return Report(
             title=f"{self.workload.name}: {plan.schedule} on {plan.num_ranks} ranks",
             subtitle=f"{_machine()} · {datetime.datetime.now():%Y-%m-%d %H:%M} · "
             f"{self.workload.notes}",
+            headline=self.headline(),
+            numbers=self.main_numbers(),
             facts=self.facts(),
+            command=command,
+            plan_json=plan.to_json(),
             plan_text=str(plan),
             stages=tuple(
                 StageRow(

@@ -398,3 +398,18 @@ def test_numbers():
 def test_a_span_of_another_stage_than_computed_here_is_drawn():
     update = Timeline.of((Span(Op.parse("3UPDATE0"), 0, 0.0, 1.0),), 1)
     assert len(elements(svg(update), "span")) == 1
+
+
+def test_more_lines_than_can_be_told_apart_are_a_chart_each():
+    series = [(f"run {k} & <co>", [(x, k + 0.1 * x) for x in range(50)]) for k in range(7)]
+    tree = ElementTree.fromstring(line_chart(series, "step", "loss"))
+    texts = [text.text for text in tree.iter(f"{SVG}text")]
+    groups = list(tree.iter(f"{SVG}g"))
+    assert len(groups) == 7
+    for number, group in enumerate(groups):
+        assert group.find(f"{SVG}title").text == f"run {number} & <co>, last {number + 4.9:.4g}"
+        classes = [path.get("class") for path in group.iter(f"{SVG}path")]
+        assert classes.count("line k0") == 1 and classes.count("grid") == 6
+    assert "loss by step" in texts
+    few = ElementTree.fromstring(line_chart(series[:6], "step", "loss"))
+    assert not list(few.iter(f"{SVG}g"))

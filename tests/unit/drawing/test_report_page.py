@@ -1,3 +1,4 @@
+import base64
 import json
 import re
 import shutil
@@ -16,6 +17,7 @@ from penstock.drawing import (
     read_report,
     write_report,
 )
+from penstock.drawing.report.glossary import WORDS, explained
 from penstock.drawing.report.page import report_page
 from penstock.schedule.lower import add_communication, add_update
 from penstock.timing.spans import BUSY
@@ -184,7 +186,7 @@ def test_only_the_known_timelines_become_pictures(tmp_path):
 
 def test_nothing_is_fetched():
     page = report_page(report())
-    assert not re.search(r"""(src|href)\s*=|@import|url\((?!#)|https?://""", page)
+    assert not re.search(r"""(src|href)\s*=(?!"data:)|@import|url\((?!#)|https?://""", page)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome")
@@ -208,3 +210,51 @@ def test_chromium_shows_both_timelines(folder, tmp_path):
     assert '<div class="bar">' in dom
     assert dom.count("data-microbatch=") == 2 * 4 * 2 * 2
     assert not re.search(r"""(src|href)="https?:""", dom)
+
+
+NUMBERS = (
+    Fact(label="as fast as one device", value="1.61×", note="on 2; median"),
+    Fact(label="same as one device", value="to the bit", note="4 steps"),
+    Fact(label="devices idle (bubble)", value="12.0%", note="11.1% is the best possible"),
+)
+
+
+def test_a_report_begins_with_a_sentence_and_three_numbers():
+    page = report_page(report(headline="Two devices, 1.61 times <as fast>.", numbers=NUMBERS))
+    body = page[page.index("<main>") :]
+    text = text_of(body)
+    assert "&lt;as fast&gt;" in text
+    order = ["A run &amp; &lt;its&gt; report", "Two devices", "1.61×", "to the bit", "12.0%"]
+    order += ["One step, predicted and measured", "All numbers", "189 ms", "Again, or elsewhere"]
+    places = [text.index(words) for words in order]
+    assert places == sorted(places)
+
+
+def test_jargon_is_explained_in_place_and_in_a_list():
+    page = report_page(report(numbers=NUMBERS))
+    assert re.search(r'<abbr title="bubble: [^"]+">bubble</abbr>', page)
+    assert re.search(r'<abbr title="in flight: [^"]+">in flight</abbr>', page)
+    assert explained("stages & a stage bubble").count("<abbr") == 2
+    assert explained("A <microbatch>") == (
+        f'A &lt;<abbr title="microbatch: {WORDS["microbatch"]}">microbatch</abbr>&gt;'
+    )
+    listed = page[page.index("What the words on this page mean") :]
+    for word, meaning in WORDS.items():
+        assert f"<dt>{word}</dt><dd>{meaning}</dd>" in listed.replace("&#x27;", "'")
+
+
+def test_command_plan_losses_and_run_can_be_taken_from_the_page(tmp_path):
+    known = report(command="penstock train 'my model' --steps 4", plan_json='{"stages": []}')
+    page = report_page(known)
+    assert "<pre>penstock train &#x27;my model&#x27; --steps 4</pre>" in page
+    assert 'data-copy="penstock train' in page
+    files = {
+        name: base64.b64decode(data).decode()
+        for data, name in re.findall(r'href="data:[\w/]+;base64,([^"]+)" download="([^"]+)"', page)
+    }
+    assert set(files) == {"plan.json", "losses.csv", "run.json"}
+    assert files["plan.json"] == '{"stages": []}'
+    assert files["losses.csv"] == 'step,"training","held-out"\n0,2.5,\n1,2.25,2.5\n2,,\n'
+    assert Report.from_json(files["run.json"]) == known
+    write_report(known, tmp_path)
+    assert read_report(tmp_path) == known

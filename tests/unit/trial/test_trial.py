@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from penstock import errors
 from penstock.drawing import read_report, write_report
+from penstock.plans import Plan
 from penstock.trial import run_trial
 from tests.kit.helpers import make_mlp, make_plan
 from tests.kit.small_workload import workload
@@ -50,6 +51,28 @@ def test_the_report_holds_it_all_and_is_a_file(trial, tmp_path):
     assert report.measured.timeline() == trial.measured
     assert report.predicted.timeline() == trial.predicted
     assert len(report.stages) == 2
+
+
+def test_the_report_begins_with_what_came_of_it(trial):
+    report = trial.report("penstock train")
+    speed_up = trial.speed_up(trial.twins[0])
+    assert report.headline == (
+        f"2 devices trained {speed_up:.2f} times as fast as one, with the same losses and the same "
+        "weights, to the bit."
+    )
+    fast, same, idle = report.numbers
+    assert (fast.value, same.value) == (f"{speed_up:.2f}×", "to the bit")
+    assert idle.value == f"{trial.measured.bubble:.1%}"
+    assert Plan.from_json(report.plan_json, where="the plan") == trial.plan
+    assert report.command == "penstock train"
+    changed = dataclasses.replace(trial.pipeline, model=make_mlp(seed=5))
+    other = dataclasses.replace(trial, pipeline=changed)
+    worst = f"{other.largest_parameter_difference:.2g}"
+    assert f"no weight differs by more than {worst}" in other.headline()
+    assert other.main_numbers()[1].value == f"to {worst}"
+    alone = dataclasses.replace(trial, twins=())
+    assert alone.headline().startswith("2 devices trained 12 steps of ")
+    assert len(alone.main_numbers()) == 3
 
 
 def test_the_idle_time_is_split_and_the_first_op_unlike_its_prediction_named(trial):

@@ -1,7 +1,7 @@
-"""The page of a report: headline numbers, one step predicted and measured, loss, plan, memory.
+"""The page of a report: what came of it, one step predicted and measured, loss, plan, memory.
 
-It answers in the order in which people ask: did it work and was it faster, where did the time go,
-is the loss the same, what was run, what did it take.
+It begins with one sentence and three numbers, and then answers in the order in which people ask:
+where did the time go, is the loss the same, what was run, what did it take, how do I get it again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from penstock.drawing.chart import line_chart
 from penstock.drawing.layer_names import first_to_last
 from penstock.drawing.markup import escaped, lines, tag
 from penstock.drawing.report import idle_section
+from penstock.drawing.report.glossary import explained, glossary
 from penstock.drawing.report.run_report import Fact, Report, Series, StageRow
+from penstock.drawing.report.taking import taking_section
 from penstock.drawing.report.words import departure
 from penstock.drawing.timeline.html import document, scroll, viewer
 from penstock.drawing.timeline.svg import PAGE_WIDTHS, stacked
@@ -33,11 +35,14 @@ def report_page(report: Report) -> str:
     pair = lines([_losses(report.losses), _memory(report.stages)])
     parts = [
         _head(report),
-        _facts(report.facts),
+        _facts(report.numbers, "facts three"),
         _timelines(report.timelines()),
         _idle(report.timelines()),
         f'<div class="pair">\n{pair}\n</div>' if pair else "",
         _plan(report),
+        _more(report),
+        taking_section(report),
+        glossary() if report.facts or report.numbers else "",
         "<footer>Drawn by Penstock. Everything on this page is in run.json beside it.</footer>",
     ]
     return document(report.title, lines(parts))
@@ -45,24 +50,33 @@ def report_page(report: Report) -> str:
 
 def _head(report: Report) -> str:
     subtitle = tag("p", escaped(report.subtitle), class_="subtitle") if report.subtitle else ""
-    return f"<header>{tag('h1', escaped(report.title) or ' ')}{subtitle}</header>"
+    headline = tag("p", explained(report.headline), class_="headline") if report.headline else ""
+    return f"<header>{tag('h1', escaped(report.title) or ' ')}{headline}{subtitle}</header>"
 
 
 def _section(title: str, hint: str, body: str) -> str:
-    head = tag("h2", escaped(title)) + (tag("p", escaped(hint), class_="hint") if hint else "")
+    head = tag("h2", escaped(title)) + (tag("p", explained(hint), class_="hint") if hint else "")
     return f'<section class="card">\n{head}\n{body}\n</section>'
 
 
-def _facts(facts: Sequence[Fact]) -> str:
+def _facts(facts: Sequence[Fact], class_: str = "facts") -> str:
     if not facts:
         return ""
-    return f'<dl class="facts">\n{lines(map(_fact, facts))}\n</dl>'
+    return f'<dl class="{class_}">\n{lines(map(_fact, facts))}\n</dl>'
 
 
 def _fact(fact: Fact) -> str:
-    note = f'<dd class="note">{escaped(fact.note)}</dd>' if fact.note else ""
+    note = f'<dd class="note">{explained(fact.note)}</dd>' if fact.note else ""
     value = f'<dd class="value">{escaped(fact.value)}</dd>'
-    return f'<div class="card"><dt>{escaped(fact.label)}</dt>{value}{note}</div>'
+    return f'<div class="card"><dt>{explained(fact.label)}</dt>{value}{note}</div>'
+
+
+def _more(report: Report) -> str:
+    """All numbers: in sight where there are no three that stand for them."""
+    if not report.facts:
+        return ""
+    numbers = f"<h2>All numbers</h2>\n{_facts(report.facts)}"
+    return f'<section class="numbers">\n{numbers}\n</section>'
 
 
 def _timelines(timelines: dict[str, Timeline]) -> str:
@@ -129,12 +143,13 @@ _COLUMNS = (
 
 
 def _table(stages: Sequence[StageRow]) -> str:
-    names = "".join(f'<th scope="col">{name}</th>' for name in _COLUMNS)
+    names = "".join(f'<th scope="col">{explained(name)}</th>' for name in _COLUMNS)
     head = f'<tr><th scope="col">stage</th><th scope="col" class="words">layers</th>{names}</tr>'
     rows = lines(_table_row(index, stage) for index, stage in enumerate(stages))
     return (
         '<div class="scroll" tabindex="0" role="region" aria-label="Plan">\n'
-        f"<table>\n<thead>{head}</thead>\n<tbody>\n{rows}\n</tbody>\n</table>\n</div>"
+        f'<table class="stacking">\n<thead>{head}</thead>\n<tbody>\n{rows}\n</tbody>\n</table>\n'
+        "</div>"
     )
 
 
@@ -147,8 +162,12 @@ def _table_row(index: int, stage: StageRow) -> str:
         f"{stage.peak_activations:.3g}",
         picture_bytes(stage.memory_bytes),
     ]
-    numbers = "".join(tag("td", escaped(cell)) for cell in cells)
-    return f'<tr><th scope="row">{index}</th>{_layers(stage.layers)}{numbers}</tr>'
+    # A phone shows a row as a list, in which each cell says what it is.
+    numbers = "".join(
+        tag("td", escaped(cell), data_name=name) for name, cell in zip(_COLUMNS, cells, strict=True)
+    )
+    number = tag("th", str(index), scope="row", data_name="stage")
+    return f"<tr>{number}{_layers(stage.layers)}{numbers}</tr>"
 
 
 def _layers(names: Sequence[str]) -> str:

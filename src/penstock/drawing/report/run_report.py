@@ -108,8 +108,12 @@ class Report(Value, frozen=True, kw_only=True):
 
     Attributes:
         title: of the page.
+        headline: what came of it, in one sentence.
+        numbers: the three that most people want: how fast, whether it is the same, how idle.
         subtitle: machine, date, command: what tells this run from others.
-        facts: headline numbers, the most important first.
+        facts: all numbers, the most important first.
+        command: that gives such a run again; to copy.
+        plan_json: the plan as a file has it.
         plan_text: the plan as it was printed.
         stages: the plan's stages in execution order; empty if only the text is known.
         predicted: the step as the simulator saw it.
@@ -123,7 +127,11 @@ class Report(Value, frozen=True, kw_only=True):
 
     title: str
     subtitle: str = ""
+    headline: str = ""
+    numbers: tuple[Fact, ...] = ()
     facts: tuple[Fact, ...] = ()
+    command: str = ""
+    plan_json: str = ""
     plan_text: str = ""
     stages: tuple[StageRow, ...] = ()
     predicted: TimelineRecord | None = None

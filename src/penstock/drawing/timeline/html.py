@@ -18,6 +18,9 @@ from penstock.timing.timeline import Timeline
 _WIDE, _SHRINKS_TO, _GROWS_TO = 1200, 0.8, 1.35
 """Pictures up to this width may be scaled to the page, within what stays pleasant to read."""
 
+_SMALL, _SMALL_SHRINKS_TO = 600, 0.6
+"""Pictures up to this width, as charts, are to be seen whole on a phone."""
+
 _COMPARED_WIDTHS = (1000.0, 3200.0)
 """Wide enough for most labels, and not so wide that a whole picture is a smear."""
 
@@ -123,7 +126,8 @@ def scroll(picture: str, name: str) -> str:
     """A picture that keeps its natural size and scrolls inside its box where that is too wide."""
     match = re.search(r'width="(\d+)"', picture)
     width = int(match[1]) if match else 0
-    least = width if width > _WIDE else round(width * _SHRINKS_TO)
+    shrinks_to = _SHRINKS_TO if width > _SMALL else _SMALL_SHRINKS_TO
+    least = width if width > _WIDE else round(width * shrinks_to)
     return tag(
         "div",
         f"\n{inline(picture)}\n",
