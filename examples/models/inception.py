@@ -5,7 +5,8 @@ arXiv:1512.00567, 2015; table 1, with the modules of figures 5, 6, 7 and 10. As 
 authors published, all 5×5 convolutions but those of the first three modules are two of 3×3, and
 modules of figure 6 differ in width. The auxiliary classifier is left out.
 
-It is no chain: every module has branches. ``penstock.capture`` cuts it.
+Its modules have branches, but stand in an ``nn.Sequential``, so it is a spine itself;
+``penstock.capture`` cuts inside of the modules, too.
 """
 
 from __future__ import annotations
