@@ -226,6 +226,7 @@ def capture(
     one_of("dynamic", dynamic, ("rows", "all"))
     if not isinstance(model, nn.Module):
         raise ModelError(f"the model is a {type(model).__name__}, not an nn.Module")
+    _check_python(model)
     inputs = plain(inputs, "inputs")
     _check_names(model)
     signature = inspect.signature(model.forward)
@@ -245,6 +246,20 @@ def capture(
             with _in_mode(model, training):
                 check_equal(model, captured, given)
     return captured
+
+
+def _check_python(model: nn.Module) -> None:
+    """See that a model's forward is code of Python."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError(
+            "the model is a ScriptModule, whose code is not Python's, so it cannot be traced; give "
+            "the module that torch.jit made it of"
+        )
+    if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        raise ModelError(
+            "the model was compiled, so that its modules are not called any more; give what "
+            "torch.compile was given (`model._orig_mod`)"
+        )
 
 
 def _check_names(model: nn.Module) -> None:

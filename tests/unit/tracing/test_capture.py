@@ -492,6 +492,15 @@ def test_unknown_options_are_refused(arguments, message):
         capture(Residual(), torch.randn(4, 6), **arguments)
 
 
+@pytest.mark.parametrize(
+    ("wrap", "message"),
+    [(torch.jit.script, "torch.jit made it of"), (torch.compile, r"model\._orig_mod")],
+)
+def test_models_whose_code_is_gone_are_refused(wrap, message):
+    with pytest.raises(ModelError, match=message):
+        capture(wrap(nn.Sequential(nn.Linear(6, 6))), torch.randn(4, 6))
+
+
 def test_what_is_no_module_is_refused():
     with pytest.raises(ModelError, match=r"is a function, not an nn\.Module"):
         capture(lambda value: value, torch.randn(4, 6))
