@@ -143,6 +143,8 @@ def test_the_steady_state_has_no_beginning_and_no_end(family, updates):
     timeline = load_with_versions(family, 3, 18, Costs()).timeline
     part = steady_part(timeline, 6)
     assert part.rhythm == (6, pytest.approx(3), pytest.approx(0))
+    entering = [op.microbatch for op in part.rows[0].ops if op.kind is Kind.FORWARD]
+    assert entering == [*range(6, 12)]
     for row in part.rows:
         kinds = [op.kind for op in row.ops]
         assert kinds.count(Kind.FORWARD) == kinds.count(Kind.BACKWARD) == 6
