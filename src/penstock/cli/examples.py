@@ -13,6 +13,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "compare gpipe 1f1b zb-h1 -p 8 -m 32",
         "compare plan.json run.json --memory memory.svg",
     ),
+    "contest": ("contest --quick -o contest.html", "contest mymodel:workload -p 4 --on emulated"),
     "demo": ("demo --steps 20",),
     "draw": (
         "draw 1f1b -p 4 -m 8 -o 1f1b.svg",
