@@ -194,7 +194,10 @@ class LossPipeline:
         modes = torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[])
         with modes[0], modes[1], modes[2]:
             if self._pipeline is None:
-                with _called_with(self.model, self._constants):
+                # What is captured is run under the caller's autocast, and is not traced with it.
+                kind = next(self.model.parameters()).device.type
+                plainly = torch.autocast(kind, enabled=False)
+                with _called_with(self.model, self._constants), plainly:
                     self._layers = self._spread.layers_of(self.model, inputs)
                 plan = self._spread.plan_for(self._layers, inputs, targets, self._weighted_loss)
             else:
