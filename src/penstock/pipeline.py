@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -14,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock.checkpoint.in_course import InCourse
 from penstock.checkpoint.keeper import Keeper
 from penstock.checkpoint.wanted import Checkpoints
 from penstock.device.placement import Devices
 from penstock.errors import FileError, InputError, RunError
-from penstock.model import microbatches, tree
+from penstock.model import microbatches
 from penstock.model.batches import LABELS, Parting, is_batch
 from penstock.model.microbatches import Microbatches, Weight, Weighting
 from penstock.model.optimizer_factory import OptimizerFactory, SchedulerFactory
@@ -27,6 +27,7 @@ from penstock.model.spine import evaluation_mode
 from penstock.plans import Plan
 from penstock.run.assembly import Results, Running
 from penstock.run.building import build
+from penstock.run.copied_states import by_key, copied_states
 from penstock.run.counting import Peak
 from penstock.run.drive.driver import Deadlines, told
 from penstock.run.drive.joining import TransportName
@@ -301,16 +302,17 @@ class Pipeline:
             expect(
                 checkpoints, Checkpoints, "checkpoints", 'give pk.Checkpoints("runs/a", every=9)'
             )
+        saving = InCourse(checkpoints, self.plan, self._keeper)
         with self._exclusively(), self._parts.streams.auditing() as audit:
             try:
                 taken = self._open(batches, audit)
-                for stretch in self._stretches(taken, checkpoints):
+                for stretch in saving.stretches(taken, self._step):
                     pairs = self._parting.pairs(stretch)
                     minibatches = self._parts.cutter.minibatches(pairs, self._step)
-                    for outcome in self._parts.feed.train(self._marked(minibatches, checkpoints)):
+                    for outcome in self._parts.feed.train(saving.marked(minibatches)):
                         loss = self._loss_of(outcome)
                         self._accumulates = False  # it has updated
-                        self._save_if_due(checkpoints)
+                        saving.save_if_due(self._step)
                         with audit.elsewhere():
                             yield loss
             except RunError:
@@ -325,50 +327,6 @@ class Pipeline:
                         raise
                     error.add_note(f"What was under way could not be ended: {told(failure)}")
                 raise
-
-    def _stretches(
-        self, batches: Iterator[Any], checkpoints: Checkpoints | None
-    ) -> Iterator[Iterator[Any]]:
-        """Minibatches up to the next checkpoint, behind which the pipeline drains."""
-        if checkpoints is None or self._goes_on(checkpoints):
-            return iter([batches])
-        return checkpoints.stretches(batches, self._step)
-
-    def _save_if_due(self, checkpoints: Checkpoints | None) -> None:
-        """Save behind the last minibatch of a stretch, of which nothing is under way any more."""
-        if checkpoints is None or self._goes_on(checkpoints) or self._step % checkpoints.every:
-            return
-        self._keeper.save(
-            checkpoints.folder,
-            self._step,
-            keep=checkpoints.keep,
-            position=None,
-            background=checkpoints.background,
-        )
-
-    def _goes_on(self, checkpoints: Checkpoints) -> bool:
-        """Whether the stream goes on where it saves."""
-        return self.plan.versions.asynchronous and not checkpoints.drain
-
-    def _marked(
-        self,
-        minibatches: Iterator[tuple[Minibatch, StreamPosition]],
-        checkpoints: Checkpoints | None,
-    ) -> Iterator[tuple[Minibatch, StreamPosition]]:
-        """Minibatches, with a mark behind which the stream saves and goes on."""
-        if checkpoints is None or not self._goes_on(checkpoints):
-            return minibatches
-        if self.plan.versions.updates == "microbatch" and max(self.plan.replicas) > 1:
-            raise InputError(
-                "a stage with replicas whose updates are microbatches' ends a minibatch in the "
-                "middle of an update; leave drain=False out"
-            )
-        return (
-            (replace(one, mark=self._keeper.mark(checkpoints, one.step + 1)), position)
-            if (one.step + 1) % checkpoints.every == 0
-            else (one, position)
-            for one, position in minibatches
-        )
 
     def _open(self, batches: Iterable[Any], audit: Audit) -> Iterator[Any]:
         for batch in audit.taken(batches):
@@ -641,7 +599,10 @@ class Pipeline:
                 "this process has parts of its stages' layers, which it shares with other tensor "
                 "ranks; gather them with gather_state_dict(), which every rank must call"
             )
-        return _by_key(self._parts.states() if self.plan.spill is None else self._copied_states())
+        if self.plan.spill is None:
+            return by_key(self._parts.states())
+        with self._exclusively():
+            return by_key(copied_states(self._parts))
 
     def gather_state_dict(self, *, rank: int | None = None) -> dict[str, Tensor]:
         """Copies of the whole model's parameters and buffers in main memory, under its keys and in
@@ -659,37 +620,10 @@ class Pipeline:
         if rank is not None:
             num_processes = dist.get_world_size() if self._parts.in_processes else 1
             whole("rank", rank, 0, num_processes - 1)
-        states = self._copied_states()
         with self._exclusively():
+            states = copied_states(self._parts)
             gathered = self._parts.driver.gather(states, self._parts.feed.expected(), rank)
-        return _by_key(self._parts.joined(gathered))
-
-    def _copied_states(self) -> dict[int, dict[str, Any]]:
-        """The state of each stage, copied to main memory."""
-        copies: dict[tuple[Any, ...], Tensor] = {}
-
-        def copied(tensor: Tensor) -> Tensor:
-            # What is tied stays so.
-            key = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-            if key not in copies:
-                copies[key] = tensor.detach().to("cpu", copy=True)
-            return copies[key]
-
-        states: dict[int, dict[str, Any]]
-        if self.plan.spill is None:
-            states = tree.replace(Tensor, copied, self._parts.states())
-            return states
-        states = {}
-        with self._exclusively():
-            for worker in self._parts.workers:
-                worker.settle()
-                for index in worker.stages:
-                    with worker.visiting(index):
-                        held = self.stages[index].state_dict()
-                        states[index] = tree.replace(Tensor, copied, held)
-                        del held  # nothing may see a stage when it leaves
-                        copies.clear()  # what comes next may come to the same place
-        return dict(sorted(states.items()))
+        return by_key(self._parts.joined(gathered))
 
     def dtensor_state_dict(self) -> dict[str, Tensor]:
         """Copies of parameters and buffers in main memory, under the unsplit model's keys, as
@@ -855,8 +789,3 @@ def _busy() -> InputError:
         "this Pipeline is running already, in another thread or a loop over steps(); wait for it, "
         "or leave the loop"
     )
-
-
-def _by_key(states: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """The states of stages as that of the model."""
-    return {key: value for _, state in sorted(states.items()) for key, value in state.items()}

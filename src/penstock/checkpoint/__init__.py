@@ -5,6 +5,7 @@ one safetensors file per stage of the plan. ``header`` is what stands at the hea
 ``piece`` the file, ``folder`` what is there and what of it is complete. ``taking`` reads a stage's
 state out of the engine, ``giving`` puts a checkpoint's into it, ``plain`` writes what is neither
 tensor nor JSON. ``saver`` writes beside training, ``keeper`` is what ``Pipeline`` speaks to.
+``in_course`` saves while a loop trains, as ``wanted`` says.
 ``on_mesh`` gives weights to programs that know torch's distributed tensors, and takes them.
 
 Decisions:
