@@ -8,26 +8,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.agreeing import agreed
 from penstock.checkpoint.contents import Contents
-from penstock.checkpoint.division import Division, PartState
+from penstock.checkpoint.division import PartState
 from penstock.checkpoint.folder import (
     PLAN,
     Checkpoint,
     as_path,
-    checkpoint_in,
     digest,
     folder_name,
     folders_in,
     is_folder_name,
     prune,
     run_of,
-    seen_in,
 )
-from penstock.checkpoint.giving import check_fits, check_model, check_settings, give
+from penstock.checkpoint.giving import give
 from penstock.checkpoint.header import FORMAT, Header, Identity, extent_of
 from penstock.checkpoint.marking import StreamMark
 from penstock.checkpoint.piece import (
@@ -36,41 +34,16 @@ from penstock.checkpoint.piece import (
     piece_name,
     write_piece,
 )
+from penstock.checkpoint.pieces_here import PiecesHere
 from penstock.checkpoint.plain import to_json
 from penstock.checkpoint.saver import Saver
 from penstock.checkpoint.taking import StageState, TrainedStage, state_of
 from penstock.checkpoint.wanted import Checkpoints
 from penstock.errors import FileError, InputError
-from penstock.plans.serving import servers_of
 from penstock.run.assembly import Assembly
-from penstock.run.drive.driver import told
 from penstock.run.minibatch import Mark
-from penstock.run.rank.mail import Letter
-from penstock.run.rank.worker import Worker
 from penstock.run.recipe import LossScale
-from penstock.run.seating import Seat
-from penstock.stage.stage import Stage
 from penstock.values import flag, whole, write_atomically
-
-_PURPOSE = "loading a checkpoint"
-
-
-class _Found(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank sees in a run's folder; rank 0's counts.
-
-    Attributes:
-        folder: the name of the checkpoint that it would load; empty if there is none.
-        attempt: that wrote it.
-        generation: of the next pipeline that writes here.
-        steps: those that have a folder already.
-        attempts: those that have written here.
-    """
-
-    folder: str
-    attempt: str
-    generation: int
-    steps: list[int]
-    attempts: list[str]
 
 
 class Loaded(NamedTuple):
@@ -95,6 +68,7 @@ class Keeper:
 
     def __init__(self, parts: Assembly, grad_scaler: torch.amp.GradScaler | None) -> None:
         self._parts = parts
+        self._pieces = PiecesHere(parts)
         self._grad_scaler = grad_scaler
         self._saver = Saver()
         self._run = parts.attempt
@@ -138,7 +112,7 @@ class Keeper:
             # One stage at a time is in memory, so its piece is written before the next one comes.
             self._write(run, identity, self._in_turn(), keep)
             return
-        states = [(trained, self._state(trained)) for trained in self._written_here()]
+        states = [(trained, self._state(trained)) for trained in self._pieces.written()]
         if background:
             states = [
                 (trained, state._replace(tensors=self._copied(trained, state)))
@@ -152,14 +126,14 @@ class Keeper:
 
     def _in_turn(self) -> Iterator[tuple[TrainedStage, StageState]]:
         """The state of each stage that comes and goes, while it is in memory."""
-        for worker, trained in self._held_here():
+        for worker, trained in self._pieces.held():
             with worker.visiting(trained.stage.index):
                 yield trained, self._state(trained)
 
     def _shelved(self) -> Iterator[tuple[TrainedStage, StageState]]:
         """The state of each stage that comes and goes, as it lies on the tier; what does not is
         copied."""
-        for worker, trained in self._held_here():
+        for worker, trained in self._pieces.held():
             assert worker.residence is not None
             with worker.visiting(trained.stage.index):
                 state = self._state(trained)
@@ -227,65 +201,6 @@ class Keeper:
             scaler=scaler,
         )
 
-    def _trained(self) -> Iterator[tuple[Worker, TrainedStage]]:
-        """The stages of each rank of this process."""
-        for worker in self._parts.workers:
-            updater = worker.updater
-            for index, stage in worker.stages.items():
-                assert isinstance(stage, Stage)
-                yield (
-                    worker,
-                    TrainedStage(
-                        stage,
-                        updater.holdings[index].named,
-                        updater.optimizers.get(index),
-                        updater.schedulers.get(index),
-                        updater.rates[index],
-                        worker.stores.get(index),
-                        partial(_letters, worker),
-                        self._division(index, worker.seat),
-                        updater.shards.of,
-                        *self._part(worker.rank, index),
-                    ),
-                )
-
-    def _division(self, stage: int, seat: Seat) -> Division | None:
-        sharings = self._parts.layout.sharings
-        if sharings is None:
-            return None
-        return Division(
-            sharings.cut_keys,
-            sharings.shapes,
-            sharings.num_blocks[stage],
-            seat.coordinate,
-            seat.size,
-        )
-
-    def _part(self, rank: int, stage: int) -> tuple[int, int]:
-        """(which of a stage's copies a rank has, how many pieces the stage has): copies are equal,
-        and one is written, unless each rank has a part of the optimizer's state."""
-        copies = sorted(self._parts.plan.placement.ranks_of(stage))
-        servers = servers_of(self._parts.plan, stage)
-        if not servers:
-            return copies.index(rank), len(copies) if self._is_sharded else 1
-        # The first piece has the weights, each of the others what one parameter server keeps.
-        if rank in servers:
-            return 1 + servers.index(rank), 1 + len(servers)
-        return (0 if rank == copies[0] else 1 + len(servers)), 1 + len(servers)
-
-    @property
-    def _is_sharded(self) -> bool:
-        return self._parts.in_processes and self._parts.plan.summing.reducer == "sharded"
-
-    def _written_here(self) -> Iterator[TrainedStage]:
-        return (trained for _, trained in self._held_here())
-
-    def _held_here(self) -> Iterator[tuple[Worker, TrainedStage]]:
-        """The stages that are written here, and the workers that have them."""
-        for worker, trained in self._trained():
-            if trained.part < trained.num_parts:
-                yield worker, trained
-
     def _state(self, trained: TrainedStage) -> StageState:
         first = self._parts.layout.weights.first_stages
         index = trained.stage.index
@@ -299,19 +214,15 @@ class Keeper:
         keep: int | None,
     ) -> None:
         folder = self._folder(run, identity.step)
-        if self._is_first:
+        if self._pieces.with_first_rank:
             write_atomically(str(folder / PLAN), self._parts.plan.to_json() + "\n")
             flush(folder / PLAN)
             self._remove_foreign(folder)
         for trained, state in states:
             self._write_piece(folder, identity, trained, state)
             del state  # a stage that comes and goes must not be seen when it leaves
-        if self._is_first and keep is not None:
+        if self._pieces.with_first_rank and keep is not None:
             prune(run, keep)
-
-    @property
-    def _is_first(self) -> bool:
-        return any(worker.seat.number == 0 for worker in self._parts.workers)
 
     def _write_piece(
         self, folder: Path, identity: Identity, trained: TrainedStage, state: StageState
@@ -361,7 +272,7 @@ class Keeper:
         run = _run_folder(wanted.folder)
         self._saver.wait()  # or copies would pile up where the disk is slower than training
         self._check_own(run)
-        stages = {trained.stage.index: trained for trained in self._written_here()}
+        stages = {trained.stage.index: trained for trained in self._pieces.written()}
         identity = self._identity(step, position)
 
         def write(states: Mapping[int, StageState]) -> None:
@@ -370,20 +281,11 @@ class Keeper:
 
         return StreamMark(stages, self._state, write)
 
-    def _num_pieces(self) -> list[int]:
-        """Of each stage."""
-        plan, sharings = self._parts.plan, self._parts.layout.sharings
-        blocks = [1] * len(plan.stages) if sharings is None else sharings.num_blocks
-        return [
-            stage.tensor_ranks * many * self._part(plan.placement.ranks_of(index)[0], index)[1]
-            for index, (stage, many) in enumerate(zip(plan.stages, blocks, strict=True))
-        ]
-
     def _remove_foreign(self, folder: Path) -> None:
         """Pieces of an earlier attempt's plan with more stages."""
         own = {
             piece_name(stage, part, count)
-            for stage, count in enumerate(self._num_pieces())
+            for stage, count in enumerate(self._pieces.counts())
             for part in range(count)
         }
         for path in folder.iterdir():
@@ -408,12 +310,12 @@ class Keeper:
         folder = as_path(path)
         flag("weights_only", weights_only)
         self._saver.wait()
-        contents, found = self._agreed(folder, weights_only=weights_only)
+        contents, found = agreed(self._parts, folder, self._grad_scaler, weights_only=weights_only)
         if contents is None:
             return None
         for worker in self._parts.workers:
             worker.drop()
-        for worker, trained in self._trained():
+        for worker, trained in self._pieces.trained():
             with worker.visiting(trained.stage.index, changes=True):
                 give(contents, trained, weights_only=weights_only)
         if weights_only:
@@ -448,48 +350,6 @@ class Keeper:
                 stacklevel=4,
             )
 
-    def _fitting(self, path: Path, *, weights_only: bool) -> Contents | None:
-        """What the checkpoint holds that a path names, if it fits this process's stages."""
-        checkpoint = checkpoint_in(path)
-        if checkpoint is None:
-            return None
-        contents = Contents(checkpoint)
-        check_model(contents, self._parts.layout.keys)
-        trains = any(worker.updater.optimizers for worker in self._parts.workers)
-        if trains and not weights_only:
-            check_settings(
-                contents,
-                self._parts.layout.weights.first_stages,
-                scales=self._grad_scaler is not None and bool(self._grad_scaler.state_dict()),
-                schedules=any(worker.updater.schedulers for worker in self._parts.workers),
-            )
-        for _, trained in self._trained():
-            check_fits(contents, trained, weights_only=weights_only)
-        contents.position  # noqa: B018 - refused before anything has changed
-        return contents
-
-    def _agreed(self, path: Path, *, weights_only: bool) -> tuple[Contents | None, _Found]:
-        """What all ranks load, and what they see in the folder: they must see the same."""
-        meeting = self._parts.meet(_PURPOSE)
-        try:
-            contents = self._fitting(path, weights_only=weights_only)
-            own = _found(run_of(path), contents)
-        except Exception as error:
-            if meeting is not None:
-                meeting.fail(f"rank {meeting.rank} failed {_PURPOSE}: {told(error)}")
-            raise
-        if meeting is None:
-            return contents, own
-        found = meeting.exchange(own, _Found, "to load a checkpoint")
-        for rank, other in enumerate(found):
-            if (other.folder, other.attempt) != (found[0].folder, found[0].attempt):
-                raise FileError(
-                    f"rank 0 sees {found[0].folder or 'no checkpoint'} in {path} as the latest, "
-                    f"and rank {rank} {other.folder or 'none'}; put the folder where all hosts see "
-                    "the same files"
-                )
-        return contents, found[0]
-
     def check(self) -> None:
         """Raise what has gone wrong in the background, if anything has.
 
@@ -507,10 +367,6 @@ class Keeper:
         self._saver.close()
 
 
-def _letters(worker: Worker) -> Sequence[Letter]:
-    return worker.letters
-
-
 def _run_folder(path: object) -> Path:
     run = as_path(path)
     if is_folder_name(run.name):
@@ -518,18 +374,6 @@ def _run_folder(path: object) -> Path:
             f"{run} is the folder of one checkpoint; save to that of the run, {run.parent}"
         )
     return run
-
-
-def _found(run: Path, contents: Contents | None) -> _Found:
-    seen = seen_in(run)
-    identities = [one.identity for one in seen if one.identity is not None]
-    return _Found(
-        "" if contents is None else contents.checkpoint.folder.name,
-        "" if contents is None else contents.checkpoint.identity.attempt,
-        1 + max((identity.generation for identity in identities), default=-1),
-        sorted({one.step for one in seen}),
-        sorted({identity.attempt for identity in identities}),
-    )
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
