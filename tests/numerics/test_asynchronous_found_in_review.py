@@ -104,9 +104,12 @@ INPUTS, TARGETS = batches([4])[0]
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        ([INPUTS, TARGETS], "minibatch 0 of the loader is a Tensor; .*pairs"),
+        ([INPUTS, TARGETS], "minibatch 0 of the loader is a Tensor, .*give pairs"),
         ([(INPUTS, TARGETS), (INPUTS, TARGETS, 3)], "minibatch 1 of the loader is a tuple of 3"),
-        ([{"inputs": INPUTS, "targets": TARGETS}], "minibatch 0 of the loader is a dict"),
+        (
+            [{"inputs": INPUTS, "targets": TARGETS}],
+            "minibatch 0 of the loader has inputs, targets, and no labels",
+        ),
         (None, "the loader is of type NoneType"),
     ],
 )

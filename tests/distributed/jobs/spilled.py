@@ -88,7 +88,7 @@ def offloaded(offload):
     options = {"loss": F.cross_entropy, "optimizer": slowly, "clip_norm": 0.05, "seed": 3}
     with pk.Pipeline(net, plan, **options) as pipeline:
         losses = [pipeline.step(*batch(step)).item() for step in range(3)]
-        state = pipeline.state_dict(whole=True)
+        state = pipeline.gather_state_dict()
         leaving = [worker.offloading for worker in pipeline._parts.workers]
         left = [one.transfers.way.space.written_bytes for one in leaving if one is not None]
         return {"losses": losses, "digest": digest(state) if state else "", "left": sum(left)}

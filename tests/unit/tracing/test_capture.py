@@ -6,6 +6,7 @@ import copy
 import inspect
 import itertools
 import logging
+import os
 import subprocess
 import sys
 from functools import partial
@@ -453,6 +454,7 @@ def test_a_failed_export_prints_no_graph_and_hides_nothing_else():
         check=False,
         text=True,
         cwd=ROOT,
+        env={**os.environ, "PENSTOCK_QUIET": "1"},
         timeout=60,
     )
     assert done.stdout.startswith("Branching cannot be traced, because of <string>:18, in forward")

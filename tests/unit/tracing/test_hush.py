@@ -117,7 +117,8 @@ class Chain(nn.Module):
         return value
 
 
-def test_models_may_be_captured_in_several_threads(capfd):
+def test_models_may_be_captured_in_several_threads(capfd, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_QUIET", "1")  # a loaded machine takes seconds, and says so
     stream, found = sys.stderr, []
     counts = (5, 10, 15)
 
