@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(bool(building.why_not()), reason=building.why_no
     [
         (2, "two", "shared-memory"),
         more(2, "two", "process-group"),
-        (2, "two", "auto"),
+        more(2, "two", "auto"),
         (2, "two linked", "auto"),
         more(2, "two linked", "shared-memory"),
         more(4, "four", "auto"),

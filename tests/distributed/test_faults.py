@@ -71,7 +71,7 @@ def check(fault, rank, report):
     [
         ("shared-memory", 0, 5),
         more("process-group", 3, 4),
-        ("two hosts", 5, 4),
+        more("two hosts", 5, 4),
         more("shared-memory", 0, 16),
         more("shared-memory", 1, 100),
     ],

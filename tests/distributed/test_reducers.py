@@ -77,7 +77,7 @@ def test_stale_updates_are_what_their_journal_says():
 @pytest.mark.parametrize(
     ("way", "victim"),
     [
-        ("servers", 1),
+        pytest.param("servers", 1, marks=pytest.mark.soak),
         pytest.param("parameter-server", 2, marks=pytest.mark.soak),
         pytest.param("parameter-server", 1, marks=pytest.mark.soak),
         ("stale", 1),

@@ -76,6 +76,7 @@ def test_a_run_that_is_killed_again_and_again_trains_as_if_it_never_stopped(
     assert job.said().count("was ended by SIGKILL") >= num_kills
 
 
+@pytest.mark.soak
 def test_a_job_goes_on_without_a_slot_that_is_lost(tmp_path):
     """Rank 1 is killed in every attempt in which there is one at its step; those that are left have
     another plan, and the same losses."""

@@ -10,6 +10,7 @@ import pytest
 
 from tests.distributed.jobs.shared_memory_ends import DEADLINE_SECONDS, LONG_SECONDS, VICTIM
 from tests.distributed.jobs.shared_memory_mixed import DEADLINE_SECONDS as MIXED_SECONDS
+from tests.kit.examples import more
 from tests.kit.launch import forked
 
 JOBS = Path(__file__).parent / "jobs"
@@ -22,9 +23,9 @@ LATE = f"rank {VICTIM} did not answer within {DEADLINE_SECONDS:g} s"
     ("how", "kind", "told"),
     [
         ("succeed", "PeerError", f"rank {VICTIM} closed its pipeline (the work is done)"),
-        ("leave", "PeerError", f"rank {VICTIM} closed its pipeline (its process ended)"),
-        ("fail", "PeerError", BOOM),
-        ("kill", "PeerError", GONE),
+        more("leave", "PeerError", f"rank {VICTIM} closed its pipeline (its process ended)"),
+        more("fail", "PeerError", BOOM),
+        more("kill", "PeerError", GONE),
         ("kill_with_child", "PeerError", GONE),
         ("stall", "DeadlineError", LATE),
     ],

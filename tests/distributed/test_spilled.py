@@ -60,6 +60,7 @@ def test_activations_of_two_processes_leave_and_no_bit_changes(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.soak
 def test_a_kill_while_a_save_reads_the_tier_leaves_the_checkpoint_before_it(tmp_path):
     folder = tmp_path / "run"
     with job("interrupted", folder) as process:

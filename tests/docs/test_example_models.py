@@ -31,9 +31,13 @@ from penstock.tracing import capture
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.one_device import assert_same
 
-QUICK = (resnet, vgg, alexnet, inception, gnmt, awd_lstm, s2vt, detector, speech)
-SLOW = (amoebanet,)  # which has hundreds of layers
-MODELS = {module.__name__.rpartition(".")[2]: module for module in (*QUICK, *SLOW)}
+MODELS = {
+    module.__name__.rpartition(".")[2]: module
+    for module in (
+        *(resnet, vgg, alexnet, inception, amoebanet),
+        *(gnmt, awd_lstm, s2vt, detector, speech),
+    )
+}
 FROM_TRANSFORMERS = ("bert", "gpt2")
 pytestmark = pytest.mark.xdist_group("example models")  # which take long to capture
 ROWS = 6
@@ -113,13 +117,15 @@ def module_of(name):
     return importlib.import_module(f"examples.models.{name}")
 
 
-SLOW_NAMES = [name for name, module in MODELS.items() if module in SLOW]
+# One of each kind: batch norm and skips, attention between recurrent layers, tied weights, two
+# losses.
+IN_MAKE_TEST = ("resnet", "gnmt", "awd_lstm", "detector")
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=[pytest.mark.soak] * (name in (*SLOW_NAMES, *FROM_TRANSFORMERS)))
+        pytest.param(name, marks=[pytest.mark.soak] * (name not in IN_MAKE_TEST))
         for name in (*MODELS, *FROM_TRANSFORMERS)
     ],
 )

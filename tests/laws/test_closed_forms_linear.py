@@ -90,7 +90,7 @@ def test_one_stage_per_rank_is_the_plain_schedule(name, plain, p, m):
 
 
 @pytest.mark.parametrize("v", [1, 2, 3, 4])
-@examples(20)
+@examples(8)
 @given(p=ranks, m=microbatches)
 def test_interleaving_never_deadlocks(v, p, m):
     schedule = build("interleaved-1f1b", p, m, stages_per_rank=v)
@@ -99,7 +99,7 @@ def test_interleaving_never_deadlocks(v, p, m):
 
 
 @pytest.mark.parametrize("v", [1, 2, 3, 4])
-@examples(20)
+@examples(8)
 @given(p=ranks, m=microbatches)
 def test_interleaved_zero_bubble_needs_channels_for_half_the_ranks(v, p, m):
     schedule = build("interleaved-zb", p, m, stages_per_rank=v)
@@ -108,7 +108,7 @@ def test_interleaved_zero_bubble_needs_channels_for_half_the_ranks(v, p, m):
 
 
 @pytest.mark.parametrize("v", [1, 2, 3, 4])
-@examples(20)
+@examples(8)
 @given(p=ranks, m=microbatches)
 def test_breadth_first_needs_channels_for_m_over_p(v, p, m):
     schedule = build("breadth-first", p, m, stages_per_rank=v)

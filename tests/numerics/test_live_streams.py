@@ -160,7 +160,7 @@ def graphs_alive() -> int:
     return sum(type(thing) is MicrobatchGraph for thing in gc.get_objects())
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 4])
+@pytest.mark.parametrize("num_stages", [more(1), 2, more(4)])
 def test_a_stage_keeps_one_graph_however_long_the_stream(num_stages):
     model, alive, before = layered_model(), [], graphs_alive()
     with stream_of(model, live_plan(model, num_stages)) as stream:

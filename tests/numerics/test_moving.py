@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.device import queue
 from penstock.errors import StageError
 from penstock.run import twins
+from tests.kit.examples import in_turns
 from tests.kit.helpers import Lambda
 from tests.kit.on_devices import EMULATED, assert_right
 from tests.kit.training import pipeline_of, sgd
@@ -21,9 +23,10 @@ from tests.numerics.test_strides import MODELS, Skipping
 pytestmark = pytest.mark.usefixtures("accelerator")
 
 
-@pytest.mark.parametrize("recompute", ["none", "layers"])
-@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "schedule", "recompute"),
+    in_turns(itertools.product(MODELS, ["gpipe", "zb-h1"], ["none", "layers"]), 3),
+)
 def test_strides_survive_the_way_to_another_device(name, schedule, recompute):
     _, cut, shape = MODELS[name]()
 

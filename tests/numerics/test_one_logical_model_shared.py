@@ -50,13 +50,17 @@ def token_batch(rows=9, seed=0, length=5):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-@pytest.mark.parametrize(("schedule", "num_ranks"), PLACEMENTS)
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"clip_norm": 0.3}, {"clip_norm": 0.3, "post_validate": True}],
-    ids=["plain", "clipped", "post-validated"],
+    ("place", "options"),
+    in_turns(
+        itertools.product(
+            PLACEMENTS, [{}, {"clip_norm": 0.3}, {"clip_norm": 0.3, "post_validate": True}]
+        ),
+        4,
+    ),
 )
-def test_tied_weights_stay_one_weight(schedule, num_ranks, options):
+def test_tied_weights_stay_one_weight(place, options):
+    schedule, num_ranks = place
     # torch's pipelining lets them drift apart without a word.
     ours = TiedGPT()
     theirs = copy.deepcopy(ours)
@@ -95,9 +99,12 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("how", CHANGES)
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "chimera"])
-@pytest.mark.parametrize("then", ["step", "steps", "evaluate"])
+@pytest.mark.parametrize(
+    ("how", "schedule", "then"),
+    in_turns(
+        itertools.product(CHANGES, ["1f1b", "zb-v", "chimera"], ["step", "steps", "evaluate"]), 4
+    ),
+)
 def test_weights_that_change_between_steps_change_in_every_copy(how, schedule, then):
     model = TiedGPT()
     half = {key: value * 0.5 for key, value in model.state_dict().items()}
@@ -239,7 +246,7 @@ SKIP_PLACEMENTS = [("gpipe", 4), ("1f1b", 2), ("1f1b", 4), ("zb-h1", 4), ("inter
 
 @pytest.mark.parametrize(
     ("place", "recompute"),
-    in_turns(itertools.product(SKIP_PLACEMENTS, ["none", "stage", "layers"]), 2),
+    in_turns(itertools.product(SKIP_PLACEMENTS, ["none", "stage", "layers"]), 4),
 )
 def test_skips_cross_any_number_of_stages(place, recompute):
     schedule, num_ranks = place
@@ -314,7 +321,7 @@ PLACES = [("1f1b", 2), ("1f1b", 3), ("zb-h1", 3), ("zb-v", 2), ("interleaved-1f1
 
 @pytest.mark.parametrize(
     ("which", "place", "recompute"),
-    in_turns(itertools.product(MODELS, PLACES, ["none", "stage", "layers"]), 2),
+    in_turns(itertools.product(MODELS, PLACES, ["none", "stage", "layers"]), 5),
 )
 def test_frozen_parts_stay_and_the_others_train(which, place, recompute):
     schedule, num_ranks = place

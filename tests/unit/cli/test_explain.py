@@ -120,7 +120,7 @@ def value_of(formula, k, size):
 
 @pytest.mark.parametrize(
     ("policy", "stages", "microbatches"),
-    in_turns(itertools.product(POLICIES, ["1", "2", "4", "2-1", "1-2", "2-2"], [2, 4, 5, 6]), 5),
+    in_turns(itertools.product(POLICIES, ["1", "2", "4", "2-1", "1-2", "2-2"], [2, 4, 5, 6]), 11),
     ids=str,
 )
 def test_formulas_are_what_every_op_of_a_stream_reads(policy, stages, microbatches):

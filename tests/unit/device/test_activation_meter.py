@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 from contextlib import contextmanager, nullcontext
 
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock.demo.gpt import Block
 from penstock.device.activation_meter import ActivationMeter
 from tests.kit.alive import Alive
+from tests.kit.examples import in_turns
 from tests.kit.helpers import Lambda
 
 
@@ -348,8 +350,9 @@ def no_collector():
         gc.enable()
 
 
-@pytest.mark.parametrize("end", ["backward", "dropped"])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    ("name", "end"), in_turns(itertools.product(LAYERS, ["backward", "dropped"]), 3)
+)
 def test_memory_is_free_as_early_as_without_the_meter(name, end):
     module = nn.Sequential(LAYERS[name](), nn.Softplus())
     meter = meter_for(module)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from msgspec.structs import replace
 
 import penstock as pk
 from penstock.errors import InputError, ModelError, PlanError
+from tests.kit.examples import in_turns
 from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.planning import chain, devices
 
@@ -18,9 +21,10 @@ def graph():
     return pk.profile(make_mlp(), make_batch(4)[0], repeats=1, ranks=0)
 
 
-@pytest.mark.parametrize("with_graph", [True, False])
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+@pytest.mark.parametrize(
+    ("schedule", "count", "with_graph"),
+    in_turns(itertools.product(["gpipe", "zb-h1"], [1, 2, 3, 4], [True, False]), 3),
+)
 def test_every_device_is_used_and_the_minibatch_stays(graph, schedule, count, with_graph):
     old = pk.plan(graph, devices(3), microbatches=6, schedule=schedule, stages=3)
     new = pk.replan(old, devices(count), graph if with_graph else None)

@@ -325,7 +325,7 @@ def test_a_bad_schedule_or_too_many_ranks_are_refused_before_anything_starts():
     ("victim", "words"),
     [
         ("a rank", r"rank 0's process was ended by SIGKILL.* in step 2 of 3"),
-        ("the launcher", r"ended with exit code -9"),
+        more("the launcher", r"ended with exit code -9"),
     ],
 )
 def test_a_process_that_dies_ends_everything_with_one_clear_error(
@@ -364,7 +364,7 @@ rehearse(schedule, Costs(100.0, 100.0, 100.0))
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [more(signal.SIGINT), signal.SIGKILL])
 def test_whoever_ends_the_asking_process_ends_the_ranks(how, nothing_left_behind):
     asking = subprocess.Popen([sys.executable, "-c", INTERRUPTED], stderr=subprocess.PIPE)
     end = time.monotonic() + 60
@@ -424,7 +424,7 @@ def streamed(schedule, replicas, minibatch=None):
     ("name", "num_ranks", "options", "replicas", "minibatch", "transport"),
     [
         ("pipedream", 3, {}, (1, 1, 1), None, "threads"),
-        ("pipedream", 4, {"replicas": "3-1"}, (3, 1), None, "shared-memory"),
+        more("pipedream", 4, {"replicas": "3-1"}, (3, 1), None, "shared-memory"),
         ("pipedream", 3, {"replicas": "1-2"}, (1, 2), None, "threads"),
         ("pipedream-2bw", 3, {}, (1, 1, 1), 4, "threads"),
         ("pipedream-2bw", 3, {"replicas": "2-1"}, (2, 1), 3, "threads"),

@@ -13,6 +13,7 @@ from penstock.rehearsal.conduct import performable
 from penstock.rehearsal.stream import Steady, compute_of, stream_of
 from penstock.schedule import Kind
 from penstock.schedule.op import COMPUTE
+from tests.kit.examples import in_turns
 
 SPEEDS = (1.0, 0.5, 1.0, 0.7)
 SYNCHRONOUS = ["gpipe", "1f1b", "zb-h1", "interleaved-1f1b"]
@@ -99,8 +100,10 @@ def test_each_replica_performs_its_own_microbatches():
     assert done == [set(ops) for ops in made.build_schedule().ranks]
 
 
-@pytest.mark.parametrize("schedule", SYNCHRONOUS)
-@pytest.mark.parametrize("request_", [{}, {"recompute": "stage"}])
+@pytest.mark.parametrize(
+    ("schedule", "request_"),
+    in_turns(itertools.product(SYNCHRONOUS, [{}, {"recompute": "stage"}]), 3),
+)
 def test_all_that_a_rehearsal_adds_to_a_plan_is_free_in_the_simulator(schedule, request_):
     stages = 8 if schedule == "interleaved-1f1b" else 4
     made = plan(graph(), cluster(), microbatches=8, schedule=schedule, stages=stages, **request_)
@@ -108,8 +111,12 @@ def test_all_that_a_rehearsal_adds_to_a_plan_is_free_in_the_simulator(schedule, 
     assert simulate(performed, made.costs).makespan == pytest.approx(made.step_seconds)
 
 
-@pytest.mark.parametrize("replicas", [(1, 1, 1, 1), (2, 1, 1), (1, 2, 1)])
-@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
+@pytest.mark.parametrize(
+    ("schedule", "replicas"),
+    in_turns(
+        itertools.product(["pipedream", "pipedream-2bw"], [(1, 1, 1, 1), (2, 1, 1), (1, 2, 1)]), 4
+    ),
+)
 def test_the_steady_state_of_a_rehearsed_stream_is_the_step_of_its_plan(schedule, replicas):
     made = plan(graph(), cluster(), microbatches=8, schedule=schedule, replicas=replicas)
     compute = compute_of(made)
