@@ -18,7 +18,7 @@ from penstock.trial.contest import contest as contest_module
 from penstock.trial.contest.methods import Method
 from penstock.trial.contest.process_group import InProcesses
 from penstock.trial.contest.traffic import moved_bytes
-from tests.kit.helpers import make_mlp, make_plan
+from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.small_workload import workload
 
 IN_THREADS = ("all-cores", "naive", "gpipe", "1f1b", "pipedream", "predict")
@@ -121,6 +121,21 @@ def test_a_method_that_trains_something_else_is_stopped(troubled):
 def test_an_unknown_method_is_refused():
     with pytest.raises(InputError, match="no method is called 'gpip'; there are one-device, whole"):
         run_contest(workload, methods=["gpip"])
+
+
+def test_a_workload_that_begins_otherwise_each_time_is_refused():
+    batches = [make_batch(8, seed=step) for step in range(2)]
+
+    def unseeded():
+        return dataclasses.replace(workload(), build_model=lambda: torch.nn.Linear(16, 4))
+
+    def shuffled():
+        return dataclasses.replace(workload(), batches=lambda: iter([batches.pop()]))
+
+    with pytest.raises(InputError, match=r"build_model of the workload small gives another weight"):
+        run_contest(unseeded, num_steps=1)
+    with pytest.raises(InputError, match="batches of the workload small gives another first mini"):
+        run_contest(shuffled, num_steps=1)
 
 
 def test_bytes_moved_are_those_of_the_documents():
