@@ -122,6 +122,13 @@ def test_a_method_that_trains_something_else_is_stopped(troubled):
 def test_an_unknown_method_is_refused():
     with pytest.raises(InputError, match="no method is called 'gpip'; there are one-device, whole"):
         run_contest(workload, methods=["gpip"])
+    with pytest.raises(InputError, match="no method is called ''"):
+        run_contest(workload, methods=[""])
+
+
+def test_a_target_that_is_no_number_is_refused():
+    with pytest.raises(InputError, match="the target is nan, but must be a finite number"):
+        run_contest(workload, target=float("nan"))
 
 
 def test_a_workload_that_begins_otherwise_each_time_is_refused():

@@ -96,12 +96,14 @@ def run_contest(  # noqa: PLR0913 - one keyword for each thing that can be asked
         reason.
 
     Raises:
-        InputError: a count below 1, an unknown method, no minibatch, a link between cores, or a
-            workload that gives other weights or data when it is asked again.
+        InputError: a count below 1, an unknown method, a target that is not finite, no minibatch, a
+            link between cores, or a workload that gives other weights or data when asked again.
     """
     whole("num_devices", num_devices, 1, 64)
     whole("num_steps", num_steps, 1)
     chosen = chosen_methods(methods, num_devices)
+    if target is not None and not math.isfinite(target):
+        raise InputError(f"the target is {target}, but must be a finite number")
     if stage is None:
         stage = "cores" if num_devices <= usable_cores() and link is None else "emulated"
     if stage == "cores" and link is not None:
