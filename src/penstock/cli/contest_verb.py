@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from penstock.cli import options, show
+from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.cli.workloads import load_workload
 from penstock.cluster import Link
 from penstock.drawing.contest import (
@@ -39,7 +40,7 @@ _EPILOG = (
     "MODEL is module:function, where the function returns a penstock.trial.Workload; by default a "
     f"small GPT, {DEFAULT_CONTEST}; penstock.demo:workload is the demo's larger one. Example: "
     "penstock contest penstock.demo:small_workload -p 2 -m 8 -o contest.html. The exit status is "
-    "1 if a method that should compute what one device computes does not."
+    "1 if a method that should compute what one device computes does not, or if none ran."
 )
 
 
@@ -52,7 +53,8 @@ _EPILOG = (
 @options.microbatches_option(8)
 @click.option(
     "--methods", metavar="NAMES",
-    help="Only these, as in gpipe,1f1b,2bw; one device always takes part. Default: all.",
+    help="Only these, as in gpipe,1f1b,2bw, in upper or lower case; one device always takes part. "
+    "Default: all.",
 )  # fmt: skip
 @click.option(
     "--quick/--full", default=True, show_default=True,
@@ -76,7 +78,9 @@ _EPILOG = (
     "--target", type=float,
     help="A loss to be reached. Default: what one device has after half of its steps.",
 )  # fmt: skip
-@options.output_option("Page (.html), curves (.svg), table (.md) or all that was found (.json).")
+@options.output_option(
+    "Page (.html), curves (.svg), table (.md) or all that was found (.json; so, too, with -)."
+)
 @options.json_option
 @click.pass_context
 def contest(
@@ -98,17 +102,19 @@ def contest(
     Time per step, memory, bytes moved, bubble and delay, predicted and measured; the loss after
     equal updates, after equal time, and the time to a target.
     """
-    if output is not None:
+    if output not in (None, STANDARD_OUTPUT):
         check_output(output)
     if microbatches < 1:
         raise InputError(f"the number of microbatches is {microbatches}, but must be ≥ 1")
-    link = Link(bytes_per_second=to_bytes_per_second(bandwidth)) if bandwidth else None
+    link = None if bandwidth is None else _link(bandwidth)
     from penstock.trial.contest import run_contest
 
     with _contending() as progress:
         record = run_contest(
             partial(load_workload, model),
-            methods=[name.strip() for name in methods.split(",")] if methods else (),
+            methods=()
+            if methods is None
+            else [name.strip().lower() for name in methods.split(",")],
             num_devices=ranks,
             num_microbatches=microbatches,
             num_steps=steps or (_QUICK_STEPS if quick else _FULL_STEPS),
@@ -120,13 +126,23 @@ def contest(
         )
     if as_json:
         show.print_json(record)
-    else:
+    elif output != STANDARD_OUTPUT:
         _print(record)
-    if output is not None:
-        write_contest(record, output)
-        show.say(f"wrote {output}")
-    if record.unequal:
+    with written(output, ".json") as path:
+        if path is not None:
+            write_contest(record, path)
+    if record.unequal or not record.finished:
         context.exit(1)
+
+
+def _link(bandwidth: str) -> Link:
+    rate = to_bytes_per_second(bandwidth)
+    if not rate:
+        raise InputError(
+            f"over links of {bandwidth} nothing would arrive; give --link a bandwidth > 0, or "
+            "leave it out for links that do not count"
+        )
+    return Link(bytes_per_second=rate)
 
 
 _SPEED_COLUMNS = 6

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from penstock.errors import InputError, ModelError
+from penstock.errors import InputError, ModelError, PenstockError
 from penstock.telling import Telling
 
 if TYPE_CHECKING:
     from penstock.trial import Workload
+    from penstock.trial.workload import Batch
+
+Made = TypeVar("Made")
 
 DEFAULT_WORKLOAD = "penstock.demo:workload"
 
@@ -19,8 +26,11 @@ DEFAULT_WORKLOAD = "penstock.demo:workload"
 def load_workload(name: str) -> Workload:
     """Import ``module:function`` and call it.
 
+    Returns:
+        The workload; where its ``build_model`` or ``batches`` raises, one message says so.
+
     Raises:
-        ModelError: it cannot be imported, or does not return a ``Workload``.
+        ModelError: it cannot be imported, raises, or does not return a ``Workload``.
     """
     with Telling(f"loading {name}"):
         return _loaded(name)
@@ -37,13 +47,49 @@ def _loaded(name: str) -> Workload:
         )
     sys.path.insert(0, str(Path.cwd()))
     try:
-        workload = getattr(importlib.import_module(module_name), function_name)()
-    except (ImportError, AttributeError) as error:
-        raise ModelError(f"cannot load the workload {name!r}: {error}") from error
+        workload = _made(
+            f"the workload {name}", partial(_imported, name, module_name, function_name)
+        )
     finally:
         sys.path.remove(str(Path.cwd()))
     if not isinstance(workload, Workload):
         raise ModelError(
             f"{name} returned a {type(workload).__name__}; return a penstock.trial.Workload"
         )
-    return workload
+    return replace(
+        workload,
+        build_model=partial(_made, f"build_model of the workload {name}", workload.build_model),
+        batches=partial(_iterated, f"batches of the workload {name}", workload.batches),
+    )
+
+
+def _imported(name: str, module_name: str, function_name: str) -> object:
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ModelError(f"cannot load the workload {name!r}: {error}") from error
+    return function()
+
+
+def _made(what: str, make: Callable[[], Made]) -> Made:
+    with _blamed(what):
+        return make()
+
+
+def _iterated(what: str, make: Callable[[], Iterator[Batch]]) -> Iterator[Batch]:
+    with _blamed(what):
+        yield from make()
+
+
+@contextmanager
+def _blamed(what: str) -> Iterator[None]:
+    """What the user's own code raises becomes one message, with its line."""
+    try:
+        yield
+    except PenstockError:
+        raise
+    except Exception as error:
+        from penstock.tracing.lines import because, lines_of
+
+        said = f"{what} raised {type(error).__name__}: {error}{because(lines_of(error))}"
+        raise ModelError(said) from error

@@ -62,7 +62,7 @@ def test_a_contest_is_quick_unless_asked(asked):
         "--steps",
         "7",
         "--methods",
-        "gpipe, 1f1b",
+        "GPipe, 1f1b",
         "--link",
         "8Mbit/s",
     )
@@ -88,12 +88,35 @@ def test_it_shows_tables_and_sentences_and_fails_if_losses_do(tmp_path):
     assert [row["method"] for row in record["entries"]] == ["one-device", "gpipe"]
 
 
+@pytest.mark.usefixtures("asked")
+def test_standard_output_gets_everything_and_nothing_else():
+    assert json.loads(run("-o", "-").stdout) == json.loads(run("--json").stdout)
+
+
+@pytest.mark.parametrize(("reason", "status"), [("", 0), ("no luck", 1)])
+def test_a_contest_in_which_no_method_ran_fails(monkeypatch, reason, status):
+    record = ContestRecord(
+        title="small",
+        num_devices=2,
+        num_microbatches=4,
+        num_steps=4,
+        entries=(entry("one-device", "one device", reason=reason),),
+    )
+    monkeypatch.setattr(contest_room, "run_contest", lambda *_, **__: record)
+    shown = run()
+    assert shown.exit_code == status
+    assert ("No method ran" in shown.output) == bool(status)
+
+
 def test_what_cannot_be_is_refused_before_anything_trains(asked, tmp_path):
     for words, said in (
         (["-o", "contest.png"], "end the name in .html, .svg, .md, .json"),
-        (["-o", str(tmp_path / "no" / "contest.md")], "the folder is not there"),
         (["-m", "0"], "the number of microbatches is 0, but must be ≥ 1"),
+        (["--link", "0Mbit/s"], "over links of 0Mbit/s nothing would arrive"),
+        (["--link", ""], "'' is not a bandwidth"),
     ):
         refused = run(*words)
         assert isinstance(refused.exception, InputError) and said in str(refused.exception)
+    refused = run("-o", str(tmp_path / "no" / "contest.md"))
+    assert refused.exit_code == 2 and "there is no folder" in refused.output
     assert not asked

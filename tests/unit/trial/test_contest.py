@@ -10,15 +10,16 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from penstock.cluster import Link
+from penstock import planner
+from penstock.cluster import Cluster, Link
 from penstock.drawing.contest import ContestRecord, markdown, summary, table_rows
 from penstock.errors import InputError
 from penstock.trial.contest import METHODS, run_contest
 from penstock.trial.contest import contest as contest_module
 from penstock.trial.contest.methods import Method
 from penstock.trial.contest.process_group import InProcesses
-from penstock.trial.contest.traffic import moved_bytes
-from tests.kit.helpers import make_mlp, make_plan
+from penstock.trial.contest.traffic import moved_bytes, splits_nothing
+from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.small_workload import workload
 
 IN_THREADS = ("all-cores", "naive", "gpipe", "1f1b", "pipedream", "predict")
@@ -121,6 +122,28 @@ def test_a_method_that_trains_something_else_is_stopped(troubled):
 def test_an_unknown_method_is_refused():
     with pytest.raises(InputError, match="no method is called 'gpip'; there are one-device, whole"):
         run_contest(workload, methods=["gpip"])
+    with pytest.raises(InputError, match="no method is called ''"):
+        run_contest(workload, methods=[""])
+
+
+def test_a_target_that_is_no_number_is_refused():
+    with pytest.raises(InputError, match="the target is nan, but must be a finite number"):
+        run_contest(workload, target=float("nan"))
+
+
+def test_a_workload_that_begins_otherwise_each_time_is_refused():
+    batches = [make_batch(8, seed=step) for step in range(2)]
+
+    def unseeded():
+        return dataclasses.replace(workload(), build_model=lambda: torch.nn.Linear(16, 4))
+
+    def shuffled():
+        return dataclasses.replace(workload(), batches=lambda: iter([batches.pop()]))
+
+    with pytest.raises(InputError, match=r"build_model of the workload small gives another weight"):
+        run_contest(unseeded, num_steps=1)
+    with pytest.raises(InputError, match="batches of the workload small gives another first mini"):
+        run_contest(shuffled, num_steps=1)
 
 
 def test_bytes_moved_are_those_of_the_documents():
@@ -149,6 +172,40 @@ def copies_of(num_bytes, reducer):
 )
 def test_sums_move_what_the_formulas_say(reducer, num_servers, expected):
     assert moved_bytes(copies_of(600, reducer), None, num_servers) == expected
+
+
+@pytest.fixture(scope="module")
+def tensor_plans():
+    """(graph, link, plan) of two tensor ranks on a free link and on a very slow one."""
+    graph = workload().profile(4, repeats=1, ranks=0, patience_seconds=0.01)
+    # Long enough that a free link makes splitting worth it, whatever was measured.
+    layers = tuple(
+        replace(layer, forward_seconds=1e-3, backward_input_seconds=1e-3) for layer in graph.layers
+    )
+    graph = replace(graph, layers=layers)
+    links = (Link(), Link(bytes_per_second=1e3))
+    return [
+        (
+            graph,
+            link,
+            planner.plan(
+                graph,
+                replace(Cluster.local(2), link=link),
+                microbatches=4,
+                schedule="1f1b",
+                stages=1,
+                tensor_ranks=2,
+                recompute="never",
+            ),
+        )
+        for link in links
+    ]
+
+
+def test_tensor_ranks_that_split_nothing_move_nothing_and_it_is_known(tensor_plans):
+    moved = [moved_bytes(plan, graph, link=link) for graph, link, plan in tensor_plans]
+    assert [splits_nothing(plan) for _, _, plan in tensor_plans] == [False, True]
+    assert moved[0] > 0 and moved[1] == 0
 
 
 @pytest.mark.soak

@@ -30,6 +30,7 @@ from penstock.trial.contest.judging import check_sameness, judged, references
 from penstock.trial.contest.methods import ALL_CORES, Method, chosen_methods
 from penstock.trial.contest.process_group import InProcesses
 from penstock.trial.contest.setting import Setting, Stage
+from penstock.trial.repeating import check_repeats
 from penstock.trial.workload import Batch, Workload
 from penstock.units import count_of
 from penstock.values import one_of, whole
@@ -95,11 +96,14 @@ def run_contest(  # noqa: PLR0913 - one keyword for each thing that can be asked
         reason.
 
     Raises:
-        InputError: a count below 1, an unknown method, no minibatch, or a link between cores.
+        InputError: a count below 1, an unknown method, a target that is not finite, no minibatch, a
+            link between cores, or a workload that gives other weights or data when asked again.
     """
     whole("num_devices", num_devices, 1, 64)
     whole("num_steps", num_steps, 1)
     chosen = chosen_methods(methods, num_devices)
+    if target is not None and not math.isfinite(target):
+        raise InputError(f"the target is {target}, but must be a finite number")
     if stage is None:
         stage = "cores" if num_devices <= usable_cores() and link is None else "emulated"
     if stage == "cores" and link is not None:
@@ -142,6 +146,7 @@ def _setting(
     load: Callable[[], Workload], cluster: Cluster, count: int, stage: Stage, folder: str
 ) -> Setting:
     workload = load()
+    check_repeats(workload)
     inputs, _ = workload.first_batch()
     rows = cutting.num_rows(inputs, "inputs")
     # Devices that are not here do not share this machine.

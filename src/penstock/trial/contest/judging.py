@@ -20,7 +20,7 @@ from penstock.timing.timeline import Timeline
 from penstock.trial.contest.entrants import Entrant
 from penstock.trial.contest.methods import WHOLE
 from penstock.trial.contest.setting import Setting
-from penstock.trial.contest.traffic import moved_bytes
+from penstock.trial.contest.traffic import moved_bytes, splits_nothing
 from penstock.trial.contestants import on_one_device
 from penstock.units import count_of, format_bytes_per_second
 
@@ -78,7 +78,7 @@ def judged(entrants: Sequence[Entrant], setting: Setting, target: float | None) 
     has_data = setting.workload.held_out is not None
     return ContestRecord(
         title=setting.workload.name,
-        notes=_notes(setting),
+        notes=(*_notes(setting), *_unsplit(entrants)),
         num_devices=setting.num_devices,
         num_microbatches=setting.num_microbatches,
         num_steps=steps,
@@ -121,6 +121,15 @@ def _notes(setting: Setting) -> tuple[str, ...]:
     )
 
 
+def _unsplit(entrants: Sequence[Entrant]) -> tuple[str, ...]:
+    return tuple(
+        f"{entrant.method.title.capitalize()}: on these links no layer is worth splitting, so each "
+        f"of its {entrant.plan.num_tensor_ranks} tensor ranks computes all, as one device does."
+        for entrant in entrants
+        if entrant.plan is not None and splits_nothing(entrant.plan)
+    )
+
+
 def _entry(entrant: Entrant, setting: Setting) -> Entry:
     plan, trainer, method = entrant.plan, entrant.trainer, entrant.method
     named = Entry(
@@ -147,7 +156,7 @@ def _entry(entrant: Entrant, setting: Setting) -> Entry:
         step_seconds=entrant.paced_seconds or statistics.median(trainer.seconds),
         predicted_bytes=max(plan.rank_bytes),
         memory_bytes=_memory(plan, entrant.activation_bytes),
-        moved_bytes=moved_bytes(plan, graph, method.num_servers),
+        moved_bytes=moved_bytes(plan, graph, method.num_servers, setting.cluster.link),
         predicted_bubble=bubble,
         bubble=None if measured is None else measured.bubble,
         delay=plan.prediction.delay,

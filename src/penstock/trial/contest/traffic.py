@@ -11,7 +11,9 @@ from penstock.plans import Plan
 from penstock.plans.spilling import traffic
 
 
-def moved_bytes(plan: Plan, graph: LayerGraph, num_servers: int = 0) -> int:
+def moved_bytes(
+    plan: Plan, graph: LayerGraph, num_servers: int = 0, link: Link | None = None
+) -> int:
     """Bytes that all devices of a plan together send for a minibatch, or that go to and from its
     tier.
 
@@ -22,10 +24,20 @@ def moved_bytes(plan: Plan, graph: LayerGraph, num_servers: int = 0) -> int:
         plan: the plan.
         graph: the profile that it was made of.
         num_servers: machines besides its devices that sum gradients.
+        link: between any two devices, on which depends what tensor ranks split; by default so
+            fast that it does not count.
     """
     if plan.spill is not None:
         return sum(traffic(plan.stages, plan.num_microbatches))
-    return _between_stages(plan) + _of_gradients(plan, num_servers) + _in_groups(plan, graph)
+    return _between_stages(plan) + _of_gradients(plan, num_servers) + _in_groups(plan, graph, link)
+
+
+def splits_nothing(plan: Plan) -> bool:
+    """Whether the devices of its groups compute every layer whole, each on its own, since on their
+    links that is fastest."""
+    return plan.num_tensor_ranks > 1 and all(
+        split == "whole" for stage in plan.stages for split in stage.splits.values()
+    )
 
 
 def _between_stages(plan: Plan) -> int:
@@ -61,10 +73,10 @@ def _of_sums(plan: Plan, copies: int, num_bytes: int, num_servers: int) -> float
     return 2.0 * (copies - 1) * num_bytes
 
 
-def _in_groups(plan: Plan, graph: LayerGraph) -> int:
-    if plan.num_tensor_ranks == 1:
+def _in_groups(plan: Plan, graph: LayerGraph, link: Link | None) -> int:
+    if plan.num_tensor_ranks == 1 or splits_nothing(plan):
         return 0
     split = split_layers(
-        graph, plan.num_tensor_ranks, Link(), num_microbatches=plan.num_microbatches
+        graph, plan.num_tensor_ranks, link or Link(), num_microbatches=plan.num_microbatches
     )
     return split.moved_bytes
