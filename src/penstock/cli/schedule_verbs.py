@@ -10,6 +10,8 @@ import click
 
 from penstock import drawing
 from penstock.cli import options, show, sources
+from penstock.cli.beside import Setting, load_beside
+from penstock.cli.given import is_given
 from penstock.cli.names import ScheduleName, Source
 from penstock.cli.output import STANDARD_OUTPUT, OutputFile, written
 from penstock.errors import InputError
@@ -147,8 +149,14 @@ def compare(
     memory: str | None,
     as_json: bool,
 ) -> None:
-    """Compare schedules on the same ranks, microbatches and costs."""
-    loaded = [sources.load_shown(name, ranks, microbatches, costs) for name in names]
+    """Compare schedules on the same ranks, microbatches and costs.
+
+    Beside a file, schedules by name have its ranks and microbatches, and a plan's costs, as far as
+    options do not say otherwise.
+    """
+    setting = Setting(ranks, microbatches, costs)
+    given = {name for name in Setting._fields if is_given(name)}
+    loaded = load_beside(names, setting, given)
     titled = [
         (source.shown.name or name, source.shown)
         for name, source in zip(names, loaded, strict=True)

@@ -325,7 +325,7 @@ def test_a_picture_of_versions_names_the_policy_and_fits_a_terminal():
     drawn = run("draw", "pipedream", "-p", "4", "-m", "12", "--versions")
     assert drawn.startswith("pipedream (stash), predicted: makespan 45")
     assert max(map(len, drawn.splitlines())) <= 120
-    assert "reads" not in run("draw", "pipedream", "-p", "4", "-m", "12")
+    assert "reads" not in run("draw", "1f1b", "-p", "4", "-m", "12")
 
 
 def test_versions_of_files(tmp_path):
