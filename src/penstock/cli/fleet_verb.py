@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli import options, show
+from penstock.cli.given import refuse_useless
 from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.errors import InputError
 from penstock.turns.policies import POLICIES, PolicyName
@@ -53,6 +54,11 @@ def fleet(
     """
     from penstock.turns.written import FleetFile
 
+    if simulates:
+        why = "with --simulate nothing is trained, so nothing is saved"
+        refuse_useless(["folder", "every"], why)
+    elif folder is None:
+        refuse_useless(["every"], "without --folder nothing is saved")
     fleet_file = FleetFile.load(file)
     num_devices = fleet_file.devices if devices is None else devices
     chosen = fleet_file.policy if policy is None else policy

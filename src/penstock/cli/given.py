@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import click
@@ -10,8 +10,9 @@ from click.core import ParameterSource
 
 from penstock.errors import InputError
 
-SHAPE = ("ranks", "microbatches")
-FIGURES = (".svg", ".pdf", ".png")
+_SHAPE = ("ranks", "microbatches")
+_OWN = {".csv": _SHAPE, ".json": (*_SHAPE, "costs")}
+_FIGURES = (".svg", ".pdf", ".png")
 
 
 def is_given(name: str) -> bool:
@@ -41,23 +42,36 @@ def refuse_useless(names: Iterable[str], why: str) -> None:
         raise InputError(f"{why}; leave {' and '.join(useless)} out")
 
 
-def check_source(source: str) -> None:
+def check_source(source: str, of_use: Collection[str] = ()) -> None:
     """Refuse what only schedules by name take, if ``source`` is a file that says it itself.
+
+    Args:
+        of_use: what is not refused beside a plan or a timeline.
 
     Raises:
         InputError: the number of ranks or of microbatches was given, or costs beside a ``.json``.
     """
-    suffix = Path(source).suffix.lower()
-    if suffix == ".csv":
-        refuse_useless(SHAPE, f"{source} says its ranks and microbatches itself")
-    elif suffix == ".json":
-        names, words = (*SHAPE, "costs"), "ranks, microbatches and costs"
-        refuse_useless(names, f"{source} says its {words} itself")
+    own = _said_by(source)
+    if own:
+        said = f"{', '.join(own[:-1])} and {own[-1]}"
+        refuse_useless(set(own).difference(of_use), f"{source} says its {said} itself")
+
+
+def check_sources(sources: Sequence[str]) -> None:
+    """Refuse what only schedules by name take, if all sources are files that say it themselves."""
+    for name in (*_SHAPE, "costs"):
+        if all(name in _said_by(source) for source in sources):
+            refuse_useless([name], f"files say their {name} themselves")
+
+
+def _said_by(source: str) -> tuple[str, ...]:
+    """Which parameters of schedules a file holds."""
+    return _OWN.get(Path(source).suffix.lower(), ())
 
 
 def check_width(output: str | None) -> None:
     """Refuse a width of what is no figure."""
-    if output is None or (output != "-" and Path(output).suffix.lower() not in FIGURES):
+    if output is None or (output != "-" and Path(output).suffix.lower() not in _FIGURES):
         refuse_useless(
             ["width"], "only figures have a width, and what is written is none (.svg, .pdf or .png)"
         )

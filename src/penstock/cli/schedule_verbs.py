@@ -11,7 +11,7 @@ import click
 from penstock import drawing
 from penstock.cli import options, show, sources
 from penstock.cli.beside import Setting, load_beside
-from penstock.cli.given import is_given
+from penstock.cli.given import check_source, check_sources, check_width, is_given
 from penstock.cli.names import ScheduleName, Source
 from penstock.cli.output import STANDARD_OUTPUT, OutputFile, written
 from penstock.errors import InputError
@@ -68,6 +68,8 @@ def simulate(
 
     Of partime, this is so many ticks of a stream that goes on.
     """
+    # A source may give a plan more frames than it has microbatches.
+    check_source(source, ("microbatches",) if arrivals is not None else ())
     loaded = sources.load_shown(source, ranks, microbatches, costs, arrivals)
     if as_json:
         show.print_json(show.metrics(loaded))
@@ -101,6 +103,8 @@ def draw(
     timeline. What never flushes is drawn in its steady state, with the versions of the weights that
     ops read; with --versions or --policy, from its beginning.
     """
+    check_source(source)
+    check_width(output)
     if versions or policy is not None:
         loaded = sources.load_with_versions(source, ranks, microbatches, costs, policy)
         versions = True
@@ -155,6 +159,8 @@ def compare(
     options do not say otherwise.
     """
     setting = Setting(ranks, microbatches, costs)
+    check_sources(names)
+    check_width(output)
     given = {name for name in Setting._fields if is_given(name)}
     loaded = load_beside(names, setting, given)
     titled = [
@@ -208,6 +214,7 @@ def _draw_memory(plan: Plan | None, titled: Sequence[Titled], path: str) -> None
 @options.json_option
 def check(source: str, ranks: int, microbatches: int, capacity: int, as_json: bool) -> None:
     """Prove that a schedule is complete and cannot deadlock."""
+    check_source(source)
     if Path(source).suffix.lower() == ".csv":
         schedule: Schedule | None = sources.read_csv(source)
     else:
