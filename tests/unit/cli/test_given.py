@@ -43,3 +43,14 @@ def test_options_of_what_is_not_done_are_refused(tmp_path):
     assert "leave --every out" in refused("fleet", fleet, "--every", "3")
     model = ("--cost-model", "pipedream-paper", "--overlap", "0.3")
     assert "leave --overlap out" in refused("plan", "graph.json", *model)
+
+
+def test_two_pictures_do_not_go_to_one_place(tmp_path):
+    """And nothing is written where one of several cannot be."""
+    path = tmp_path / "same.svg"
+    assert "both go to" in refused("compare", "1f1b", "-o", path, "--scatter", path)
+    both = refused("compare", "1f1b", "--scatter", "-", "-o", "-")
+    assert "--output and --scatter would both go to standard output" in both
+    refused("compare", "1f1b", "-o", path, "--scatter", tmp_path / "points.txt")
+    refused("compare", "1f1b", "-o", path, "--memory", tmp_path / "memory.svg")
+    assert not path.exists()
