@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 @click.argument("file", type=click.Path())
 @click.option("--simulate", "simulates", is_flag=True, help="Predict it; nothing is trained.")
 @click.option("--devices", type=click.IntRange(min=1), help="Instead of those in the file.")
-@click.option("--policy", type=click.Choice(POLICIES), help="Instead of that in the file.")
+@click.option(
+    "--policy",
+    type=click.Choice(POLICIES, case_sensitive=False),
+    help="Instead of that in the file.",
+)
 @click.option("--folder", type=click.Path(), help="Where jobs save as they go, and go on from.")
 @click.option(
     "--every", type=click.IntRange(min=1), default=100, show_default=True,
