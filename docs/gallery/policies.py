@@ -18,7 +18,7 @@ from typing import NamedTuple
 from defined import defined
 from pages import bibtex, filled, linked, options, paragraphs, percent, table
 
-from penstock.cli.sources import load, load_with_versions
+from penstock.cli.sources import load, load_drawn
 from penstock.cluster import Cluster
 from penstock.drawing import draw, draw_stacked
 from penstock.graph import Layer, LayerGraph
@@ -178,7 +178,7 @@ def _flushed(num_stages: int, minibatch: int, num_microbatches: int) -> Schedule
 def _drawn(name: str) -> Stream:
     policy = POLICIES[name]()
     if policy.activations == "newest":
-        live = load_with_versions(policy.family, NUM_STAGES, NUM_TICKS, Costs())
+        live, _ = load_drawn(policy.family, NUM_STAGES, NUM_TICKS, Costs())
         return Stream(live.shown, (1,) * NUM_STAGES)
     return stream(POLICIES[name](), NUM_STAGES, MINIBATCH, NUM_MICROBATCHES)
 
@@ -257,9 +257,14 @@ def _command(policy: Policy) -> str:
             f"penstock draw {policy.family} -p {NUM_STAGES} -m {MINIBATCH} --versions` draws one "
             "minibatch of it"
         )
+    if policy.activations == "newest":
+        return (
+            f"penstock draw {policy.family} -p {NUM_STAGES} -m {NUM_TICKS} -o {policy.name}.svg` "
+            "draws it"
+        )
     policy_option = f" --policy {policy.name}" if policy.name != "2bw" else ""
     return (
-        f"penstock draw {policy.family} -p {NUM_STAGES} -m {_num_drawn(policy)} --versions"
+        f"penstock draw {policy.family} -p {NUM_STAGES} -m {NUM_MICROBATCHES} --versions"
         f"{policy_option} -o {policy.name}.svg` draws it"
     )
 

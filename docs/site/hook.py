@@ -18,6 +18,7 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).parents[2]
 FROM_THE_ROOT = {
@@ -128,3 +129,9 @@ def _in_repository(place: Path) -> str:
 def _in_site(place: Path) -> str:
     path = _in_repository(place)
     return FROM_THE_ROOT.get(path, path.removeprefix("docs/"))
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Let the page find what search needs without a server beside it, not on the internet."""
+    here = get_relative_url("site/worker.js", page.url)
+    return output.replace("https://unpkg.com/iframe-worker/shim", here)

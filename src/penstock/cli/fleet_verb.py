@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli import options, show
+from penstock.cli.given import refuse_useless
 from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.errors import InputError
 from penstock.turns.policies import POLICIES, PolicyName
@@ -27,7 +28,11 @@ if TYPE_CHECKING:
 @click.argument("file", type=click.Path())
 @click.option("--simulate", "simulates", is_flag=True, help="Predict it; nothing is trained.")
 @click.option("--devices", type=click.IntRange(min=1), help="Instead of those in the file.")
-@click.option("--policy", type=click.Choice(POLICIES), help="Instead of that in the file.")
+@click.option(
+    "--policy",
+    type=click.Choice(POLICIES, case_sensitive=False),
+    help="Instead of that in the file.",
+)
 @click.option("--folder", type=click.Path(), help="Where jobs save as they go, and go on from.")
 @click.option(
     "--every", type=click.IntRange(min=1), default=100, show_default=True,
@@ -53,6 +58,11 @@ def fleet(
     """
     from penstock.turns.written import FleetFile
 
+    if simulates:
+        why = "with --simulate nothing is trained, so nothing is saved"
+        refuse_useless(["folder", "every"], why)
+    elif folder is None:
+        refuse_useless(["every"], "without --folder nothing is saved")
     fleet_file = FleetFile.load(file)
     num_devices = fleet_file.devices if devices is None else devices
     chosen = fleet_file.policy if policy is None else policy

@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from penstock.cli import show
+from penstock.errors import InputError
 
 STANDARD_OUTPUT = "-"
 BOTH_TO_STANDARD_OUTPUT = "-o - and --json would both go to standard output; leave one out"
@@ -74,6 +75,29 @@ def _check_parent(
     parent = os.path.dirname(os.path.abspath(name))
     if not os.path.isdir(parent):
         kind.fail(f"there is no folder {os.path.dirname(name)}; make it first", param, ctx)
+
+
+def check_apart(**outputs: str | None) -> None:
+    """Refuse two outputs that go to one place, of which one would be lost or both be mixed.
+
+    Args:
+        outputs: by the option's name without its dashes, as given.
+
+    Raises:
+        InputError: two of them are the same file, or both standard output.
+    """
+    places: dict[str, str] = {}
+    for option, output in outputs.items():
+        if output is None:
+            continue
+        place = output if output == STANDARD_OUTPUT else os.path.realpath(output)
+        if place in places:
+            raise InputError(
+                f"--{places[place]} and --{option} would both go to "
+                f"{'standard output' if output == STANDARD_OUTPUT else output}; give one of them "
+                "another name"
+            )
+        places[place] = option
 
 
 @contextmanager

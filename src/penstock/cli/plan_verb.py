@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from penstock import planner
 from penstock.cli import options, show
+from penstock.cli.given import refuse_useless
 from penstock.cli.names import ScheduleName
 from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.cluster import Cluster, Tier
@@ -153,6 +154,10 @@ def plan(
     GRAPH is a profile, as `penstock profile -o` writes it, or a graph.txt of PipeDream's. CLUSTER
     is a file (.toml or .json, see `penstock cluster`); by default the cores of this machine.
     """
+    if request["cost_model"] != "ring":
+        refuse_useless(
+            ["overlap"], f"{request['cost_model']} says itself how much of an exchange hides"
+        )
     counts = replicas not in (None, "any")
     num_devices = _num_ranks(replicas) if replicas and counts else ranks
     there = Cluster.load(cluster) if cluster else Cluster.local(num_devices)

@@ -10,8 +10,10 @@ import click
 
 from penstock import drawing
 from penstock.cli import options, show, sources
+from penstock.cli.beside import Setting, load_beside
+from penstock.cli.given import check_source, check_sources, check_width, is_given
 from penstock.cli.names import ScheduleName, Source
-from penstock.cli.output import STANDARD_OUTPUT, OutputFile, written
+from penstock.cli.output import STANDARD_OUTPUT, OutputFile, check_apart, written
 from penstock.errors import InputError
 from penstock.schedule import Schedule, families
 from penstock.schedule.check import check as check_schedule
@@ -66,6 +68,8 @@ def simulate(
 
     Of partime, this is so many ticks of a stream that goes on.
     """
+    # A source may give a plan more frames than it has microbatches.
+    check_source(source, ("microbatches",) if arrivals is not None else ())
     loaded = sources.load_shown(source, ranks, microbatches, costs, arrivals)
     if as_json:
         show.print_json(show.metrics(loaded))
@@ -99,6 +103,8 @@ def draw(
     timeline. What never flushes is drawn in its steady state, with the versions of the weights that
     ops read; with --versions or --policy, from its beginning.
     """
+    check_source(source)
+    check_width(output)
     if versions or policy is not None:
         loaded = sources.load_with_versions(source, ranks, microbatches, costs, policy)
         versions = True
@@ -147,8 +153,26 @@ def compare(
     memory: str | None,
     as_json: bool,
 ) -> None:
-    """Compare schedules on the same ranks, microbatches and costs."""
-    loaded = [sources.load_shown(name, ranks, microbatches, costs) for name in names]
+    """Compare schedules on the same ranks, microbatches and costs.
+
+    Beside a file, schedules by name have its ranks and microbatches, and a plan's costs, as far as
+    options do not say otherwise.
+    """
+    setting = Setting(ranks, microbatches, costs)
+    check_sources(names)
+    check_width(output)
+    check_apart(output=output, scatter=scatter, memory=memory)
+    for figure in filter(None, (scatter, memory)):
+        options.check_figure(figure)
+    if as_json and STANDARD_OUTPUT in (scatter, memory):
+        raise click.UsageError("a picture on standard output and --json would mix; leave one out")
+    given = {name for name in Setting._fields if is_given(name)}
+    loaded = load_beside(names, setting, given)
+    if memory is not None and loaded[0].plan is None:
+        raise InputError(
+            "only a plan knows bytes; give the plan's file first, then timelines that were "
+            "measured with it"
+        )
     titled = [
         (source.shown.name or name, source.shown)
         for name, source in zip(names, loaded, strict=True)
@@ -160,7 +184,7 @@ def compare(
         if path is not None:
             drawing.draw_scatter(titled, path)
     with written(memory, ".svg") as path:
-        if path is not None:
+        if path is not None and loaded[0].plan is not None:
             _draw_memory(loaded[0].plan, titled, path)
     if as_json:
         show.print_json([show.metrics(source) for source in loaded])
@@ -172,12 +196,7 @@ def compare(
         click.echo(f"\n{show.stacked_in_terminal(titled)}")
 
 
-def _draw_memory(plan: Plan | None, titled: Sequence[Titled], path: str) -> None:
-    if plan is None:
-        raise InputError(
-            "only a plan knows bytes; give the plan's file first, then timelines that were "
-            "measured with it"
-        )
+def _draw_memory(plan: Plan, titled: Sequence[Titled], path: str) -> None:
     from penstock.plans.memory_curves import memory_limits, memory_over_time
 
     curves = {
@@ -200,6 +219,7 @@ def _draw_memory(plan: Plan | None, titled: Sequence[Titled], path: str) -> None
 @options.json_option
 def check(source: str, ranks: int, microbatches: int, capacity: int, as_json: bool) -> None:
     """Prove that a schedule is complete and cannot deadlock."""
+    check_source(source)
     if Path(source).suffix.lower() == ".csv":
         schedule: Schedule | None = sources.read_csv(source)
     else:

@@ -125,13 +125,18 @@ def load_shown(
         return load(name, ranks, microbatches, costs, arrivals)
     length = _live_length(ranks, microbatches)
     if arrivals is None:
-        arrivals = load(name, ranks, length, costs).timeline.rate or None
+        arrivals = _pace(name, ranks, microbatches, costs)
     return load(name, ranks, length, costs, arrivals)._replace(num_ticks=microbatches)
 
 
 def _is_live(name: str) -> bool:
     usual = USUAL.get(name.partition(":")[0])
     return usual is not None and usual.activations == "newest"
+
+
+def _pace(name: str, ranks: int, num_ticks: int, costs: Costs) -> float | None:
+    """Frames per unit of time that a live stream takes, which only a long one shows."""
+    return load(name, ranks, _live_length(ranks, num_ticks), costs).timeline.rate or None
 
 
 def _live_length(ranks: int, num_ticks: int) -> int:
@@ -156,9 +161,7 @@ def load_with_versions(
     """
     if _suffix(name) == ".json":
         return _json_with_versions(name, policy)
-    live = _is_live(name)
-    length = _live_length(ranks, microbatches) if live else microbatches
-    schedule = _schedule(name, ranks, length, costs)
+    schedule = _schedule(name, ranks, microbatches, costs)
     if any(op.kind is Kind.UPDATE for op in schedule.where):
         raise InputError(
             f"{name} has updates, but does not say which versions its ops read; leave the updates "
@@ -170,8 +173,8 @@ def load_with_versions(
         flushed = simulate(add_update(schedule), _spread(costs, schedule))
         return Drawable(_reading_the_first(flushed), schedule)
     size = family_options(family, rest).get("minibatch") or schedule.num_stages
-    timeline = _named(name, _stream, schedule, chosen, size, costs)
-    return Drawable(timeline, schedule, num_ticks=microbatches if live else 0)
+    arrivals = _pace(name, ranks, microbatches, costs) if _is_live(name) else None
+    return Drawable(_named(name, _stream, schedule, chosen, size, costs, arrivals), schedule)
 
 
 def load_drawn(name: str, ranks: int, microbatches: int, costs: Costs) -> tuple[Drawable, bool]:
@@ -183,18 +186,21 @@ def load_drawn(name: str, ranks: int, microbatches: int, costs: Costs) -> tuple[
         if isinstance(content, Drawable):
             return content, False
         source = _planned(content)
-        if content.prediction.flushes or source.num_ticks:
+        if content.prediction.flushes:
             return source, False
-        count = content.num_microbatches
-        stream = content.simulate(1 + ceil(4 * content.num_ranks / count))
-        return source._replace(timeline=steady_part(stream, count)), True
-    if _is_live(name) or not USUAL.get(name.partition(":")[0], Flush()).asynchronous:
+        per_minibatch = content.num_microbatches
+        shown = source.num_ticks or per_minibatch
+        stream = content.simulate(ceil((shown + 4 * content.num_ranks) / per_minibatch))
+        return source._replace(timeline=steady_part(stream, shown), num_ticks=0), True
+    if not USUAL.get(name.partition(":")[0], Flush()).asynchronous:
         return load_shown(name, ranks, microbatches, costs), False
     source = load_with_versions(name, ranks, _live_length(ranks, microbatches), costs)
     return source._replace(timeline=steady_part(source.timeline, microbatches)), True
 
 
-def _stream(schedule: Schedule, policy: Policy, minibatch: int, costs: Costs) -> Timeline:
+def _stream(
+    schedule: Schedule, policy: Policy, minibatch: int, costs: Costs, arrivals: float | None
+) -> Timeline:
     """The prediction of a stream of microbatches.
 
     Args:
@@ -202,12 +208,11 @@ def _stream(schedule: Schedule, policy: Policy, minibatch: int, costs: Costs) ->
         policy: which versions passes read.
         minibatch: microbatches per update, where the policy updates once per minibatch.
         costs: of a whole rank's layers.
+        arrivals: microbatches that come per unit of time; by default all are there.
     """
     rounds = rounds_of(policy, schedule, minibatch)
     stream = add_updates(schedule, rounds)
-    timeline = simulate(stream, _spread(costs, schedule))
-    if policy.activations == "newest":
-        timeline = simulate(stream, _spread(costs, schedule), arrivals=timeline.rate or None)
+    timeline = simulate(stream, _spread(costs, schedule), arrivals=arrivals)
     named = replace(timeline, name=f"{schedule.name} ({policy.name})")
     return named.with_versions(versions_read(stream, policy, rounds))
 

@@ -22,7 +22,7 @@ from penstock.drawing.markup import (
     write,
 )
 from penstock.timing.fleet_timeline import FleetTimeline, Turn
-from penstock.units import TimeUnit, unit_of_seconds
+from penstock.units import TimeUnit, count_of, unit_of_seconds
 
 TitledFleet = tuple[str, FleetTimeline]
 """A fleet's timeline and what it is called in a picture of several."""
@@ -56,8 +56,9 @@ def headline(timeline: FleetTimeline) -> str:
     least = timeline.bound_seconds
     over = f", {timeline.makespan / least:.3f} × the bound" if least else ""
     return (
-        f"{len(timeline.jobs)} jobs on {timeline.num_devices} devices, {timeline.policy}, "
-        f"{timeline.source}: {unit.show(timeline.makespan)}{over}, idle {timeline.idle:.1%}"
+        f"{count_of(len(timeline.jobs), 'job')} on {count_of(timeline.num_devices, 'device')}, "
+        f"{timeline.policy}, {timeline.source}: {unit.show(timeline.makespan)}{over}, "
+        f"idle {timeline.idle:.1%}"
     )
 
 

@@ -254,7 +254,7 @@ class Trial:
         idle = Fact(
             label="devices idle (bubble)",
             value=f"{self.measured.bubble:.1%}",
-            note=f"{share:.1%} is the best possible for this schedule with these stages",
+            note=f"{share:.1%} predicted, from what the schedule forces with these stages",
         )
         took = f"{_milliseconds(self.step_seconds)} a step, median"
         if not self.twins:

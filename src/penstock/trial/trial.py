@@ -31,7 +31,8 @@ def run_trial(
     The twin with one thread trains exactly the same steps and is the one to be equal to. Those
     with two threads (same microbatches; whole batch at once) are there to be honest about speed and
     train every other turn. A pipeline that never flushes drains at the end of every turn of five
-    minibatches all the same, so that all take turns on an equally noisy machine.
+    minibatches all the same, so that all take turns on an equally noisy machine. The pipeline is
+    evaluated after its first and its last step, too.
 
     Args:
         plan: made for its model.
@@ -58,11 +59,21 @@ def run_trial(
             for contestant in [pipeline, *(twins if turn % 2 == 0 else twins[:1])]:
                 _take_turn(contestant, turns, workload, evaluate_every, progress)
             turn += 1
+        _evaluate_at_the_end(pipeline, workload)
     finally:
         pipeline.close()
     if not pipeline.losses:
         raise InputError(f"the workload {workload.name} yields no minibatch")
     return Trial(workload, plan, pipeline, tuple(twins))
+
+
+def _evaluate_at_the_end(pipeline: Contestant, workload: Workload) -> None:
+    """The held-out loss of the trained model, unless the last step was one to evaluate after."""
+    if workload.held_out is None or not pipeline.held_out:
+        return
+    last_step, _ = pipeline.held_out[-1]
+    if last_step < len(pipeline.losses):
+        pipeline.evaluate(workload.held_out, workload.loss)
 
 
 def _twins(workload: Workload, plan: Plan) -> list[Contestant]:

@@ -104,6 +104,11 @@ class FleetFile(_Table, frozen=True):
                 table.metric, every=table.every, steps=table.steps, largest=table.largest
             )
         has_own = [job.steps is not None for job in self.jobs.values()]
+        if not (all(has_own) or rungs or self.steps or self.epochs):
+            raise InputError(
+                "nobody says how long jobs train; write steps or epochs at the top of the file, a "
+                "table [halving], or steps for each job"
+            )
         return settled(rungs, self.steps, self.epochs, has_own)
 
     @classmethod

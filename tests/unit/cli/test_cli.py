@@ -182,7 +182,7 @@ def test_demo_does_the_whole_job(tmp_path):
             ("compare", "1f1b", "-o", "picture.json"),
             "end the name in .txt, .svg, .pdf, .png, .html",
         ),
-        (("compare", "1f1b", "--scatter", "picture.txt"), "end the name in .svg"),
+        (("compare", "1f1b", "--scatter", "picture.txt"), "must end in .svg"),
         (("simulate", "1f1b", "--costs", "missing.json"), "cannot read missing.json"),
         (("simulate", "1f1b", "-p", "0"), "num_ranks is 0"),
         (("simulate", "1f1b", "-m", "-3"), "num_microbatches is -3"),

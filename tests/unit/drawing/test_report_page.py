@@ -215,7 +215,7 @@ def test_chromium_shows_both_timelines(folder, tmp_path):
 NUMBERS = (
     Fact(label="as fast as one device", value="1.61×", note="on 2; median"),
     Fact(label="same as one device", value="to the bit", note="4 steps"),
-    Fact(label="devices idle (bubble)", value="12.0%", note="11.1% is the best possible"),
+    Fact(label="devices idle (bubble)", value="12.0%", note="11.1% predicted"),
 )
 
 

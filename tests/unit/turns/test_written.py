@@ -65,7 +65,7 @@ def test_units_are_text_and_files_are_beside_it(tmp_path):
             r"jobs\.a\.memory: .*480 potatoes.*is not a size",
         ),
         ('steps = 2\nepochs = 1\n[jobs.a]\nplan = "a"', "give one of them"),
-        ('[jobs.a]\nplan = "a"', "nobody says how long"),
+        ('[jobs.a]\nplan = "a"', "write steps or epochs at the top of the file"),
         ("steps = 2\n[jobs]", "there is no job"),
         ("steps = 2", "the file lacks the key 'jobs'"),
         ("steps = 2\njobs = 3", r"jobs is 3; write a table \[jobs.NAME\]"),
