@@ -132,6 +132,8 @@ def test_checkpoints_are_written_where_they_are_due(tmp_path):
         (LOADER, {"epochs": 0}, "epochs is 0, but must be ≥ 1"),
         (LOADER, {"max_steps": 1.5}, "max_steps is 1.5, but must be a whole number"),
         (LOADER, {"evaluate_every": 0}, "evaluate_every is 0"),
+        (LOADER, {"evaluate_every": 2}, "evaluate_every is 2, but there is nothing to evaluate"),
+        (LOADER, {"callbacks": [pk.EarlyStopping()]}, "EarlyStopping waits for a held-out loss"),
         (LOADER, {"callbacks": [print]}, "a callback is of type builtin_function_or_method"),
         (LOADER, {"evaluate": 3}, "what to evaluate is of type int"),
         (LOADER, {"progress": "no"}, "progress is 'no'; give True or False"),
@@ -140,6 +142,11 @@ def test_checkpoints_are_written_where_they_are_due(tmp_path):
 def test_what_cannot_be_fitted_is_refused(loader, options, message):
     with pytest.raises(InputError, match=message):
         fitted(loader=loader, **options)
+
+
+def test_schedulers_that_wait_for_a_metric_are_refused_without_held_out_data():
+    with pytest.raises(InputError, match=r"the schedulers wait for a held-out loss, .*evaluate="):
+        fitted(options={"lr_scheduler": ReduceLROnPlateau})
 
 
 def test_early_stopping_needs_a_loss():
