@@ -48,4 +48,4 @@ def test_a_pipeline_tells_of_them_unless_it_was_told_what_counts():
     with warnings.catch_warnings(), pipeline_of(model, **options, **weight) as pipeline:
         warnings.simplefilter("error")
         expected = F.cross_entropy(model(inputs), targets)
-        assert float(pipeline.step(inputs, targets)) == pytest.approx(float(expected))
+        assert float(pipeline.step(inputs, targets)) == pytest.approx(expected.item())
