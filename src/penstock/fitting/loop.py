@@ -14,6 +14,7 @@ from penstock.errors import InputError
 from penstock.fitting.callbacks import Callback, EarlyStopping, ProgressLines
 from penstock.model.batches import is_batch
 from penstock.pipeline import Pipeline
+from penstock.run.drive.driver import told
 from penstock.telling import is_quiet
 from penstock.values import expect, flag, whole
 
@@ -87,10 +88,28 @@ def fit(  # noqa: PLR0913 - each has a default that most callers keep
     everybody = [*callbacks, ProgressLines()] if tells else [*callbacks]
     batches = _batches(loader, epochs, evaluate_every)
     try:
-        return _Fitting(pipeline, everybody, evaluate, checkpoints).over(batches, max_steps)
-    finally:
-        for callback in everybody:
+        fitted = _Fitting(pipeline, everybody, evaluate, checkpoints).over(batches, max_steps)
+    except BaseException as error:
+        for failure in _ended(everybody, pipeline):
+            error.add_note(f"on_end failed, too: {told(failure)}")
+        raise
+    failures = _ended(everybody, pipeline)
+    for failure in failures[1:]:
+        failures[0].add_note(f"Another on_end failed, too: {told(failure)}")
+    if failures:
+        raise failures[0]
+    return fitted
+
+
+def _ended(callbacks: Sequence[Callback], pipeline: Pipeline) -> list[Exception]:
+    """Tell all callbacks that training has ended; what those raised that could not end."""
+    failures = []
+    for callback in callbacks:
+        try:
             callback.on_end(pipeline)
+        except Exception as error:
+            failures.append(error)
+    return failures
 
 
 class _Fitting:

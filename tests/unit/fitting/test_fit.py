@@ -165,6 +165,24 @@ def test_callbacks_hear_of_the_end_also_after_a_failure():
     assert seen.told[-1] == "end"
 
 
+class BadlyEnding(pk.Callback):
+    def on_end(self, pipeline):
+        raise OSError("the disk is full")
+
+
+def test_all_callbacks_hear_of_the_end_and_the_first_error_stands():
+    seen = Seen()
+    with pytest.raises(OSError, match="the disk is full") as raised:
+        fitted(callbacks=[BadlyEnding(), BadlyEnding(), seen])
+    assert seen.told[-1] == "end"
+    assert raised.value.__notes__ == ["Another on_end failed, too: the disk is full"]
+    seen = Seen()
+    with pytest.raises(InputError, match="gives no batch") as failed:
+        fitted(loader=[], callbacks=[BadlyEnding(), seen])
+    assert seen.told == ["end"]
+    assert failed.value.__notes__ == ["on_end failed, too: the disk is full"]
+
+
 def test_progress_is_a_line_now_and_then(capfd):
     fitted(evaluate=HELD_OUT, progress=True)
     said = capfd.readouterr()
