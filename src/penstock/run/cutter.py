@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -163,12 +163,25 @@ class Cutter:
             for number, (inputs, targets) in enumerate(pairs)
         )
 
-    def to_judge(self, inputs: Any, targets: Any, *, step: int) -> tuple[Minibatch, float]:
-        """A minibatch of which only the loss is wanted, and how many terms that has.
+    def judged(
+        self, pairs: Iterable[tuple[Any, Any]], *, step: int
+    ) -> Iterator[tuple[Minibatch, float]]:
+        """Minibatches of which only the loss is wanted, and how many terms that has; each knows
+        whether more follow, which other processes compare.
 
         Raises:
             InputError: inputs and targets do not fit together.
         """
+        held: list[tuple[Minibatch, float]] = []
+        for inputs, targets in pairs:
+            # Cut at once: a loader may use the same memory for the next.
+            following = self._to_judge(inputs, targets, step)
+            for minibatch, num_terms in held:
+                yield replace(minibatch, more_to_judge=True), num_terms
+            held = [following]
+        yield from held
+
+    def _to_judge(self, inputs: Any, targets: Any, step: int) -> tuple[Minibatch, float]:
         inputs, targets = plain(inputs, "inputs"), plain(targets, "targets")
         parts, wanted = self._parts_of(inputs, targets)
         weights = self._weights(targets, wanted)
