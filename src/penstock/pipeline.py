@@ -400,8 +400,7 @@ class Pipeline:
             expect(batches, Iterable, "what to evaluate", "give a batch or a loader of batches")
             pairs = self._parting.pairs(batches)
         total, num_terms, kind = 0.0, 0.0, None
-        for inputs, wanted in pairs:
-            minibatch, terms = self._parts.cutter.to_judge(inputs, wanted, step=self._step)
+        for minibatch, terms in self._parts.cutter.judged(pairs, step=self._step):
             loss = self._evaluated(minibatch).loss
             num_terms += terms
             if loss is not None and self._results == "every rank":

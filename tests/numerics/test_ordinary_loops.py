@@ -116,6 +116,7 @@ def test_a_batch_of_any_form_trains_as_inputs_and_targets_do(form):
     ("batch", "message"),
     [
         ({"tokens": torch.zeros(4, 5)}, "the batch has tokens, and no labels for the loss; name"),
+        ({"x": torch.zeros(4, 5), "labels": None}, "labels of the batch is None, so the loss has"),
         (torch.zeros(4, 5), "the batch is a Tensor, which says nothing of inputs and targets"),
         ((torch.zeros(4), torch.zeros(4), torch.zeros(4)), "the batch is a tuple of 3"),
         ({"x": np.zeros(4), "labels": torch.zeros(4)}, "inputs hold an array of numpy"),
@@ -154,6 +155,8 @@ def test_targets_may_have_other_keys():
     for labels in (3, [], [1]):
         with pytest.raises(InputError, match=r"labels is .*; give the key of the targets"):
             pipeline_of(make_mlp(), labels=labels)
+    with pytest.raises(InputError, match=r"labels is .*, which names a key twice"):
+        pipeline_of(make_mlp(), labels=("first", "first"))
 
 
 def test_plain_values_stay_the_objects_that_they_are():

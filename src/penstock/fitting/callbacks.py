@@ -48,7 +48,8 @@ class Callback:
         """
 
     def on_end(self, pipeline: Pipeline) -> None:
-        """The training has ended, well or not."""
+        """The training has ended, well or not. All callbacks are told, also if one of them raises
+        here; the first error stands."""
 
 
 class EarlyStopping(Callback):

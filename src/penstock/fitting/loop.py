@@ -11,9 +11,10 @@ from torch import Tensor
 
 from penstock.checkpoint.wanted import Checkpoints
 from penstock.errors import InputError
-from penstock.fitting.callbacks import Callback, ProgressLines
+from penstock.fitting.callbacks import Callback, EarlyStopping, ProgressLines
 from penstock.model.batches import is_batch
 from penstock.pipeline import Pipeline
+from penstock.run.drive.driver import told
 from penstock.telling import is_quiet
 from penstock.values import expect, flag, whole
 
@@ -68,7 +69,8 @@ def fit(  # noqa: PLR0913 - each has a default that most callers keep
         How many minibatches there were, every held-out loss, and whether a callback ended it.
 
     Raises:
-        InputError: impossible arguments, a loader that gives nothing, or as ``Pipeline.steps``.
+        InputError: impossible arguments, something that waits for held-out losses without
+            ``evaluate``, a loader that gives nothing, or as ``Pipeline.steps``.
         StageError, PeerError, DeadlineError, FileError: as ``Pipeline.steps``.
     """
     expect(pipeline, Pipeline, "what to fit", "give a pk.Pipeline")
@@ -80,14 +82,34 @@ def fit(  # noqa: PLR0913 - each has a default that most callers keep
     for callback in callbacks:
         expect(callback, Callback, "a callback", "derive it from pk.Callback")
     flag("progress", progress)
+    if evaluate is None:
+        _check_nobody_waits(evaluate_every, callbacks)
     tells = progress and not is_quiet()
     everybody = [*callbacks, ProgressLines()] if tells else [*callbacks]
     batches = _batches(loader, epochs, evaluate_every)
     try:
-        return _Fitting(pipeline, everybody, evaluate, checkpoints).over(batches, max_steps)
-    finally:
-        for callback in everybody:
+        fitted = _Fitting(pipeline, everybody, evaluate, checkpoints).over(batches, max_steps)
+    except BaseException as error:
+        for failure in _ended(everybody, pipeline):
+            error.add_note(f"on_end failed, too: {told(failure)}")
+        raise
+    failures = _ended(everybody, pipeline)
+    for failure in failures[1:]:
+        failures[0].add_note(f"Another on_end failed, too: {told(failure)}")
+    if failures:
+        raise failures[0]
+    return fitted
+
+
+def _ended(callbacks: Sequence[Callback], pipeline: Pipeline) -> list[Exception]:
+    """Tell all callbacks that training has ended; what those raised that could not end."""
+    failures = []
+    for callback in callbacks:
+        try:
             callback.on_end(pipeline)
+        except Exception as error:
+            failures.append(error)
+    return failures
 
 
 class _Fitting:
@@ -107,8 +129,9 @@ class _Fitting:
         self._num_steps = 0
         self._held_out: list[tuple[int, Tensor | None]] = []
         # A process whose stages have no parameters has no scheduler, and must come all the same.
-        waits = pipeline.schedulers.wait_for_metric
-        self._schedules = evaluate is not None and pipeline.any_process(waits)
+        self._schedules = pipeline.any_process(pipeline.schedulers.wait_for_metric)
+        if self._schedules and evaluate is None:
+            raise _nothing_to_evaluate("the schedulers wait for a held-out loss")
 
     def over(self, stretches: Iterator[Iterator[Any]], max_steps: int | None) -> Fitted:
         stopped = False
@@ -153,6 +176,21 @@ class _Fitting:
             pipeline.schedulers.step(loss)
         wishes = [one.on_evaluate(step, loss, pipeline) for one in self._callbacks]
         return pipeline.any_process(any(wishes))
+
+
+def _check_nobody_waits(evaluate_every: int | None, callbacks: Sequence[Callback]) -> None:
+    """Raise ``InputError`` for wishes that only held-out data can fulfil."""
+    if evaluate_every is not None:
+        raise _nothing_to_evaluate(f"evaluate_every is {evaluate_every}")
+    if any(isinstance(one, EarlyStopping) for one in callbacks):
+        raise _nothing_to_evaluate("EarlyStopping waits for a held-out loss")
+
+
+def _nothing_to_evaluate(who_asks: str) -> InputError:
+    return InputError(
+        f"{who_asks}, but there is nothing to evaluate; give evaluate=…: held-out data, or a "
+        "function of the pipeline that returns a loss"
+    )
 
 
 def _batches(

@@ -133,7 +133,7 @@ class Parting:
         taken: names of what the model takes, if it says so; labels among them stay in the inputs.
 
     Raises:
-        InputError: ``labels`` are no keys.
+        InputError: ``labels`` are no keys, or name one twice.
     """
 
     labels: str | Sequence[str] = LABELS
@@ -146,6 +146,10 @@ class Parting:
             raise InputError(
                 f"labels is {shown(self.labels)}; give the key of the targets in a batch, as in "
                 'labels="labels", or a list of keys'
+            )
+        if len({*self._keys}) < len(self._keys):
+            raise InputError(
+                f"labels is {shown(self.labels)}, which names a key twice; name each once"
             )
 
     @classmethod
@@ -206,6 +210,12 @@ class Parting:
         if missing and self.whole:
             return batch
         if missing:
+            empty = [key for key in missing if key in batch]
+            if empty:
+                raise InputError(
+                    f"{' and '.join(empty)} of {whose} is None, so the loss has nothing to compare "
+                    "with; give tensors with a row for each row of the inputs"
+                )
             raise InputError(
                 f"{whose} has {', '.join(map(str, batch)) or 'nothing'}, and no "
                 f"{' and no '.join(missing)} for the loss; name the key of its targets, as in "

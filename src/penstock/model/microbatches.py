@@ -221,6 +221,11 @@ class Weighting:
         if self.weight is not None and self.reduction == "sum":
             raise InputError("weight is for reduction='mean'; a sum needs none")
 
+    @property
+    def counts_rows(self) -> bool:
+        """Whether each microbatch counts by its rows, whatever its targets are."""
+        return self.reduction == "mean" and self.weight is None
+
     def of(self, targets: list[Any], sliced: bool = False) -> list[float]:
         """The factor on each microbatch's loss such that their sum is the minibatch's loss.
 

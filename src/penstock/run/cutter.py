@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from penstock.errors import InputError
 from penstock.model import microbatches, tree
 from penstock.model.autocast import autocast_here
 from penstock.model.batches import plain
+from penstock.model.ignored_labels import IgnoredLabels
 from penstock.model.microbatches import Microbatches, Weighting
 from penstock.run.giving import Giver
 from penstock.run.minibatch import FrameListener, Minibatch, StreamPosition
@@ -34,6 +35,8 @@ class Cutter:
         gives_inputs: copies inputs for the ranks of this process that compute with them; ``None``
             if there are none.
         gives_targets: likewise.
+        ignored_labels: looks whether microbatches that count by rows have labels that count for
+            nothing.
     """
 
     num_microbatches: int
@@ -44,6 +47,7 @@ class Cutter:
     modules: Sequence[nn.Module] = ()
     gives_inputs: Giver | None = field(default_factory=Giver)
     gives_targets: Giver | None = field(default_factory=Giver)
+    ignored_labels: IgnoredLabels = field(default_factory=IgnoredLabels)
 
     def to_train(
         self, inputs: Any, targets: Any, *, step: int, share: float = 1.0, updates: bool = True
@@ -55,7 +59,7 @@ class Cutter:
         """
         inputs, targets = plain(inputs, "inputs"), plain(targets, "targets")
         parts, wanted = self._parts_of(inputs, targets)
-        weights = self.weighting.of(wanted, self.num_slices > 1)
+        weights = self._weights(targets, wanted)
         if self.fills_up:
             first = range(self.num_slices)
             for _ in range(len(parts) // self.num_slices, self.num_microbatches):
@@ -159,17 +163,29 @@ class Cutter:
             for number, (inputs, targets) in enumerate(pairs)
         )
 
-    def to_judge(self, inputs: Any, targets: Any, *, step: int) -> tuple[Minibatch, float]:
-        """A minibatch of which only the loss is wanted, and how many terms that has.
+    def judged(
+        self, pairs: Iterable[tuple[Any, Any]], *, step: int
+    ) -> Iterator[tuple[Minibatch, float]]:
+        """Minibatches of which only the loss is wanted, and how many terms that has; each knows
+        whether more follow, which other processes compare.
 
         Raises:
             InputError: inputs and targets do not fit together.
         """
+        held: list[tuple[Minibatch, float]] = []
+        for inputs, targets in pairs:
+            # Cut at once: a loader may use the same memory for the next.
+            following = self._to_judge(inputs, targets, step)
+            for minibatch, num_terms in held:
+                yield replace(minibatch, more_to_judge=True), num_terms
+            held = [following]
+        yield from held
+
+    def _to_judge(self, inputs: Any, targets: Any, step: int) -> tuple[Minibatch, float]:
         inputs, targets = plain(inputs, "inputs"), plain(targets, "targets")
         parts, wanted = self._parts_of(inputs, targets)
-        sliced = self.num_slices > 1
-        weights = self.weighting.of(wanted, sliced)
-        num_terms = sum(self.weighting.terms(wanted, sliced))
+        weights = self._weights(targets, wanted)
+        num_terms = sum(self.weighting.terms(wanted, self.num_slices > 1))
         parts, inputs_moments = _given(parts, self.gives_inputs)
         wanted, targets_moments = _given(wanted, self.gives_targets)
         self._settle()
@@ -186,6 +202,12 @@ class Cutter:
             targets_moments=targets_moments,
         )
         return minibatch, num_terms
+
+    def _weights(self, targets: Any, parts: list[Any]) -> list[float]:
+        """How much each microbatch of some targets counts, or each slice."""
+        if self.weighting.counts_rows:
+            self.ignored_labels.look(targets, parts)
+        return self.weighting.of(parts, self.num_slices > 1)
 
     def to_evaluate(self, inputs: Any, *, step: int) -> Minibatch:
         """A minibatch of which only outputs are wanted."""

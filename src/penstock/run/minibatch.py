@@ -77,6 +77,7 @@ class Minibatch:
             Only within a live stream; elsewhere ``trains`` says so.
         listener: who wants the output and the loss of the one microbatch of a frame; without, of
             minibatches that train only losses are kept.
+        more_to_judge: of one that does not train, whether more follow that are evaluated with it.
     """
 
     step: int
@@ -95,6 +96,7 @@ class Minibatch:
     mark: Mark | None = None
     learns: bool = True
     listener: FrameListener | None = None
+    more_to_judge: bool = False
 
     @property
     def num_microbatches(self) -> int:
@@ -135,7 +137,7 @@ def seal_of(minibatch: Minibatch, position: StreamPosition) -> bytes:
     training = step if minibatch.updates else Call.ACCUMULATE
     return Seal(
         training if minibatch.trains else Call.EVALUATE,
-        _behind(position),
+        _behind(minibatch, position),
         *autocast_codes(minibatch.autocast),
         minibatch.modes if minibatch.trains else Modes.NOT_COMPARED,
         minibatch.num_microbatches,
@@ -144,10 +146,10 @@ def seal_of(minibatch: Minibatch, position: StreamPosition) -> bytes:
     ).packed()
 
 
-def _behind(position: StreamPosition) -> Next:
+def _behind(minibatch: Minibatch, position: StreamPosition) -> Next:
     if position.failure is not None:
         return Next.LOADER_ERROR
-    return Next.MINIBATCH if position.more_follow else Next.NOTHING
+    return Next.MINIBATCH if position.more_follow or minibatch.more_to_judge else Next.NOTHING
 
 
 @dataclass

@@ -300,6 +300,11 @@ def _different_ends(own: Seal, other: Seal, mine: int, theirs: int) -> str:
             f"rank {ends} calls step(), but rank {goes_on} is in a loop over steps() that goes on; "
             "make the same calls on every rank"
         )
+    if own.call == Call.EVALUATE:
+        return (
+            f"rank {ends} ends its evaluation with this minibatch, but rank {goes_on} goes on; "
+            "give every rank the same held-out data"
+        )
     return (
         f"rank {ends} ends its loop with this minibatch, but rank {goes_on} goes on; give every "
         "rank as many minibatches, and let all leave the loop at the same one"

@@ -80,9 +80,26 @@ def spread(signature: inspect.Signature, inputs: Any) -> Given:
             continue
         return args, kwargs
     raise InputError(
-        f"forward{signature} cannot be called with these inputs; give a "
-        "tuple with its arguments, or a dictionary with its keywords"
+        f"forward{signature} cannot be called with these inputs{_misfits(signature, inputs)}; give "
+        "a tuple with its arguments, or a dictionary with its keywords"
     )
+
+
+def _misfits(signature: inspect.Signature, inputs: Any) -> str:
+    """Which keywords are too many or too few, if the inputs are a dictionary."""
+    if not isinstance(inputs, dict):
+        return ""
+    parameters = signature.parameters.values()
+    named = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    extra = [repr(key) for key in inputs if key not in {one.name for one in named}]
+    missing = [
+        repr(one.name) for one in named if one.default is one.empty and one.name not in inputs
+    ]
+    wrong = [f"it takes no {' and no '.join(extra)}"] if extra else []
+    wrong += [f"it needs {' and '.join(missing)}, too"] if missing else []
+    if extra == ["'labels'"]:
+        wrong.append("with loss=pk.model_loss, a model must take its labels")
+    return f": {'; '.join(wrong)}" if wrong else ""
 
 
 def _as_declared(signature: inspect.Signature, inputs: dict[str, Any]) -> dict[str, Any]:

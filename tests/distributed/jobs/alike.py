@@ -74,6 +74,10 @@ def fewer_minibatches(pipeline, odd):
     return list(pipeline.steps(batches(ROWS)[: 2 if odd else 3]))
 
 
+def fewer_to_judge(pipeline, odd):
+    return pipeline.evaluate_loss(batches(ROWS)[: 1 if odd else 2])
+
+
 def evaluate(pipeline, odd):
     inputs, targets = batches(ROWS)[0]
     return pipeline.evaluate(inputs) if odd else pipeline.step(inputs, targets)
@@ -147,6 +151,7 @@ CASES = {
     "fewer rows": Case(0, fewer_rows, "rank 0 has 2 microbatches|has 4 microbatches, but rank 0"),
     "fewer rows in a stream": Case(2, fewer_rows, "2 microbatches", "stash"),
     "fewer minibatches": Case(1, fewer_minibatches, "rank 1 ends its loop with this minibatch"),
+    "fewer to judge": Case(0, fewer_to_judge, "rank 0 ends its evaluation with this minibatch"),
     "evaluates": Case(0, evaluate, r"rank 0( calls)? evaluate\(\)"),
     "is evaluated": Case(2, evaluate, r"rank 2( calls)? evaluate\(\)", options=SILENT),
     "evaluates others": Case(2, evaluate_others, INPUTS),

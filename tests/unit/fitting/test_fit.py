@@ -132,6 +132,8 @@ def test_checkpoints_are_written_where_they_are_due(tmp_path):
         (LOADER, {"epochs": 0}, "epochs is 0, but must be ≥ 1"),
         (LOADER, {"max_steps": 1.5}, "max_steps is 1.5, but must be a whole number"),
         (LOADER, {"evaluate_every": 0}, "evaluate_every is 0"),
+        (LOADER, {"evaluate_every": 2}, "evaluate_every is 2, but there is nothing to evaluate"),
+        (LOADER, {"callbacks": [pk.EarlyStopping()]}, "EarlyStopping waits for a held-out loss"),
         (LOADER, {"callbacks": [print]}, "a callback is of type builtin_function_or_method"),
         (LOADER, {"evaluate": 3}, "what to evaluate is of type int"),
         (LOADER, {"progress": "no"}, "progress is 'no'; give True or False"),
@@ -140,6 +142,11 @@ def test_checkpoints_are_written_where_they_are_due(tmp_path):
 def test_what_cannot_be_fitted_is_refused(loader, options, message):
     with pytest.raises(InputError, match=message):
         fitted(loader=loader, **options)
+
+
+def test_schedulers_that_wait_for_a_metric_are_refused_without_held_out_data():
+    with pytest.raises(InputError, match=r"the schedulers wait for a held-out loss, .*evaluate="):
+        fitted(options={"lr_scheduler": ReduceLROnPlateau})
 
 
 def test_early_stopping_needs_a_loss():
@@ -156,6 +163,24 @@ def test_callbacks_hear_of_the_end_also_after_a_failure():
     with pytest.raises(StageError):
         fitted(loader=[LOADER[0], (inputs[:, :3], targets)], callbacks=[seen])
     assert seen.told[-1] == "end"
+
+
+class BadlyEnding(pk.Callback):
+    def on_end(self, pipeline):
+        raise OSError("the disk is full")
+
+
+def test_all_callbacks_hear_of_the_end_and_the_first_error_stands():
+    seen = Seen()
+    with pytest.raises(OSError, match="the disk is full") as raised:
+        fitted(callbacks=[BadlyEnding(), BadlyEnding(), seen])
+    assert seen.told[-1] == "end"
+    assert raised.value.__notes__ == ["Another on_end failed, too: the disk is full"]
+    seen = Seen()
+    with pytest.raises(InputError, match="gives no batch") as failed:
+        fitted(loader=[], callbacks=[BadlyEnding(), seen])
+    assert seen.told == ["end"]
+    assert failed.value.__notes__ == ["on_end failed, too: the disk is full"]
 
 
 def test_progress_is_a_line_now_and_then(capfd):

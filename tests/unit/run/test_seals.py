@@ -87,6 +87,9 @@ def test_each_rank_is_told_what_both_do(change, messages):
 def test_who_ends_a_loop_is_named_to_both():
     for text in told(LOOP, LOOP._replace(behind=Next.MINIBATCH)):
         assert "rank 0 ends its loop with this minibatch, but rank 1 goes on" in text
+    judged = Seal(Call.EVALUATE)
+    for text in told(judged, judged._replace(behind=Next.MINIBATCH)):
+        assert "rank 0 ends its evaluation with this minibatch, but rank 1 goes on" in text
 
 
 @pytest.mark.parametrize("other", [Next.NOTHING, Next.MINIBATCH])

@@ -162,6 +162,12 @@ def test_inputs_are_spread_over_arguments_or_keywords_if_they_fit():
         captured((left, right))
     with pytest.raises(InputError, match="cannot be called with these inputs"):
         capture(model, (left, left, left))
+    with pytest.raises(
+        InputError, match="inputs: it takes no 'rihgt'; it needs 'right', too; give"
+    ):
+        captured({"left": left, "rihgt": right})
+    with pytest.raises(InputError, match=r"no 'labels'; with loss=.*, a model must take its"):
+        captured({"left": left, "right": right, "labels": right})
 
 
 class Pair(nn.Module):

@@ -411,7 +411,8 @@ class ProcessDriver(Driver[ProcessTicket]):
 
     def close(self, why: str = "") -> None:
         torch.set_num_threads(self._num_threads_before)
-        reason = f"after {self._worker.num_runs} steps{why and f', {why}'}"
+        told_why = why or "and all ranks must leave a loop at the same one"
+        reason = f"after {self._worker.num_runs} steps, {told_why}"
         self._worker.updater.sums.close(failed=bool(self._failure or why))
         if not self._failure:
             self._board.write(f"rank {self._seat.number} closed its pipeline ({reason})")

@@ -15,6 +15,7 @@ from penstock.device.queue import DeviceQueue
 from penstock.errors import InputError, StageError
 from penstock.model import tree
 from penstock.model.copying import copy_of
+from penstock.model.ignored_labels import IGNORED, REMEDY, all_ignored
 from penstock.run.minibatch import FrameListener, Harvest, Mark, Minibatch, StreamPosition
 from penstock.run.rank.mail import Mail
 from penstock.run.recipe import Recipe
@@ -170,9 +171,13 @@ class Work:
         if looks and is_on_host(produced.device):
             value = produced.item()
             if not math.isfinite(value):
+                remedy = "Lower the learning rate, clip gradients, or look at this minibatch"
+                if all_ignored(self.minibatch.targets[number]):
+                    remedy = (
+                        f"All labels of this microbatch are {IGNORED}: give Pipeline(…, {REMEDY})"
+                    )
                 raise ArithmeticError(
-                    f"{_THE_LOSS_IS}{value}; no weight has been updated with it. Lower the "
-                    "learning rate, clip gradients, or look at this minibatch"
+                    f"{_THE_LOSS_IS}{value}; no weight has been updated with it. {remedy}"
                 )
         self.harvest.losses[number] = produced
 
