@@ -6,6 +6,7 @@ import copy
 import inspect
 import itertools
 import logging
+import os
 import subprocess
 import sys
 from functools import partial
@@ -454,6 +455,7 @@ def test_a_failed_export_prints_no_graph_and_hides_nothing_else():
         text=True,
         cwd=ROOT,
         timeout=60,
+        env={**os.environ, "PENSTOCK_QUIET": "1"},  # where it is slow, it would say how long
     )
     assert done.stdout.startswith("Branching cannot be traced, because of <string>:18, in forward")
     assert set(done.stderr.splitlines()) == {"looking"}
