@@ -331,6 +331,7 @@ class Pipeline:
     def _open(self, batches: Iterable[Any], audit: Audit) -> Iterator[Any]:
         for batch in audit.taken(batches):
             self._check_can_train()  # the caller may have closed it meanwhile
+            self._check_as_captured()
             yield batch
 
     def _end(self) -> None:
@@ -430,6 +431,12 @@ class Pipeline:
         if self._recipe.loss is None:
             raise InputError("Pipeline was built without a loss; give loss=… to train")
 
+    def _check_as_captured(self) -> None:
+        """See that a captured model has the attributes that are in its graphs."""
+        check = getattr(self._model, "check_as_captured", None)
+        if check is not None:
+            check()
+
     @contextmanager
     def _exclusively(self) -> Iterator[None]:
         """Nothing else may run meanwhile; afterwards, everything is settled."""
@@ -440,6 +447,7 @@ class Pipeline:
         try:
             self._keeper.check()
             self._outside.check()
+            self._check_as_captured()
             self._parts.layout.follow()
             if self._grad_scaler is not None:  # its state may have been loaded meanwhile
                 for updater in updaters:

@@ -97,9 +97,17 @@ class PenstockStrategy(SingleDeviceStrategy):
         """As Lightning's.
 
         Raises:
-            InputError: gradients would have to be scaled, which a pipeline here does not do.
-            ModelError: the module has no ``loss``.
+            InputError: gradients would have to be scaled, which a pipeline here does not do; or the
+                trainer is to have several processes.
+            ModelError: the module was compiled, or has no ``loss``.
         """
+        _check_one_process(trainer)
+        # Whom Lightning has unwrapped knows by this attribute what torch.compile made of it.
+        if getattr(self.lightning_module, "_compiler_ctx", None) is not None:
+            raise ModelError(
+                "the LightningModule was compiled as a whole, so that it cannot be cut; leave "
+                "torch.compile out, and build a new module if it has been compiled already"
+            )
         plugin = self.precision_plugin
         if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
             raise InputError(
@@ -113,11 +121,6 @@ class PenstockStrategy(SingleDeviceStrategy):
                 "call it"
             )
         super().setup(trainer)
-        if self.model is not self.lightning_module:
-            raise ModelError(
-                "the LightningModule was compiled as a whole, so that it cannot be cut; leave "
-                "torch.compile out"
-            )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's, whose ``self(…)`` waits for ``self.loss`` to run the batch."""
@@ -203,6 +206,26 @@ class PenstockStrategy(SingleDeviceStrategy):
         if self._split is not None:
             self._split.close()
         super().teardown()
+
+
+def _check_one_process(trainer: Any) -> None:
+    """See that a trainer asks for no more than this process.
+
+    Raises:
+        InputError: it does.
+    """
+    connector = trainer._accelerator_connector  # what a strategy of one device has no use for
+    devices = len(connector._parallel_devices)
+    if devices == trainer.accelerator.auto_device_count():
+        devices = 1  # who asks for nothing gets all there are, and this strategy has one of them
+    asked = {"devices": devices, "num_nodes": connector._num_nodes_flag}
+    for what, count in asked.items():
+        if count > 1:
+            raise InputError(
+                "PenstockStrategy has its ranks as threads of one process, and the Trainer has "
+                f"{what}={count}; leave {what} out (Spread says with stages and devices "
+                "where ranks are), or train with penstock.Pipeline under torchrun"
+            )
 
 
 class _Promised(OutputsAreGone):

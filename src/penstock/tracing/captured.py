@@ -37,6 +37,7 @@ from penstock.tracing.segments import (
     localise_sizes,
     segments_of,
 )
+from penstock.tracing.settings import Settings
 from penstock.tracing.units import number_units
 from penstock.tracing.unseen import (
     attributes_kept,
@@ -55,11 +56,13 @@ class _Trace:
         traced: the graphs, by whether the model was training.
         segments: the nodes of each layer, likewise; the same names in the same order.
         borders: how the model is called, and what it returns.
+        settings: attributes whose values are in the graphs.
     """
 
     traced: dict[bool, Traced]
     segments: dict[bool, list[LayerNodes]]
     borders: Borders
+    settings: Settings
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self
@@ -106,8 +109,10 @@ class Captured(nn.Module):
         """The layers, in the order in which they run.
 
         Raises:
-            ModelError: the model has been converted since it was captured.
+            ModelError: the model has been converted since it was captured, or attributes that are
+                in its graphs have changed.
         """
+        self.check_as_captured()
         if dtypes_of(self) != self._dtypes:
             raise ModelError(
                 "parameters or buffers were converted to another dtype after the model was "
@@ -119,6 +124,15 @@ class Captured(nn.Module):
                 layer.compute_on(*devices)
         self._tell_layers()
         return list(self.__dict__["_layers"])
+
+    def check_as_captured(self) -> None:
+        """See that attributes that the model's code reads are what they were; a Pipeline asks
+        before each call.
+
+        Raises:
+            ModelError: the layers would not notice that one has changed; names it.
+        """
+        self._traces.settings.check(self, self.__dict__["original"])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns; called as the model is, or with its inputs as one value."""
@@ -233,13 +247,14 @@ def capture(
     given = spread(signature, tree.replace(Tensor, _no_view, _at_least_two_rows(inputs)))
     traced: dict[bool, Traced] = {}
     tracers: dict[str, None] = {}
-    with attributes_kept(model, leaves_of(model).values()), generators_of_python_kept():
+    settings, calm = Settings(), leaves_of(model).values()
+    with attributes_kept(model, calm), generators_of_python_kept():
         for training in (True, False):
-            with _in_mode(model, training):
+            with _in_mode(model, training), settings.watching(model, calm):
                 traced[training], how = _traced(model, given, dynamic, verify)
                 tracers[how] = None
     segments = _segments(model, traced, granularity)
-    traces = _Trace(traced, segments, _borders(signature, given, traced, dynamic))
+    traces = _Trace(traced, segments, _borders(signature, given, traced, dynamic), settings)
     captured = Captured(model, traces, "; ".join(tracers), range(len(traces.names)))
     if verify:
         for training in (True, False):

@@ -26,7 +26,7 @@ from penstock.model import tree
 from penstock.tracing.lines import CodeLine, is_models, running_line
 from penstock.tracing.stories import PAGE
 
-_TORCHS_OWN = frozenset({*vars(nn.Module()), "forward"})
+TORCHS_OWN = frozenset({*vars(nn.Module()), "forward"})
 """Attributes that every module has, among them those that hold parameters, buffers and children."""
 _WHOLE = "in a module without children, which is called as it is"
 
@@ -235,14 +235,14 @@ def _lengths(module: nn.Module) -> dict[str, int]:
     return {
         name: len(value)
         for name, value in held
-        if isinstance(value, list | set | dict) and name not in _TORCHS_OWN
+        if isinstance(value, list | set | dict) and name not in TORCHS_OWN
     }
 
 
 def _put_back(module: nn.Module, attributes: dict[str, Any], lengths: dict[str, int]) -> list[str]:
     """Undo what has become of a module's attributes; gives their names."""
     now = vars(module)
-    changed = [name for name in now if name not in _TORCHS_OWN and _is_new(name, attributes, now)]
+    changed = [name for name in now if name not in TORCHS_OWN and _is_new(name, attributes, now)]
     grown = [name for name in lengths if len(attributes[name]) > lengths[name]]
     for name in grown:
         if isinstance(attributes[name], list):

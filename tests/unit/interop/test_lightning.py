@@ -191,6 +191,18 @@ def test_a_spread_is_asked_for(pl):
         pl.adapter.PenstockStrategy(2)
 
 
+@pytest.mark.parametrize("asked", [{"devices": 2}, {"num_nodes": 2}])
+def test_several_processes_are_refused(pl, tmp_path, asked):
+    [(what, _)] = asked.items()
+    with pytest.raises(InputError, match=f"the Trainer has {what}=2; leave {what} out"):
+        trainer_of(pl, strategy_of(pl), tmp_path, **asked).fit(module_of(pl), batches())
+
+
+def test_a_compiled_module_is_refused(pl, tmp_path):
+    with pytest.raises(ModelError, match=r"compiled as a whole.*leave torch\.compile out"):
+        trainer_of(pl, strategy_of(pl), tmp_path).fit(torch.compile(module_of(pl)), batches())
+
+
 @pytest.mark.soak
 def test_the_page_says_what_happens(pl, tmp_path, monkeypatch):
     """docs/lightning.md"""

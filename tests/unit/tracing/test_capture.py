@@ -460,8 +460,8 @@ def test_a_failed_export_prints_no_graph_and_hides_nothing_else():
         check=False,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "PENSTOCK_QUIET": "1"},
         timeout=60,
+        env={**os.environ, "PENSTOCK_QUIET": "1"},  # where it is slow, it would say how long
     )
     assert done.stdout.startswith("Branching cannot be traced, because of <string>:18, in forward")
     assert set(done.stderr.splitlines()) == {"looking"}
