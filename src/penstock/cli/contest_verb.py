@@ -76,7 +76,7 @@ _EPILOG = (
 )  # fmt: skip
 @click.option(
     "--target", type=float,
-    help="A loss to be reached. Default: what one device has after half of its steps.",
+    help="A loss to be reached. Default: what one device has at the end of the turn in the middle.",
 )  # fmt: skip
 @options.output_option(
     "Page (.html), curves (.svg), table (.md) or all that was found (.json; so, too, with -)."

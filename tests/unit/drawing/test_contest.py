@@ -110,6 +110,8 @@ def test_the_table_has_a_row_for_each_method_and_the_reason_of_those_that_did_no
     assert cells["as one device"] == "no: delayed"
     assert cells["to target"] == "not reached"
     assert dict(zip(COLUMNS, rows[1], strict=True))["as one device"] == "to the bit"
+    whole = replace(record.entries[1], method="whole")
+    assert "itself" in table_rows(replace(record, entries=(whole,)))[0]
     lines = markdown(record).splitlines()
     table = [line for line in lines if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in table} == {len(COLUMNS) + 1}

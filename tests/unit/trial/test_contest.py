@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import signal
+import subprocess
+import sys
 from pickle import PicklingError
 
 import pytest
@@ -17,7 +20,7 @@ from penstock.errors import InputError
 from penstock.trial.contest import METHODS, run_contest
 from penstock.trial.contest import contest as contest_module
 from penstock.trial.contest.methods import Method
-from penstock.trial.contest.process_group import InProcesses
+from penstock.trial.contest.process_group import InProcesses, interrupts_held_back
 from penstock.trial.contest.traffic import moved_bytes, splits_nothing
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.small_workload import workload
@@ -241,6 +244,14 @@ def test_a_workload_that_other_processes_cannot_import_is_a_reason(tmp_path):
     with pytest.raises((AttributeError, PicklingError)):
         InProcesses(local, make_plan(make_mlp(), 2, 4), 2, str(tmp_path))
     assert not multiprocessing.active_children()
+
+
+def test_what_a_contest_starts_does_not_get_interrupts():
+    struck = "import os, signal; os.kill(os.getpid(), signal.SIGINT); print('lives')"
+    with interrupts_held_back():
+        started = subprocess.Popen([sys.executable, "-S", "-c", struck], stdout=subprocess.PIPE)
+    assert started.communicate(timeout=60)[0] == b"lives\n"
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_cores_have_no_link():

@@ -11,6 +11,10 @@ ONE_DEVICE = "one-device"
 """The key of the method that all others are compared with."""
 
 
+WHOLE_BATCH = "whole"
+"""The key of one device that takes minibatches at once; what does so, too, is compared with it."""
+
+
 class LossPoint(Value, frozen=True, kw_only=True):
     """A method's loss at one moment.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.drawing.contest.record import ONE_DEVICE, ContestRecord, Entry
+from penstock.drawing.contest.record import ONE_DEVICE, WHOLE_BATCH, ContestRecord, Entry
 from penstock.drawing.contest.sentences import summary
 from penstock.units import format_bytes, format_seconds
 
@@ -38,10 +38,14 @@ def legend(record: ContestRecord) -> str:
         "Memory is the neediest device's: measured is what was counted of activations, with "
         "weights, gradients and optimizer state as planned.",
         "Moved: bytes that all devices send for a minibatch, by the plan.",
+        "As one device: the difference of training losses from those of one device that cuts "
+        "minibatches as the method does; whole minibatches are compared with one device, whole "
+        "batch, which dropout and batch normalization make another one than one device.",
         f"The {name} after equal updates is that after {record.num_steps} minibatches",
     ]
     if equal is not None:
         parts[-1] += f", after equal time that after {format_seconds(equal)} of training"
+        parts[-1] += ", on a straight line between evaluations"
     if record.target is not None:
         parts[-1] += f"; the target is {record.target:.4g}"
     parts[-1] += "."
@@ -71,7 +75,7 @@ def _row(record: ContestRecord, entry: Entry) -> tuple[str, ...]:
 def _sameness(entry: Entry) -> str:
     if not entry.synchronous:
         return "no: delayed"
-    if entry.method == ONE_DEVICE:
+    if entry.method in (ONE_DEVICE, WHOLE_BATCH):
         return "itself"
     if entry.difference is None:
         return _NONE

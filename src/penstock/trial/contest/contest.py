@@ -88,7 +88,8 @@ def run_contest(  # noqa: PLR0913 - one keyword for each thing that can be asked
             threads. By default ``"cores"`` where there is a core for each device.
         link: between any two emulated devices, which messages and sums of gradients wait for; by
             default links are so fast that they do not count.
-        target: a loss to be reached; by default what one device has after half of its steps.
+        target: a loss to be reached; by default what one device has at the end of the turn in
+            the middle.
         progress: called after each part of the contest.
 
     Returns:

@@ -89,7 +89,8 @@ def judged(entrants: Sequence[Entrant], setting: Setting, target: float | None) 
 
 
 def _target(one_device: Entry) -> float | None:
-    """What one device has after half of its steps; none where it has not learned by then."""
+    """What one device has at the end of the turn in the middle; none where it has not
+    learned by then."""
     losses = [point.loss for point in one_device.losses]
     if len(losses) < 2:
         return None

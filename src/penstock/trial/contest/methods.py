@@ -10,14 +10,14 @@ from msgspec.structs import replace as replaced
 
 from penstock import planner
 from penstock.cluster import Cluster, SpareMachine
-from penstock.drawing.contest.record import ONE_DEVICE
+from penstock.drawing.contest.record import ONE_DEVICE, WHOLE_BATCH
 from penstock.errors import InputError, PlanError
 from penstock.plans import Plan
 from penstock.plans.summing import ReducerName
 from penstock.trial.contest.setting import Setting
 from penstock.versions import DoubleBuffer, PipeMare, Policy, Predict, Stash
 
-WHOLE, ALL_CORES = "whole", "all-cores"
+WHOLE, ALL_CORES = WHOLE_BATCH, "all-cores"
 """Keys of one device that takes a minibatch at once, with one core, and with as many as there are
 devices, which is what people would do."""
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -88,19 +91,21 @@ class InProcesses:
         meeting = Path(folder) / f"meeting-{time.monotonic_ns()}"
         self._connections: list[Connection] = []
         self._processes: list[SpawnProcess] = []
+        self._start_seconds: float | None = start_seconds
+        """``None`` once they have begun."""
         try:
             for rank in range(num_processes):
                 ours, theirs = started.Pipe()
                 self._connections.append(ours)
                 seat = _Seat(rank, num_processes, str(meeting), load, plan.to_json())
                 process = started.Process(target=_serve, args=(seat, theirs), daemon=True)
-                process.start()  # raises if ``load`` cannot be sent
-                theirs.close()
+                with interrupts_held_back():
+                    process.start()  # raises if ``load`` cannot be sent
                 self._processes.append(process)
+                theirs.close()
         except BaseException:
             self.close()
             raise
-        self._start_seconds: float | None = start_seconds
 
     def take_turn(self, batches: Sequence[Batch]) -> None:
         """Train on as many minibatches, which each process makes itself."""
@@ -115,7 +120,10 @@ class InProcesses:
         return value
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes; at once if they have not begun, since they would finish that first."""
+        if self._start_seconds is not None:
+            for process in self._processes:
+                process.kill()
         for connection in self._connections:
             try:
                 connection.send(("end", 0))
@@ -170,6 +178,18 @@ def _with_server(plan: Plan) -> tuple[SummationServer | None, Plan]:
     host, port = server.address[:2]
     machine = SpareMachine(name="here", bytes_per_second=_PLENTY, address=f"{host}:{port}")
     return server, plan.summed_by("servers", [machine])
+
+
+@contextmanager
+def interrupts_held_back() -> Iterator[None]:
+    """What is started meanwhile never gets Ctrl-C, not even while Python starts: a terminal sends
+    it to all processes, but the contest ends its own."""
+    resource_tracker.ensure_running()  # whose start would let signals through
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _serve(seat: _Seat, connection: Connection) -> None:
