@@ -143,7 +143,7 @@ def folder_option(verb: Verb) -> Verb:
 def width_option(verb: Verb) -> Verb:
     """``--width``."""
     return click.option(
-        "--width", type=click.FloatRange(min=300), metavar="PIXELS",
+        "--width", type=click.FloatRange(min=480), metavar="PIXELS",
         help="Of the figure, as 800 for a paper's column: of what does not fit, the beginning and "
         "the end are drawn. Default: as wide as the labels need.",
     )(verb)  # fmt: skip

@@ -286,6 +286,11 @@ def _named(name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwarg
 
 def _build(name: str, ranks: int, microbatches: int, costs: Costs) -> Schedule:
     family, _, rest = name.partition(":")
+    if family not in families.names() and Path(name).is_file():
+        raise FileError(
+            f"{name} is a file, but neither a .csv of ops nor a .json plan, timeline or run, which "
+            "can be drawn and simulated"
+        )
     options = family_options(family, rest)
     searched = {}
     if "costs" in inspect.signature(families.family(family)).parameters:

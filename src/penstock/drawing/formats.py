@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Pictured = TypeVar("Pictured")
 
-_NARROWEST = 300
+_NARROWEST = 480
 _FIGURES = (".svg", ".pdf", ".png")
 _KINDS = (".txt", *_FIGURES, ".html", ".json")
 
@@ -42,7 +42,7 @@ def draw(
             ``.pdf`` and ``.png`` (with the extra ``pictures``), ``.html`` (self-contained page) or
             ``.json`` (Chrome trace, for Perfetto). Without a path nothing is written.
         versions: whether to show which version of its stage's weights each op read.
-        width: of the figure in pixels (at least 300), as of a paper's column; of a timeline whose
+        width: of the figure in pixels (at least 480), as of a paper's column; of a timeline whose
             labels do not fit, its beginning and its end are drawn. By default as wide as labels
             need. For text, pages and traces it means nothing.
 

@@ -191,6 +191,7 @@ def test_demo_does_the_whole_job(tmp_path):
         (("simulate", "1f1b", "--costs", "1,-1,1"), "must be ≥ 0"),
         (("draw", "1f1b", "-o", "picture.bmp"), "cannot draw 'picture.bmp'"),
         (("draw", "missing.json"), "cannot read missing.json"),
+        (("draw", "pyproject.toml"), "pyproject.toml is a file, but neither a .csv of ops nor"),
         (("check", "missing.csv"), "cannot read missing.csv"),
         (("plan", "missing.json"), "cannot read missing.json"),
         (("profile", "no_colon"), "write module:function"),

@@ -76,7 +76,7 @@ def test_a_figure_shows_how_it_begins_and_how_it_ends():
 def test_the_titles_say_what_is_left_out_and_the_numbers_are_of_the_whole():
     picture = draw(long(), None)
     num_ops = sum(len(row.ops) for row in long().rows)
-    left_out, total = re.search(r"\(([\d,]+) of ([\d,]+) ops are left out\)", picture).groups()
+    left_out, total = re.search(r"\(([\d,]+) of ([\d,]+) ops left out\)", picture).groups()
     letters = len(re.findall(r"[FB]\d", picture))
     assert int(total.replace(",", "")) == num_ops == 52_000
     assert int(left_out.replace(",", "")) == num_ops - letters

@@ -112,7 +112,7 @@ def is_transfer(element):
     return element.get("class") == "transfer"
 
 
-@pytest.mark.parametrize("width", [10, -1, float("nan")])
+@pytest.mark.parametrize("width", [479, 10, -1, float("nan")])
 def test_a_width_that_holds_nothing_is_refused(width, tmp_path):
     with pytest.raises(InputError, match="width"):
         pk.draw(SPLIT, tmp_path / "x.svg", width=width)

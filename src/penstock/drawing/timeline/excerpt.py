@@ -163,7 +163,7 @@ def _ends(
     num_ops = sum(len(row.ops) for row in timeline.rows)
     left_out = num_ops - sum(len(row.ops) for row in (*first.rows, *last.rows))
     since = unit_for([last]).show(last.shift + _first(last.rows))
-    yield f"{title}: its beginning ({left_out:,} of {num_ops:,} ops are left out)", first
+    yield f"{title}: its beginning ({left_out:,} of {num_ops:,} ops left out)", first
     yield f"{title}: its end, from {since} on", last
 
 
