@@ -29,10 +29,10 @@ CAUSES = {
     "kills": r"rank {victim} is gone \(its process ended or was killed\)",
 }
 MISUSED = {
-    "loader ends": r"rank {victim} closed its pipeline \(after \d steps\)|"
+    "loader ends": r"rank {victim} closed its pipeline \(after \d steps, and all|"
     r"rank {victim} ends its loop with this minibatch",
     "loader raises": r"rank {victim} closed its pipeline \(after \d steps, OSError: disk gone\)",
-    "closes early": r"rank {victim} closed its pipeline \(after \d steps\)",
+    "closes early": r"rank {victim} closed its pipeline \(after \d steps, and all",
     "evaluates": r"make the same calls on every rank",
     "fewer microbatches": r"rank {victim} has 2 microbatches|but rank {victim} has 2",
 }
