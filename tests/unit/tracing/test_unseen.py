@@ -218,3 +218,13 @@ def test_a_tensor_that_the_first_call_keeps_is_refused():
 
     with pytest.raises(ModelError, match="makes a tensor when it is first called"):
         captured(kept_by_the_first_call)
+
+
+def test_a_generator_of_its_own_is_told_apart_from_numbers_of_rows():
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(self, value):
+        return value + torch.rand(value.shape, generator=generator)
+
+    with pytest.raises(ModelError, match=r"another model: .* Its forward may do .*Generator"):
+        captured(noisy)
