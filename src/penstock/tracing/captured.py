@@ -41,6 +41,7 @@ from penstock.tracing.settings import Settings
 from penstock.tracing.units import number_units
 from penstock.tracing.unseen import (
     attributes_kept,
+    check_constants,
     check_draws,
     drawn_so_far,
     generators_of_python_kept,
@@ -300,6 +301,7 @@ def _traced(model: nn.Module, given: Given, dynamic: Dynamic, verify: bool) -> t
     except UntraceableError as failed:
         error = explained(model, given, failed)
         raise error from error.__cause__
+    check_constants(type(model).__name__, traced[0].constants.values())
     if verify and drawn_so_far() != before:
         calm = leaves_of(model).values()
         check_draws(type(model).__name__, lambda: run_alone(model, given), calm)

@@ -21,7 +21,10 @@ _MEND = (
     "`value.shape[0]` there, or `-1`"
 )
 
-
+_UNSEEN = (
+    "Its forward may do what tracing does not see, such as read a clock or a counter, or draw from "
+    "a torch.Generator of its own; leave that out, or give the model a method `spine(self)`"
+)
 _BY_ROW = (
     "The code may make a number of Python of the rows, as `len(value)`, `for row in value` and "
     "`value.tolist()` do; write `value.shape[0]`, and compute with all rows at once"
@@ -67,8 +70,8 @@ def check_equal(model: nn.Module, captured: nn.Module, given: Given) -> None:
             differs = "buffers, such as running statistics, differ"
         if differs is not None:
             raise ModelError(
-                f"{what}, run layer by layer, is another model: {differs}. {_MEND}; or it does "
-                "what tracing does not see; give it a method `spine(self)`"
+                f"{what}, run layer by layer, is another model: {differs}. "
+                f"{_UNSEEN if other == rows else f'{_MEND}; or: {_UNSEEN}'}"
             )
         if model.training:
             check_backward(type(model).__name__, expected, output, watch.line)

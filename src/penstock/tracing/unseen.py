@@ -11,13 +11,14 @@ import random
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -182,6 +183,24 @@ def _behind(output: Any) -> tuple[Counter[type], set[int]]:
             reached.add(id(node.variable))
         waiting.extend(before for before, _ in node.next_functions)
     return functions, reached
+
+
+def check_constants(name: str, constants: Iterable[Any]) -> None:
+    """See that no tensor of a graph is one that was made while there were no values.
+
+    Args:
+        name: of the model.
+        constants: what the graph reads that the model does not hold.
+
+    Raises:
+        ModelError: one is.
+    """
+    if any(isinstance(tensor, FakeTensor) for tensor in tree.tensors([*constants])):
+        raise ModelError(
+            f"{name} makes a tensor when it is first called, and keeps it in an attribute for "
+            "later calls; a graph has no values for that one. Make it in __init__ with "
+            f"register_buffer, or anew in each forward (see {PAGE})"
+        )
 
 
 @contextmanager

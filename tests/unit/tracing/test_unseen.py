@@ -208,3 +208,23 @@ def test_inputs_may_be_views():
     layers = capture(model, tokens[:, :-1])
     for given in (tokens[:, 1:], tokens[:2, :-1].contiguous()):
         assert torch.equal(layers(given), model(given))
+
+
+def test_a_tensor_that_the_first_call_keeps_is_refused():
+    def kept_by_the_first_call(self, value):
+        if not hasattr(self, "kept"):
+            self.kept = self.first.weight.detach().clone()
+        return value @ self.kept
+
+    with pytest.raises(ModelError, match="makes a tensor when it is first called"):
+        captured(kept_by_the_first_call)
+
+
+def test_a_generator_of_its_own_is_told_apart_from_numbers_of_rows():
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(self, value):
+        return value + torch.rand(value.shape, generator=generator)
+
+    with pytest.raises(ModelError, match=r"another model: .* Its forward may do .*Generator"):
+        captured(noisy)
