@@ -9,7 +9,6 @@ It is an ``nn.Sequential``, so it is a spine itself.
 
 from __future__ import annotations
 
-import torch
 from torch import Generator, Tensor, nn
 
 from examples.models.data import digits
@@ -61,12 +60,6 @@ def _side_after_features(pixels: int) -> int:
     for _ in range(3):
         side = (side - 3) // 2 + 1
     return side
-
-
-def example_inputs(rows: int = 8, size: str = "paper") -> Tensor:
-    """Noise of the shape of images, [rows, 3, pixels, pixels]."""
-    pixels = SIZES[size]["pixels"]
-    return torch.randn(rows, 3, pixels, pixels)
 
 
 def batch(rows: int, size: str, draw: Generator) -> tuple[Tensor, Tensor]:

@@ -112,12 +112,6 @@ def build(size: str = "paper", width: float = 1) -> AWDLSTM:
     return AWDLSTM(sizes["embedding"], sizes["hidden"], sizes["vocabulary"])
 
 
-def example_inputs(rows: int = 8, size: str = "paper") -> Tensor:
-    """Random tokens, [rows, length]."""
-    sizes = SIZES[size]
-    return torch.randint(0, sizes["vocabulary"], (rows, sizes["length"]))
-
-
 def batch(rows: int, size: str, draw: Generator) -> tuple[Tensor, Tensor]:
     """Python's standard library, and its next bytes."""
     return text(rows, SIZES[size]["length"], SIZES[size]["vocabulary"], draw)

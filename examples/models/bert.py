@@ -42,13 +42,6 @@ def build(size: str = "paper", width: float = 1) -> nn.Module:
     return BertForMaskedLM(config)
 
 
-def example_inputs(rows: int = 8, size: str = "paper") -> dict[str, Tensor]:
-    """Random tokens, [rows, length], all of them to be attended to."""
-    sizes = SIZES[size]
-    tokens = torch.randint(0, sizes["vocabulary"], (rows, sizes["length"]))
-    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-
-
 def batch(rows: int, size: str, draw: Generator) -> tuple[dict[str, Tensor], Tensor]:
     """Python's standard library with some bytes hidden, and those bytes."""
     tokens, targets = masked_text(rows, SIZES[size]["length"], SIZES[size]["vocabulary"], draw)

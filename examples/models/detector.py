@@ -71,12 +71,6 @@ def build(size: str = "paper", width: float = 1) -> Detector:
     return Detector(chosen(SIZES, size, width)["channels"])
 
 
-def example_inputs(rows: int = 8, size: str = "paper") -> Tensor:
-    """Noise of the shape of images, [rows, 3, pixels, pixels]."""
-    pixels = SIZES[size]["pixels"]
-    return torch.randn(rows, 3, pixels, pixels)
-
-
 def batch(rows: int, size: str, draw: Generator) -> tuple[Tensor, Tensor]:
     """Bright rectangles, and where they are."""
     pixels = SIZES[size]["pixels"]

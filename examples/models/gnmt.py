@@ -86,16 +86,6 @@ def build(size: str = "paper", width: float = 1) -> GNMT:
     return GNMT(sizes["layers"], sizes["hidden"], sizes["vocabulary"], dropout=0.2)
 
 
-def example_inputs(rows: int = 8, size: str = "paper") -> tuple[Tensor, Tensor]:
-    """Random (source, target): tokens, each [rows, length]."""
-    sizes = SIZES[size]
-    shape = (rows, sizes["length"])
-    return (
-        torch.randint(0, sizes["vocabulary"], shape),
-        torch.randint(0, sizes["vocabulary"], shape),
-    )
-
-
 def batch(rows: int, size: str, draw: Generator) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Sentences with what is translated so far, and their translations."""
     return translations(rows, SIZES[size]["length"], SIZES[size]["vocabulary"], draw)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Generator, Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -43,12 +42,6 @@ def build(size: str = "paper", width: float = 1) -> nn.Module:
         eos_token_id=None,
     )
     return GPT2LMHeadModel(config)
-
-
-def example_inputs(rows: int = 8, size: str = "paper") -> dict[str, Tensor]:
-    """Random tokens, [rows, length]."""
-    sizes = SIZES[size]
-    return {"input_ids": torch.randint(0, sizes["vocabulary"], (rows, sizes["length"]))}
 
 
 def batch(rows: int, size: str, draw: Generator) -> tuple[dict[str, Tensor], Tensor]:

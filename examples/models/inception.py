@@ -189,12 +189,6 @@ def build(size: str = "paper", width: float = 1) -> nn.Sequential:
     )
 
 
-def example_inputs(rows: int = 8, size: str = "paper") -> Tensor:
-    """Noise of the shape of images, [rows, 3, pixels, pixels]."""
-    pixels = SIZES[size]["pixels"]
-    return torch.randn(rows, 3, pixels, pixels)
-
-
 def batch(rows: int, size: str, draw: Generator) -> tuple[Tensor, Tensor]:
     """Digits that were drawn, and which they are."""
     return digits(rows, SIZES[size]["pixels"], draw)

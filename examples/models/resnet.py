@@ -9,7 +9,6 @@ It is no chain: every block adds its input to its output. ``penstock.capture`` c
 
 from __future__ import annotations
 
-import torch
 from torch import Generator, Tensor, nn
 
 from examples.models.data import digits
@@ -90,12 +89,6 @@ def build(size: str = "paper", width: float = 1) -> ResNet:
     """
     sizes = chosen(SIZES, size, width)
     return ResNet(sizes["blocks"], sizes["width"], sizes["classes"])
-
-
-def example_inputs(rows: int = 8, size: str = "paper") -> Tensor:
-    """Noise of the shape of images, [rows, 3, pixels, pixels]."""
-    pixels = SIZES[size]["pixels"]
-    return torch.randn(rows, 3, pixels, pixels)
 
 
 def batch(rows: int, size: str, draw: Generator) -> tuple[Tensor, Tensor]:

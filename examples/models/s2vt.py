@@ -98,13 +98,6 @@ def build(size: str = "paper", width: float = 1) -> S2VT:
     return S2VT(sizes, frames)
 
 
-def example_inputs(rows: int = 8, size: str = "paper") -> tuple[Tensor, Tensor]:
-    """Noise of the shape of videos, and random words so far."""
-    sizes = SIZES[size]
-    video = torch.randn(rows, sizes["frames"], 3, sizes["pixels"], sizes["pixels"])
-    return video, torch.randint(0, sizes["vocabulary"], (rows, sizes["words"]))
-
-
 def batch(rows: int, size: str, draw: Generator) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Squares that move with the words so far, and the words."""
     video, captions = videos(rows, SIZES[size]["frames"], SIZES[size]["pixels"], draw)

@@ -75,12 +75,6 @@ def build(size: str = "paper", width: float = 1) -> Speech:
     return Speech(sizes, sizes["channels"])
 
 
-def example_inputs(rows: int = 8, size: str = "paper") -> Tensor:
-    """Noise of the shape of sounds, [rows, 1, bands, frames]."""
-    sizes = SIZES[size]
-    return torch.randn(rows, 1, sizes["bands"], sizes["frames"])
-
-
 def batch(rows: int, size: str, draw: Generator) -> tuple[Tensor, Tensor]:
     """Melodies, and their tones."""
     sizes = SIZES[size]

@@ -9,7 +9,6 @@ It is an ``nn.Sequential``, so it is a spine itself.
 
 from __future__ import annotations
 
-import torch
 from torch import Generator, Tensor, nn
 
 from examples.models.data import digits
@@ -45,12 +44,6 @@ def build(size: str = "paper", width: float = 1) -> nn.Sequential:
     for inputs in (channels * pixels**2, hidden):
         layers += [nn.Linear(inputs, hidden), nn.ReLU(inplace=True), nn.Dropout(0.5)]
     return nn.Sequential(*layers, nn.Linear(hidden, sizes["classes"]))
-
-
-def example_inputs(rows: int = 8, size: str = "paper") -> Tensor:
-    """Noise of the shape of images, [rows, 3, pixels, pixels]."""
-    pixels = SIZES[size]["pixels"]
-    return torch.randn(rows, 3, pixels, pixels)
 
 
 def batch(rows: int, size: str, draw: Generator) -> tuple[Tensor, Tensor]:

@@ -106,7 +106,7 @@ LABELS = torch.tensor([0, 1, 1, 0])
 def profiled_resnet(granularity):
     """(what it is captured as, images, its profile)"""
     torch.manual_seed(0)
-    images = resnet.example_inputs(4, "small")
+    images = resnet.batch(4, "small", torch.Generator().manual_seed(0))[0]
     model = pk.capture(resnet.build("small"), images, granularity=granularity)
     graph = pk.profile(
         copy.deepcopy(model), images, loss=cross_entropy, targets=LABELS, repeats=1, ranks=0

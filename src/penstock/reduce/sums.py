@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import TypeVar
 
 from penstock.reduce.equal_start import begin_equal
 from penstock.reduce.owners import OwnerReducer
@@ -11,6 +12,8 @@ from penstock.reduce.reducer import MakeReducer, Passed, Reducer, Served, Shared
 from penstock.reduce.sharding import ShardedReducer, Shards
 from penstock.reduce.stale import StaleReducer
 from penstock.transport import Edge, Transport
+
+T = TypeVar("T")
 
 
 class Sums:
@@ -195,19 +198,19 @@ class Sums:
 
     def take_passed(self) -> list[tuple[int, Passed]]:
         """What copies of a stage have exchanged since this was asked last, with the stage."""
-        return [
-            (min(weights.stages), passed)
-            for reducer, weights in zip(self._reducers, self._shared, strict=True)
-            for passed in reducer.take_passed()
-            if len(weights.stages) == 1
-        ]
+        return self._by_stage(lambda reducer: reducer.take_passed())
 
     def take_served(self) -> list[tuple[int, Served]]:
         """What servers have had of a stage since this was asked last, with the stage."""
+        return self._by_stage(lambda reducer: reducer.take_served())
+
+    def _by_stage(self, taken: Callable[[Reducer], Iterable[T]]) -> list[tuple[int, T]]:
+        """What reducers tell, with the stage whose weights they sum; of weights that several stages
+        share nothing, which would be no stage's."""
         return [
-            (min(weights.stages), served)
+            (min(weights.stages), told)
             for reducer, weights in zip(self._reducers, self._shared, strict=True)
-            for served in reducer.take_served()
+            for told in taken(reducer)
             if len(weights.stages) == 1
         ]
 

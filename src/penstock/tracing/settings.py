@@ -89,9 +89,8 @@ class Settings:
         Raises:
             ModelError: one has changed, which no graph would notice.
         """
-        modules = dict(model.named_modules(remove_duplicate=False))
         for (name, attribute), values in self.read.items():
-            holders = [modules[name]] if name in modules else []
+            holders = _modules_called(name, model)
             # What the capture has of its own, it says in its class.
             own = type(captured).__annotations__
             if not name and attribute in vars(captured) and attribute not in own:
@@ -106,6 +105,14 @@ class Settings:
                         "reads it is in a graph. Set it back, or capture the model again and build "
                         "a new Pipeline; what modules without children hold may change"
                     )
+
+
+def _modules_called(name: str, model: nn.Module) -> list[nn.Module]:
+    """The module of a name, or none; a call asks for a few of what may be thousands."""
+    try:
+        return [model.get_submodule(name)]
+    except AttributeError:
+        return []
 
 
 def _held(module: nn.Module, attribute: str) -> Any:
