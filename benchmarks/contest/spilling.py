@@ -1,11 +1,11 @@
 """Training a GPT whose state is four times what a rank may hold, beside the same in memory.
 
     python -m benchmarks.contest.spilling [--width 1024 --blocks 12 --tokens 128 --microbatches 4]
-        [--share 0.25] [--rounds 5] [--folder /scratch] [--ways memory,spilled,…]
+        [--share 0.25] [--rounds 8] [--folder /scratch] [--ways memory,spilled,…]
     python -m benchmarks.contest.spilling --knee 1,2,4,8,16 --picture knee.svg [--width 512 …]
 
-Every way is a process of its own, because memory is what they differ in; they take turns, round by
-round, each with a few steps whose median counts, so that all meet the same machine. Run it alone.
+Every way is a process of its own, because memory is what they differ in; they take turns, step by
+step, so that all meet the same machine. Run it alone.
 
 memory    everything in memory, microbatch by microbatch
 spilled   stages come from the disk, one ahead
@@ -17,9 +17,10 @@ capped    the same as spilled, where the system allows the process no more than 
 capped-memory  the same limit with everything in memory: has to fail
 peer:NAME another library's way (``benchmarks.contest.spilling_peers``), or what it says instead
 
-Columns: seconds of a step, ÷ those in memory of the same round; predicted ÷ measured; MB read and
-written in a step, and by the formula; the most that slabs and gradients took, beside the budget and
-beside what the order of the ops says; resident memory beyond that of an empty process.
+Columns: seconds of a step, ÷ those in memory of the same round; predicted ÷ measured; thousands of
+page faults of a step; MB read and written in a step, and by the formula; the most that slabs and
+gradients took, beside the budget and beside what the order of the ops says; resident memory beyond
+that of an empty process.
 
 The second form trains with more and more microbatches per step, in memory and out of it, and draws
 the time of a step over its tokens: spilling is free behind the knee, where computing takes as long
@@ -37,6 +38,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +77,8 @@ def profiled(options: argparse.Namespace) -> pk.LayerGraph:
     torch.manual_seed(0)
     model = model_of(options, "cpu")
     tokens = torch.randint(0, 256, (1, options.tokens))
-    return pk.profile(model, tokens, loss=loss, targets=tokens, optimizer=adamw)
+    # One rank trains, so that nobody has to know how several slow each other down.
+    return pk.profile(model, tokens, loss=loss, targets=tokens, optimizer=adamw, ranks=0)
 
 
 def budget_of(graph: pk.LayerGraph, options: argparse.Namespace) -> int:
@@ -105,12 +108,12 @@ def planned(graph: pk.LayerGraph, options: argparse.Namespace, way: str) -> pk.P
     return plan
 
 
-def memory_of_process(key: str = "RssAnon") -> int:
-    """Bytes of memory that this process has, by default of which no file is behind."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    return 0
+def memory_of_process(*keys: str) -> int:
+    """Bytes of memory that this process has, by default those with no file behind them: slabs are
+    shared memory to the system."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    named = {name: value for name, _, value in (line.partition(":") for line in lines)}
+    return sum(int(named[key].split()[0]) * 1024 for key in keys or ("RssAnon", "RssShmem"))
 
 
 def warm_up() -> None:
@@ -127,20 +130,22 @@ def timed(
     before: int,
     after_step: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Train a few steps; the median of their seconds, memory beyond ``before``, the last loss."""
+    """Train a step for each line of standard input, and say how long it took; at the end, memory
+    beyond ``before``, faults of the last step and its loss."""
     torch.manual_seed(1)
     size = options.microbatches, options.tokens
     batches = [(torch.randint(0, 256, size), torch.randint(0, 256, size)) for _ in range(2)]
-    times, most, last = [], 0, None
-    for number in range(_WARM + options.steps):
-        start = time.perf_counter()
+    most, last, faults = 0, None, 0
+    for number, _ in enumerate(sys.stdin):
+        begun, start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, time.perf_counter()
         last = step(*batches[number % 2])
-        times.append(time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begun
         most = max(most, memory_of_process())
         after_step()
-    seconds = statistics.median(times[_WARM:])
+        print(json.dumps(seconds), flush=True)
     loss_of_last = None if last is None else last.item()
-    return {"seconds": seconds, "resident": most - before, "loss": loss_of_last}
+    return {"resident": most - before, "loss": loss_of_last, "faults": faults}
 
 
 def run_peer(options: argparse.Namespace, name: str) -> dict[str, Any]:
@@ -207,43 +212,92 @@ def run_plan(plan: pk.Plan, budget: int, options: argparse.Namespace, way: str) 
     return report
 
 
-def in_process(options: argparse.Namespace, way: str, graph: Path, *more: str) -> dict[str, Any]:
-    """What one way says, from a process that has nothing else in memory."""
-    command = [sys.executable, "-m", "benchmarks.contest.spilling", *sys.argv[1:]]
-    done = subprocess.run(
-        [*command, "--way", way, "--graph", str(graph), *more],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return report
+class Process:
+    """One way, in a process that has nothing else in memory.
+
+    Attributes:
+        seconds: of the steps so far.
+        report: what it said at its end; of one that cannot train, the error.
+    """
+
+    def __init__(self, way: str, graph: Path, *more: str) -> None:
+        command = [sys.executable, "-m", "benchmarks.contest.spilling", *sys.argv[1:]]
+        self._process = subprocess.Popen(
+            [*command, "--way", way, "--graph", str(graph), *more],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.seconds: list[float] = []
+        self.report: dict[str, Any] = {}
+
+    def step(self) -> None:
+        """Let it train one step, unless it has come to its end."""
+        if self.report:
+            return
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            print("step", file=self._process.stdin, flush=True)
+        self._listen()
+
+    def end(self) -> Process:
+        """Let it come to its end."""
+        if not self.report:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._listen()
+        self._process.wait()
+        return self
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if not line.startswith(("{", *"0123456789")):
+                continue  # other libraries talk, too
+            told = json.loads(line)
+            if isinstance(told, dict):
+                self.report = told
+            else:
+                self.seconds.append(told)
+            return
+        self.report = {"error": f"the process ended with {self._process.wait()}"}
 
 
-def row(way: str, reports: list[dict[str, Any]], alone: list[dict[str, Any]]) -> list[str]:
+def trained(way: str, graph: Path, steps: int, *more: str) -> Process:
+    """A way after so many steps, and its end."""
+    process = Process(way, graph, *more)
+    for _ in range(steps):
+        process.step()
+    return process.end()
+
+
+def row(way: str, process: Process, alone: Process | None) -> list[str]:
     """A way's line of the table."""
-    last = reports[-1]
-    if "error" in last:
-        return [way, "does not train", *[""] * 8]
-    seconds = statistics.median(report["seconds"] for report in reports)
-    ratios = [a["seconds"] / b["seconds"] for a, b in zip(reports, alone, strict=False)]
+    report = process.report
+    if "error" in report:
+        return [way, "does not train", *[""] * 9]
+    measured = process.seconds[_WARM:]
+    seconds = statistics.median(measured)
+    beside = [] if alone is None else alone.seconds[_WARM:]
+    ratios = [a / b for a, b in zip(measured, beside, strict=False)]
     cells = [
         way,
         f"{seconds:.3f}",
         f"{statistics.median(ratios):.2f}" if ratios else "",
-        f"{last['predicted'] / seconds:.2f}" if "predicted" in last else "",
+        f"{report['predicted'] / seconds:.2f}" if "predicted" in report else "",
+        f"{report['faults'] / 1000:.0f}",
     ]
-    if "moved" in last:
+    if "moved" in report:
         cells += [
-            " / ".join(f"{one / _MEGA:.1f}" for one in last["moved"]),
-            " / ".join(f"{one / _MEGA:.1f}" for one in last["formula"]),
-            f"{last['counted'] / _MEGA:.1f}",
-            f"{last['ordered'] / _MEGA:.1f}",
-            f"{last['budget'] / _MEGA:.1f}",
+            " / ".join(f"{one / _MEGA:.1f}" for one in report["moved"]),
+            " / ".join(f"{one / _MEGA:.1f}" for one in report["formula"]),
+            f"{report['counted'] / _MEGA:.1f}",
+            f"{report['ordered'] / _MEGA:.1f}",
+            f"{report['budget'] / _MEGA:.1f}",
         ]
     else:
         cells += [""] * 5
-    return [*cells, f"{last['resident'] / _MEGA:.0f}"]
+    return [*cells, f"{report['resident'] / _MEGA:.0f}"]
 
 
 def knee(options: argparse.Namespace, graph: Path) -> None:
@@ -253,7 +307,7 @@ def knee(options: argparse.Namespace, graph: Path) -> None:
     for count in map(int, options.knee.split(",")):
         options.microbatches, tokens = count, count * options.tokens
         told = {
-            way: in_process(options, way, graph, "--microbatches", str(count))
+            way: trained(way, graph, _WARM + options.rounds, "--microbatches", str(count))
             for way in ("memory", "spilled")
         }
         plan = planned(loaded, options, "spilled")
@@ -263,8 +317,8 @@ def knee(options: argparse.Namespace, graph: Path) -> None:
         transfers = max(tier.read_seconds(moved[0]), tier.write_seconds(moved[1]))
         compute = replace(plan, spill=None, offload=None).step_seconds / tokens
         tokens_where_free = transfers / compute
-        lines["in memory"].append((tokens, told["memory"]["seconds"]))
-        lines["spilled"].append((tokens, told["spilled"]["seconds"]))
+        for name, way in (("in memory", "memory"), ("spilled", "spilled")):
+            lines[name].append((tokens, statistics.median(told[way].seconds[_WARM:])))
         lines["predicted"].append((tokens, plan.step_seconds))
         rows.append([str(tokens), *(f"{line[-1][1]:.3f}" for line in lines.values())])
     print_table(("tokens a step", *(f"{name}, s" for name in lines)), rows)
@@ -284,25 +338,28 @@ def compare(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
     with tempfile.TemporaryDirectory() as folder:
         graph = Path(options.graph or Path(folder) / "graph.json")
         if not graph.exists():
-            in_process(options, "profile", graph)
+            trained("profile", graph, 0)
         if options.knee:
             knee(options, graph)
             return
-        reports: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
-        for _ in range(options.rounds):
-            for way in ways:
-                reports[way].append(in_process(options, way, graph))
+        processes = {way: Process(way, graph) for way in ways}
+        for _ in range(_WARM + options.rounds):
+            for process in processes.values():
+                process.step()
+        for process in processes.values():
+            process.end()
     header = (
-        "way", "s a step", "÷ memory", "predicted ÷ measured", "read / written MB", "formula",
-        "counted MB", "as ordered", "budget", "resident MB",
+        "way", "s a step", "÷ memory", "predicted ÷ measured", "thousand faults",
+        "read / written MB", "formula", "counted MB", "as ordered", "budget", "resident MB",
     )  # fmt: skip
-    alone = reports.get("memory", [])
-    print_table(header, [row(way, reports[way], alone) for way in ways])
-    for way in ways:
-        if "error" in reports[way][-1]:
-            print(f"{way}: {reports[way][-1]['error'][:200]}")
+    alone = processes.get("memory")
+    print_table(header, [row(way, process, alone) for way, process in processes.items()])
+    reports = {way: process.report for way, process in processes.items()}
+    for way, report in reports.items():
+        if "error" in report:
+            print(f"{way}: {report['error'][:200]}")
     own = [way for way in ways if way != "clipped" and not way.startswith(_PEER)]
-    losses = {reports[way][-1]["loss"] for way in own if "loss" in reports[way][-1]}
+    losses = {reports[way]["loss"] for way in own if "loss" in reports[way]}
     print("the same loss in memory and out of it:", len(losses) == 1)
 
 
@@ -314,8 +371,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--share", type=float, default=0.25, help="budget over all state")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=8, help="steps of each way that count")
     parser.add_argument("--folder", default=tempfile.gettempdir())
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--knee", help="numbers of microbatches, as in 1,2,4,8")
@@ -325,7 +381,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.way == "profile":
         profiled(options).save(options.graph)
-        print("{}")
+        print('{"saved": true}')
     elif options.way and options.way.startswith(_PEER):
         print(json.dumps(run_peer(options, options.way.removeprefix(_PEER))))
     elif options.way:
