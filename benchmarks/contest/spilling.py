@@ -1,7 +1,8 @@
 """Training a GPT whose state is four times what a rank may hold, beside the same in memory.
 
     python -m benchmarks.contest.spilling [--width 1024 --blocks 12 --tokens 128 --microbatches 4]
-        [--share 0.25] [--rounds 8] [--folder /scratch] [--ways memory,spilled,…]
+        [--rows 1 --threads 1 --share 0.25] [--rounds 8] [--folder /scratch]
+        [--ways memory,spilled,…]
     python -m benchmarks.contest.spilling --knee 1,2,4,8,16 --picture knee.svg [--width 512 …]
 
 Every way is a process of its own, because memory is what they differ in; they take turns, step by
@@ -15,6 +16,8 @@ hydra     microbatch by microbatch: the weights m times as often
 capped    the same as spilled, where the system allows the process no more than what it had before,
           the budget and 60 MB (RLIMIT_DATA)
 capped-memory  the same limit with everything in memory: has to fail
+confined, confined-memory  the same two, where a control group of the system allows that much of all
+          memory, also of slabs, which are shared memory; needs the right to make one
 peer:NAME another library's way (``benchmarks.contest.spilling_peers``), or what it says instead
 
 Columns: seconds of a step, ÷ those in memory of the same round; predicted ÷ measured; thousands of
@@ -31,6 +34,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -54,6 +58,7 @@ from penstock.errors import PenstockError
 from penstock.plans.spilling import traffic
 
 WAYS = ("memory", "spilled", "waiting", "clipped", "hydra", "capped", "capped-memory")
+CONFINED = ("confined", "confined-memory")
 _PEER = "peer:"
 _MEGA = 1e6
 _WARM = 2
@@ -76,9 +81,17 @@ def profiled(options: argparse.Namespace) -> pk.LayerGraph:
     """In a process of its own: it has the whole model in memory."""
     torch.manual_seed(0)
     model = model_of(options, "cpu")
-    tokens = torch.randint(0, 256, (1, options.tokens))
+    tokens = torch.randint(0, 256, (options.rows, options.tokens))
     # One rank trains, so that nobody has to know how several slow each other down.
-    return pk.profile(model, tokens, loss=loss, targets=tokens, optimizer=adamw, ranks=0)
+    return pk.profile(
+        model,
+        tokens,
+        loss=loss,
+        targets=tokens,
+        optimizer=adamw,
+        num_threads=options.threads,
+        ranks=0,
+    )
 
 
 def budget_of(graph: pk.LayerGraph, options: argparse.Namespace) -> int:
@@ -99,7 +112,7 @@ def planned(graph: pk.LayerGraph, options: argparse.Namespace, way: str) -> pk.P
         spill="always",
     )
     assert plan.spill is not None
-    if way in ("memory", "capped-memory"):
+    if way in ("memory", "capped-memory", "confined-memory"):
         return replace(plan, spill=None, offload=None)
     if way == "waiting":
         return replace(plan, spill=replace(plan.spill, ahead=0))
@@ -133,7 +146,7 @@ def timed(
     """Train a step for each line of standard input, and say how long it took; at the end, memory
     beyond ``before``, faults of the last step and its loss."""
     torch.manual_seed(1)
-    size = options.microbatches, options.tokens
+    size = options.microbatches * options.rows, options.tokens
     batches = [(torch.randint(0, 256, size), torch.randint(0, 256, size)) for _ in range(2)]
     most, last, faults = 0, None, 0
     for number, _ in enumerate(sys.stdin):
@@ -151,6 +164,7 @@ def timed(
 def run_peer(options: argparse.Namespace, name: str) -> dict[str, Any]:
     """Train as another library does; its own words if it cannot."""
     warm_up()
+    torch.set_num_threads(options.threads)
     torch.manual_seed(1)
     before = memory_of_process()
     try:
@@ -162,15 +176,34 @@ def run_peer(options: argparse.Namespace, name: str) -> dict[str, Any]:
 
 def run(graph: pk.LayerGraph, options: argparse.Namespace, way: str) -> dict[str, Any]:
     """Train as Penstock does, and say what it took; the error where it cannot."""
-    plan, budget = planned(graph, options, way), budget_of(graph, options)
-    warm_up()
-    if way.startswith("capped"):
-        allowed = memory_of_process("VmData") + budget + _SPARE_BYTES
-        resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
+    budget = budget_of(graph, options)
     try:
+        plan = planned(graph, options, way)
+        warm_up()
+        if way.startswith("capped"):
+            allowed = memory_of_process("VmData") + budget + _SPARE_BYTES
+            resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
+        if way in CONFINED:
+            confine(budget + _SPARE_BYTES)
         return run_plan(plan, budget, options, way)
-    except (PenstockError, RuntimeError, MemoryError) as error:
+    except (PenstockError, RuntimeError, MemoryError, OSError) as error:
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+
+
+def confine(num_bytes: int) -> None:
+    """Let the system allow this process no more than so much beside what it has now."""
+    own = group_of(os.getpid())
+    own.mkdir()
+    limit = "memory.limit_in_bytes" if (own / "memory.limit_in_bytes").exists() else "memory.max"
+    (own / limit).write_text(str(num_bytes))
+    (own / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def group_of(process: int) -> Path:
+    """Where the system has the control group of a confined process."""
+    groups = Path("/sys/fs/cgroup")
+    own = groups / "memory"
+    return (own if own.is_dir() else groups) / f"penstock-{process}"
 
 
 def run_plan(plan: pk.Plan, budget: int, options: argparse.Namespace, way: str) -> dict[str, Any]:
@@ -247,6 +280,8 @@ class Process:
             self._process.stdin.close()
             self._listen()
         self._process.wait()
+        with suppress(OSError):  # only who is confined has one
+            group_of(self._process.pid).rmdir()
         return self
 
     def _listen(self) -> None:
@@ -260,7 +295,7 @@ class Process:
             else:
                 self.seconds.append(told)
             return
-        self.report = {"error": f"the process ended with {self._process.wait()}"}
+        self.report = {"error": f"the process ended with {self._process.wait()} (-9: killed)"}
 
 
 def trained(way: str, graph: Path, steps: int, *more: str) -> Process:
@@ -305,7 +340,7 @@ def knee(options: argparse.Namespace, graph: Path) -> None:
     lines: dict[str, list[tuple[float, float]]] = {"in memory": [], "spilled": [], "predicted": []}
     loaded, tokens_where_free, rows = pk.LayerGraph.load(graph), 0.0, []
     for count in map(int, options.knee.split(",")):
-        options.microbatches, tokens = count, count * options.tokens
+        options.microbatches, tokens = count, count * options.rows * options.tokens
         told = {
             way: trained(way, graph, _WARM + options.rounds, "--microbatches", str(count))
             for way in ("memory", "spilled")
@@ -332,7 +367,7 @@ def knee(options: argparse.Namespace, graph: Path) -> None:
 def compare(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Let the ways take turns, and print the table; or look for the knee."""
     ways = options.ways.split(",")
-    known = [*WAYS, *(_PEER + name for name in PEERS)]
+    known = [*WAYS, *CONFINED, *(_PEER + name for name in PEERS)]
     if unknown := set(ways) - set(known):
         parser.error(f"no such ways: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     with tempfile.TemporaryDirectory() as folder:
@@ -370,6 +405,8 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=1, help="of a microbatch")
+    parser.add_argument("--threads", type=int, default=1, help="of compute, also of peers")
     parser.add_argument("--share", type=float, default=0.25, help="budget over all state")
     parser.add_argument("--rounds", type=int, default=8, help="steps of each way that count")
     parser.add_argument("--folder", default=tempfile.gettempdir())

@@ -21,7 +21,7 @@ from penstock.device.allocator import KeptPages
 from penstock.errors import InputError, ModelError
 from penstock.model.optimizer_factory import Parameters, make_optimizer
 from penstock.plans import Plan
-from penstock.plans.spilling import most_held, with_residence
+from penstock.plans.spilling import most_held, room_for_freed, with_residence
 from penstock.run.layout import Layout
 from penstock.run.materialising import Values
 from penstock.run.rank.updater import Holding
@@ -36,8 +36,6 @@ from penstock.weights.slabs import Slabs
 from penstock.weights.ways import Way
 
 _ROUNDED = 1.01
-_FREED_IN_A_VISIT = 2
-"""Over a stage's weights."""
 
 
 def check_spillable(plan: Plan, recipe: Recipe, layout: Layout) -> None:
@@ -189,10 +187,7 @@ def keep_what_has_room(residences: Iterable[Residence], may_have: float) -> None
 
 
 def _has_room_for_freed(residence: Residence) -> bool:
-    # In a visit, gradients of each microbatch and the optimizer's temporaries are made and freed;
-    # of either kind there is about as much as the stage has weights.
-    largest = max(map(residence.weight_bytes, residence.stages), default=0)
-    return residence.room_bytes >= _FREED_IN_A_VISIT * largest
+    return room_for_freed(residence.room_bytes, map(residence.weight_bytes, residence.stages))
 
 
 def state_bytes(

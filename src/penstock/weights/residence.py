@@ -116,8 +116,7 @@ class Residence:
                 self.transfers.finish()
 
     def keep(self, kept: KeptPages | None) -> None:
-        """Mind that memory which is freed and kept for reuse leaves room; by default it goes back.
-        """
+        """Mind that memory kept for reuse leaves room; with ``None``, what is freed goes back."""
         if self._kept is not None:
             self._kept.end()
         self._kept = kept
