@@ -10,6 +10,7 @@ step, so that all meet the same machine. Run it alone.
 
 memory    everything in memory, microbatch by microbatch
 spilled   stages come from the disk, one ahead
+huge      the same as spilled, where torch asks the system for huge pages (THP_MEM_ALLOC_ENABLE=1)
 waiting   the same, none ahead: what double buffering is worth
 clipped   the same as spilled, with clip_norm: updates are late
 hydra     microbatch by microbatch: the weights m times as often
@@ -57,7 +58,7 @@ from penstock.drawing.chart import line_chart
 from penstock.errors import PenstockError
 from penstock.plans.spilling import traffic
 
-WAYS = ("memory", "spilled", "waiting", "clipped", "hydra", "capped", "capped-memory")
+WAYS = ("memory", "spilled", "huge", "waiting", "clipped", "hydra", "capped", "capped-memory")
 CONFINED = ("confined", "confined-memory")
 _PEER = "peer:"
 _MEGA = 1e6
@@ -259,6 +260,7 @@ class Process:
             [*command, "--way", way, "--graph", str(graph), *more],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            env=os.environ | {"THP_MEM_ALLOC_ENABLE": "1"} if way == "huge" else None,
             text=True,
         )
         self.seconds: list[float] = []

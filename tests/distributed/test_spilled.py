@@ -86,14 +86,6 @@ def test_the_system_allows_a_part_of_what_is_trained(tmp_path, way):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
-def test_freed_memory_is_kept_where_the_budget_has_room_and_not_beyond(tmp_path):
-    kept, returned = told("kept", tmp_path), told("returned", tmp_path)
-    assert kept["losses"] == returned["losses"]
-    assert kept["most"] <= kept["budget"] + (60 << 20)
-    assert 2 * kept["faults"] < returned["faults"]
-
-
 @pytest.mark.timeout(400 * TIMES)  # a hundred kills take more than one
 def test_a_kill_at_any_moment_leaves_the_last_checkpoint_and_nothing_else(tmp_path):
     expected = train(None, Spill(tier=HOST))

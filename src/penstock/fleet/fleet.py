@@ -8,7 +8,6 @@ import time
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
-from math import inf
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,7 +23,6 @@ from penstock.fleet.table import Shown
 from penstock.fleet.trainee import Saving, Trainee
 from penstock.pipeline import Pipeline
 from penstock.run.drive.driver import told
-from penstock.run.spilling import keep_what_has_room
 from penstock.timing.fleet_timeline import FleetTimeline
 from penstock.turns.bounds import Bound, bound
 from penstock.turns.policies import POLICIES, PolicyName
@@ -133,19 +131,13 @@ class Fleet:
                 )
 
     def _share_memory(self) -> None:
-        """Let jobs hand slabs on to each other: no more are free than devices work with; and keep
-        freed memory for whoever comes next, as far as the budgets go."""
-        residences = [one.residence for one in self._trainees if one.residence is not None]
-        slabs = [residence.slabs for residence in residences]
+        """Let jobs hand slabs on to each other: no more are free than devices work with."""
+        slabs = [one.residence.slabs for one in self._trainees if one.residence is not None]
         most = max((one.budget_bytes for one in slabs), default=0.0)
         devices = {one.device for one in slabs}
         spare = {device: Spare(self._num_devices * most / len(devices)) for device in devices}
         for one in slabs:
             one.spare = spare[one.device]
-        plans = [one.pipeline.plan for one in self._trainees]
-        limits = sorted(plan.spill.memory_bytes or inf for plan in plans if plan.spill is not None)
-        always = sum(sum(plan.rank_bytes) for plan in plans if plan.spill is None)
-        keep_what_has_room(residences, always + sum(limits[-self._num_devices :]))
 
     @property
     def pipelines(self) -> dict[str, Pipeline]:

@@ -2,9 +2,8 @@
 
 With many stages on each rank, only two or three of them are in memory at once: the one that works,
 the one that comes next, and what of the last is still being written. More stages need less memory
-and move the same bytes. Of all numbers of stages, the smallest few that fit are simulated, and the
-smallest few that leave room to use freed memory again; a second forward is weighed against
-activations, and bringing stages in ahead against the room it takes.
+and move the same bytes. Of all numbers of stages, the smallest few that fit are simulated; a second
+forward is weighed against activations, and bringing stages in ahead against the room it takes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from penstock.planner.wish import Wish
 from penstock.plans.alternative import Alternative
 from penstock.plans.plan import Plan
 from penstock.plans.prediction import Prediction
-from penstock.plans.spilling import Spill, bytes_of_spilled_ranks, room_for_freed, traffic
+from penstock.plans.spilling import Spill, bytes_of_spilled_ranks, traffic
 from penstock.plans.stage_plan import RecomputeWay, StagePlan
 from penstock.units import count_of, format_bytes, format_seconds
 
@@ -34,8 +33,6 @@ FAMILY = "spilled"
 _MOST_COUNTS = 32
 _SIMULATED = 3
 """So many numbers of stages that fit are simulated for each way; more stages move the same."""
-_NEW_PAGES = 1.1
-"""Times a step takes if memory that it frees goes back to the system: measured, 1.05 to 1.2."""
 
 
 @dataclass(frozen=True)
@@ -93,29 +90,10 @@ class Spilled:
             self.spill,
         )
 
-    @cached_property
-    def keeps_freed(self) -> bool:
-        """Whether each rank has room to use memory again that a visit frees; accelerators always
-        do."""
-        devices = self.candidate.task.cluster.devices
-        ranks = self.candidate.setting.schedule.stages_of
-        return all(
-            devices[rank].kind == "gpu"
-            or room_for_freed(limit - held, [self.stages[stage].parameter_bytes for stage in own])
-            for rank, (limit, held, own) in enumerate(
-                zip(self.limits, self.rank_bytes, ranks, strict=True)
-            )
-        )
-
     @property
     def seconds(self) -> float:
         """The predicted step."""
         return self.prediction.step_seconds
-
-    @property
-    def weight(self) -> float:
-        """What plans are compared by: the step, longer where every page is new each time."""
-        return self.seconds * (1.0 if self.keeps_freed else _NEW_PAGES)
 
 
 def spilled_plan(tasks: Sequence[Task], wish: Wish, tiers: Sequence[Tier]) -> Plan:
@@ -134,7 +112,7 @@ def spilled_plan(tasks: Sequence[Task], wish: Wish, tiers: Sequence[Tier]) -> Pl
                 if spilled.excess > 0:
                     if nearest is None or spilled.excess < nearest.excess:
                         nearest = spilled
-                elif best is None or spilled.weight < best.weight:
+                elif best is None or spilled.seconds < best.seconds:
                     best = spilled
     if best is not None:
         return _plan(best)
@@ -158,19 +136,16 @@ def _promising(task: Task, wish: Wish, tier: Tier) -> Iterator[Spilled]:
 def _fitting(
     task: Task, tier: Tier, num_ranks: int, way: RecomputeWay, ahead: int
 ) -> Iterator[Spilled]:
-    """The candidates with the fewest stages that fit, and with the fewest that keep freed memory
-    besides; if none fits, the one with most."""
-    number, roomy, last = 0, 0, None
+    """The candidates with the fewest stages that fit; if none does, the one with most."""
+    number, last = 0, None
     for count in _counts(task.num_layers // num_ranks):
         if _is_hopeless(task, num_ranks, count):
             continue
         last = _spilled(task, tier, num_ranks, count, way, ahead)
         if last is not None and last.excess <= 0:
+            yield last
             number += 1
-            roomy += last.keeps_freed
-            if number <= _SIMULATED or last.keeps_freed:
-                yield last
-        if roomy == _SIMULATED:
+        if number == _SIMULATED:
             break
     if not number and last is not None:
         yield last

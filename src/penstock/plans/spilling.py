@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import ceil
@@ -18,10 +18,6 @@ from penstock.schedule.schedule import Activations
 from penstock.timing.costs import Costs
 from penstock.values import Value, whole
 from penstock.versions import Policy
-
-_FREED_IN_A_VISIT = 2
-"""Over a stage's weights: gradients of each microbatch and temporaries of the optimizer are made
-and freed, of either kind about as many bytes as the stage has weights."""
 
 
 class Spill(Value, frozen=True, kw_only=True):
@@ -119,16 +115,6 @@ def most_held(
     own = [stages[stage] for stage in schedule.stages_of[rank]]
     always = sum(stage.buffer_bytes + stage.sum_bytes for stage in own)
     return ceil(worst) + always + max(stage.workspace_bytes for stage in own)
-
-
-def room_for_freed(room_bytes: float, weights: Iterable[int]) -> bool:
-    """Whether a rank's budget has room to keep what a visit to a stage frees for the next one.
-
-    Args:
-        room_bytes: what the budget has beside all that the rank holds at its worst moment.
-        weights: bytes of each of its stages.
-    """
-    return room_bytes >= _FREED_IN_A_VISIT * max(weights, default=0)
 
 
 def held_by_op(

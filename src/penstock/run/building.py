@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
 from typing import NamedTuple
 
 from torch import nn
@@ -17,7 +16,6 @@ from penstock.run.drive.driver import Deadlines
 from penstock.run.drive.joining import TransportName, joined
 from penstock.run.outside import Outside
 from penstock.run.recipe import Recipe
-from penstock.run.spilling import keep_what_has_room
 
 
 class Built(NamedTuple):
@@ -56,7 +54,7 @@ def build(
     with joined(transport, deadlines.start.seconds, num_processes(plan)) as meeting:
         if plan.spill is None:
             keep_freed_pages()
-        else:  # what building takes would be missing in a budget
+        else:  # kept pages would be missing in a budget
             return_freed_pages()
         layers = spine_of(model)
         plan.check_model([layer.name for layer in layers], spine_fingerprint(layers))
@@ -64,8 +62,4 @@ def build(
         outside.check()
         recipe, running = described()
         parts = assemble(model, layers, plan, recipe, running, meeting)
-        if plan.spill is not None:
-            residences = [one.residence for one in parts.workers if one.residence is not None]
-            limit = plan.spill.memory_bytes or inf
-            keep_what_has_room(residences, limit * len(residences))
         return Built(parts, recipe, outside)

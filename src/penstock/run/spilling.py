@@ -7,21 +7,18 @@ with nothing, a stage at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
-from math import inf
 
 import torch
 from torch import Tensor, nn
 
-from penstock.device.accelerators import is_on_host
-from penstock.device.allocator import KeptPages
 from penstock.errors import InputError, ModelError
 from penstock.model.optimizer_factory import Parameters, make_optimizer
 from penstock.plans import Plan
-from penstock.plans.spilling import most_held, room_for_freed, with_residence
+from penstock.plans.spilling import most_held, with_residence
 from penstock.run.layout import Layout
 from penstock.run.materialising import Values
 from penstock.run.rank.updater import Holding
@@ -133,7 +130,7 @@ def settled_in(settling: Settling, rank: int, stages: Mapping[int, Stage]) -> Re
         _by_stage(num_stages, state),
     )
     try:
-        residence.room_bytes = room_in_budget(plan, recipe, rank, sizes)
+        check_budget(plan, recipe, rank, sizes)
     except BaseException:
         residence.close()
         raise
@@ -146,14 +143,11 @@ def _by_stage(num_stages: int, known: Mapping[int, int]) -> list[int]:
     return [known.get(stage, 0) for stage in range(num_stages)]
 
 
-def room_in_budget(plan: Plan, recipe: Recipe, rank: int, sizes: StageBytes) -> float:
-    """What a rank's plan allows beside all that it holds at its worst moment.
+def check_budget(plan: Plan, recipe: Recipe, rank: int, sizes: StageBytes) -> None:
+    """Raise ``InputError`` if a rank would hold more than its plan allows.
 
     Args:
         sizes: of all stages, as they were weighed.
-
-    Raises:
-        InputError: it would hold more than its plan allows.
     """
     assert plan.spill is not None
     agrees, limit = recipe.needs_agreement, plan.spill.memory_bytes
@@ -166,28 +160,6 @@ def room_in_budget(plan: Plan, recipe: Recipe, rank: int, sizes: StageBytes) -> 
             f"{format_bytes(limit)}; plan again with this model and optimizer profiled, or with "
             "more memory_bytes"
         )
-    return limit - held if limit else inf
-
-
-def keep_what_has_room(residences: Iterable[Residence], may_have: float) -> None:
-    """Where budgets have room for it, let freed memory of this process be kept for reuse: pages
-    that are new each time are a tenth of a step.
-
-    Args:
-        residences: of all ranks of this process whose stages come and go.
-        may_have: bytes that they may have together, with all that their computing takes.
-    """
-    own = [residence for residence in residences if is_on_host(residence.slabs.device)]
-    for residence in own:
-        residence.keep(None)
-    if own and all(map(_has_room_for_freed, own)):
-        kept = KeptPages.within(may_have - sum(one.slabs.mapped_bytes for one in own))
-        for residence in own:
-            residence.keep(kept)
-
-
-def _has_room_for_freed(residence: Residence) -> bool:
-    return room_for_freed(residence.room_bytes, map(residence.weight_bytes, residence.stages))
 
 
 def state_bytes(

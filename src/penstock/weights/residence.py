@@ -23,7 +23,6 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor, nn
 
-from penstock.device.allocator import KeptPages
 from penstock.device.crossing import moved
 from penstock.schedule.residence import Stay
 from penstock.weights.group import Elsewhere, Group
@@ -48,7 +47,6 @@ class Residence:
         store: the rank's tier.
         slabs: as given.
         transfers: what is on its way between them.
-        room_bytes: what the rank's budget has beside all that it holds at its worst moment.
     """
 
     def __init__(
@@ -56,8 +54,6 @@ class Residence:
     ) -> None:
         self.store, self.slabs = way.space, slabs
         self.transfers = Transfers(way, slabs)
-        self.room_bytes = 0.0
-        self._kept: KeptPages | None = None
         self._optimizers: Mapping[int, torch.optim.Optimizer] = {}
         self._owed: Container[int] = ()
         self._parameters = weights
@@ -115,12 +111,6 @@ class Residence:
                 self.transfers.let_go(self._state[stage], writes=True, keeps=False)
                 self.transfers.finish()
 
-    def keep(self, kept: KeptPages | None) -> None:
-        """Mind that memory kept for reuse leaves room; with ``None``, what is freed goes back."""
-        if self._kept is not None:
-            self._kept.end()
-        self._kept = kept
-
     def reserve_state(self, stage: int, num_bytes: int) -> None:
         """Make room on the tier for optimizer state that is still to be made.
 
@@ -170,8 +160,6 @@ class Residence:
             FileError: they could not be read, or are not what was written.
             DeadlineError: they do not come.
         """
-        if self._kept is not None:
-            self._kept.mind()
         came = [self._bring(group) for group in self._weights[stage]]
         return any(came)
 
@@ -316,8 +304,6 @@ class Residence:
         if stage in self._state:
             self.transfers.let_go(self._state[stage], writes=changed, keeps=False)
         self._send_gradients(stage)
-        if self._kept is not None:
-            self._kept.mind()
 
     def _send_gradients(self, stage: int) -> None:
         parameters = [one for one in self._parameters[stage] if one.grad is not None]
@@ -415,7 +401,6 @@ class Residence:
         self.transfers.close()
         self.slabs.clear()
         self.store.close()
-        self.keep(None)
 
 
 def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

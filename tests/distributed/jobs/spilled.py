@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from penstock.device.allocator import KeptPages
 from penstock.errors import PenstockError
 from penstock.plans.offloading import Offload
 from penstock.plans.spilling import Spill, Tier
@@ -24,8 +23,6 @@ from tests.kit.spilling import make_net, spilled_pipeline, spilled_plan
 
 NUM_STEPS = 6
 WIDTH, NUM_LAYERS = 1024, 16
-BUDGET_LAYERS = 24
-"""As many times the weights of a layer; weights, gradients and state of all take four times 16."""
 
 
 def batch(step, width=16, classes=4):
@@ -108,49 +105,15 @@ def resident(key):
     raise KeyError(key)
 
 
-def wide():
-    """A model on meta, in a process that has loaded all that is no model."""
+def capped(folder, way):
+    """Train on several times the memory that the system allows from now on."""
     torch.set_num_threads(1)
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)))
     layers = nn.Sequential(nn.Linear(2, 2))
-    warm = torch.optim.AdamW(layers.parameters())  # loads torch's compiler
+    warm = torch.optim.AdamW(layers.parameters())  # loads torch's compiler, which is no model
     layers(torch.ones(2)).sum().backward()
     warm.step()
-    return model
-
-
-def fresh(folder, way):
-    """Train within a budget, for some steps; the most that the process had beside what it began
-    with, and the faults of a step."""
-    model, budget = wide(), BUDGET_LAYERS * 4 * WIDTH * (WIDTH + 1)
-    if way == "returned":
-        KeptPages.within = lambda room: None
-    most, ended = [0], threading.Event()
-
-    def look():
-        while not ended.wait(0.002):
-            most[0] = max(most[0], resident("RssAnon") + resident("RssShmem"))
-
-    before = resident("RssAnon") + resident("RssShmem")
-    watch = threading.Thread(target=look)
-    watch.start()
-    plan = spilled_plan(model, 4, Spill(tier=Tier(folder=str(folder)), memory_bytes=budget))
-    options = {"loss": F.cross_entropy, "optimizer": slowly, "init": "per-layer", "seed": 1}
-    with pk.Pipeline(model, plan, **options) as pipeline:
-        losses, faults = [], []
-        for step in range(4):
-            begun = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            losses.append(pipeline.step(*batch(step, WIDTH, 9)).item())
-            faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begun)
-        ended.set()
-        watch.join()
-    return {"losses": losses, "most": most[0] - before, "budget": budget, "faults": faults[-1]}
-
-
-def capped(folder, way):
-    """Train on several times the memory that the system allows from now on."""
-    model = wide()
     each = 4 * WIDTH * (WIDTH + 1)
     allowed = 11 * each  # of 4 × 16 that weights, gradients and state take together
     spare = 60 << 20
@@ -179,7 +142,5 @@ if __name__ == "__main__":
         interrupted(Path(path))
     elif way == "alone":
         print(json.dumps(train(Path(path), Spill(tier=Tier(folder=str(Path(path).parent))))))
-    elif way in ("kept", "returned"):
-        print(json.dumps(fresh(Path(path), way)))
     else:
         print(json.dumps(capped(Path(path), way)))
