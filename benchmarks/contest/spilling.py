@@ -63,6 +63,7 @@ CONFINED = ("confined", "confined-memory")
 _PEER = "peer:"
 _MEGA = 1e6
 _WARM = 2
+_READY = "ready"
 _SPARE_BYTES = 60 << 20
 
 
@@ -150,6 +151,7 @@ def timed(
     size = options.microbatches * options.rows, options.tokens
     batches = [(torch.randint(0, 256, size), torch.randint(0, 256, size)) for _ in range(2)]
     most, last, faults = 0, None, 0
+    print(_READY, flush=True)
     for number, _ in enumerate(sys.stdin):
         begun, start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, time.perf_counter()
         last = step(*batches[number % 2])
@@ -247,7 +249,8 @@ def run_plan(plan: pk.Plan, budget: int, options: argparse.Namespace, way: str) 
 
 
 class Process:
-    """One way, in a process that has nothing else in memory.
+    """One way, in a process that has nothing else in memory; made when that is ready to train, so
+    that the next one measures its tier alone.
 
     Attributes:
         seconds: of the steps so far.
@@ -265,6 +268,7 @@ class Process:
         )
         self.seconds: list[float] = []
         self.report: dict[str, Any] = {}
+        self._listen()
 
     def step(self) -> None:
         """Let it train one step, unless it has come to its end."""
@@ -289,6 +293,8 @@ class Process:
     def _listen(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
+            if line.strip() == _READY:
+                return
             if not line.startswith(("{", *"0123456789")):
                 continue  # other libraries talk, too
             told = json.loads(line)
