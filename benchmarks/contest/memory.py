@@ -32,6 +32,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from benchmarks.common.system import status_bytes
 from benchmarks.common.works import Work, gpt_work, tiny_work
 from benchmarks.contest.peers import one_process, two_ranks
 from benchmarks.contest.penstock_peers import penstock_peer
@@ -51,19 +52,11 @@ DEADLINE_SECONDS = 60.0
 MIB = 2**20
 
 
-def status(entry: str) -> int:
-    """Bytes in an entry of this process's status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(entry + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(entry)
-
-
 def resident_from_here() -> int:
     """Bytes in memory now, without what was freed; the peak begins anew."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-    return status("VmRSS")
+    return status_bytes("VmRSS")
 
 
 def bytes_of_one_microbatch(work: Work, rank: int) -> int:
@@ -94,7 +87,7 @@ def measure(work: Work, name: str, rank: int) -> dict[str, int]:
     for _ in range(2):
         with meter.watching(0):
             peer.step(work.inputs, work.targets)
-    counted, resident = meter.peak_bytes, status("VmHWM") - resident
+    counted, resident = meter.peak_bytes, status_bytes("VmHWM") - resident
     peer.close()
     one = bytes_of_one_microbatch(work, rank)
     return {"counted": counted, "resident": resident, "one": one}

@@ -51,6 +51,7 @@ import torch
 from msgspec.structs import replace
 
 import penstock as pk
+from benchmarks.common.system import status_bytes
 from benchmarks.contest.spilling_peers import PEERS, adamw, peer
 from penstock.cli.show import print_table
 from penstock.demo.gpt import GPT, loss
@@ -114,7 +115,7 @@ def planned(graph: pk.LayerGraph, options: argparse.Namespace, way: str) -> pk.P
         spill="always",
     )
     assert plan.spill is not None
-    if way in ("memory", "capped-memory", "confined-memory"):
+    if way == "memory" or way.endswith("-memory"):
         return replace(plan, spill=None, offload=None)
     if way == "waiting":
         return replace(plan, spill=replace(plan.spill, ahead=0))
@@ -123,12 +124,10 @@ def planned(graph: pk.LayerGraph, options: argparse.Namespace, way: str) -> pk.P
     return plan
 
 
-def memory_of_process(*keys: str) -> int:
-    """Bytes of memory that this process has, by default those with no file behind them: slabs are
-    shared memory to the system."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    named = {name: value for name, _, value in (line.partition(":") for line in lines)}
-    return sum(int(named[key].split()[0]) * 1024 for key in keys or ("RssAnon", "RssShmem"))
+def memory_of_process() -> int:
+    """Bytes of memory that this process has and no file is behind; slabs are shared memory to the
+    system."""
+    return status_bytes("RssAnon", "RssShmem")
 
 
 def warm_up() -> None:
@@ -184,7 +183,7 @@ def run(graph: pk.LayerGraph, options: argparse.Namespace, way: str) -> dict[str
         plan = planned(graph, options, way)
         warm_up()
         if way.startswith("capped"):
-            allowed = memory_of_process("VmData") + budget + _SPARE_BYTES
+            allowed = status_bytes("VmData") + budget + _SPARE_BYTES
             resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
         if way in CONFINED:
             confine(budget + _SPARE_BYTES)
@@ -381,7 +380,9 @@ def compare(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
     with tempfile.TemporaryDirectory() as folder:
         graph = Path(options.graph or Path(folder) / "graph.json")
         if not graph.exists():
-            trained("profile", graph, 0)
+            report = trained("profile", graph, 0).report
+            if "error" in report:
+                sys.exit(f"no profile: {report['error']}")
         if options.knee:
             knee(options, graph)
             return

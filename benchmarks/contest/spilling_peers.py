@@ -12,7 +12,6 @@ A peer that cannot train here says so, and its own words are printed in the tabl
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.common.system import free_port
 from penstock.demo.gpt import GPT, loss
 
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -76,9 +76,8 @@ def fsdp2(model: GPT, folder: Path) -> Step:
 
 
 def _deepspeed(model: GPT, device: str, folder: Path) -> Step:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    os.environ |= {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"DS_ACCELERATOR": "cpu"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     import deepspeed
 

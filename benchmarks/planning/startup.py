@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 import penstock as pk
+from benchmarks.common.system import free_port
 from benchmarks.planning.startup_job import Phase
 from penstock.drawing import Fact, Report, write_report
 
@@ -134,9 +134,7 @@ def _phases(ranks: str, path: str) -> Iterator[Phase]:
     """What the first rank of a pipeline of two says of itself."""
     places: list[Mapping[str, str]] = [{}]
     if ranks == "processes":
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         places = [
             {**meeting, "WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")
         ]
