@@ -187,4 +187,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if "--serve" in sys.argv:  # this file alone, beside the source of any checkout
+        main()
+    else:
+        from benchmarks.common.alone import publish
+
+        publish(main)

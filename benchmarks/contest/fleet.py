@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as pk
+from benchmarks.common.alone import publish
 from penstock.cli.show import print_table, say
 from penstock.turns.bounds import bound
 from penstock.turns.policies import PolicyName
@@ -283,4 +284,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    publish(main)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.common.alone import publish
 from penstock.run.outcome import RankRecord, timeline
 from penstock.run.rank.interpreter import perform_all
 from penstock.run.rank.journal import Journal
@@ -107,4 +108,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    publish(main)

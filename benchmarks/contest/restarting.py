@@ -21,6 +21,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.common.alone import publish
+
 BEGUN = time.monotonic()
 
 MODULE = "benchmarks.contest.restarting"
@@ -194,4 +196,4 @@ def shown(seconds: float | None) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    publish(main)

@@ -26,17 +26,15 @@ steps given to ``Pipeline.steps``.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
+from benchmarks.common.alone import publish
 from benchmarks.common.goals import goals
 from benchmarks.common.turns import Contest, Measured, measure_in_turns
 from benchmarks.common.works import WORKS, Work
@@ -216,7 +214,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     """Prove and time everybody, then say which goals are met."""
-    options, started = parse(), time.perf_counter()
+    options = parse()
     contestants = {
         name: one
         for name, one in all_contestants().items()
@@ -233,16 +231,11 @@ def main() -> None:
                 table += rows(work, contestants, measured)
                 results[name, count] = measured
         if rank == 0:
-            load = os.getloadavg()[0]
-            minutes = (time.perf_counter() - started) / 60
-            print(
-                f"\n{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, "
-                f"medians of {options.rounds} rounds, load {load:.1f}, {minutes:.1f} minutes\n"
-            )
+            print(f"\nmedians of {options.rounds} rounds\n")
             print_table(HEADER, table)
             print()
             print_table(("goal", "measured", ""), goals(results))
 
 
 if __name__ == "__main__":
-    main()
+    publish(main)

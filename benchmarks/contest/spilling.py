@@ -51,6 +51,7 @@ import torch
 from msgspec.structs import replace
 
 import penstock as pk
+from benchmarks.common.alone import publish
 from benchmarks.common.system import status_bytes
 from benchmarks.contest.spilling_peers import PEERS, adamw, peer
 from penstock.cli.show import print_table
@@ -437,4 +438,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    publish(main)

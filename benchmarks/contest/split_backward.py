@@ -26,6 +26,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.common.alone import publish
 from penstock.demo.gpt import Block
 from penstock.device.allocator import keep_freed_pages
 from penstock.model import tree
@@ -234,4 +235,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    publish(main)

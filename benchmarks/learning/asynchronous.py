@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.common.alone import publish
 from benchmarks.common.turns import Contest, Measured, measure_in_turns
 from benchmarks.common.works import WORKS, Work
 from benchmarks.contest.peers import Peer, Watch, one_process, prove_same, reference, two_ranks
@@ -285,4 +286,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    publish(main)

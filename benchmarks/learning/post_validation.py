@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 
+from benchmarks.common.alone import publish
 from penstock import Costs, rehearse, schedules, simulate
 from penstock.rehearsal.conduct import default_costs
 
@@ -58,4 +59,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    publish(main)

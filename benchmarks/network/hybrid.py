@@ -35,6 +35,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock as pk
+from benchmarks.common.alone import publish
 from benchmarks.network.shaped_network import SKIPPED, ShapedNetwork, end_on_signals, missing
 
 WARM_UP_STEPS = 1
@@ -235,9 +236,8 @@ def main() -> int:
     print(f"VGG of {size / 1e6:.0f} MB, {work.hosts} hosts of {work.rows} rows")
     for mbit in options.mbit:
         show(mbit, *on_network(work, graph, mbit, options))
-        print("load " + ", ".join(f"{load:.1f}" for load in os.getloadavg()), flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    publish(main)

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.common.alone import publish
 from benchmarks.network.shaped_network import SKIPPED, ShapedNetwork, end_on_signals, missing
 from penstock.summation.division import Owner
 from penstock.summation.exchange import Exchange
@@ -422,4 +423,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    publish(main)

@@ -20,6 +20,7 @@ from multiprocessing.synchronize import Barrier
 
 import numpy as np
 
+from benchmarks.common.alone import publish
 from penstock.summation.adding import bytes_of, room_for
 from penstock.summation.frames import Head, Kind, Member, greet, key_of, receive, tune
 from penstock.summation.server import SummationServer
@@ -102,4 +103,4 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    publish(main)

@@ -36,6 +36,7 @@ from torch.nn.functional import linear, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock as pk
+from benchmarks.common.alone import publish
 from benchmarks.network.shaped_network import SKIPPED, ShapedNetwork, end_on_signals, missing
 from penstock.cluster import Cluster
 from penstock.graph import LayerGraph
@@ -340,9 +341,8 @@ def main() -> int:
     for _ in range(options.repeats):
         for mbit in options.mbit:
             show(mbit, *on_network(layers, work, mbit, options))
-            print("load " + ", ".join(f"{load:.1f}" for load in os.getloadavg()), flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    publish(main)

@@ -10,7 +10,6 @@ A hand-over between threads copies nothing.
 from __future__ import annotations
 
 import argparse
-import os
 import threading
 import time
 from collections import defaultdict
@@ -18,6 +17,7 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 
+from benchmarks.common.alone import publish
 from penstock.transport import Edge, ThreadExchange, Transport, connect
 from penstock.transport.rendezvous import Rendezvous
 
@@ -112,10 +112,9 @@ def main() -> None:
     rank = dist.get_rank()
     found = measure(rank, num_round_trips)
     if rank == 0:
-        load = ", ".join(f"{load:.1f}" for load in os.getloadavg())
-        print(f"{os.cpu_count()} cores, torch {torch.__version__}, load {load}\n\n{table(found)}")
+        print(table(found))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    publish(main)

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import penstock as pk
+from benchmarks.common.alone import publish
 from benchmarks.planning.planner import DATA
 from penstock.drawing import draw_plan
 from penstock.interop.pipedream_profiles import read_pipedream_graph
@@ -102,4 +103,4 @@ def _add_row(table: Table, name: str, calls: Counter[str]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    publish(main)

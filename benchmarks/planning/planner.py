@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.alone import publish
 from penstock.cluster import Cluster, Device, Link
 from penstock.graph import Layer, LayerGraph
 from penstock.interop.pipedream_profiles import read_pipedream_graph
@@ -105,4 +106,4 @@ def short(config: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    publish(main)

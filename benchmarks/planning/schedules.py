@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.alone import publish
+
 
 class Size(NamedTuple):
     """A schedule to build: of a family, for so many ranks and microbatches."""
@@ -112,4 +114,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    publish(main)

@@ -19,6 +19,7 @@ import time
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.alone import publish
 from penstock import Costs, schedules, simulate
 
 SMALL = [(2, 2), (2, 4), (2, 8), (4, 4), (3, 4), (3, 5), (5, 3), (8, 2)]
@@ -118,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    publish(main)

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 import penstock as pk
+from benchmarks.common.alone import publish
 from benchmarks.common.system import free_port
 from benchmarks.planning.startup_job import Phase
 from penstock.drawing import Fact, Report, write_report
@@ -164,4 +165,4 @@ def _print(costs: Mapping[str, list[Cost]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    publish(main)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.alone import publish
 from benchmarks.planning.planner import DATA, short
 from penstock.cluster import Cluster, Link
 from penstock.graph import LayerGraph
@@ -137,4 +138,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    publish(main)

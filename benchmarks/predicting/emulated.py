@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import time
 from typing import NamedTuple
 
+from benchmarks.common.alone import publish
 from penstock import schedules
 from penstock.errors import InputError
 from penstock.rehearsal import Rehearsal, rehearse
@@ -81,11 +81,8 @@ def main() -> None:
             continue
         worst = max(worst, abs(found.comparisons[0].difference))
         print(case.row(found), flush=True)
-    print(
-        f"\n{time.perf_counter() - started:.0f} s; largest difference of a makespan {worst:.1%}; "
-        f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-    )
+    print(f"\n{time.perf_counter() - started:.0f} s; largest difference of a makespan {worst:.1%}")
 
 
 if __name__ == "__main__":
-    main()
+    publish(main)

@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import random
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 import penstock as pk
+from benchmarks.common.alone import publish
 from benchmarks.predicting.foretold import APART, Foretold, orders
 from penstock.cluster import Cluster, Device, Group, Link
 from penstock.demo.gpt import GPT
@@ -196,7 +195,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--op-ms", type=float, default=6.0)
     options = parser.parse_args()
-    console, started = Console(width=130), time.perf_counter()
+    console = Console(width=130)
     found: list[Contestant] = []
     graphs = {model: MODELS[model]() for model in options.models}
     for (model, graph), ranks in itertools.product(graphs.items(), options.ranks):
@@ -207,11 +206,7 @@ def main() -> None:
             one.perform(scale)
         found += those
     show(console, found)
-    console.print(
-        f"{time.strftime('%Y-%m-%d')}, {time.perf_counter() - started:.0f} s, load average "
-        f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-    )
 
 
 if __name__ == "__main__":
-    main()
+    publish(main)

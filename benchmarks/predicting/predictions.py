@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 import penstock as pk
+from benchmarks.common.alone import publish
 from benchmarks.common.goals import Goal
 from benchmarks.predicting.foretold import Foretold, orders
 from benchmarks.predicting.works import MICROBATCHES, WORKS, Work
@@ -281,4 +282,4 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    publish(main)

@@ -34,6 +34,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import penstock as pk
+from benchmarks.common.alone import publish
 from penstock.demo import GPT
 from penstock.demo import loss as next_token
 from penstock.model.randomness import LayerStreams
@@ -310,4 +311,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    publish(main)

@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 import penstock as pk
+from benchmarks.common.alone import publish
 from penstock.cli.show import print_table
 
 _WIDTH = 1000
@@ -213,4 +214,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    publish(main)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import penstock as pk
+from benchmarks.common.alone import publish
 from benchmarks.streaming.speed_up import NETWORKS, Network
 from penstock.live import Stream
 
@@ -202,4 +203,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    publish(main)

@@ -31,6 +31,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+from benchmarks.common.alone import publish
 from penstock import Costs, schedules
 from penstock.drawing.chart import line_chart
 from penstock.partition import balance
@@ -187,4 +188,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    publish(main)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
+import sys
 
 import pytest
 
+from benchmarks.common import alone
+from benchmarks.common.alone import Loaded, Surroundings, Usage, measured_alone, share_of_others
 from benchmarks.common.goals import goals
 from benchmarks.common.turns import Measured
 from benchmarks.common.works import tiny_work
@@ -19,9 +24,64 @@ MODULES = sorted(
 )
 
 
+WITHOUT_TIMES = {
+    "benchmarks.learning.convergence",  # losses, which no other program changes
+    "benchmarks.streaming.compare",
+    "benchmarks.planning.learned_placement",
+    "benchmarks.planning.zero_bubble_table",
+    "benchmarks.planning.startup_job",  # a part of benchmarks.planning.startup
+    "benchmarks.network.shaped_network",  # a tool
+}
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_a_benchmark_can_be_loaded(module):
     assert importlib.import_module(module).__doc__
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - WITHOUT_TIMES))
+def test_a_benchmark_of_times_keeps_no_figure_of_a_loaded_machine(module):
+    source = (ROOT / module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
+    if 'if __name__ == "__main__":' in source:
+        assert "publish(" in source.rpartition('if __name__ == "__main__":')[2]
+
+
+def test_others_are_who_is_not_of_the_tree_of_processes():
+    before = Usage(everybody=100.0, own=40.0, clock=0.0)
+    after = Usage(everybody=100.0 + 6.0, own=40.0 + 5.0, clock=1.0)
+    assert share_of_others(before, after) == pytest.approx(1.0 / (os.cpu_count() or 1))
+    assert share_of_others(before, before._replace(own=41.0, clock=1.0)) == 0.0
+
+
+def test_children_that_ended_belong_to_the_tree():
+    before = Usage.now(os.getpid())
+    subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
+    after = Usage.now(os.getpid())
+    assert after.own > before.own
+    assert after.everybody - before.everybody >= 0.9 * (after.own - before.own) - 0.1
+
+
+def test_nothing_is_measured_while_another_program_computes():
+    a_tenth = 1 + (os.cpu_count() or 1) // 10
+    asleep = subprocess.Popen(["sleep", "60"])
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(a_tenth)]
+    try:
+        with pytest.raises(Loaded, match="--loaded looks"):
+            measured_alone(lambda: pytest.fail("it was measured"), asleep.pid, look_seconds=1.0)
+    finally:
+        for process in (asleep, *busy):
+            process.kill()
+            process.wait()
+
+
+def test_figures_are_kept_with_machine_date_and_load(tmp_path, monkeypatch):
+    monkeypatch.setattr(alone, "RESULTS", tmp_path)
+    surroundings = Surroundings(0.25, 1.5, others=0.012, minutes=3.0, date="2026-11-23")
+    text = alone.store("contest.memory", "python -m it", "| a | b |", surroundings).read_text()
+    assert text.startswith(f"`python -m it`, 2026-11-23, {os.cpu_count()} cores of ")
+    assert "load 0.2 before and 1.5 after, other programs used 1.2% of the cores" in text
+    assert text.endswith("```text\n| a | b |\n```\n")
+    assert surroundings.alone and not Surroundings(0, 0, others=0.06, minutes=1).alone
 
 
 def test_contestants_are_held_to_the_hand_written_ones():
