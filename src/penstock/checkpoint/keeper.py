@@ -187,7 +187,11 @@ class Keeper:
         return run / folder_name(step, self._generation if taken else 0)
 
     def _identity(self, step: int, position: Any) -> Identity:
-        scaler = self._grad_scaler.state_dict() if self._grad_scaler is not None else {}
+        scale = self._parts.workers[0].updater.loss_scale
+        scaler = {}
+        if self._grad_scaler is not None and scale is not None:
+            scale.store(self._grad_scaler)  # in a loop that goes on, the ranks know it alone
+            scaler = self._grad_scaler.state_dict()
         return Identity(
             format=FORMAT,
             run=self._run,
@@ -329,9 +333,10 @@ class Keeper:
         self._parts.streams.seed = identity.seed
         self._resume(contents, identity)
         if self._grad_scaler is not None and identity.scaler:
-            self._grad_scaler.load_state_dict(identity.scaler)
+            scale = LossScale.of_state(identity.scaler)
+            scale.store(self._grad_scaler)
             for worker in self._parts.workers:
-                worker.updater.loss_scale = LossScale.of(self._grad_scaler)
+                worker.updater.loss_scale = scale
         return Loaded(identity.step, contents.position)
 
     def _resume(self, contents: Contents, identity: Identity) -> None:
