@@ -418,10 +418,12 @@ class Pipeline:
         if self.plan.spill is not None:
             with self._settled():
                 pass
-        layers = (layer.module for stage in self.stages.values() for layer in stage.layers)
+        own = (layer.module for stage in self.stages.values() for layer in stage.layers)
+        layout = self._parts.layout
         with (
             self._exclusively(),
-            evaluation_mode(self._model, *layers, *self._parts.layout.twins),
+            # Of all stages: ranks in processes compare the modes of all layers.
+            evaluation_mode(self._model, *layout.layers, *own, *layout.twins),
             self._parts.streams.auditing(),
         ):
             return self._parts.feed.evaluate(minibatch)

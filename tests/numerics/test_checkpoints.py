@@ -330,7 +330,32 @@ def test_the_loss_scale_goes_on(tmp_path):
     rest, scale_again = scaled(HALF, STEPS, load=tmp_path)
     assert torch.equal(torch.cat([first, rest]), expected)
     assert scale_again == scale
+    assert [*map(type, scale_again.values())] == [*map(type, scale.values())]
     assert scale["scale"] > 2.0**10
+
+
+@pytest.mark.parametrize("post_validate", [False, True])
+def test_the_loss_scale_in_the_course_of_a_loop(post_validate, tmp_path):
+    """It is that of the step behind which is saved; the user's scaler follows at the end."""
+
+    def pipeline_with(scaler):
+        return pipeline_in(
+            "1f1b on 2", Tied(), grad_scaler=scaler, post_validate=post_validate, clip_norm=1.0
+        )
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+    data = [batch(step) for step in range(STEPS)]
+    with pipeline_with(scaler) as pipeline:
+        losses = [*pipeline.steps(data, checkpoints=pk.Checkpoints(tmp_path, every=1))]
+    for step in range(1, STEPS + 1):
+        state = Checkpoint.opened(tmp_path / folder_name(step)).identity.scaler
+        assert (state["scale"], state["_growth_tracker"]) == (2.0 ** (8 + step // 2), step % 2)
+    again = torch.amp.GradScaler("cpu")
+    with pipeline_with(again) as pipeline:
+        assert pipeline.load(tmp_path / folder_name(HALF)) == HALF
+        rest = [*pipeline.steps(data[HALF:])]
+    assert torch.equal(torch.stack(rest), torch.stack(losses[HALF:]))
+    assert again.state_dict() == scaler.state_dict()
 
 
 FEW_POLICIES = ("stash", "2bw", "pipemare", "spectrain")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.optim.lr_scheduler import LinearLR
+from torch.optim.lr_scheduler import ExponentialLR, LinearLR
 
 import penstock as pk
 from penstock.cluster import SpareMachine
@@ -133,6 +133,27 @@ def test_checkpoints_of_groups_go_from_servers_to_copies_and_back(tmp_path):
 
     ours, theirs = going_on([1, 0, 2], tmp_path / "ours"), going_on([0] * 3, tmp_path / "theirs")
     assert all(torch.equal(ours[key], value) for key, value in theirs.items())
+
+
+def test_copies_whose_weights_servers_update_show_the_options_that_were_loaded(tmp_path):
+    plan = replicated(make_mlp(), (1, 2))
+    served = plan.summed_by("parameter-server", machines(1))
+    options = {"lr_scheduler": lambda one: ExponentialLR(one, 0.5)}
+    with pipeline_of(plan, **options) as pipeline:
+        for group in pipeline.optimizers.param_groups:
+            group["betas"] = (0.5, 0.9)
+        pipeline.step(*make_batch(24))
+        pipeline.save(tmp_path)
+    for resumed in (served, plan):
+        with pipeline_of(resumed, **options) as pipeline:
+            assert pipeline.load(tmp_path) == 1
+            for num_updates in (1, 2):
+                rate = 0.01 * 0.5**num_updates
+                assert {*pipeline.optimizers.learning_rates} == {rate}
+                assert {*pipeline.schedulers.get_last_lr()} == {rate}
+                groups = pipeline.optimizers.param_groups
+                assert {group["betas"] for group in groups} == {(0.5, 0.9)}
+                pipeline.step(*make_batch(24))
 
 
 def test_servers_update_in_main_memory_what_is_on_accelerators(accelerator):

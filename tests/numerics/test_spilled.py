@@ -151,16 +151,24 @@ def test_schedulers_ties_and_frozen_weights(make, clip):
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
-def test_accumulation_over_several_calls(clip):
+@pytest.mark.parametrize("optimizer", [adamw, sgd])
+@pytest.mark.parametrize(
+    ("num_ranks", "cuts", "ahead", "group"),
+    [(1, None, 1, 0), (5, None, 1, 0), (2, [1], 0, 2), (2, [1, 2, 3], 2, 2), (1, [3], 2, 0)],
+)
+def test_accumulation_over_several_calls(clip, optimizer, num_ranks, cuts, ahead, group):
+    """Within the budget of steps that update, with optimizers whose state has room in it or not."""
+
     def train(spill):
-        model = make_net()
-        with spilled_pipeline(model, spill, options={"clip_norm": clip}) as pipeline:
+        model, options = make_net(), {"clip_norm": clip, "optimizer": optimizer}
+        spread = {"num_ranks": num_ranks, "cuts": cuts, "group": group}
+        with spilled_pipeline(model, spill, options=options, **spread) as pipeline:
             for _ in range(2):
                 for update in (False, False, True):
                     pipeline.step(*BATCHES[0], update=update, share=1 / 3)
             return pipeline.state_dict()
 
-    assert_same_values(train(Spill(tier=HOST)), train(None))
+    assert_same_values(train(Spill(tier=HOST, ahead=ahead)), train(None))
 
 
 def test_a_loss_scale_and_updates_that_are_skipped():

@@ -8,7 +8,13 @@ import msgspec
 import torch
 
 from penstock.checkpoint.contents import Contents
-from penstock.checkpoint.folder import checkpoint_in, run_of, seen_in
+from penstock.checkpoint.folder import (
+    checkpoint_in,
+    generation_of,
+    is_incomplete,
+    run_of,
+    seen_in,
+)
 from penstock.checkpoint.giving import check_fits, check_model, check_settings
 from penstock.checkpoint.pieces_here import PiecesHere
 from penstock.errors import FileError
@@ -25,14 +31,16 @@ class SeenByRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         folder: the name of the checkpoint that it would load; empty if there is none.
         attempt: that wrote it.
         generation: of the next pipeline that writes here.
-        steps: those that have a folder already.
+        folders: the names of all that are there, complete or not.
+        incomplete: of these, those of which a file is missing; only rank 0 looks.
         attempts: those that have written here.
     """
 
     folder: str
     attempt: str
     generation: int
-    steps: list[int]
+    folders: list[str]
+    incomplete: list[str]
     attempts: list[str]
 
 
@@ -57,7 +65,8 @@ def agreed(
     meeting = parts.meet(_PURPOSE)
     try:
         contents = _fitting(parts, path, scaler, weights_only=weights_only)
-        own = _seen_by_rank(run_of(path), contents)
+        looks = meeting is None or meeting.rank == 0
+        own = _seen_by_rank(run_of(path), contents, looks=looks)
     except Exception as error:
         if meeting is not None:
             meeting.fail(f"rank {meeting.rank} failed {_PURPOSE}: {told(error)}")
@@ -98,13 +107,16 @@ def _fitting(
     return contents
 
 
-def _seen_by_rank(run: Path, contents: Contents | None) -> SeenByRank:
+def _seen_by_rank(run: Path, contents: Contents | None, *, looks: bool) -> SeenByRank:
     seen = seen_in(run)
     identities = [one.identity for one in seen if one.identity is not None]
+    # By name as well, so that nobody writes into a folder of which only a part can be read.
+    generations = [one.generation for one in identities] + [generation_of(one.folder) for one in seen]
     return SeenByRank(
         "" if contents is None else contents.checkpoint.folder.name,
         "" if contents is None else contents.checkpoint.identity.attempt,
-        1 + max((identity.generation for identity in identities), default=-1),
-        sorted({one.step for one in seen}),
+        1 + max(generations, default=-1),
+        sorted(one.folder.name for one in seen),
+        sorted(one.folder.name for one in seen if looks and is_incomplete(one.folder)),
         sorted({identity.attempt for identity in identities}),
     )

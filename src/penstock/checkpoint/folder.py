@@ -24,6 +24,12 @@ from penstock.plans import Plan
 from penstock.values import expect, read_text
 
 PLAN = "plan.json"
+
+
+class IncompleteError(FileError):
+    """A file of a checkpoint is missing, or is of another attempt than the rest."""
+
+
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
@@ -70,12 +76,13 @@ class Checkpoint:
         """Read the heads of a checkpoint's pieces.
 
         Raises:
-            FileError: it is not complete, or a file of it cannot be read; which, and why.
+            IncompleteError: it is not complete.
+            FileError: a file of it cannot be read; which, and why.
         """
         if not folder.is_dir():
             raise FileError(f"there is no folder {folder}")
         if not (folder / PLAN).exists():
-            raise FileError(f"{folder} is not complete: it has no {PLAN}")
+            raise IncompleteError(f"{folder} is not complete: it has no {PLAN}")
         plan = Plan.from_json(read_text(folder / PLAN), str(folder / PLAN))
         pieces = [piece for stage in range(len(plan.stages)) for piece in _pieces_of(folder, stage)]
         first = pieces[0].header.identity
@@ -84,14 +91,14 @@ class Checkpoint:
                 f"{folder} is not complete: {pieces[0].path.name} was written for another plan "
                 f"than {PLAN}"
             )
-        if first.num_stages != len(plan.stages) or first.step != _step_of(folder):
+        if first.num_stages != len(plan.stages) or first.step != step_of(folder):
             raise FileError(
                 f"{pieces[0].path} says that it is of step {first.step} of {first.num_stages} "
                 f"stages, but {folder.name} and its {PLAN} are not"
             )
         for piece in pieces[1:]:
             if piece.header.identity != first:
-                raise FileError(
+                raise IncompleteError(
                     f"{folder} is not complete: {piece.path.name} and {pieces[0].path.name} are "
                     f"not of the same {_difference(first, piece.header.identity)}"
                 )
@@ -122,18 +129,29 @@ class Checkpoint:
         return sum(piece.num_bytes for piece in self.pieces)
 
 
+def is_incomplete(folder: Path) -> bool:
+    """Whether a file of a checkpoint is missing; not, whether one cannot be read."""
+    try:
+        Checkpoint.opened(folder)
+    except IncompleteError:
+        return True
+    except FileError:
+        return False
+    return False
+
+
 def _pieces_of(folder: Path, stage: int) -> list[Piece]:
     """All pieces of a stage."""
     whole = folder / piece_name(stage)
     first = whole if whole.exists() else folder / piece_name(stage, 0, 2)
     if not first.exists():
-        raise FileError(f"{folder} is not complete: {whole.name} is missing")
+        raise IncompleteError(f"{folder} is not complete: {whole.name} is missing")
     pieces = [Piece.opened(first)]
     num_parts = pieces[0].header.num_parts
     for part in range(1, num_parts):
         path = folder / piece_name(stage, part, num_parts)
         if not path.exists():
-            raise FileError(f"{folder} is not complete: {path.name} is missing")
+            raise IncompleteError(f"{folder} is not complete: {path.name} is missing")
         pieces.append(Piece.opened(path))
     for part, piece in enumerate(pieces):
         header = piece.header
@@ -152,9 +170,16 @@ def _difference(one: Identity, other: Identity) -> str:
     return " and ".join(names[:2])
 
 
-def _step_of(folder: Path) -> int:
+def step_of(folder: Path) -> int:
+    """The step of a checkpoint by its folder's name; -1 if that is no name of one."""
     match = _NAME.fullmatch(folder.name)
     return int(match[1]) if match else -1
+
+
+def generation_of(folder: Path) -> int:
+    """The generation that a folder's name gives, see ``folder_name``."""
+    match = _NAME.fullmatch(folder.name)
+    return int(match[2] or 0) if match else 0
 
 
 @dataclass(frozen=True)
@@ -193,7 +218,7 @@ def seen_in(run: Path) -> list[Seen]:
     Raises:
         FileError: the folder cannot be read.
     """
-    seen = [Seen(path, _step_of(path), _first_identity(path)) for path in folders_in(run)]
+    seen = [Seen(path, step_of(path), _first_identity(path)) for path in folders_in(run)]
     latest = max((one.identity.generation for one in seen if one.identity), default=0)
 
     def age(one: Seen) -> tuple[int, int, str]:
@@ -252,20 +277,20 @@ def prune(run: Path, keep: int) -> None:
     num_complete = 0
     for one in seen_in(run):
         if num_complete >= keep:
-            _remove(one.folder)
+            remove(one.folder)
             continue
         with suppress(FileError):
             Checkpoint.opened(one.folder)
             num_complete += 1
 
 
-def _remove(folder: Path) -> None:
-    """Without its plan a checkpoint is not complete, so a kill leaves no half of one that looks
-    whole."""
+def remove(folder: Path) -> None:
+    """Remove a checkpoint as far as that is possible; other ranks may remove it, too. Without its
+    plan it is not complete, so a kill leaves no half of one that looks whole."""
     with suppress(OSError):
         (folder / PLAN).unlink(missing_ok=True)
         flush(folder)
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def as_path(path: object) -> Path:

@@ -125,18 +125,15 @@ def _check_alike(contents: Contents, key: str, value: Tensor, shape: tuple[int, 
 
 
 def _optimized(trained: TrainedStage) -> list[str]:
-    """Names of the parameters that a stage's optimizer trains."""
+    """Names of the parameters that a stage's optimizer trains, here or on other ranks."""
     return [name for names in _groups(trained) for name in names]
 
 
 def _groups(trained: TrainedStage) -> list[list[str]]:
-    """Names of the parameters of each group of a stage's optimizer."""
-    assert trained.optimizer is not None
-    names = {parameter: name for name, parameter in trained.optimized.items()}
-    return [
-        [names[parameter] for parameter in group["params"]]
-        for group in trained.optimizer.param_groups
-    ]
+    """Names of the parameters of each group of a stage's optimizer, which all have its options,
+    also those that others train."""
+    names = {parameter: name for name, parameter in trained.named.items()}
+    return [[names[parameter] for parameter in group] for group in trained.groups]
 
 
 def give(contents: Contents, trained: TrainedStage, *, weights_only: bool) -> None:
@@ -187,7 +184,7 @@ def _give_corrections(contents: Contents, trained: TrainedStage, store: WeightSt
 
 
 def _give_optimizer(contents: Contents, trained: TrainedStage) -> None:
-    optimizer = trained.optimizer
+    optimizer, optimized = trained.optimizer, trained.optimized
     assert optimizer is not None
     tensors: dict[int, dict[str, Tensor]] = {}
     state: dict[int, dict[str, Any]] = {}
@@ -196,8 +193,9 @@ def _give_optimizer(contents: Contents, trained: TrainedStage) -> None:
     for number, (names, own) in enumerate(zip(_groups(trained), own_groups, strict=True)):
         options = _group_options(contents, names, trained.rate, f"group {number}")
         saved_groups.append({**own, **_on_devices(options, own)})
-        for name, index in zip(names, own["params"], strict=True):
-            parameter = trained.optimized[name]
+        here = (name for name in names if name in optimized)
+        for name, index in zip(here, own["params"], strict=True):
+            parameter = optimized[name]
             tensors[index] = {
                 key: _laid_out_like(parameter, _own_part(contents, trained, name, key))
                 for key in contents.state_keys.get(name, ())

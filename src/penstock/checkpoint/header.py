@@ -83,7 +83,7 @@ class Identity(Value, frozen=True, kw_only=True):
     plan: str
     seed: int
     position: Any = None
-    scaler: dict[str, float] = field(default_factory=dict)
+    scaler: dict[str, int | float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("generation", "step", "num_stages"):

@@ -17,18 +17,22 @@ from penstock.checkpoint.division import PartState
 from penstock.checkpoint.folder import (
     PLAN,
     Checkpoint,
+    IncompleteError,
     as_path,
     digest,
     folder_name,
     folders_in,
     is_folder_name,
     prune,
+    remove,
     run_of,
+    step_of,
 )
 from penstock.checkpoint.giving import give
 from penstock.checkpoint.header import FORMAT, Header, Identity, extent_of
 from penstock.checkpoint.marking import StreamMark
 from penstock.checkpoint.piece import (
+    apart,
     flush,
     is_piece_name,
     piece_name,
@@ -73,8 +77,10 @@ class Keeper:
         self._saver = Saver()
         self._run = parts.attempt
         self._generation = 0
-        self._resumed: Path | None = None
-        self._steps: frozenset[int] = frozenset()
+        self._before: frozenset[Path] = frozenset()
+        """Folders of checkpoints that were there when this pipeline loaded one, or none."""
+        self._abandoned: frozenset[Path] = frozenset()
+        """Of these, those that were not complete."""
         self._attempts = {parts.attempt}
         self._known: set[Path] = set()
 
@@ -100,7 +106,7 @@ class Keeper:
             whole("keep", keep, 1)
         flag("background", background)
         self._saver.wait()
-        self._check_own(run)
+        self._take_over(run)
         identity = self._identity(step, position)
         if self._parts.plan.spill is not None:
             for worker in self._parts.workers:
@@ -161,16 +167,21 @@ class Keeper:
     def _copied(self, trained: TrainedStage, state: StageState) -> dict[str, Tensor]:
         return self._saver.copied(f"{trained.whose}, part {trained.part}", state.tensors)
 
-    def _check_own(self, run: Path) -> None:
+    def _take_over(self, run: Path) -> None:
         """Raise ``FileError`` if somebody else saves in a folder: nobody would know which run goes
-        on from it. What never became complete is nobody's."""
+        on from it. What never became complete is nobody's; what an attempt before this one has
+        left so is removed, or a disk with room for one more would be full after one kill."""
         for folder in folders_in(run):
             if folder in self._known:
                 continue
             try:
                 theirs = Checkpoint.opened(folder).identity
+            except IncompleteError:
+                if folder in self._abandoned:
+                    remove(folder)
+                continue  # or it may become complete
             except FileError:
-                continue  # it may become complete
+                continue
             if theirs.attempt not in self._attempts:
                 raise FileError(
                     f"another job saves in {run}, too, after both went on from there; stop one of "
@@ -183,11 +194,15 @@ class Keeper:
 
     def _folder(self, run: Path, step: int) -> Path:
         """Where the checkpoint of a step goes: never over one that an earlier pipeline wrote."""
-        taken = run == self._resumed and step in self._steps
+        taken = any(step_of(one) == step for one in self._before if one.parent == run)
         return run / folder_name(step, self._generation if taken else 0)
 
     def _identity(self, step: int, position: Any) -> Identity:
-        scaler = self._grad_scaler.state_dict() if self._grad_scaler is not None else {}
+        scale = self._parts.workers[0].updater.loss_scale
+        scaler = {}
+        if self._grad_scaler is not None and scale is not None:
+            scale.store(self._grad_scaler)  # in a loop that goes on, the ranks know it alone
+            scaler = self._grad_scaler.state_dict()
         return Identity(
             format=FORMAT,
             run=self._run,
@@ -250,7 +265,7 @@ class Keeper:
                 optimizing=optimizing if piece.tells else None,
                 under_way=under_way if piece.tells else (),
             )
-            in_memory = _apart({name: one for name, (_, one) in piece.tensors.items()})
+            in_memory = apart({name: one for name, (_, one) in piece.tensors.items()})
             write_piece(folder, header, {**in_memory, **shelved})
 
     def mark(self, wanted: Checkpoints, step: int, *, position: Any = None) -> Mark:
@@ -271,7 +286,7 @@ class Keeper:
             )
         run = _run_folder(wanted.folder)
         self._saver.wait()  # or copies would pile up where the disk is slower than training
-        self._check_own(run)
+        self._take_over(run)
         stages = {trained.stage.index: trained for trained in self._pieces.written()}
         identity = self._identity(step, position)
 
@@ -311,6 +326,10 @@ class Keeper:
         flag("weights_only", weights_only)
         self._saver.wait()
         contents, found = agreed(self._parts, folder, self._grad_scaler, weights_only=weights_only)
+        if not weights_only:
+            self._generation = found.generation
+            self._before = frozenset(run_of(folder) / name for name in found.folders)
+            self._abandoned = frozenset(run_of(folder) / name for name in found.incomplete)
         if contents is None:
             return None
         for worker in self._parts.workers:
@@ -323,15 +342,14 @@ class Keeper:
             return Loaded(0, 0)
         identity = contents.checkpoint.identity
         self._run = identity.run
-        self._generation = found.generation
-        self._resumed, self._steps = run_of(folder), frozenset(found.steps)
         self._attempts = {self._parts.attempt, *found.attempts}
         self._parts.streams.seed = identity.seed
         self._resume(contents, identity)
         if self._grad_scaler is not None and identity.scaler:
-            self._grad_scaler.load_state_dict(identity.scaler)
+            scale = LossScale.of_state(identity.scaler)
+            scale.store(self._grad_scaler)
             for worker in self._parts.workers:
-                worker.updater.loss_scale = LossScale.of(self._grad_scaler)
+                worker.updater.loss_scale = scale
         return Loaded(identity.step, contents.position)
 
     def _resume(self, contents: Contents, identity: Identity) -> None:
@@ -374,16 +392,3 @@ def _run_folder(path: object) -> Path:
             f"{run} is the folder of one checkpoint; save to that of the run, {run.parent}"
         )
     return run
-
-
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors as safetensors takes them: dense, in main memory, none in the memory of another."""
-    apart: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        dense = tensor.detach().cpu().contiguous()
-        address = dense.untyped_storage().data_ptr()
-        shares = address in seen or dense.untyped_storage().nbytes() != dense.nbytes
-        apart[name] = dense.clone() if shares else dense
-        seen.add(address)
-    return apart

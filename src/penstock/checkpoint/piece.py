@@ -48,6 +48,19 @@ def is_piece_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as safetensors takes them: dense, in main memory, none in the memory of another."""
+    apart: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        dense = tensor.detach().cpu().contiguous()
+        address = dense.untyped_storage().data_ptr()
+        shares = address in seen or dense.untyped_storage().nbytes() != dense.nbytes
+        apart[name] = dense.clone() if shares else dense
+        seen.add(address)
+    return apart
+
+
 def write_piece(folder: Path, header: Header, tensors: Mapping[str, Tensor | Shelved]) -> Path:
     """Write a piece into the folder of its checkpoint, which is made if need be.
 

@@ -31,18 +31,20 @@ class PiecesHere:
             updater = worker.updater
             for index, stage in worker.stages.items():
                 assert isinstance(stage, Stage)
+                optimizer = updater.optimizers.get(index)
                 yield (
                     worker,
                     TrainedStage(
                         stage,
                         updater.holdings[index].named,
-                        updater.optimizers.get(index),
+                        optimizer,
                         updater.schedulers.get(index),
                         updater.rates[index],
                         worker.stores.get(index),
                         partial(_letters, worker),
                         self._division(index, worker.seat),
                         updater.shards.of,
+                        () if optimizer is None else updater.shards.groups_of(optimizer),
                         *self._part(worker.rank, index),
                     ),
                 )

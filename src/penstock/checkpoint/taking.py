@@ -35,6 +35,7 @@ class TrainedStage(NamedTuple):
             a stream is saved with them.
         division: which part of it this is, where tensor ranks share the stage.
         shards: of parameters of which this rank updates some rows only: which.
+        groups: the whole parameters of each of the optimizer's groups.
         part: which of the stage's pieces this rank writes.
         num_parts: how many ranks write a piece of the stage.
     """
@@ -48,6 +49,7 @@ class TrainedStage(NamedTuple):
     letters: Callable[[], Sequence[Letter]] = tuple
     division: Division | None = None
     shards: Mapping[nn.Parameter, Shard] = MappingProxyType({})
+    groups: Sequence[Sequence[nn.Parameter]] = ()
     part: int = 0
     num_parts: int = 1
 

@@ -339,11 +339,17 @@ def _check_covered(model: nn.Module, layers: tuple[NamedLayer, ...]) -> None:
 def evaluation_mode(*models: nn.Module) -> Iterator[None]:
     """A context in which models are in evaluation mode; modules get back the modes they had."""
     # A layer without state need not be a submodule of the model.
-    training = {module for model in models for module in model.modules() if module.training}
+    modes = {module: module.training for model in models for module in model.modules()}
     for model in models:
         model.eval()
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        for module, training in modes.items():
+            if module.training != training:
+                # By its own method, as it was switched: a module may do more there than note the
+                # mode, such as switch layers that are no children of it.
+                module.train(training)
+        for module, training in modes.items():
+            if module.training != training:  # by a parent that was odd
+                module.training = training

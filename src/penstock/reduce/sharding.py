@@ -75,6 +75,7 @@ class Shards:
 
     def __init__(self, shards: Mapping[nn.Parameter, Shard]) -> None:
         self.of = dict(shards)
+        self._groups: dict[torch.optim.Optimizer, list[list[nn.Parameter]]] = {}
 
     def put_into(self, optimizer: torch.optim.Optimizer, whose: str) -> None:
         """Let an optimizer have the rows that the rank owns, in the place of whole parameters.
@@ -93,9 +94,16 @@ class Shards:
                 "and with this reducer a rank has rows of them; take reducer='owners', one of "
                 f"{', '.join(sorted(_ELEMENTWISE))}, or say elementwise = True in its class"
             )
+        self._groups[optimizer] = self.groups_of(optimizer)
         for group in optimizer.param_groups:
             own = (self.of.get(one, Shard(0, one)).part for one in group["params"])
             group["params"] = [part for part in own if part is not None]
+
+    def groups_of(self, optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
+        """The whole parameters of each of an optimizer's groups, those included of which only
+        others have rows: its options are theirs all the same."""
+        now = [list(group["params"]) for group in optimizer.param_groups]
+        return self._groups.get(optimizer, now)
 
     def lend(self) -> None:
         """Give rows the gradients of their whole parameters, where these have some."""

@@ -107,8 +107,13 @@ class Layout:
     @property
     def modules(self) -> Iterator[nn.Module]:
         """All modules of all layers."""
+        return itertools.chain.from_iterable(layer.modules() for layer in self.layers)
+
+    @property
+    def layers(self) -> Iterator[nn.Module]:
+        """The model's own layers, of all stages."""
         layers = itertools.chain.from_iterable(self._layers_of)
-        return itertools.chain.from_iterable(layer.module.modules() for layer in layers)
+        return (layer.module for layer in layers)
 
     @property
     def keys(self) -> set[str]:

@@ -49,7 +49,14 @@ class LossScale:
         """
         expect(scaler, torch.amp.GradScaler, "grad_scaler", "give a torch.amp.GradScaler")
         state = scaler.state_dict()
-        return cls(**{key.lstrip("_"): value for key, value in state.items()}) if state else None
+        return cls.of_state(state) if state else None
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, float]) -> LossScale:
+        """What ``torch.amp.GradScaler.state_dict`` gave, whatever kind of number a file has."""
+        own = {key.lstrip("_"): value for key, value in state.items()}
+        counts = {key: int(own.pop(key)) for key in ("growth_interval", "growth_tracker")}
+        return cls(**own, **counts)
 
     def store(self, scaler: torch.amp.GradScaler) -> None:
         """Give a scaler this state."""

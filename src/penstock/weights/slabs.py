@@ -13,6 +13,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -125,6 +126,7 @@ class Slabs:
         peak_bytes: the most that they have had.
         used_peak_bytes: the most that has been in use at once.
         spare: where free slabs may come from and go to, if other ranks have some.
+        reclaim: waits for what is on its way out of slabs, and gives these back.
     """
 
     def __init__(self, budget_bytes: float, device: torch.device = HOST) -> None:
@@ -134,6 +136,7 @@ class Slabs:
         self._mapped = self._used = 0
         self.peak_bytes = self.used_peak_bytes = 0
         self.spare: Spare | None = None
+        self.reclaim: Callable[[], None] | None = None
 
     def take(self, num_bytes: int, whose: str) -> Slab:
         """A slab for so many bytes; what is in it is anything.
@@ -142,6 +145,7 @@ class Slabs:
             RunError: the budget has no room for it.
         """
         size = max(whole_pages(num_bytes), whole_pages(1))
+        self._wait_for_room(size)
         if self._free[size]:
             slab = self._free[size].pop()
         else:
@@ -153,6 +157,13 @@ class Slabs:
         self.peak_bytes = max(self.peak_bytes, self._mapped)
         self.used_peak_bytes = max(self.used_peak_bytes, self._used)
         return slab
+
+    def _wait_for_room(self, size: int) -> None:
+        """What leaves keeps its slab until it is written, unless somebody needs the room sooner:
+        gradients that no update has used are written and come back within one visit, where a
+        rank keeps its only stage."""
+        if self._used + size > self.budget_bytes and self.reclaim is not None:
+            self.reclaim()
 
     def _make_room(self, size: int, whose: str) -> None:
         for other in sorted((size for size, free in self._free.items() if free), reverse=True):
@@ -173,6 +184,7 @@ class Slabs:
             RunError: the budget has no room for it.
         """
         if num_bytes > 0:
+            self._wait_for_room(num_bytes)
             self._make_room(num_bytes, whose)
         self._mapped += num_bytes
         self._used += num_bytes

@@ -38,6 +38,7 @@ class Transfers:
     def __init__(self, way: Way, slabs: Slabs) -> None:
         self.way = way
         self.slabs = slabs
+        slabs.reclaim = self.finish
         self._moved: list[tuple[TransferKind, int, int, float, float]] = []
         self._notes = is_on_host(slabs.device)
         self._stalls = False
@@ -221,4 +222,5 @@ class Transfers:
 
     def close(self) -> None:
         """End what transfers, behind what it was given."""
+        self.slabs.reclaim = None
         self.way.close()

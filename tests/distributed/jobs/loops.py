@@ -15,11 +15,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import penstock as pk
 from penstock.errors import InputError, RunError
 from penstock.interop.loggers import CSVLogger
+from penstock.trial.reference.single_device import SingleDevice
 from tests.kit import training
 from tests.kit.helpers import Lambda, make_batch, make_mlp
 from tests.kit.one_device import OneDevice
@@ -113,10 +115,53 @@ def refused(transport: str) -> Iterator[str]:
             yield "a copy of a loss"
 
 
+class Branches(torch.nn.Module):
+    """No chain, and another one in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(16, 8)
+        self.dropout = torch.nn.Dropout(0.4)
+        self.left, self.right = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.head = torch.nn.Linear(8, 4)
+
+    def forward(self, value):
+        value = self.dropout(torch.tanh(self.first(value)))
+        return self.head(self.left(value) * F.dropout(self.right(value), 0.2, self.training))
+
+
+def evaluated_between_epochs(transport: str) -> Iterator[str]:
+    """A captured model, trained, evaluated in both ways, and trained again."""
+    ours = pk.capture(Branches(), make_batch(4)[0])
+    theirs = copy.deepcopy(ours)
+    reference = SingleDevice(theirs, 4, F.cross_entropy, momentum, seed=3)
+    held_out = make_batch(9, seed=9)
+    with pipeline_of(ours, transport) as pipeline:
+        for epoch in range(3):
+            batch = make_batch(9, seed=epoch)
+            if not torch.allclose(pipeline.step(*batch), reference.step(*batch)):
+                yield f"loss of epoch {epoch}"
+            expected = reference.evaluate(held_out[0])
+            if not torch.allclose(pipeline.evaluate(held_out[0]), expected, atol=1e-6):
+                yield f"outputs behind epoch {epoch}"
+            if epoch:
+                judged = pipeline.evaluate_loss(*held_out)
+                if not torch.allclose(judged, F.cross_entropy(expected, held_out[1])):
+                    yield f"held-out loss behind epoch {epoch}"
+        weights = pipeline.gather_state_dict()
+    if any(not torch.equal(weights[key], value) for key, value in theirs.state_dict().items()):
+        yield "weights of a captured model"
+
+
 def main(transport: str, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = [*fitted(transport, Path(folder)), *refused(transport)]
+    found = [
+        *fitted(transport, Path(folder)),
+        *refused(transport),
+        *evaluated_between_epochs(transport),
+    ]
     Path(folder, f"report-{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
 

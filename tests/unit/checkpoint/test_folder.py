@@ -17,7 +17,7 @@ import penstock as pk
 from penstock.checkpoint import folder as folders
 from penstock.checkpoint.contents import Contents
 from penstock.checkpoint.folder import Checkpoint, checkpoint_in, folder_name
-from penstock.checkpoint.piece import Piece
+from penstock.checkpoint.piece import Piece, write_piece
 from penstock.errors import FileError, InputError
 from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.training import adamw, pipeline_of
@@ -227,6 +227,53 @@ def test_what_never_became_complete_is_nobodys(tmp_path):
     assert loaded(tmp_path) == 1
 
 
+def left_by_a_kill(run, step):
+    """As much of the checkpoint of a step as is there if the second rank dies in writing it."""
+    folder = Path(shutil.copytree(run / folder_name(3), run / folder_name(step)))
+    rewritten(folder / "stage-0.safetensors", lambda head: head["identity"].update(step=step))
+    piece_of(run, step).rename(folder / ".stage-1.safetensors.partial")
+    return folder
+
+
+def test_what_a_kill_has_left_makes_room_before_anything_is_written(run, monkeypatch):
+    dead = [left_by_a_kill(run, 4), left_by_a_kill(run, 9)]
+    (dead[1] / "plan.json").unlink()
+    unreadable = Path(shutil.copytree(run / folder_name(2), run / folder_name(7)))
+    piece_of(run, 7, 0).write_bytes(b"of a later version, for all we know")
+    kept = {path: path.read_bytes() for path in run.rglob("*.*") if path.parent not in dead}
+    still_there = []
+
+    def noting(*arguments):
+        still_there.extend(path.name for path in dead if path.exists())
+        return write_piece(*arguments)
+
+    monkeypatch.setattr("penstock.checkpoint.keeper.write_piece", noting)
+    with pipeline_of(make_mlp(), optimizer=adamw) as pipeline:
+        with pytest.warns(RuntimeWarning, match="skipped"):
+            assert pipeline.load(run) == 3
+        assert all(path.exists() for path in dead)  # who loads may want to read only
+        late = left_by_a_kill(run, 8)  # by somebody who is there now
+        pipeline.step(*make_batch())
+        pipeline.save(run, background=False)
+    assert not still_there
+    assert late.exists()
+    assert unreadable.exists()
+    assert all(path.read_bytes() == content for path, content in kept.items() if path.is_file())
+    assert Checkpoint.opened(run / folder_name(4, 1)).step == 4
+
+
+def test_before_the_first_complete_checkpoint_there_is_room_again_as_well(tmp_path):
+    trained(tmp_path, steps=1)
+    piece_of(tmp_path, 1, 0).unlink()  # by whose head nobody knows any more who wrote the rest
+    with pipeline_of(make_mlp(), optimizer=adamw) as pipeline:
+        with pytest.warns(RuntimeWarning, match="skipped"):
+            assert pipeline.load(tmp_path) is None
+        pipeline.step(*make_batch())
+        pipeline.save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [folder_name(1, 1)]
+    assert loaded(tmp_path) == 1
+
+
 def test_nothing_stays_of_what_never_became_complete(tmp_path):
     trained(tmp_path, steps=1, num_ranks=3)
     piece_of(tmp_path, 1, 0).unlink()
@@ -236,7 +283,7 @@ def test_nothing_stays_of_what_never_became_complete(tmp_path):
 
 
 def test_what_is_half_removed_is_no_checkpoint(run, monkeypatch):
-    monkeypatch.setattr("shutil.rmtree", lambda *_: None)  # as if it had been killed there
+    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)  # as if it had been killed there
     folders.prune(run, 1)
     assert [one.step for one in folders.seen_in(run)] == [3, 2, 1]
     with pytest.warns(RuntimeWarning, match="skipped"):

@@ -11,7 +11,7 @@ from torch import nn
 
 import penstock as pk
 from penstock.errors import ModelError
-from penstock.model.spine import spine_of
+from penstock.model.spine import evaluation_mode, spine_of
 from tests.kit.helpers import make_plan
 
 
@@ -204,3 +204,34 @@ def test_the_signature_tells_shapes_and_dtypes_apart():
         )
     }
     assert len(signatures) == 4
+
+
+class Switching(nn.Module):
+    """Does more when its mode changes than to note it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Dropout()
+        self.__dict__["beside"] = nn.Dropout()  # no child
+
+    def train(self, mode=True):
+        self.beside.training = mode
+        return super().train(mode)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_a_module_switches_with_its_mode_is_switched_back(training):
+    model = Switching().train(training)
+    with evaluation_mode(nn.Sequential(model)):
+        assert not (model.training or model.layer.training or model.beside.training)
+    assert model.training == model.layer.training == model.beside.training == training
+
+
+def test_modules_get_back_the_modes_that_they_had_each():
+    model = nn.Sequential(nn.Sequential(nn.Dropout(), nn.Dropout().eval()), nn.Dropout().eval())
+    inner = nn.Sequential(model[1], nn.Dropout()).train()
+    model[1].eval()
+    modes = [module.training for whole in (model, inner) for module in whole.modules()]
+    with evaluation_mode(model, inner):
+        assert not any(module.training for whole in (model, inner) for module in whole.modules())
+    assert [module.training for whole in (model, inner) for module in whole.modules()] == modes

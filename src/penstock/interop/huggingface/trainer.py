@@ -13,6 +13,7 @@ from penstock.errors import InputError
 from penstock.interop.huggingface.items import items_of
 from penstock.interop.loss_pipeline import LossPipeline, in_microbatches, let_state_follow
 from penstock.interop.spread import Spread, check_one_process
+from penstock.model.spine import evaluation_mode
 from penstock.pipeline import Pipeline
 from penstock.plans import Plan
 from penstock.values import expect
@@ -209,21 +210,13 @@ class PenstockTrainer(Trainer):
         """
         if num_items is None or self._sums_items is not None:
             return
-        modes = [(module, module.training) for module in self._trained.modules()]
-        self._trained.eval()
         part = in_microbatches(batch, self.spread.num_microbatches)[0]
         compute: Callable[..., Any] = super().compute_loss
-        try:
-            with self.accelerator.autocast():
-                once, half = (
-                    float(
-                        compute(self._trained, dict(part), num_items_in_batch=torch.tensor(count))
-                    )
-                    for count in (1.0, 2.0)
-                )
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        with evaluation_mode(self._trained), self.accelerator.autocast():
+            once, half = (
+                float(compute(self._trained, dict(part), num_items_in_batch=torch.tensor(count)))
+                for count in (1.0, 2.0)
+            )
         if once:  # 0 where none of these labels counts
             self._sums_items = abs(half - once) > abs(once) / 4
 
