@@ -122,6 +122,7 @@ class Loop(ABC):
         return self._parts.cutter.frame(
             frame.value,
             frame.target,
+            number=frame.number,
             learns=frame.learns,
             listener=partial(self._heard, frame),
             autocast=frame.autocast,

@@ -81,22 +81,29 @@ def idle(transport):
         yield f"{len(results)} results"
 
 
-def failing(transport):
-    """A loss that is no number on the last rank: all hear of it, and nobody hangs."""
+def failing(transport, spoiled, told):
+    """A frame that is not finite: all hear of it by its number, no weight has learned of it, and
+    nobody hangs."""
     num_ranks, mine = dist.get_world_size(), dist.get_rank() == 0
     model = layered_model()
-
-    def source():
-        for number, (frame, target) in enumerate(LABELLED):
-            yield frame, None if target is None else target * (float("nan") if number == 6 else 1)
-
+    frames = [*LABELLED]
+    frames[6] = spoiled(*LABELLED[6])
     try:
         with stream_of(model, live_plan(model, num_ranks), transport=transport) as stream:
-            list(stream.over(source() if mine else None))
+            list(stream.over(frames if mine else None))
         yield "nothing failed"
     except RunError as error:
-        if "the loss is nan" not in str(error):
+        if told not in str(error) or "frame 6, microbatch 6" not in str(error):
             yield f"rank {dist.get_rank()}: {error}"
+    own = stream.state_dict()
+    yield from (f"{name} has learned" for name, value in own.items() if not value.isfinite().all())
+
+
+def failings(transport):
+    """Frames that are not finite: their input, or what they should give."""
+    nan = float("nan")
+    yield from failing(transport, lambda x, y: (x, x * nan), "the loss is nan")
+    yield from failing(transport, lambda x, y: (x * nan, None), "the output of stage 0 is nan")
 
 
 def leaving(transport):
@@ -162,7 +169,7 @@ def main(what, transport, folder):
     apart = [*equality(transport, Path(folder, "run"))]
     if transport == "shared-memory":  # it is the same loop that waits
         apart += idle(transport)
-    apart += [*failing(transport), *left(transport), *leaving(transport)]
+    apart += [*failings(transport), *left(transport), *leaving(transport)]
     report({"differences": apart})
 
 
