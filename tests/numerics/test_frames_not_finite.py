@@ -6,7 +6,7 @@ loss tells that it is not finite: one such frame made the weights of all stages 
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def weights_by_stage(model, plan):
     ends = [*accumulate(cuts_of(plan), initial=0)]
     return [
         torch.cat([p.detach().flatten().clone() for p in model[first:end].parameters()])
-        for first, end in zip(ends, ends[1:], strict=False)
+        for first, end in pairwise(ends)
     ]
 
 

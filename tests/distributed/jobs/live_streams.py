@@ -139,6 +139,52 @@ def left(transport):
     yield from ()
 
 
+def calling_again(transport):
+    """A rank that calls the stream once more than rank 0 hears that it is over, whatever it asks
+    for; what it has taken at once has not hidden that rank 0 has taken all."""
+    num_ranks, mine = dist.get_world_size(), dist.get_rank() == 0
+    model, waits = layered_model(), time.monotonic() + 60
+    try:
+        with stream_of(model, live_plan(model, num_ranks), transport=transport) as stream:
+            for frame, target in LABELLED[:6]:
+                stream(frame, target)
+            while not mine and stream.get() is not None:
+                pass  # what has come
+            left = [result.frame for result in stream.rest()]
+            if mine and left != list(range(7 - num_ranks, 6)):
+                yield f"the rest was {left}"
+            while not mine and time.monotonic() < waits:
+                stream(None)
+                list(stream.rest())
+        if not mine:
+            yield "nothing failed"
+    except RunError as error:
+        if mine or "but rank 0 has left the stream; all processes must call" not in str(error):
+            yield f"rank {dist.get_rank()}: {error}"
+
+
+def changing(transport):
+    """What a process reads behind the rest has all updates, and changes no more."""
+    num_ranks = dist.get_world_size()
+    model = layered_model()
+    plan = live_plan(model, num_ranks)
+    with stream_of(model, plan, transport=transport) as stream:
+        for frame, target, learn in FRAMES[:13]:
+            stream(frame, target, learn=learn)
+        list(stream.rest())
+        own = stream.state_dict()
+        for frame, target, learn in FRAMES[13:]:
+            stream(frame, target, learn=learn)
+        list(stream.rest())
+        after = stream.state_dict()
+    for count, states in ((13, own), (len(FRAMES), after)):
+        _, reference, _ = replayed(plan, FRAMES[:count])
+        expected = reference.state_dict()
+        for name, value in states.items():
+            if not torch.equal(value, expected[name]):
+                yield f"{name} after {count} frames"
+
+
 def killed(transport, report):
     """A rank that dies in the middle: the others raise at once."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -170,6 +216,7 @@ def main(what, transport, folder):
     if transport == "shared-memory":  # it is the same loop that waits
         apart += idle(transport)
     apart += [*failings(transport), *left(transport), *leaving(transport)]
+    apart += [*calling_again(transport), *changing(transport)]
     report({"differences": apart})
 
 
