@@ -258,7 +258,9 @@ class Stream:
         unsplit model's keys, behind the frames that the first stage has begun.
 
         All updates are in them that these frames have brought. Where gradients go through their own
-        frames, those of the last ones come only with further frames, or at the end.
+        frames, those of the last ones come only with further frames, or at the end. Under
+        ``torchrun`` frames go on as rank 0 gives them, whatever other processes do: for states that
+        belong together, let rank 0 wait (``torch.distributed.barrier``) until all have read theirs.
 
         Raises:
             DeadlineError: a stage is not through with them in time.
