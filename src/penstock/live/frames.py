@@ -39,6 +39,7 @@ class News(Enum):
 
     CHANGED = "something has gone wrong, or no more frames come"
     PAUSED = "all results so far are taken on rank 0"
+    ENDED = "rank 0 has left the stream"
 
 
 class Result(NamedTuple):

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from penstock.checkpoint.keeper import Keeper
 from penstock.checkpoint.wanted import Checkpoints
+from penstock.errors import DeadlineError
 from penstock.live.frames import Frame, News, Result, WhenLate
 from penstock.live.intake import Intake
 from penstock.run.assembly import Assembly
+from penstock.run.drive.driver import Deadlines, StageStates
 from penstock.run.history import History
 from penstock.run.minibatch import Minibatch
 from penstock.run.outcome import MinibatchOutcome
@@ -122,6 +124,7 @@ class Loop(ABC):
         return self._parts.cutter.frame(
             frame.value,
             frame.target,
+            number=frame.number,
             learns=frame.learns,
             listener=partial(self._heard, frame),
             autocast=frame.autocast,
@@ -176,6 +179,11 @@ class Loop(ABC):
         return Minibatch(self.num_begun, (), mark=mark)
 
     @property
+    def name(self) -> str:
+        """Who takes results here, for errors."""
+        return f"rank {self._parts.workers[0].rank}"
+
+    @property
     def follows(self) -> bool:
         """Whether frames are given to another process, which tells this one."""
         return False
@@ -190,6 +198,14 @@ class Loop(ABC):
     @abstractmethod
     def start(self) -> None:
         """Frames will come; called before the first one, and again without effect."""
+
+    @abstractmethod
+    def states(self) -> StageStates:
+        """Copies of what this process's stages have, behind the frames that were begun here.
+
+        Raises:
+            DeadlineError: a rank is not through with them in time.
+        """
 
     @abstractmethod
     def save(self, saving: Saving) -> None:
@@ -216,3 +232,12 @@ class Loop(ABC):
     @abstractmethod
     def abandon(self) -> None:
         """Begin nothing any more."""
+
+
+def late(rank: int, deadlines: Deadlines) -> DeadlineError:
+    """What to say of a rank that is not through with its frames."""
+    return DeadlineError(
+        f"rank {rank} was not through with the frames that it has begun after "
+        f"{deadlines.step.seconds:g} s, so that its weights cannot be read; raise deadline_seconds "
+        "if its layers take so long"
+    )

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from penstock.live.frames import Frame, News
-from penstock.live.loop import Admitted, Engine, Loop, Saving
+from penstock.live.loop import Admitted, Engine, Loop, Saving, late
+from penstock.run.copied_states import copied_states
+from penstock.run.drive.driver import StageStates
 from penstock.run.drive.processes import ProcessDriver
 from penstock.run.minibatch import Minibatch
 from penstock.run.outcome import MinibatchOutcome
@@ -51,6 +53,7 @@ class ProcessLoop(Loop):
         self._num_orders = 0
         self._looks_until = 0.0
         self._abandoned = False
+        self._performing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="penstock stream", daemon=True)
 
     @property
@@ -77,6 +80,19 @@ class ProcessLoop(Loop):
         self.raise_failure()
         if not self.follows:
             self._wish(saving)
+
+    def states(self) -> StageStates:
+        # The thread of this process's rank performs what has been begun before it tells of it.
+        if not self._performing.acquire(timeout=self._parts.deadlines.step.seconds):
+            raise late(self._rank, self._parts.deadlines)
+        try:
+            return copied_states(self._parts)
+        finally:
+            self._performing.release()
+
+    def _drain(self) -> None:
+        with self._performing:
+            super()._drain()
 
     def pause(self) -> None:
         if not self.follows:
@@ -187,6 +203,7 @@ class ProcessLoop(Loop):
             elif order is _Order.END:
                 self.arrivals.put(News.PAUSED)  # no more will come for who waits here
                 self._drain()
+                self.arrivals.put(News.ENDED)
                 return
 
     def _follow_with(self, told: Any, target: Any) -> None:
@@ -200,7 +217,8 @@ class ProcessLoop(Loop):
     def _begin(self, minibatch: Minibatch, frame: Frame | None) -> None:
         self._begun.append(frame)
         self._looks_until = time.monotonic() + self._parts.deadlines.step.seconds
-        self._parts.feed.go_on(minibatch)
+        with self._performing:
+            self._parts.feed.go_on(minibatch)
         while len(self._parts.feed.under_way) > self.most_within:
             self._collect()
 

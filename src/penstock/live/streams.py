@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import queue
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -17,15 +16,17 @@ from penstock.errors import FileError, InputError
 from penstock.live.dashboard import Dashboard
 from penstock.live.frames import Frame, News, Result, WhenLate
 from penstock.live.ledger import Ledger
-from penstock.live.loop import Arrival, Engine, Loop, Saving
+from penstock.live.loop import Engine, Loop, Saving
 from penstock.live.process_loop import ProcessLoop
 from penstock.live.reader import Reader
 from penstock.live.report import StreamReport
+from penstock.live.results import Results
 from penstock.live.thread_loop import ThreadLoop
 from penstock.model import tree
 from penstock.model.autocast import autocast_here
 from penstock.plans import Plan
 from penstock.run.building import Built
+from penstock.run.copied_states import by_key
 from penstock.run.drive.driver import told
 from penstock.run.history import History
 from penstock.timing.timeline import Timeline
@@ -57,9 +58,10 @@ class Stream:
         self._loop: Loop = make(
             Engine(self._parts, self._history, self._keeper, self._ledger.entered)
         )
-        self._num_given = self._num_taken = self._num_lost = 0
+        self._results = Results(self._loop, self._ledger)
+        self._num_given = self._num_lost = 0
         self._numbering = threading.Lock()
-        self._closed = False
+        self._readers: list[Reader] = []
         self._has_begun = False
 
     def __call__(self, frame: Any, target: Any = None, *, learn: bool = True) -> Result | None:
@@ -82,7 +84,7 @@ class Stream:
         self.put(frame, target, learn=learn)
         if self._num_under_way < self.plan.num_ranks:
             return None
-        return self._next()
+        return self._results.next()
 
     def predict(self, frame: Any) -> Result | None:
         """As a call with ``learn=False``: forwards only, in the order of the other frames."""
@@ -137,7 +139,7 @@ class Stream:
 
     @property
     def _num_under_way(self) -> int:
-        return self._num_given - self._num_lost - self._num_taken
+        return self._num_given - self._num_lost - self._results.num_taken
 
     def get(self) -> Result | None:
         """The next result, in the order of the frames; ``None`` if there is none yet.
@@ -145,15 +147,7 @@ class Stream:
         Raises:
             RunError: as for a call.
         """
-        self._check_open()
-        while True:
-            try:
-                arrival = self._loop.arrivals.get_nowait()
-            except queue.Empty:
-                self._loop.raise_failure()
-                return None
-            if isinstance(arrival, Arrival):
-                return self._taken(arrival)
+        return self._results.at_once()
 
     def rest(self) -> Iterator[Result]:
         """The results of all frames that are under way."""
@@ -162,13 +156,18 @@ class Stream:
             yield from self._followed()
             return
         while self._num_under_way:
-            yield self._next()
+            yield self._results.next()
         self._loop.pause()
 
     def over(
         self, source: Iterable[Any], *, rate: float | None = None, when_late: WhenLate = "wait"
     ) -> Iterator[Result]:
         """Learn from the frames of a source, and take their results as soon as they are there.
+
+        Whoever leaves the loop early can go on with the same source in any way: the frame that is
+        being read then is given to the stream, as ``when_late`` says (as with ``"wait"`` where that
+        would be an error). Leaving waits for it for five seconds at most. Results that are under
+        way then come first wherever results are taken next; under ``torchrun`` take ``rest()``.
 
         Args:
             source: gives frames, or pairs (frame, target); read in a thread of its own. Under
@@ -197,56 +196,32 @@ class Stream:
         autocast = autocast_here()
 
         def give(frame: Any, target: Any) -> None:
-            self._put(frame, target, True, when_late, autocast)
+            nobody_hears = when_late == "raise" and reader.is_left
+            self._put(frame, target, True, "wait" if nobody_hears else when_late, autocast)
 
-        with (
-            Reader(
-                source,
-                rate=rate,
-                waits=when_late == "wait",
-                give=give,
-                has_room=self._loop.intake.await_room,
-                ended=lambda: self._loop.arrivals.put(News.CHANGED),
-            ) as reader,
-            self._loop.held_back(),
-        ):
-            while not (reader.is_done and not self._num_under_way):
-                arrival = self._loop.arrivals.get()
-                if isinstance(arrival, Arrival):
-                    yield self._taken(arrival)
-                elif self._closed:
-                    return
-                else:
-                    self._loop.raise_failure()
+        self._readers = [reader for reader in self._readers if not reader.is_settled]
+        same = [reader for reader in self._readers if reader.source is source]
+        reader = Reader(
+            source,
+            rate=rate,
+            waits=when_late == "wait",
+            give=give,
+            has_room=self._loop.intake.await_room,
+            ended=lambda: self._loop.arrivals.put(News.CHANGED),
+            before=same[-1] if same else None,
+        )
+        self._readers.append(reader)
+        with reader, self._loop.held_back():
+            yield from self._results.until(lambda: reader.is_done and not self._num_under_way)
+            if self._results.closed:
+                return
             reader.raise_failure()
         self._loop.pause()
 
     def _followed(self) -> Iterator[Result]:
-        """The results up to a pause on rank 0."""
-        while True:
-            arrival = self._loop.arrivals.get()
-            if isinstance(arrival, Arrival):
-                yield self._taken(arrival)
-            elif arrival is News.PAUSED or self._closed:
-                return
-            else:
-                self._loop.raise_failure()
-
-    def _next(self) -> Result:
-        """Wait for the next result."""
-        while True:
-            arrival = self._loop.arrivals.get()
-            if isinstance(arrival, Arrival):
-                return self._taken(arrival)
-            self._check_open()
-            self._loop.raise_failure()
-
-    def _taken(self, arrival: Arrival) -> Result:
-        result = arrival.settled()
-        self._num_taken += 1
-        self._loop.taken()
-        self._ledger.told(result, None if result.loss is None else float(result.loss))
-        return result
+        """The results up to a pause on rank 0, where none is under way then."""
+        yield from self._results.followed()
+        self._num_given = self._results.num_taken
 
     @property
     def report(self) -> StreamReport:
@@ -279,10 +254,18 @@ class Stream:
         return self._history.timeline
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers of this process's stages, under the unsplit model's keys; each
-        stage as far as it has come."""
-        states = self._parts.states()
-        return {key: value for _, state in sorted(states.items()) for key, value in state.items()}
+        """Copies of the parameters and buffers of this process's stages in main memory, under the
+        unsplit model's keys, behind the frames that the first stage has begun.
+
+        All updates are in them that these frames have brought. Where gradients go through their own
+        frames, those of the last ones come only with further frames, or at the end. Under
+        ``torchrun`` frames go on as rank 0 gives them, whatever other processes do: for states that
+        belong together, let rank 0 wait (``torch.distributed.barrier``) until all have read theirs.
+
+        Raises:
+            DeadlineError: a stage is not through with them in time.
+        """
+        return by_key(self._loop.states())
 
     def save(
         self,
@@ -328,7 +311,7 @@ class Stream:
             FileError: a file cannot be read, or is of another model; nothing has changed then.
             InputError: the stream has begun, or the optimizer or the scheduler is another one.
         """
-        self._check_open()
+        self._results.check_open()
         if self._has_begun:
             raise InputError("load before the first frame, or make a new stream and load there")
         loaded = self._keeper.load(path, weights_only=False)
@@ -338,16 +321,12 @@ class Stream:
         return loaded.position
 
     def _begin(self) -> None:
-        self._check_open()
+        self._results.check_open()
         if not self._has_begun:
             self._outside.check()
             self._parts.layout.follow()
             self._loop.start()
             self._has_begun = True
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise InputError("this stream is closed; make a new one")
 
     def close(self) -> None:
         """End the stream: frames that wait for the first stage are dropped, those under way come to
@@ -358,14 +337,14 @@ class Stream:
             RunError: the first failure of any rank.
             FileError: the last checkpoint could not be written.
         """
-        if self._closed:
+        if self._results.closed:
             return
-        self._closed = True
+        self._results.closed = True
         try:
             if self._has_begun:
                 self._loop.end()
         finally:
-            self._loop.arrivals.put(News.CHANGED)  # somebody may wait for a result
+            self._results.close()  # somebody may wait for one
             self._parts.layout.let_go()
             self._parts.driver.close()
             self._keeper.close()
@@ -383,11 +362,11 @@ class Stream:
         if error is None:
             self.close()
             return
-        if self._closed:
+        if self._results.closed:
             return
-        self._closed = True
+        self._results.closed = True
         self._loop.abandon()
-        self._loop.arrivals.put(News.CHANGED)
+        self._results.close()
         self._parts.driver.close(f"{type(error).__name__}: {told(error)}")
         try:
             self._keeper.close()

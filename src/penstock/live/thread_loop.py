@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from penstock.live.frames import Frame, News
-from penstock.live.loop import Engine, Loop, Saving
+from penstock.live.loop import Engine, Loop, Saving, late
+from penstock.run.copied_states import copied
+from penstock.run.drive.driver import StageStates
 from penstock.run.drive.threads import ThreadDriver
 from penstock.run.minibatch import Minibatch
 
@@ -83,6 +85,19 @@ class ThreadLoop(Loop):
             self._has_failed = True
             self._failure = self._failure or error
         self.arrivals.put(News.CHANGED)
+
+    def states(self) -> StageStates:
+        stages, states = self._parts.stages, {}
+        with self._turn:  # all have come equally far: nobody begins a frame meanwhile
+            under_way = self._driver.behind(
+                lambda worker: copied({k: stages[k].state_dict() for k in worker.stages})
+            )
+        for rank, future in enumerate(under_way):
+            try:
+                states.update(future.result(self._parts.deadlines.step.seconds))
+            except TimeoutError:
+                raise late(rank, self._parts.deadlines) from None
+        return states
 
     def save(self, saving: Saving) -> None:
         self.raise_failure()

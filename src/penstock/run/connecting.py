@@ -114,6 +114,9 @@ def worker_of(
         InputError: the recipe asks for what this rank cannot do.
     """
     check_stage_norms(layout, recipe)
+    if recipe.stays_finite:
+        for stage in stages.values():
+            stage.stay_finite()
     transport, rank = connections.between_ranks(layout), connections.seat.rank
     with building(connections.queue):
         updater = Updater(

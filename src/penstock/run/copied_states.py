@@ -14,27 +14,29 @@ from penstock.run.assembly import Assembly
 def copied_states(parts: Assembly) -> dict[int, dict[str, Any]]:
     """The state of each stage, copied to main memory, with all updates made; nothing may run
     meanwhile."""
+    states: dict[int, dict[str, Any]] = {}
+    if parts.plan.spill is None:
+        return copied(parts.states())
+    for worker in parts.workers:
+        worker.settle()
+        for index in worker.stages:
+            with worker.visiting(index):
+                # Nothing may see a stage when it leaves; the next may come to the same place.
+                states |= copied({index: parts.stages[index].state_dict()})
+    return dict(sorted(states.items()))
+
+
+def copied(states: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The states of stages, copied to main memory; what is tied stays so."""
     copies: dict[tuple[Any, ...], Tensor] = {}
 
-    def copied(tensor: Tensor) -> Tensor:
-        # What is tied stays so.
+    def copy_of(tensor: Tensor) -> Tensor:
         key = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
         if key not in copies:
             copies[key] = tensor.detach().to("cpu", copy=True)
         return copies[key]
 
-    states: dict[int, dict[str, Any]] = {}
-    if parts.plan.spill is None:
-        return dict(tree.replace(Tensor, copied, parts.states()))
-    for worker in parts.workers:
-        worker.settle()
-        for index in worker.stages:
-            with worker.visiting(index):
-                held = parts.stages[index].state_dict()
-                states[index] = tree.replace(Tensor, copied, held)
-                del held  # nothing may see a stage when it leaves
-                copies.clear()  # what comes next may come to the same place
-    return dict(sorted(states.items()))
+    return {k: dict(tree.replace(Tensor, copy_of, state)) for k, state in states.items()}
 
 
 def by_key(states: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:

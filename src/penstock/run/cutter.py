@@ -107,16 +107,18 @@ class Cutter:
         frame: Any,
         target: Any,
         *,
+        number: int,
         learns: bool,
         listener: FrameListener,
         autocast: Mapping[str, torch.dtype],
     ) -> Minibatch:
-        """One frame of a live stream, which is a minibatch of one microbatch; it gets its number
-        when it enters.
+        """One frame of a live stream, which is a minibatch of one microbatch; which one in the
+        stream is known when it enters.
 
         Args:
             frame: what the first stage takes; ``None`` where that is in another process.
             target: what the frame should give, ``None`` if nobody says.
+            number: what the caller knows it by.
             learns: whether anything may be learned from it.
             listener: wants to know what the model gives.
             autocast: as for the minibatch.
@@ -145,6 +147,7 @@ class Cutter:
             targets_moments=targets_moments,
             learns=learns,
             listener=listener,
+            frame=number,
         )
 
     def minibatches(

@@ -77,6 +77,7 @@ class Minibatch:
             Only within a live stream; elsewhere ``trains`` says so.
         listener: who wants the output and the loss of the one microbatch of a frame; without, of
             minibatches that train only losses are kept.
+        frame: of a frame of a live stream, the number that the caller knows it by.
         more_to_judge: of one that does not train, whether more follow that are evaluated with it.
     """
 
@@ -96,6 +97,7 @@ class Minibatch:
     mark: Mark | None = None
     learns: bool = True
     listener: FrameListener | None = None
+    frame: int | None = None
     more_to_judge: bool = False
 
     @property

@@ -128,6 +128,13 @@ class Recipe:
         return self.live or self.versions.activations == "newest"
 
     @property
+    def stays_finite(self) -> bool:
+        """Whether stages look at what they make before weights learn from it: not every frame of a
+        stream has a loss that tells, and where gradients go through the newest activations, these
+        are of a microbatch whose loss is not known yet."""
+        return self.stop_at_nan and self.skips_without_gradient
+
+    @property
     def settings(self) -> dict[str, str]:
         """What must be alike on all ranks, as text by the arguments' names. Of functions it is
         whether there is one: they may be made on every rank for itself."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +34,7 @@ from penstock.model.randomness import LayerStreams
 from penstock.model.replay import Past, first_run_only, repeating
 from penstock.model.spine import NamedLayer, Skip
 from penstock.stage.deferral import Deferral, undeferred_parameters
+from penstock.stage.finite import check_finite
 from penstock.stage.layer_runs import LayerRuns, apart_from_buffers, explain_overwritten
 from penstock.stage.microbatch_graph import (
     Gradients,
@@ -101,6 +103,7 @@ class Stage:
             raise InputError(f"stage {index} has no layers")
         self.index = index
         self._newest = None if age is None else NewestGraph(index, age)
+        self._stays_finite = False
         self.layers = tuple(layers)
         self._first_layer = first_layer
         self._criterion_index = first_layer + len(self.layers)
@@ -123,6 +126,14 @@ class Stage:
         self._graphs: dict[int, MicrobatchGraph] = {}
         self._past: dict[int, tuple[_Given, Past]] = {}
         self._deferred: dict[int, Deferral] = {}
+
+    def stay_finite(self) -> None:
+        """From now on, raise ``NotFinite`` where weights would learn through a microbatch that is
+        not finite: in the forward if gradients of others would come through it, else in the
+        backward, before anything that it has made is used."""
+        self._stays_finite = True
+        if self._newest is not None:
+            self._newest.stays_finite = True
 
     @property
     def in_flight(self) -> int:
@@ -160,6 +171,7 @@ class Stage:
         Raises:
             InputError: ``skips`` are not those that the layers recall, a value hides its tensors,
                 or the loss is no number with a gradient.
+            NotFinite: what is made is not, and gradients of others would come through it.
         """
         if not skips and self._is_plain(inputs, criterion, keep):
             return self._forward_plainly(microbatch, inputs, criterion, keep)
@@ -175,7 +187,7 @@ class Stage:
             produced = self._forward_keeping_input(given)
         else:
             produced, graph = self._run(given, keep)
-            self._keep(microbatch, graph if torch.is_grad_enabled() else None)
+            self._keep(microbatch, graph if torch.is_grad_enabled() else None, produced)
         return produced._replace(skips=self._carried.leave(microbatch, produced.skips))
 
     def recompute(self, microbatch: int, keep: Keep = Keep.EVERYTHING) -> None:
@@ -214,6 +226,7 @@ class Stage:
         Raises:
             InputError: there is nothing to go back through, or the gradients have other shapes than
                 what the newest forward has made.
+            NotFinite: a gradient that it has made is not; see ``stay_finite``.
         """
         if self._newest is not None:
             graph = self._newest.take(microbatch, gradients, skip_gradients)
@@ -224,6 +237,12 @@ class Stage:
         result = self._go_back(microbatch, graph, gradients, skip_gradients)
         if graph.deferral is not None:
             graph.deferral.run()
+        if self._stays_finite:
+            through = microbatch if self._newest is None else self._newest.microbatch
+            made = [*result.inputs, *chain.from_iterable(result.skips.values())]
+            weights = (parameter.grad for parameter in graph.parameters)
+            name = f"a gradient that has come back through stage {self.index}"
+            check_finite(through, name, chain(weights, made))
         return result
 
     def backward_input(
@@ -278,7 +297,7 @@ class Stage:
         for kept in (self._graphs, self._past, self._deferred):
             kept.clear()
         if self._newest is not None:
-            self._newest.replace(0, None)
+            self._newest.forget()
         self._carried.forget()
         self._carried_back.forget()
 
@@ -318,7 +337,7 @@ class Stage:
                 value = module(value)
             if criterion is not None:
                 value = scalar(criterion(value), wants).clone()
-        graph = None
+        produced, graph = Produced(self._leaving(value), {}), None
         if wants:
             graph = MicrobatchGraph(
                 inputs=[leaf],
@@ -329,13 +348,13 @@ class Stage:
                 deferral=deferral,
                 parameters=trained(self._modules),
             )
-        self._keep(microbatch, graph)
-        return Produced(self._leaving(value), {})
+        self._keep(microbatch, graph, produced)
+        return produced
 
-    def _keep(self, microbatch: int, graph: MicrobatchGraph | None) -> None:
+    def _keep(self, microbatch: int, graph: MicrobatchGraph | None, produced: Produced) -> None:
         """Keep what a forward leaves for a backward; ``None``: there will be none."""
         if self._newest is not None:
-            self._newest.replace(microbatch, graph)
+            self._newest.replace(microbatch, graph, produced)
         elif graph is not None:
             self._graphs[microbatch] = graph
 

@@ -81,22 +81,29 @@ def idle(transport):
         yield f"{len(results)} results"
 
 
-def failing(transport):
-    """A loss that is no number on the last rank: all hear of it, and nobody hangs."""
+def failing(transport, spoiled, told):
+    """A frame that is not finite: all hear of it by its number, no weight has learned of it, and
+    nobody hangs."""
     num_ranks, mine = dist.get_world_size(), dist.get_rank() == 0
     model = layered_model()
-
-    def source():
-        for number, (frame, target) in enumerate(LABELLED):
-            yield frame, None if target is None else target * (float("nan") if number == 6 else 1)
-
+    frames = [*LABELLED]
+    frames[6] = spoiled(*LABELLED[6])
     try:
         with stream_of(model, live_plan(model, num_ranks), transport=transport) as stream:
-            list(stream.over(source() if mine else None))
+            list(stream.over(frames if mine else None))
         yield "nothing failed"
     except RunError as error:
-        if "the loss is nan" not in str(error):
+        if told not in str(error) or "frame 6, microbatch 6" not in str(error):
             yield f"rank {dist.get_rank()}: {error}"
+    own = stream.state_dict()
+    yield from (f"{name} has learned" for name, value in own.items() if not value.isfinite().all())
+
+
+def failings(transport):
+    """Frames that are not finite: their input, or what they should give."""
+    nan = float("nan")
+    yield from failing(transport, lambda x, y: (x, x * nan), "the loss is nan")
+    yield from failing(transport, lambda x, y: (x * nan, None), "the output of stage 0 is nan")
 
 
 def leaving(transport):
@@ -132,6 +139,54 @@ def left(transport):
     yield from ()
 
 
+def calling_again(transport):
+    """A rank that calls the stream once more than rank 0 hears that it is over, whatever it asks
+    for; what it has taken at once has not hidden that rank 0 has taken all."""
+    num_ranks, mine = dist.get_world_size(), dist.get_rank() == 0
+    model = layered_model()
+    try:
+        with stream_of(model, live_plan(model, num_ranks), transport=transport) as stream:
+            for frame, target in LABELLED[:6]:
+                stream(frame, target)
+            while not mine and stream.get() is not None:
+                pass  # what has come
+            left = [result.frame for result in stream.rest()]
+            if mine and left != list(range(7 - num_ranks, 6)):
+                yield f"the rest was {left}"
+            if not mine:
+                if [*stream.rest(), *stream.rest()]:
+                    yield "more came behind the rest"
+                for _ in range(num_ranks):
+                    stream(None)
+                yield "nothing failed"
+    except RunError as error:
+        if mine or "but rank 0 has left the stream; all processes must call" not in str(error):
+            yield f"rank {dist.get_rank()}: {error}"
+
+
+def changing(transport):
+    """What a process reads behind the rest has all updates, and changes no more."""
+    num_ranks = dist.get_world_size()
+    model = layered_model()
+    plan = live_plan(model, num_ranks)
+    with stream_of(model, plan, transport=transport) as stream:
+        for frame, target, learn in FRAMES[:13]:
+            stream(frame, target, learn=learn)
+        list(stream.rest())
+        own = stream.state_dict()
+        dist.barrier()
+        for frame, target, learn in FRAMES[13:]:
+            stream(frame, target, learn=learn)
+        list(stream.rest())
+        after = stream.state_dict()
+    for count, states in ((13, own), (len(FRAMES), after)):
+        _, reference, _ = replayed(plan, FRAMES[:count])
+        expected = reference.state_dict()
+        for name, value in states.items():
+            if not torch.equal(value, expected[name]):
+                yield f"{name} after {count} frames"
+
+
 def killed(transport, report):
     """A rank that dies in the middle: the others raise at once."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -162,7 +217,8 @@ def main(what, transport, folder):
     apart = [*equality(transport, Path(folder, "run"))]
     if transport == "shared-memory":  # it is the same loop that waits
         apart += idle(transport)
-    apart += [*failing(transport), *left(transport), *leaving(transport)]
+    apart += [*failings(transport), *left(transport), *leaving(transport)]
+    apart += [*calling_again(transport), *changing(transport)]
     report({"differences": apart})
 
 

@@ -11,10 +11,10 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,7 +31,9 @@ from penstock.transport.tags import END_TAG, FIRST_EXCHANGE
 
 _GRACE_SECONDS = 5.0
 
-Errand = Callable[[], Harvest]
+T = TypeVar("T")
+Errand = Callable[[], Any]
+Inbox = queue.SimpleQueue[tuple[Errand, Future[Any]] | None]
 
 
 @dataclass(eq=False)
@@ -63,14 +65,14 @@ class ThreadDriver(Driver[ThreadTicket]):
         super().__init__([worker.channels for worker in workers], deadlines)
         self._workers = workers
         self._num_threads_before = torch.get_num_threads()
-        self._inboxes: list[queue.SimpleQueue[tuple[Errand, Future[Harvest]] | None]] = []
+        self._inboxes: list[Inbox] = []
         self._threads = []
         self._unusable: str | None = None
         self._under_way: list[ThreadTicket] = []
         self._failed = False
         self._updates_before = [worker.updater.num_updates for worker in workers]
         for worker in workers:
-            inbox: queue.SimpleQueue[tuple[Errand, Future[Harvest]] | None] = queue.SimpleQueue()
+            inbox: Inbox = queue.SimpleQueue()
             thread = threading.Thread(
                 target=_serve,
                 args=(inbox, num_threads),
@@ -169,6 +171,17 @@ class ThreadDriver(Driver[ThreadTicket]):
 
         for future in ticket.futures:
             future.add_done_callback(told)
+
+    def behind(self, errand: Callable[[Worker], T]) -> list[Future[T]]:
+        """Have a function called for each worker, between two minibatches, when it is through with
+        all that was submitted so far, whether that went well or not."""
+        futures: list[Future[T]] = [Future() for _ in self._workers]
+        for worker, inbox, future in zip(self._workers, self._inboxes, futures, strict=True):
+            if self._end.alive:
+                inbox.put((partial(_on_device, worker, errand), future))
+            else:
+                _fulfil(partial(_on_device, worker, errand), future)
+        return futures
 
     @contextmanager
     def _until_we_know_better(self) -> Iterator[None]:
@@ -305,15 +318,18 @@ def _records(ticket: ThreadTicket, harvests: Sequence[Harvest]) -> list[RankReco
     ]
 
 
-def _end(inboxes: Sequence[queue.SimpleQueue[Any]]) -> None:
+def _on_device(worker: Worker, errand: Callable[[Worker], T]) -> T:
+    with nullcontext() if worker.queue is None else worker.queue.entered():
+        return errand(worker)
+
+
+def _end(inboxes: Sequence[Inbox]) -> None:
     """Let the threads come to their end when they have done what they do."""
     for inbox in inboxes:
         inbox.put(None)
 
 
-def _serve(
-    inbox: queue.SimpleQueue[tuple[Errand, Future[Harvest]] | None], num_threads: int
-) -> None:
+def _serve(inbox: Inbox, num_threads: int) -> None:
     # The setting belongs to the thread that makes it.
     torch.set_num_threads(num_threads)
     while (work := inbox.get()) is not None:
@@ -322,7 +338,7 @@ def _serve(
         del work
 
 
-def _fulfil(task: Errand, future: Future[Harvest]) -> None:
+def _fulfil(task: Errand, future: Future[Any]) -> None:
     try:
         future.set_result(task())
     except BaseException as error:

@@ -6,14 +6,19 @@ It knows neither kinds of op nor the name of a schedule: a step is bound to what
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from penstock.errors import RunError, StageError
 from penstock.run.rank.journal import Journal
 from penstock.schedule import Op
+from penstock.stage.finite import NotFinite
 
 W_contra = TypeVar("W_contra", contravariant=True)
+
+
+NO_FRAMES: Mapping[int, int] = MappingProxyType({})
 
 
 class RankStep(Protocol[W_contra]):
@@ -36,13 +41,18 @@ class Restart(Exception):
 
 
 def perform_all(
-    steps: Iterable[RankStep[W_contra]], work: W_contra, journal: Journal, base: int = 0
+    steps: Iterable[RankStep[W_contra]],
+    work: W_contra,
+    journal: Journal,
+    base: int = 0,
+    frames: Mapping[int, int] = NO_FRAMES,
 ) -> None:
     """Perform steps in order, and write down when each began and ended.
 
     Args:
         journal: where it is written down; its ops are those of the steps.
         base: how many microbatches come before those of the steps' ops, for errors.
+        frames: of a live stream, the number that the caller knows each microbatch by; likewise.
 
     Raises:
         StageError: the user's code raised; stage, microbatch and op are named, and the original is
@@ -59,13 +69,17 @@ def perform_all(
             raise
         except Exception as error:
             op = step.op
-            raise stage_error(op._replace(microbatch=op.microbatch + base), error) from error
+            op = op._replace(microbatch=op.microbatch + base)
+            raise stage_error(op, error, frames) from error
         end(clock())
 
 
-def stage_error(op: Op, error: Exception) -> StageError:
+def stage_error(op: Op, error: Exception, frames: Mapping[int, int] = NO_FRAMES) -> StageError:
     """What the user's code raised, with where."""
-    where = f"stage {op.stage}, microbatch {op.microbatch}, op {op}"
+    # A backward may go through another microbatch than the one that its gradient comes from.
+    microbatch = error.microbatch if isinstance(error, NotFinite) else op.microbatch
+    frame = f"frame {frames[microbatch]}, " if microbatch in frames else ""
+    where = f"stage {op.stage}, {frame}microbatch {microbatch}, op {op}"
     named = StageError(f"{where}: {type(error).__name__}: {error}")
     named.__cause__ = error
     return named

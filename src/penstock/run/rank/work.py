@@ -20,6 +20,7 @@ from penstock.run.minibatch import FrameListener, Harvest, Mark, Minibatch, Stre
 from penstock.run.rank.mail import Mail
 from penstock.run.recipe import Recipe
 from penstock.schedule import Op
+from penstock.stage import finite
 from penstock.stage.protocol import Criterion
 from penstock.values import shown
 
@@ -165,13 +166,13 @@ class Work:
 
     def _keep_loss(self, number: int, produced: Tensor) -> None:
         # The mean of no terms is NaN, and counts for nothing.
-        looks = self._recipe.stop_at_nan and self.minibatch.trains
+        looks = self._recipe.stop_at_nan and self.minibatch.trains and self.minibatch.learns
         looks = looks and bool(self.minibatch.weights[number])
         # On an accelerator the host would have to wait for it.
         if looks and is_on_host(produced.device):
             value = produced.item()
             if not math.isfinite(value):
-                remedy = "Lower the learning rate, clip gradients, or look at this minibatch"
+                remedy = finite.REMEDY
                 if all_ignored(self.minibatch.targets[number]):
                     remedy = (
                         f"All labels of this microbatch are {IGNORED}: give Pipeline(…, {REMEDY})"

@@ -36,6 +36,8 @@ from penstock.weights.store import Held, WeightStore
 from penstock.weights.ways import Way
 
 NUMBERS_PER_RUN = 1 << 32
+_MOST_FRAMES = 1 << 12
+"""How many microbatches back errors name frames: more than are ever under way."""
 
 
 class Worker:
@@ -112,6 +114,7 @@ class Worker:
         ]
         self._resent: Sequence[Letter] = ()
         self._seeds: Seeds = {}
+        self._frames: dict[int, int] = {}
 
     def settle_in(self, residence: Residence) -> None:
         """Let the rank's stages come and go, from the first step on."""
@@ -194,6 +197,9 @@ class Worker:
     def _attempt(self, segment: Segment, minibatch: Minibatch, position: StreamPosition) -> Harvest:
         if segment.begins:
             self._begin(minibatch, position)
+        if minibatch.frame is not None:
+            self._frames[position.first] = minibatch.frame
+            self._frames.pop(position.first - _MOST_FRAMES, None)
         if minibatch.mark is not None:
             self._await(minibatch.mark, minibatch, position)
         for store in self.stores.values():
@@ -216,7 +222,7 @@ class Worker:
         self._shared.begin()
         steps = self._compiler.steps(segment, minibatch.trains)
         paced = steps if self.pace is None or not minibatch.trains else self.pace(steps)
-        perform_all(paced, work, self._journal, position.base)
+        perform_all(paced, work, self._journal, position.base, self._frames)
         self._shared.check()
         if minibatch.mark is not None:
             for stage in self.stages:
@@ -318,6 +324,7 @@ class Worker:
         """Drop everything of the current stream, finished or not."""
         self._observers.forget()
         self._marks.clear()
+        self._frames.clear()
         for stage in self.stages.values():
             stage.forget()
         self._mail = Mail(self.transport, 0)

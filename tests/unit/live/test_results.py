@@ -1,0 +1,102 @@
+"""Results come in the order of their frames, and what is told between them is not lost."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import pytest
+import torch
+
+from penstock.errors import InputError, RunError
+from penstock.live.frames import Frame, News, Result
+from penstock.live.ledger import Ledger
+from penstock.live.loop import Arrival
+from penstock.live.results import Results
+
+FAILED = RunError("rank 2 failed")
+
+
+class FakeLoop:
+    """Has arrivals, and may have failed."""
+
+    name = "rank 1"
+
+    def __init__(self, *told):
+        self.arrivals = queue.SimpleQueue()
+        self.failure = None
+        for item in told:
+            self.arrivals.put(arrival(item) if isinstance(item, int) else item)
+
+    def taken(self):
+        pass
+
+    def raise_failure(self):
+        if self.failure is not None:
+            raise self.failure
+
+
+def arrival(number):
+    frame = Frame(number, torch.ones(1), None, True, 0.0)
+    return Arrival(Result(number, torch.ones(1), None, 0.0), frame, None)
+
+
+def results_of(*told):
+    loop = FakeLoop(*told)
+    return Results(loop, Ledger(0)), loop
+
+
+def numbers(results):
+    return [result.frame for result in results]
+
+
+def test_whoever_waits_after_rank_0_has_left_hears_of_it_every_time():
+    results, _ = results_of(0, News.PAUSED, News.ENDED)
+    assert results.next().frame == 0
+    for _ in range(2):
+        with pytest.raises(RunError, match=r"rank 1 waits .* but rank 0 has left the stream"):
+            results.next()
+    assert numbers(results.followed()) == []
+    assert numbers(results.followed()) == []
+    assert results.at_once() is None
+    with pytest.raises(RunError, match="equally often"):
+        results.next()
+    assert results.num_taken == 1
+
+
+def test_taking_what_is_there_leaves_the_pause_to_who_takes_the_rest():
+    results, loop = results_of(0, News.PAUSED)
+    assert [results.at_once().frame, results.at_once(), results.at_once()] == [0, None, None]
+    assert numbers(results.followed()) == []
+    for item in (News.PAUSED, arrival(1), News.PAUSED):
+        loop.arrivals.put(item)
+    assert results.at_once().frame == 1  # the pause before it is over
+    assert numbers(results.followed()) == []
+
+
+def test_a_failure_comes_behind_the_results_before_it():
+    results, loop = results_of(0, News.CHANGED, 1)
+    loop.failure = FAILED
+    assert results.next().frame == 0
+    with pytest.raises(RunError, match="rank 2 failed"):
+        results.next()
+    assert results.at_once().frame == 1
+    for ask in (results.at_once, lambda: list(results.followed())):
+        loop.arrivals.put(News.CHANGED)
+        with pytest.raises(RunError, match="rank 2 failed"):
+            ask()
+
+
+def test_closing_ends_who_waits():
+    results, loop = results_of()
+    taken = []
+    thread = threading.Thread(target=lambda: taken.extend(results.until(lambda: False)))
+    thread.start()
+    results.close()
+    thread.join(60)
+    assert not thread.is_alive() and not taken
+    with pytest.raises(InputError, match="closed"):
+        results.at_once()
+    loop.arrivals.put(News.CHANGED)
+    with pytest.raises(InputError, match="closed"):
+        results.next()
