@@ -13,12 +13,12 @@ from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from penstock.model import tree
 from penstock.tensor.channel_group import ChannelGroup
 from penstock.tensor.layouts import Layout
+from penstock.tensor.memory_order import dense_copy, joined, memory_order
 from penstock.tensor.parts import Bounds
 from penstock.tensor.routes import receivers, senders, slices
 from penstock.transport import Edge, Transport
@@ -191,14 +191,14 @@ def _copied(value: Any) -> Any:
 
 
 def _slice(tensor: Tensor, dim: int, within: Bounds) -> Tensor:
-    return tensor.narrow(dim, within.start, within.length).contiguous()
+    return dense_copy(tensor.narrow(dim, within.start, within.length), memory_order(tensor))
 
 
 def _joined(pieces: tuple[Any, ...], dim: int) -> Any:
     if not isinstance(pieces[0], Tensor):
         return pieces[0]
     rest = [piece.detach() for piece in pieces[1:]]
-    return tree.apart(pieces[0], lambda first: torch.cat([first, *rest], dim))
+    return tree.apart(pieces[0], lambda first: joined([first, *rest], dim))
 
 
 def seated(rank: int, transport: Transport) -> tuple[Seat, Transport]:
