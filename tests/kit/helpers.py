@@ -11,6 +11,7 @@ from torch import nn
 
 from penstock import versions
 from penstock.errors import InputError
+from penstock.model import tree
 from penstock.model.spine import run_spine, spine_fingerprint, spine_of
 from penstock.plans import Plan, StagePlan
 from penstock.schedule import Schedule, families
@@ -109,6 +110,16 @@ def make_batch(rows=13, dtype=torch.float32, seed=1):
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(rows, 16, generator=generator, dtype=torch.float64).to(dtype)
     return inputs, torch.randint(0, 4, (rows,), generator=generator)
+
+
+def wanting(value):
+    """A value as a trained stage hands it on: what can have a gradient wants one."""
+
+    def leaf(tensor):
+        wants = tensor.is_floating_point() or tensor.is_complex()
+        return tensor.detach().requires_grad_(wants)
+
+    return tree.replace(torch.Tensor, leaf, value)
 
 
 class Lambda(nn.Module):

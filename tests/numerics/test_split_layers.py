@@ -11,7 +11,7 @@ import penstock as pk
 from penstock.errors import InputError, ModelError, StageError
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.groups import WORDS, make_net, net_batch, net_loss
-from tests.kit.helpers import make_plan
+from tests.kit.helpers import Lambda, make_plan
 from tests.kit.one_device import assert_same, same
 from tests.kit.training import DEADLINE_SECONDS, momentum
 
@@ -292,4 +292,40 @@ def test_a_parameter_that_all_heads_share_gets_the_sum_of_their_gradients():
     one = SingleDevice(theirs, 2, F.cross_entropy, momentum, seed=3)
     for seed in range(2):
         one.step(*batch(seed))
+    assert_same(ours, theirs, TOLERANCE)
+
+
+def make_turned():
+    """Values whose dimensions lie in memory in another order than they are counted."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 6), Lambda(lambda value: value.transpose(1, 2)), nn.Dropout(0.5),
+        nn.Dropout(0.3), Lambda(lambda value: value.transpose(0, 1)), nn.Dropout(0.4),
+        nn.Dropout(0.5), Lambda(lambda value: value.transpose(0, 1)), nn.Flatten(),
+        nn.Linear(30, 4),
+    ).double()  # fmt: skip
+
+
+TURNED = [
+    {},
+    in_order("data", "data", "data", "whole", "whole", "data", "sequence"),
+    in_order("sequence", "whole", "sequence", "data", "whole", "whole", "data"),
+    in_order("data", "data", "sequence", "whole", "whole", "sequence", "whole"),
+]
+
+
+@pytest.mark.parametrize("splits", TURNED)
+@pytest.mark.parametrize("size", [2, 3])
+def test_dropout_behind_turned_values_draws_the_masks_of_one_device(splits, size):
+    def batch(seed):
+        generator = torch.Generator().manual_seed(seed)
+        inputs = torch.randn(7, 5, 6, generator=generator, dtype=torch.float64)
+        return inputs, torch.randint(0, 4, (7,), generator=generator)
+
+    ours, theirs = make_turned(), make_turned()
+    plan = make_plan(ours, 1, 2).sharing(size, splits)
+    losses, outputs = trained(ours, plan, batch, F.cross_entropy)
+    expected, told = trained(theirs, make_plan(theirs, 1, 2), batch, F.cross_entropy)
+    torch.testing.assert_close(losses, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(outputs, told, rtol=TOLERANCE, atol=TOLERANCE)
     assert_same(ours, theirs, TOLERANCE)

@@ -18,7 +18,7 @@ import penstock as pk
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import run_spine, spine_of
 from penstock.stage.stage import Keep, Stage
-from tests.kit.helpers import Lambda, make_plan
+from tests.kit.helpers import Lambda, make_plan, wanting
 from tests.kit.one_device import OneDevice, assert_same
 from tests.kit.training import sgd
 
@@ -160,7 +160,7 @@ def test_what_is_handed_on_is_no_sum_of_later_microbatches(keep):
     stage = Stage(1, spine_of(nn.Sequential(Biased(), nn.Tanh())), 1, LayerStreams(0))
     handed = []
     for microbatch in range(2):
-        stage.forward(microbatch, torch.zeros(6), keep=keep)
+        stage.forward(microbatch, wanting(torch.zeros(6)), keep=keep)
         if keep is Keep.INPUT:
             stage.recompute(microbatch)
         handed += stage.backward(microbatch, [torch.ones(6)]).inputs

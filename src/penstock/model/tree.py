@@ -71,8 +71,25 @@ def replace(kind: type[L], function: Callable[[L], Any], value: Any) -> Any:
     return pytree.tree_map_only(kind, function, value)
 
 
+def apart(leaf: Tensor, made: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """A tensor without the graph behind it, as it crosses a cut: it wants a gradient if it did.
+
+    What wants none before a cut must want none behind it: kernels are chosen by that, too.
+
+    Args:
+        made: what crosses in its place, such as a copy elsewhere; it is made outside of the graph.
+    """
+    tensor = leaf.detach()
+    if made is not None:
+        tensor = made(tensor)
+    return tensor.requires_grad_() if leaf.requires_grad else tensor
+
+
 def cut(leaf: Any, wants_gradient: bool) -> tuple[Any, Any]:
     """Cut autograd's graph at one leaf of a value.
+
+    Args:
+        wants_gradient: whether a gradient is to come to what requires one.
 
     Returns:
         (where the gradient will be, what to compute with): the same memory, but only the second may
@@ -80,10 +97,10 @@ def cut(leaf: Any, wants_gradient: bool) -> tuple[Any, Any]:
     """
     if not isinstance(leaf, Tensor):
         return leaf, leaf
-    leaf = leaf.detach()
-    if not (wants_gradient and (leaf.is_floating_point() or leaf.is_complex())):
+    if not (wants_gradient and leaf.requires_grad):
+        leaf = leaf.detach()
         return leaf, leaf
-    leaf.requires_grad_()
+    leaf = leaf.detach().requires_grad_()
     return leaf, _Alias.apply(leaf)  # type: ignore[no-untyped-call]
 
 

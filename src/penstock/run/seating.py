@@ -9,16 +9,17 @@ different sizes, ``tensor.routes`` says who sends which slice to whom.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from penstock.model import tree
 from penstock.tensor.channel_group import ChannelGroup
 from penstock.tensor.layouts import Layout
+from penstock.tensor.memory_order import dense_copy, joined, memory_order
+from penstock.tensor.parts import Bounds
 from penstock.tensor.routes import receivers, senders, slices
 from penstock.transport import Edge, Transport
 from penstock.transport.base import OnTop
@@ -179,7 +180,7 @@ class MeshTransport(OnTop):
         if self.group is not None:
             lengths = self.group.tell(length)
         return [
-            leaf.narrow(dim, piece.within.start, piece.within.length).contiguous()
+            tree.apart(leaf, partial(_slice, dim=dim, within=piece.within))
             for piece in slices(lengths, size)
             if piece.source == own
         ]
@@ -189,8 +190,15 @@ def _copied(value: Any) -> Any:
     return tree.replace(Tensor, Tensor.clone, value)
 
 
+def _slice(tensor: Tensor, dim: int, within: Bounds) -> Tensor:
+    return dense_copy(tensor.narrow(dim, within.start, within.length), memory_order(tensor))
+
+
 def _joined(pieces: tuple[Any, ...], dim: int) -> Any:
-    return torch.cat(pieces, dim) if isinstance(pieces[0], Tensor) else pieces[0]
+    if not isinstance(pieces[0], Tensor):
+        return pieces[0]
+    rest = [piece.detach() for piece in pieces[1:]]
+    return tree.apart(pieces[0], lambda first: joined([first, *rest], dim))
 
 
 def seated(rank: int, transport: Transport) -> tuple[Seat, Transport]:

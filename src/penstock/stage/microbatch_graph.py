@@ -165,7 +165,8 @@ def edges(value: Any) -> list[GradientEdge | None]:
 
 
 def sent(value: Any, stage: int) -> Any:
-    """What leaves a stage: the value, detached.
+    """What leaves a stage: the value without its graph, of which the same leaves want a gradient;
+    none while gradients are off: views of parameters still say then that they require some.
 
     Raises:
         InputError: a leaf is an object that may hold tensors.
@@ -176,7 +177,7 @@ def sent(value: Any, stage: int) -> Any:
 
 def _sent_leaf(output: Any, stage: int) -> Any:
     if isinstance(output, Tensor):
-        return output.detach()
+        return tree.apart(output) if torch.is_grad_enabled() else output.detach()
     if isinstance(output, _PLAIN):
         return output
     raise InputError(

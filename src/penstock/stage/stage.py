@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -53,6 +54,7 @@ from penstock.stage.slices import Relay, slice_name
 __all__ = ["Criterion", "Gradients", "InputGradients", "Keep", "Produced", "Stage"]
 
 K = TypeVar("K")
+_copied = partial(tree.apart, made=copy_of)
 _NOTHING = contextlib.nullcontext()
 
 
@@ -337,7 +339,7 @@ class Stage:
                 value = module(value)
             if criterion is not None:
                 value = scalar(criterion(value), wants).clone()
-        produced, graph = Produced(self._leaving(value), {}), None
+        produced, graph = Produced(self._leaving(value, criterion), {}), None
         if wants:
             graph = MicrobatchGraph(
                 inputs=[leaf],
@@ -397,9 +399,9 @@ class Stage:
         return result
 
     def _forward_keeping_input(self, given: _Given) -> Produced:
-        inputs, skips = tree.replace(Tensor, Tensor.detach, (given.inputs, dict(given.skips)))
+        inputs, skips = tree.replace(Tensor, tree.apart, (given.inputs, dict(given.skips)))
         # The first layer may overwrite its input.
-        own_inputs, own_skips = tree.replace(Tensor, copy_of, (inputs, skips))
+        own_inputs, own_skips = tree.replace(Tensor, _copied, (inputs, skips))
         with first_run_only(self._modules, self._layer_runs.formers) as past:
             own = replace(given, inputs=own_inputs, skips=own_skips)
             produced, _ = self._run(own, Keep.EVERYTHING, again=True)
@@ -432,12 +434,15 @@ class Stage:
             parameters=trained(self._modules) if wants else (),
         )
         stashed = {key: self._leaving(skip) for key, skip in left.items()}
-        return Produced(self._leaving(value), stashed), graph
+        return Produced(self._leaving(value, given.criterion), stashed), graph
 
-    def _leaving(self, value: Any) -> Any:
-        """What goes to other stages, in memory that the next forward does not overwrite."""
-        if type(value) is Tensor and value.requires_grad:  # as nearly all do
+    def _leaving(self, value: Any, criterion: Criterion | None = None) -> Any:
+        """What goes to other stages, in memory that the next forward does not overwrite; or a loss,
+        which goes to the caller."""
+        if criterion is not None:
             return value.detach()
+        if type(value) is Tensor and value.requires_grad and torch.is_grad_enabled():
+            return tree.apart(value)  # as nearly all do
         own = value
         if not all(tensor.requires_grad for tensor in tree.tensors(value)):
             own = apart_from_buffers(value, self._modules)

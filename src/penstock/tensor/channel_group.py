@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from penstock.tensor.group import Group
+from penstock.tensor.memory_order import dense_copy
 from penstock.transport import Edge, Transport
 from penstock.transport.tags import GROUP_TAG
 
@@ -48,7 +48,7 @@ class ChannelGroup(Group):
             part = parts[other].detach()
             self.sent_bytes += part.numel() * part.element_size()
             # Between threads it is handed over as it is, and the caller may overwrite its own.
-            given[other] = part.clone(memory_format=torch.contiguous_format)
+            given[other] = dense_copy(part)
         return self._swap(given)
 
     def tell(self, number: int) -> list[int]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from penstock.errors import ModelError
 from penstock.tensor.layouts import Layout
 from penstock.tensor.membership import Member
+from penstock.tensor.memory_order import memory_order, put_back
 
 FEATURE_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 DROPOUTS = (nn.Dropout, *FEATURE_DROPOUTS)
@@ -84,11 +85,7 @@ class PartDropout(Member, nn.Dropout):
 def mask_of_whole(part: Tensor, shape: Sequence[int], p: float) -> Tensor:
     """The mask of dropout for a whole value, of ``shape``, of which a member has a part.
 
-    Numbers are drawn in the order in which they lie in memory, which is that of the part's. A
-    dimension of one number tells nothing of its place beside another with the same stride, except
-    that it is the inner one.
+    Numbers are drawn in the order in which they lie in memory, which is that of the part's.
     """
-    strides, sizes = [*part.stride()], [*part.shape]
-    order = sorted(range(part.dim()), key=lambda dim: (-strides[dim], -sizes[dim]))
-    ones = part.new_ones([shape[dim] for dim in order])
-    return F.dropout(ones, p).permute([order.index(dim) for dim in range(part.dim())])
+    order = memory_order(part)
+    return put_back(F.dropout(part.new_ones([shape[dim] for dim in order]), p), order)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from penstock.tensor.memory_order import dense_copy, joined, memory_order
 from penstock.tensor.parts import bounds, sizes
 
 
@@ -56,7 +57,7 @@ class Group(ABC):
     def gather(self, part: Tensor, dim: int) -> tuple[Tensor, list[int]]:
         """The whole of which every member has a part, and how much each has along ``dim``."""
         parts = self.exchange([part] * self.size)
-        return torch.cat(parts, dim), [there.shape[dim] for there in parts]
+        return joined(parts, dim), [there.shape[dim] for there in parts]
 
     def reduce_scatter(
         self, value: Tensor, dim: int, lengths: Sequence[int] | None = None
@@ -69,7 +70,7 @@ class Group(ABC):
             lengths: of the parts; by default those of ``bounds``.
         """
         lengths = sizes(value.shape[dim], self.size) if lengths is None else list(lengths)
-        return _summed(self.exchange(torch.split(value, lengths, dim)))
+        return _summed(self.exchange(torch.split(value, lengths, dim)), memory_order(value))
 
     def all_reduce(self, value: Tensor) -> Tensor:
         """The sum of all members' values, with the same bits on all of them."""
@@ -78,7 +79,8 @@ class Group(ABC):
         whole, _ = self.gather(part, 0)
         # Nobody else has this memory; a view of it could not be overwritten behind a custom node.
         total: Tensor = torch.ops.aten._unsafe_view(whole, value.shape)
-        return total
+        order = memory_order(value)
+        return total if order == memory_order(total) else dense_copy(total, order)
 
     def all_to_all(
         self, part: Tensor, have: int, want: int, lengths: Sequence[int] | None = None
@@ -95,12 +97,12 @@ class Group(ABC):
         """
         lengths = sizes(part.shape[want], self.size) if lengths is None else list(lengths)
         parts = self.exchange(torch.split(part, lengths, want))
-        return torch.cat(parts, have), [there.shape[have] for there in parts]
+        return joined(parts, have), [there.shape[have] for there in parts]
 
     def part(self, value: Tensor, dim: int) -> Tensor:
         """This member's part of a value that all have; a tensor of its own."""
         own = bounds(value.shape[dim], self.size, self.index)
-        return value.narrow(dim, own.start, own.length).clone(memory_format=torch.contiguous_format)
+        return dense_copy(value.narrow(dim, own.start, own.length), memory_order(value))
 
     def of_first(self, value: Tensor) -> Tensor:
         """The first member's value, of the same shape everywhere."""
@@ -115,9 +117,10 @@ class Group(ABC):
         return torch.stack(self.exchange([value] * self.size)).amax(0)
 
 
-def _summed(terms: Sequence[Tensor]) -> Tensor:
-    """In the order of the members, so that whoever adds gets the same bits."""
-    total = terms[0].clone(memory_format=torch.contiguous_format)
+def _summed(terms: Sequence[Tensor], order: Sequence[int]) -> Tensor:
+    """In the order of the members, so that whoever adds gets the same bits; in memory, dimensions
+    lie in another given order."""
+    total = dense_copy(terms[0], order)
     for term in terms[1:]:
         total += term
     return total

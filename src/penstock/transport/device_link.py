@@ -152,7 +152,7 @@ class DeviceLink:
         for index, leaf in enumerate(leaves):
             if is_dense_on(self._queue.device, leaf):
                 tensor, forms[index] = _without_gaps(leaf)
-                leaves[index] = _sketch(tensor)
+                leaves[index] = _sketch(tensor).requires_grad_(leaf.requires_grad)
                 if tensor.numel():
                     tensors.append(tensor)
         place = _Place(_NONE, self._last_sent, self._num_taken)
@@ -220,9 +220,10 @@ class DeviceLink:
                 if tensor.numel():
                     work = dist.irecv(_bytes(tensor), group=self._incoming, group_src=self._other)
                     works.append(_under_way(work))
+                tensor.requires_grad_(leaf.requires_grad)
         for index, (leaf, form) in enumerate(zip(leaves, forms, strict=True)):
             if form is None and isinstance(leaf, Tensor):  # it was in main memory over there
-                leaves[index] = self._queue.from_host(leaf)
+                leaves[index] = tree.apart(leaf, self._queue.from_host)
         if place.turn != _NONE:
             self._num_posted = place.turn + 1
         return _Arriving(tree.unflatten(leaves, structure), place, works, tensors)

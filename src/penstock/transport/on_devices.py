@@ -61,7 +61,8 @@ class ThreadDeviceTransport(OnTop):
         received, moment = self.inner.recv(edge, number, waiting), None
         if type(received) is _Handed:
             received, moment = received
-        return tree.replace(Tensor, partial(self._queue.fetched, moment=moment), received)
+        here = partial(self._queue.fetched, moment=moment)
+        return tree.replace(Tensor, partial(tree.apart, made=here), received)
 
 
 class _HeldBack(NamedTuple):
@@ -116,7 +117,7 @@ class ProcessDeviceTransport(OnTop):
             return
         copies, moment = self._queue.to_host([leaves[place].detach() for place in places])
         for place, copied in zip(places, copies, strict=True):
-            leaves[place] = copied
+            leaves[place] = copied.requires_grad_(leaves[place].requires_grad)
         self._held_back.append(_HeldBack(edge, number, tree.unflatten(leaves, structure), moment))
 
     def hand_over(self) -> None:
@@ -135,7 +136,7 @@ class ProcessDeviceTransport(OnTop):
         if link is not None:
             return link.receive(edge, number, partial(self.inner.recv, waiting=waiting))
         received = self.inner.recv(edge, number, waiting)
-        return tree.replace(Tensor, self._queue.from_host, received)
+        return tree.replace(Tensor, partial(tree.apart, made=self._queue.from_host), received)
 
     def fail(self, reason: str, edges: Iterable[Edge]) -> None:
         self._held_back.clear()

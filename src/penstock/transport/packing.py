@@ -139,6 +139,7 @@ class BlockLayout:
         signature: equal for values of equal layout; ``None`` if that takes describing to tell.
         number: tells it from the other layouts of the same sender; 0 at the receiver.
         is_list: whether the value is a list of tensors.
+        wanting: which of its tensors want a gradient.
     """
 
     description: bytes
@@ -148,6 +149,7 @@ class BlockLayout:
     signature: Any = field(default=None)
     number: int = 0
     is_list: bool = False
+    wanting: tuple[int, ...] = ()
 
     @classmethod
     def read(
@@ -169,7 +171,8 @@ class BlockLayout:
             and node.kind == "list"
             and all(isinstance(part, wire.TensorNode) for part in node.parts)
         )
-        return cls(description, node, places, offset, signature, number, is_list)
+        wanting = tuple(index for index, slot in enumerate(slots) if slot.requires_grad)
+        return cls(description, node, places, offset, signature, number, is_list, wanting)
 
 
 class Packer:
@@ -244,6 +247,8 @@ class Packer:
         try:
             places = layout.places
             tensors = read(places) if read else [place.read_end(block) for place in places]
+            for index in layout.wanting:
+                tensors[index].requires_grad_()
             value: Any = tensors
             if type(layout.node) is wire.TensorNode:  # as outputs of stages are, nearly all
                 (value,) = tensors
@@ -278,7 +283,7 @@ def _signature(value: Any, tensors: list[Tensor], depth: int = 0) -> Any:
 
 def _tensor_signature(tensor: Tensor) -> Any:
     try:
-        return tensor.shape, tensor.dtype, tensor.stride()
+        return tensor.shape, tensor.dtype, tensor.stride(), tensor.requires_grad
     except RuntimeError:
         return None  # sparse tensors have no strides
 

@@ -64,11 +64,13 @@ class TensorNode(_Node, frozen=True, tag="tensor"):
         dtype: its name in ``torch``.
         strides: in numbers, of a tensor without gaps whose dimensions lie in memory in another
             order than they are counted, such as a transposed one; else empty.
+        requires_grad: whether a gradient of it is wanted.
     """
 
     shape: tuple[_Size, ...]
     dtype: str
     strides: tuple[_Size, ...]
+    requires_grad: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -274,7 +276,7 @@ def slot_of(tensor: Tensor) -> TensorNode:
         raise Unsendable("it holds a sparse or nested tensor; make it dense with to_dense()")
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())
     keeps = strides != _contiguous(shape) and tensor.numel() and is_dense(shape, strides)
-    return TensorNode(shape, name, strides if keeps else ())
+    return TensorNode(shape, name, strides if keeps else (), tensor.requires_grad)
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
@@ -299,6 +301,9 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 def _check_slot(slot: TensorNode) -> None:
     if slot.dtype not in DTYPES:
         raise Garbled(f"{slot.dtype!r} is no dtype")
+    dtype = DTYPES[slot.dtype]
+    if slot.requires_grad and not (dtype.is_floating_point or dtype.is_complex):
+        raise Garbled(f"a tensor of {slot.dtype} can have no gradient")
     if slot.strides and (
         len(slot.strides) != len(slot.shape) or not is_dense(slot.shape, slot.strides)
     ):

@@ -61,6 +61,13 @@ class OddValues(nn.Module):
 
 class Together(nn.Module):
     def forward(self, values):
+        wanting = {
+            name
+            for name, value in values.items()
+            if torch.is_tensor(value) and value.requires_grad
+        }
+        trained = {"even", "odd", "transposed", "expanded", "nothing"}
+        assert wanting == (trained if torch.is_grad_enabled() else set()), wanting
         value = torch.stack([values["even"], values["odd"]], 2).flatten(1)
         value = value + values["transposed"].t() * values["mask"] + values["nothing"].sum()
         value = value * values["complex"].imag.sign() + values["expanded"].sum(1, keepdim=True)

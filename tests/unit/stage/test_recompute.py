@@ -18,7 +18,7 @@ from penstock.model.randomness import LayerStreams
 from penstock.model.spine import spine_of
 from penstock.stage.stage import Keep, Stage
 from tests.kit.examples import in_turns
-from tests.kit.helpers import Lambda
+from tests.kit.helpers import Lambda, wanting
 
 
 def stage_of(*modules, first_layer=1, recompute_layers=False):
@@ -68,7 +68,7 @@ def step(stage, inputs, keep, after, criterion, autocast):
     results = []
     for k, value in enumerate(inputs):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast and k != 1):
-            results.append(stage.forward(k, value.clone(), 5, criterion, keep).value)
+            results.append(stage.forward(k, wanting(value.clone()), 5, criterion, keep).value)
     for k, value in enumerate(results.copy()):
         if keep is Keep.INPUT:
             stage.recompute(k, after)
@@ -130,7 +130,7 @@ def test_only_inputs_are_kept(way):
         return inner * inner
 
     stage = stage_of(Lambda(square), Lambda(square), recompute_layers=way == "layers")
-    inputs = torch.randn(4, 4)
+    inputs = wanting(torch.randn(4, 4))
     given = memory(inputs)
     stage.forward(0, inputs, keep=Keep.INPUT if way == "input" else Keep.EVERYTHING)
     del inputs
@@ -226,6 +226,6 @@ def test_dropout_that_users_checkpoint_themselves_is_still_refused(reentrant, pe
         )
 
     stage = stage_of(Lambda(run, nn.Linear(3, 3)), recompute_layers=per_layer)
-    stage.forward(0, torch.ones(2, 3))
+    stage.forward(0, wanting(torch.ones(2, 3)))
     with pytest.raises(InputError, match="draws random numbers during backward"):
         stage.backward(0, [torch.ones(2, 3)])

@@ -147,14 +147,15 @@ def test_a_skip_within_a_stage_does_not_leave_it():
     assert stage.backward(0, [torch.ones(1, 4)]).skips == {}
 
 
-def test_a_produced_skip_is_detached_and_a_recalled_one_gives_a_gradient_per_leaf():
+def test_a_produced_skip_has_no_graph_and_a_recalled_one_gives_a_gradient_per_leaf():
     first, second = stages_of(Net(Stash("first"), Recall("first")), [1])
     produced = first.forward(0, torch.ones(1, 4))
     leaves = [*produced.skips["first"]["all"], produced.skips["first"]["sign"]]
-    assert not any(leaf.requires_grad for leaf in leaves)
+    assert [leaf.requires_grad for leaf in leaves] == [False, True, False]
+    assert all(leaf.is_leaf for leaf in leaves)
     second.forward(0, produced.value, skips=produced.skips)
     back = second.backward(0, [torch.ones(1, 4)])
-    assert [gradient is None for gradient in back.skips["first"]] == [False, False, True]
+    assert [gradient is None for gradient in back.skips["first"]] == [True, False, True]
     first.backward(0, back.inputs, back.skips)
     # A skip that gets no gradient contributes none.
     first.forward(0, torch.ones(1, 4))

@@ -22,6 +22,7 @@ from penstock.schedule.lower import add_recompute
 from penstock.schedule.segment import Segment
 from penstock.stage.slices import Relay, call_of, check_sliceable
 from penstock.stage.stage import Keep, Stage
+from tests.kit.helpers import wanting
 
 
 class Before(nn.Module):
@@ -83,7 +84,7 @@ def in_slices(model, value, gradient, num_slices, keep, again, microbatch=0, per
     units = range(microbatch * num_slices, (microbatch + 1) * num_slices)
     pieces = zip(units, split_sequence(value, num_slices, "inputs"), strict=True)
     first = Keep.INPUT if again else keep
-    outputs = [stage.forward(unit, piece, keep=first).value for unit, piece in pieces]
+    outputs = [stage.forward(unit, wanting(piece), keep=first).value for unit, piece in pieces]
     found = []
     pairs = zip(units, split_sequence(gradient, num_slices, "gradients"), strict=True)
     for unit, piece in reversed(list(pairs)):

@@ -17,7 +17,7 @@ from penstock.errors import InputError
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import spine_of
 from penstock.stage.stage import Keep, Stage
-from tests.kit.helpers import Lambda
+from tests.kit.helpers import Lambda, wanting
 
 
 def stage_of(module, first_layer=1):
@@ -40,8 +40,8 @@ def assert_halves_make_a_whole(
     for k in range(3):
         given_inputs = inputs() if callable(inputs) else inputs
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            output = halves.forward(k, clone(given_inputs), keep=Keep.SPLIT).value
-            expected = whole.forward(k, clone(given_inputs)).value
+            output = halves.forward(k, wanting(clone(given_inputs)), keep=Keep.SPLIT).value
+            expected = whole.forward(k, wanting(clone(given_inputs))).value
         output, expected = as_list(output), as_list(expected)
         assert all(map(torch.equal, output, expected))
         seeds = [seed_of(value) for value in output]
@@ -323,8 +323,8 @@ def test_halves_of_several_microbatches_may_interleave():
     halves, whole = stage_of(layer), stage_of(twin)
     inputs, seeds = torch.randn(3, 2, 3), torch.randn(3, 2, 3)
     for k in range(3):
-        halves.forward(k, inputs[k], keep=Keep.SPLIT)
-        whole.forward(k, inputs[k])
+        halves.forward(k, wanting(inputs[k]), keep=Keep.SPLIT)
+        whole.forward(k, wanting(inputs[k]))
     assert halves.in_flight == 3
     for k in (1, 0, 2):
         halves.backward_input(k, [seeds[k]])

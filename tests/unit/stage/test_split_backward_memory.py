@@ -10,6 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.stage.stage import Keep
+from tests.kit.helpers import wanting
 from tests.unit.stage.test_split_backward import Lambda, stage_of
 
 
@@ -81,7 +82,7 @@ def test_a_gradient_that_others_hold_is_not_accumulated_into():
     stage = stage_of(Shifted())
     first = torch.ones(2, 3)
     for k in range(2):
-        stage.forward(k, torch.zeros(2, 3), keep=Keep.SPLIT)
+        stage.forward(k, wanting(torch.zeros(2, 3)), keep=Keep.SPLIT)
     gradient = stage.backward_input(0, [first]).inputs[0]
     stage.backward_input(1, [torch.ones(2, 3)])
     stage.backward_weight(0, 1)

@@ -15,8 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from penstock.errors import InputError
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import spine_of
-from penstock.stage.stage import Stage
-from tests.kit.helpers import Lambda
+from penstock.stage.stage import Keep, Stage
+from tests.kit.helpers import Lambda, wanting
 
 
 def stage_of(*modules, first_layer=1):
@@ -50,9 +50,10 @@ def test_forward_and_backward_are_those_of_plain_autograd(name, last):
     expected.backward(seed)
 
     stage = stage_of(*modules)
-    output = stage.forward(0, inputs.clone()).value
+    output = stage.forward(0, wanting(inputs.clone())).value
     assert torch.equal(output, expected)
-    assert not output.requires_grad
+    assert output.is_leaf
+    assert output.requires_grad
     (gradient,) = stage.backward(0, [seed]).inputs
     assert torch.equal(gradient, plain.grad)
     theirs = nn.Sequential(*twins).parameters()
@@ -73,7 +74,7 @@ def test_microbatches_may_be_under_way_together_and_accumulate():
 
 def test_an_output_that_gets_no_gradient_contributes_none():
     stage = stage_of(Lambda(lambda value: (value * 2, value * 3)))
-    stage.forward(0, torch.ones(2))
+    stage.forward(0, wanting(torch.ones(2)))
     assert torch.equal(stage.backward(0, [None, torch.ones(2)]).inputs[0], torch.full((2,), 3.0))
 
 
@@ -91,7 +92,7 @@ class Colour(Enum):
 def test_values_without_gradients_pass_through():
     extras = (torch.tensor([1, 2]), torch.tensor([True]), None, 3, "text", Colour.RED, torch.int8)
     stage = stage_of(Lambda(lambda value: (value[0] * 2, *value[1:])))
-    outputs = stage.forward(0, (torch.ones(2), *extras)).value
+    outputs = stage.forward(0, wanting((torch.ones(2), *extras))).value
     assert torch.equal(outputs[1], extras[0])
     assert outputs[2:] == extras[1:]
     gradients = stage.backward(0, [torch.ones(2), *[None] * len(extras)]).inputs
@@ -101,13 +102,36 @@ def test_values_without_gradients_pass_through():
 
 def test_an_input_that_is_not_used_has_no_gradient():
     stage = stage_of(Lambda(lambda value: value["used"] * 2))
-    stage.forward(0, {"unused": torch.ones(1), "used": torch.ones(1)})
+    stage.forward(0, wanting({"unused": torch.ones(1), "used": torch.ones(1)}))
     assert stage.backward(0, [torch.ones(1)]).inputs == [None, torch.tensor([2.0])]
+
+
+def test_each_leaf_leaves_with_the_requires_grad_that_it_had():
+    stage = stage_of(
+        Lambda(lambda v, linear: (linear(v[0]), v[1] + 1, v[2], v[1].bool()), nn.Linear(3, 3))
+    )
+    given = (wanting(torch.ones(2, 3)), torch.zeros(2), torch.ones(2, requires_grad=True))
+    for keep in Keep:
+        value, _ = stage.forward(0, given, keep=keep)
+        assert [leaf.requires_grad for leaf in value] == [True, False, True, False]
+        assert all(leaf.is_leaf for leaf in value)
+        if keep is Keep.INPUT:
+            stage.recompute(0)
+        gradients = stage.backward(0, [torch.ones(2, 3), torch.ones(2), torch.ones(2), None]).inputs
+        assert [gradient is None for gradient in gradients] == [False, True, False]
+    with torch.no_grad():
+        assert not any(leaf.requires_grad for leaf in stage.forward(0, given).value)
+
+
+def test_a_loss_leaves_without_wanting_a_gradient():
+    for modules in ((nn.Linear(3, 3),), (nn.Linear(3, 3), nn.Dropout(0.5))):
+        stage = stage_of(*modules)
+        assert not stage.forward(0, torch.ones(2, 3), criterion=torch.sum).value.requires_grad
 
 
 def test_complex_values_have_gradients():
     stage = stage_of(Lambda(lambda value: value * 2j))
-    stage.forward(0, torch.ones(2, dtype=torch.complex64))
+    stage.forward(0, wanting(torch.ones(2, dtype=torch.complex64)))
     assert torch.equal(stage.backward(0, [torch.ones(2) + 0j]).inputs[0], torch.full((2,), -2j))
 
 
@@ -120,7 +144,7 @@ def test_an_object_that_may_hide_tensors_is_refused(value):
 
 def test_the_first_stage_wants_no_gradient_of_its_input():
     stage = stage_of(nn.Linear(2, 2), first_layer=0)
-    stage.forward(0, torch.ones(1, 2))
+    stage.forward(0, wanting(torch.ones(1, 2)))
     assert stage.backward(0, [torch.ones(1, 2)]).inputs == [None]
     assert next(stage.parameters()).grad is not None
 
@@ -128,7 +152,7 @@ def test_the_first_stage_wants_no_gradient_of_its_input():
 def test_frozen_parameters_pass_gradients_on_and_get_none():
     layer = nn.Linear(2, 2).requires_grad_(False)
     stage = stage_of(layer)
-    stage.forward(0, torch.ones(1, 2))
+    stage.forward(0, wanting(torch.ones(1, 2)))
     assert torch.equal(stage.backward(0, [torch.ones(1, 2)]).inputs[0], layer.weight.sum(0)[None])
     assert layer.weight.grad is None
     first = stage_of(nn.Linear(2, 2).requires_grad_(False), first_layer=0)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import DeadlineError, PeerError
 from penstock.tensor.cuts import Cut
+from penstock.tensor.memory_order import memory_order
 from penstock.tensor.parts import bounds
 from penstock.tensor.redistributions import (
     enter,
@@ -173,3 +174,33 @@ def test_a_member_that_does_not_come_is_named():
                 group.all_reduce(torch.zeros(3))
 
     together(2, waiting, deadline_seconds=0.1)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (0, 2, 1), (2, 1, 0)])
+@pytest.mark.parametrize("sizes_of", [(5, 3, 4), (2, 4, 2), (3, 1, 5)])
+def test_what_is_handed_around_lies_in_memory_as_it_did(order, sizes_of):
+    """Dropout draws in that order, and kernels are chosen by it."""
+    back = [order.index(dim) for dim in range(3)]
+    whole = torch.randn([sizes_of[dim] for dim in order]).permute(back)
+
+    def exchanged(group):
+        parts = [group.part(whole, dim) for dim in range(3)]
+        return [
+            *[group.gather(parts[dim], dim)[0] for dim in range(3)],
+            *[group.all_to_all(parts[have], have, 2 - have)[0] for have in (0, 2)],
+            group.all_reduce(whole),
+            group.gather(group.reduce_scatter(whole, 0), 0)[0],
+        ]
+
+    for index, got in enumerate(together(2, exchanged)):
+        mine = [bounds(size, 2, index) for size in whole.shape]
+        turned = [whole.narrow(dim, mine[dim].start, mine[dim].length) for dim in (2, 0)]
+        for ours, expected in zip(got, [*[whole] * 3, *turned, *[whole * 2] * 2], strict=True):
+            assert torch.equal(ours, expected)
+            assert memory_order_of(ours) == memory_order_of(expected)
+            assert not ours._is_view()  # or it could not be overwritten behind autograd's node
+
+
+def memory_order_of(value):
+    """Without dimensions of one number, which lie anywhere."""
+    return [dim for dim in memory_order(value) if value.shape[dim] > 1]

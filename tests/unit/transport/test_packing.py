@@ -117,7 +117,9 @@ def test_a_value_arrives_as_it_was_sent(value):
             assert mine == other
             assert type(mine) is type(other)
             continue
-        assert (mine.shape, mine.dtype, mine.requires_grad) == (other.shape, other.dtype, False)
+        assert mine.is_leaf
+        assert (mine.shape, mine.dtype) == (other.shape, other.dtype)
+        assert mine.requires_grad == other.requires_grad
         if mine.numel():  # torch.equal does not know every dtype, but it knows bytes
             assert torch.equal(bytes_of(mine), bytes_of(other))
             dense = wire.is_dense(other.shape, other.stride())
@@ -338,6 +340,8 @@ TENSOR = ["tensor", [2, 3], "float32", []]
         ["plain", [1]],
         ["tensor", [2, -3], "float32", []],
         ["tensor", [2, 3], "Tensor", []],
+        ["tensor", [2, 3], "int64", [], True],
+        ["tensor", [2, 3], "float32", [], 1],
         ["tensor", [2, 3], "float32", [1]],
         ["tensor", [2, 3], "float32", [3, 2]],
         ["tensor", [2, 3], "float32", [0, 1]],

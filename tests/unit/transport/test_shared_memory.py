@@ -78,7 +78,9 @@ def assert_same(ours, theirs):
     assert our_structure == their_structure
     for mine, other in zip(ours, theirs, strict=True):
         if isinstance(other, torch.Tensor):
-            assert (mine.shape, mine.dtype, mine.requires_grad) == (other.shape, other.dtype, False)
+            assert mine.is_leaf
+            assert (mine.shape, mine.dtype) == (other.shape, other.dtype)
+            assert mine.requires_grad == other.requires_grad
             assert torch.equal(bytes_of(mine), bytes_of(other))
         else:
             assert type(mine) is type(other)
@@ -252,9 +254,13 @@ def test_the_receiver_may_overwrite_one_tensor_while_autograd_needs_the_other(tr
     assert torch.equal(weight.grad, torch.ones(4))
 
 
-def test_a_sender_with_gradients_sends_values_only(trio):
-    trio[0].send(FORWARD, 0, torch.ones(2, requires_grad=True) * 2)
-    assert not trio[1].recv(FORWARD, 0, "rank 1").requires_grad
+def test_a_sender_with_gradients_sends_values_and_that_they_want_some(trio):
+    """Whether they do may change with every message."""
+    for number, wants in enumerate([True, False, True, True, False]):
+        trio[0].send(FORWARD, number, torch.ones(2, requires_grad=wants) * 2)
+        received = trio[1].recv(FORWARD, number, "rank 1")
+        assert received.is_leaf
+        assert received.requires_grad is wants
 
 
 def test_memory_follows_what_is_held(trio):

@@ -30,10 +30,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import InputError
+from penstock.model import tree
 from penstock.model.optimizer_factory import OptimizerFactory
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import evaluation_mode, spine_of
-from penstock.trial.reference.sideways_stage import Gradients, SidewaysStage, detached
+from penstock.trial.reference.sideways_stage import Gradients, SidewaysStage, handed_on
 from penstock.values import one_of
 from penstock.versions import Rates
 
@@ -199,7 +200,7 @@ class SidewaysReplay:
             if is_last and frame.target is not None:
                 compare = partial(self._loss, graph.output)
                 loss = draw(self._loss_index, True, compare, frame.target)
-        frame.value, frame.skips = detached(graph.output), detached(graph.skips)
+        frame.value, frame.skips = handed_on(graph.output), handed_on(graph.skips)
         stage.graph = graph if frame.learn else None
         if not is_last:
             return None
@@ -207,7 +208,8 @@ class SidewaysReplay:
             # The stage goes back from the loss, not from the output.
             stage.graph = graph._replace(output=loss)
             frame.gradients = [torch.ones_like(loss)]
-        return Seen(number, frame.value, None if loss is None else loss.detach())
+        output = tree.replace(Tensor, Tensor.detach, frame.value)
+        return Seen(number, output, None if loss is None else loss.detach())
 
     def _backward(self, stage: SidewaysStage, number: int) -> None:
         """B and UPDATE, if a gradient of the frame has come and finds a graph."""

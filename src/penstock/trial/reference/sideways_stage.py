@@ -173,16 +173,14 @@ def _cut(value: Any, wants: bool) -> tuple[list[Tensor], Any]:
     leaves: list[Tensor] = []
 
     def cut(tensor: Tensor) -> Tensor:
-        leaf = tensor.detach()
         # With gradients disabled, a frame leaves no graph.
-        if wants and torch.is_grad_enabled() and (leaf.is_floating_point() or leaf.is_complex()):
-            leaf.requires_grad_()
+        leaf = tree.apart(tensor) if wants and torch.is_grad_enabled() else tensor.detach()
         leaves.append(leaf)
         return leaf.clone()
 
     return leaves, tree.replace(Tensor, cut, value)
 
 
-def detached(value: Any) -> Any:
-    """The value without the graphs behind its tensors."""
-    return tree.replace(Tensor, Tensor.detach, value)
+def handed_on(value: Any) -> Any:
+    """The value without the graphs behind its tensors, of which the same want gradients."""
+    return tree.replace(Tensor, tree.apart, value)
