@@ -156,30 +156,21 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None
         FileError: the folder cannot be made or written.
     """
     _expect_path(path)
-    import tempfile  # takes as long to load as all of the rest here
-
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        # Not tempfile's, which nobody else may read: the system knows the user's umask, and asking
+        # for it would change it for all threads.
+        temporary = target.parent / f".{target.name[:40]}.{os.urandom(8).hex()}"
         try:
-            # mkstemp makes private files.
-            os.fchmod(handle, readable_mode())
-            with os.fdopen(handle, "wb") as file:
+            with temporary.open("xb") as file:
                 file.write(content.encode() if isinstance(content, str) else content)
             os.replace(temporary, target)
         except BaseException:
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
     except OSError as error:
         raise FileError(f"cannot write {path}: {error.strerror}") from None
-
-
-def readable_mode() -> int:
-    """The rights of files as programs make them, which those that are written beside lack."""
-    umask = os.umask(0)
-    os.umask(umask)
-    return 0o666 & ~umask
 
 
 def encode(value: Any) -> str:

@@ -24,6 +24,7 @@ from tests.kit.supervised import (
 )
 
 JOB = Path(__file__).parent / "jobs" / "restarting.py"
+STRANGER = Path(__file__).parent / "jobs" / "stranger.py"
 NUM_RANKS = 3
 
 
@@ -270,3 +271,13 @@ def test_a_rank_finds_what_it_would_find_under_torchrun(tmp_path, is_module):
         assert found == expected
     # Nobody has seeded anything, so no two processes draw the same.
     assert all(len(set(drawn)) == len(draws) for drawn in zip(*draws, strict=True))
+
+
+@pytest.mark.parametrize("arguments", [(), ("own-group",)], ids=["", "the script's own group"])
+def test_strangers_can_read_no_secret_of_a_job_and_tell_it_no_failure(tmp_path, arguments):
+    """torch's store listens on a port of the host and asks nobody who it is."""
+    with supervised(tmp_path / "output", "-n", NUM_RANKS, STRANGER, tmp_path, *arguments) as job:
+        assert job.wait() == 0, job.said()
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert seen["losses"] == losses_of(2)
+    assert seen["after"] == seen["before"]  # nothing that ranks tell each other stands there

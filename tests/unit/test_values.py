@@ -1,4 +1,5 @@
 import json
+import os
 import stat
 
 import pytest
@@ -107,6 +108,20 @@ def test_a_written_file_is_readable_by_others(tmp_path):
     plain = tmp_path / "plain"
     plain.touch()
     assert (tmp_path / "file").stat().st_mode == plain.stat().st_mode
+
+
+def test_writing_never_changes_the_umask_for_it_is_that_of_all_threads(tmp_path, monkeypatch):
+    def umask(_):
+        raise AssertionError("other threads would make files with these rights meanwhile")
+
+    monkeypatch.setattr(os, "umask", umask)
+    write_atomically(tmp_path / "file", "text")
+    assert (tmp_path / "file").read_text() == "text"
+
+
+def test_a_name_as_long_as_they_may_be_can_be_written(tmp_path):
+    write_atomically(tmp_path / ("ä" * 127), "text")
+    assert (tmp_path / ("ä" * 127)).read_text() == "text"
 
 
 def test_where_nothing_can_be_written(tmp_path):

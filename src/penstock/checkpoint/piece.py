@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,7 +28,6 @@ from penstock.checkpoint.header import Header
 from penstock.checkpoint.plain import dtype_named
 from penstock.checkpoint.streamed import save_streamed
 from penstock.errors import FileError
-from penstock.values import readable_mode
 from penstock.weights.shelf import Shelved
 
 _KEY = "penstock"
@@ -92,13 +92,14 @@ def write_tensors(
     with _refused(path, "write"):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            mode = _usual_mode(beside)
             # [1]
             in_memory = {name: one for name, one in tensors.items() if isinstance(one, Tensor)}
             if len(in_memory) == len(tensors):
                 save_file(in_memory, beside, metadata=metadata)
             else:
                 save_streamed(tensors, beside, metadata)
-            beside.chmod(readable_mode())
+            beside.chmod(mode)
             flush(beside)  # [2]
             os.replace(beside, path)  # [3]
         except BaseException:
@@ -107,6 +108,13 @@ def write_tensors(
             raise
         flush(path.parent)
         flush(path.parent.parent)
+
+
+def _usual_mode(path: Path) -> int:
+    """The rights of a file that the system makes there, which safetensors would not give it."""
+    path.unlink(missing_ok=True)
+    path.touch(exist_ok=False)
+    return stat.S_IMODE(path.stat().st_mode)
 
 
 def flush(path: Path) -> None:

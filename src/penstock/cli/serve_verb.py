@@ -38,8 +38,8 @@ def serve(job: str, listen: str, quiet: bool) -> None:
     secret = os.environ.get("PENSTOCK_SECRET", "")
     if not secret and not is_loopback(host):
         raise InputError(
-            f"other machines can connect to {host}, so a secret is needed; set PENSTOCK_SECRET to "
-            "the same words here and on every worker"
+            f"other machines may connect to {host}, so a secret is needed; set PENSTOCK_SECRET to "
+            "the same words here and on every worker, or listen on 127.0.0.1"
         )
 
     from penstock.summation.server import SummationServer

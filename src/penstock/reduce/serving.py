@@ -144,8 +144,8 @@ def _owner(server: SpareMachine) -> Owner:
     address = parse_address(server.where)
     if not secret and not is_loopback(address[0]):
         raise InputError(
-            f"the server {server.name!r} is another machine, and {SECRET} is not set; set it to "
-            "the same words here, on all ranks, and where penstock serve runs"
+            f"the server {server.name!r} at {address[0]} may be another machine, and {SECRET} is "
+            "not set; set it to the same words here, on all ranks, and where penstock serve runs"
         )
     name = f"the server {server.name!r}"
     return Owner(name, address, key_of(secret, job), server.bytes_per_second)

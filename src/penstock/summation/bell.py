@@ -19,7 +19,6 @@ from penstock.summation.frames import (
     Kind,
     Member,
     greet,
-    receive_greeting,
     tune,
 )
 from penstock.summation.listener import Listener
@@ -56,9 +55,9 @@ class Bell(Listener):
     def __init__(
         self, host: str, key: bytes, group: int, num_workers: int, heard: queue.SimpleQueue[Ring]
     ) -> None:
-        self._key, self._group, self._num_workers, self._heard = key, group, num_workers, heard
+        self._group, self._num_workers, self._heard = group, num_workers, heard
         self._places: set[int] = set()
-        super().__init__(host, 0, "bell")
+        super().__init__(host, 0, key, "bell")
 
     def close(self) -> None:
         """Listen no more."""
@@ -69,10 +68,7 @@ class Bell(Listener):
         place = None
         # A frame that is none ends the connection as its end would.
         with suppress(PenstockError, OSError):
-            connection.settimeout(GREETING_SECONDS)
-            place = self._let_in(receive_greeting(connection, self._key))
-            tune(connection)
-            connection.settimeout(None)
+            place = self._let_in(self._welcome(connection))
             while Head.received(connection, [Kind.RING]) is not None:
                 self._heard.put(Ring(self._group, place))
         if place is not None:

@@ -121,7 +121,6 @@ class Exchange:
             try:
                 greet(connection, self._member._replace(bytes_per_second=rate), owner.key)
                 tune(connection, rate)
-                connection.settimeout(None)
             except BaseException:
                 connection.close()
                 raise

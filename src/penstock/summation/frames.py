@@ -21,9 +21,11 @@ import os
 import select
 import socket
 import struct
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from enum import IntEnum
+from ipaddress import ip_address
 from typing import NamedTuple
 
 from penstock.errors import RunError
@@ -31,7 +33,7 @@ from penstock.summation.split import MOST_PART_BYTES
 
 DEFAULT_PORT = 5600
 GREETING_SECONDS = 10.0
-"""How long either end may take to greet."""
+"""How long either end waits for all of a greeting."""
 
 _MAGIC = b"PSTKSUM1"
 _WORD_BYTES, _PROOF_BYTES = 16, 32
@@ -71,6 +73,9 @@ class Kind(IntEnum):
     RING = 6
     """Numbers come by another way; ``start`` tells which of the worker's they are."""
 
+
+_MOST_PACE = 10**15
+"""More bytes per second than anything sends."""
 
 ITEM_BYTES = (4, 8, 2, 2)
 """Of float32, float64, float16 and bfloat16, which a head tells by their place here."""
@@ -133,6 +138,8 @@ class Head(NamedTuple):
                 )
         elif read.length:
             raise RunError(f"it announced {read.length} numbers behind a frame that has none")
+        elif read.kind is Kind.PACE and read.start >= _MOST_PACE:
+            raise RunError(f"it asks for {read.start:,} bytes per second, which nothing sends")
         return read
 
 
@@ -164,20 +171,21 @@ def greet(connection: socket.socket, member: Member, key: bytes) -> None:
 
     Raises:
         RunError: the server refuses, is not one, or does not know the secret.
+        OSError: it is gone, or takes too long.
     """
+    talk = _Talk(connection)
     own = os.urandom(_WORD_BYTES)
-    connection.sendall(_MAGIC + own)  # [1]
-    theirs = _magic_word(connection)
+    talk.say(_MAGIC + own)  # [1]
+    theirs = talk.hear_magic_word()
     who = _WHO.pack(*member)
-    connection.sendall(who + _proof(key, b"worker", theirs, own, who))  # [2]
-    status, length = _REASON.unpack(_exactly(connection, _REASON.size))
+    talk.say(who + _proof(key, b"worker", theirs, own, who))  # [2]
+    status, length = _REASON.unpack(talk.hear(_REASON.size))
     if status or length > _MOST_REASON:  # [3]
-        text = _exactly(connection, min(length, _MOST_REASON)).decode(errors="replace")
+        text = talk.hear(min(length, _MOST_REASON)).decode(errors="replace")
         raise RunError(f"it refuses: {text}")
-    if not hmac.compare_digest(
-        _exactly(connection, _PROOF_BYTES), _proof(key, b"server", own, theirs, who)
-    ):
+    if not hmac.compare_digest(talk.hear(_PROOF_BYTES), _proof(key, b"server", own, theirs, who)):
         raise RunError("it does not know the secret of this job")
+    connection.settimeout(None)
 
 
 def receive_greeting(connection: socket.socket, key: bytes) -> Member:
@@ -185,46 +193,72 @@ def receive_greeting(connection: socket.socket, key: bytes) -> Member:
 
     Raises:
         RunError: who is there is no worker, or does not know the secret; it has been told.
+        OSError: it is gone, or takes too long.
     """
+    talk = _Talk(connection)
     own = os.urandom(_WORD_BYTES)
-    theirs = _magic_word(connection)
-    connection.sendall(_MAGIC + own)  # [1]
-    who = _exactly(connection, _WHO.size)
-    proof = _exactly(connection, _PROOF_BYTES)
+    theirs = talk.hear_magic_word()
+    talk.say(_MAGIC + own)  # [1]
+    who = talk.hear(_WHO.size)
+    proof = talk.hear(_PROOF_BYTES)
     if not hmac.compare_digest(proof, _proof(key, b"worker", own, theirs, who)):  # [3]
         reason = "the secret or the name of the job is another one"
-        refuse(connection, f"{reason} (PENSTOCK_SECRET, PENSTOCK_JOB)")
+        talk.refuse(f"{reason} (PENSTOCK_SECRET, PENSTOCK_JOB)")
         raise RunError(reason)
     member = Member(*_WHO.unpack(who))
-    if not member.place < member.num_members or not 0 <= member.bytes_per_second < 1e15:
+    if not member.place < member.num_members or not 0 <= member.bytes_per_second < _MOST_PACE:
         reason = f"worker {member.place} of {member.num_members} cannot be"
-        refuse(connection, reason)
+        talk.refuse(reason)
         raise RunError(reason)
-    connection.sendall(_REASON.pack(0, 0) + _proof(key, b"server", theirs, own, who))
+    talk.say(_REASON.pack(0, 0) + _proof(key, b"server", theirs, own, who))
+    connection.settimeout(None)
     return member
 
 
-def refuse(connection: socket.socket, reason: str) -> None:
-    """Tell a worker why it is not let in."""
-    text = reason.encode()[:_MOST_REASON]
-    connection.sendall(_REASON.pack(1, len(text)) + text)
+class _Talk:
+    """A greeting: one deadline for all of it, however slowly the other end says it.
 
+    Args:
+        connection: whose timeout is used for that.
+    """
 
-def _magic_word(connection: socket.socket) -> bytes:
-    said = _exactly(connection, len(_MAGIC) + _WORD_BYTES)
-    if not said.startswith(_MAGIC):
-        raise RunError("it is no summation server or worker of this version of Penstock")
-    return said[len(_MAGIC) :]
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._end = time.monotonic() + GREETING_SECONDS
+
+    def say(self, words: bytes) -> None:
+        self._limit()
+        self._connection.sendall(words)
+
+    def refuse(self, reason: str) -> None:
+        text = reason.encode()[:_MOST_REASON]
+        self.say(_REASON.pack(1, len(text)) + text)
+
+    def hear(self, num_bytes: int) -> bytes:
+        said = bytearray()
+        while len(said) < num_bytes:
+            self._limit()
+            more = self._connection.recv(num_bytes - len(said))
+            if not more:
+                raise ConnectionError("the connection ended in the middle of a greeting")
+            said += more
+        return bytes(said)
+
+    def hear_magic_word(self) -> bytes:
+        said = self.hear(len(_MAGIC) + _WORD_BYTES)
+        if not said.startswith(_MAGIC):
+            raise RunError("it is no summation server or worker of this version of Penstock")
+        return said[len(_MAGIC) :]
+
+    def _limit(self) -> None:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"it did not greet within {GREETING_SECONDS:g} s")
+        self._connection.settimeout(left)
 
 
 def _proof(key: bytes, *said: bytes) -> bytes:
     return hmac.digest(key, b"".join(said), hashlib.sha256)
-
-
-def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    said = bytearray(num_bytes)
-    receive(connection, memoryview(said))
-    return bytes(said)
 
 
 def receive(connection: socket.socket, room: memoryview, *, may_end: bool = False) -> bool:
@@ -285,8 +319,16 @@ def tune(connection: socket.socket, bytes_per_second: float = 0.0) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
-    return host == "localhost" or host.startswith("127.") or host == "::1"
+    """Whether it is an address, and one that only this machine can reach; where a name leads to,
+    others may decide.
+
+    >>> is_loopback("127.0.0.2"), is_loopback("::1"), is_loopback("127.example.com")
+    (True, True, False)
+    """
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def parse_address(text: str) -> tuple[str, int]:

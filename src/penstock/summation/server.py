@@ -11,8 +11,8 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from penstock.errors import InputError, PenstockError, RunError
@@ -24,7 +24,6 @@ from penstock.summation.frames import (
     Kind,
     Member,
     receive,
-    receive_greeting,
     tune,
 )
 from penstock.summation.listener import Listener
@@ -130,7 +129,7 @@ class SummationServer(Listener):
         host: the address to listen on.
         port: 0 takes any that is free.
         key: what workers must prove to know (``frames.key_of``).
-        tell: called with a sentence when somebody comes, leaves or is refused.
+        tell: called with a sentence when somebody comes, leaves or is refused, or cannot be let in.
 
     Attributes:
         address: (host, port) on which it listens.
@@ -143,12 +142,11 @@ class SummationServer(Listener):
     def __init__(
         self, host: str, port: int, key: bytes, tell: Callable[[str], None] = lambda _: None
     ) -> None:
-        self._key, self._tell = key, tell
         self._sessions: dict[tuple[bytes, int], _Session] = {}
         self._senders: set[threading.Thread] = set()
         self.sent = 0
         try:
-            super().__init__(host, port, "sums")
+            super().__init__(host, port, key, "sums", tell)
         except OSError as error:
             raise InputError(
                 f"cannot listen on {host}:{port}: {error.strerror or error}; give another address"
@@ -201,37 +199,54 @@ class SummationServer(Listener):
 
     def _serve(self, connection: socket.socket, name: str) -> None:
         """One worker, from its greeting to its end."""
-        outlet: queue.SimpleQueue[tuple[Head, Numbers | None] | None] = queue.SimpleQueue()
         try:
-            connection.settimeout(GREETING_SECONDS)
-            member = receive_greeting(connection, self._key)
-            tune(connection, member.bytes_per_second)
-            connection.settimeout(None)
+            member = self._welcome(connection)
+            self._serve_member(connection, member, name)
+            self._tell(f"worker {member.place} of {member.num_members} left ({name})")
+        except PenstockError as error:
+            self._tell(f"refused {name}: {error}")
+        except OSError as error:
+            self._tell(f"lost {name}: {error.strerror or error}")
+
+    def _serve_member(self, connection: socket.socket, member: Member, name: str) -> None:
+        outlet: queue.SimpleQueue[tuple[Head, Numbers | None] | None] = queue.SimpleQueue()
+        with self._sending(connection, outlet, name):
             session = self.attach(member, outlet)
-            sender = threading.Thread(
-                target=self._send_all,
-                args=(connection, outlet),
-                daemon=True,
-                name=f"sums to {name}",
-            )
-            sender.start()
-            with self._lock:
-                self._senders.add(sender)
             try:
                 self._tell(f"worker {member.place} of {member.num_members} came from {name}")
                 while (head := Head.received(connection, _OF_WORKERS)) is not None:
                     self._take(connection, member, session, head)
             finally:
                 self.detach(member, session)
-                outlet.put(_END)
-                sender.join(GREETING_SECONDS)
-                with self._lock:
-                    self._senders.discard(sender)
-            self._tell(f"worker {member.place} of {member.num_members} left ({name})")
-        except PenstockError as error:
-            self._tell(f"refused {name}: {error}")
-        except OSError as error:
-            self._tell(f"lost {name}: {error.strerror or error}")
+
+    @contextmanager
+    def _sending(
+        self,
+        connection: socket.socket,
+        outlet: queue.SimpleQueue[tuple[Head, Numbers | None] | None],
+        name: str,
+    ) -> Iterator[None]:
+        """Within, a thread sends what is put into the outlet; then what is left in it.
+
+        Raises:
+            RunError: there can be no more threads.
+        """
+        sender = threading.Thread(
+            target=self._send_all, args=(connection, outlet), daemon=True, name=f"sums to {name}"
+        )
+        try:
+            sender.start()
+        except RuntimeError as error:
+            raise RunError(f"this machine has no thread left for it ({error})") from None
+        with self._lock:
+            self._senders.add(sender)
+        try:
+            yield
+        finally:
+            outlet.put(_END)
+            sender.join(GREETING_SECONDS)
+            with self._lock:
+                self._senders.discard(sender)
 
     @staticmethod
     def _take(connection: socket.socket, member: Member, session: _Session, head: Head) -> None:

@@ -11,11 +11,12 @@ a process of it, ``signals`` what comes from outside. ``causes`` says why an att
 
 Decisions:
 
-- The supervisor never has a thread, for only then can it be forked safely. So the store in which
-  ranks meet has a process of its own, the keeper: a new one for each attempt, since nothing may be
-  left in it of ranks that are gone.
-- Its socket listens before anybody is forked. Ranks and keeper can come in any order, no port is
-  looked for twice, and nobody off this host can connect.
+- Ranks meet in memory that they inherit, new for each attempt, since nothing may be left in it of
+  ranks that are gone. Nobody else can open it: a store that listens would be every user's.
+- A script may make torch's process group itself, in the store that torch keeps. The supervisor
+  never has a thread, for only then can it be forked safely, so that store has a process of its own,
+  the keeper. Its socket listens before anybody is forked: ranks and keeper can come in any order,
+  no port is looked for twice, and nobody off this host can connect.
 - Deaths are read from descriptors of processes (pidfd), exit codes by waiting for each. Nothing is
   ever ended by a number that could belong to another process meanwhile: a rank keeps its number
   until it is waited for.

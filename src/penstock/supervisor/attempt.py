@@ -17,6 +17,7 @@ from penstock.supervisor.causes import Cause, Ended, first_cause
 from penstock.supervisor.forking import Forked, door, keep_store
 from penstock.supervisor.job import Job
 from penstock.supervisor.signals import Signals, held_back
+from penstock.transport.private_store import empty_store
 
 _CAUSE_SECONDS = 1.0
 """How long to wait for the rank that failed first, when another has told of it and ended."""
@@ -79,6 +80,7 @@ class Attempt:
         self._signals = signals
         self._memory = os.memfd_create("penstock-logbook", os.MFD_CLOEXEC)
         os.ftruncate(self._memory, job.num_ranks * PAGE_BYTES)
+        self._store = empty_store()
         self._running: dict[int, Forked] = {}
         self._ranks: list[Forked] = []
         self._failed: list[Ended] = []
@@ -130,7 +132,7 @@ class Attempt:
         listening.close()
         for descriptor in self._running:
             os.close(descriptor)
-        os.environ |= self._job.environment(rank, self._number, port, self._memory)
+        os.environ |= self._job.environment(rank, self._number, port, self._memory, self._store)
 
     def wait(self) -> Account:
         """Wait until all ranks have ended; if one has failed, or somebody wants the job to end, end
@@ -143,6 +145,7 @@ class Attempt:
         self._end(self._interrupted or signal.SIGTERM)
         notes = [self._notes(rank) for rank in range(self._job.num_ranks)]
         os.close(self._memory)
+        os.close(self._store)
         built = [note.built for note in notes if note.built is not None]
         first_steps = [note.first_step for note in notes if note.first_step is not None]
         return Account(

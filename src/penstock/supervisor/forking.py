@@ -88,13 +88,13 @@ def end_with(supervisor: int) -> None:
 
 
 def door() -> socket.socket:
-    """Where the store of an attempt will be found: it listens from now on, so that ranks may come
-    before the store is there; on this host only."""
+    """Where torch's store of an attempt will be found: it listens from now on, so that ranks may
+    come before the store is there; on this host only."""
     return socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN)
 
 
 def keep_store(listening: socket.socket) -> None:
-    """Keep the store of an attempt until this process is ended."""
+    """Keep torch's store of an attempt until this process is ended."""
     store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1",
         listening.getsockname()[1],

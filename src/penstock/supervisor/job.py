@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from penstock.run.logbook import VARIABLE
 from penstock.supervisor.script import Script
+from penstock.transport import private_store
 from penstock.values import number, whole
 
 
@@ -53,14 +54,17 @@ class Job:
         slots = self.slots[:rank] + self.slots[rank + 1 :]
         return replace(self, num_ranks=self.num_ranks - 1, slots=slots)
 
-    def environment(self, rank: int, attempt: int, port: int, logbook: int) -> dict[str, str]:
-        """What torchrun would tell a rank, and where the rank's logbook is.
+    def environment(
+        self, rank: int, attempt: int, port: int, logbook: int, store: int
+    ) -> dict[str, str]:
+        """What torchrun would tell a rank, and where its logbook is and it meets the others.
 
         Args:
             rank: this process's.
             attempt: how often all ranks were started before.
-            port: where the store of the attempt is.
+            port: where torch's store of the attempt is.
             logbook: the descriptor of the pages of all ranks.
+            store: that of the store that nobody else can open.
         """
         count = str(self.num_ranks)
         return {
@@ -84,4 +88,5 @@ class Job:
                 "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"
             ),
             VARIABLE: f"{os.getpid()}:{logbook}:{rank}",
+            private_store.VARIABLE: private_store.told_to_rank(store, self.num_ranks),
         }

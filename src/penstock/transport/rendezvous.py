@@ -1,4 +1,5 @@
-"""Where the processes of a job meet: the store that ``torch.distributed`` keeps for it.
+"""Where the processes of a job meet: the store that ``torch.distributed`` keeps for it
+or, under ``penstock run``, the one that ranks inherit (``private_store``).
 
 While ranks build something together, none can send messages to another yet. They exchange small
 values here, and tell each other why they cannot come. Values are JSON, read strictly, so that
@@ -43,6 +44,7 @@ import torch.distributed as dist
 
 from penstock.cluster.local import host_identity
 from penstock.errors import DeadlineError, PeerError, RunError
+from penstock.transport.private_store import private_store
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # the only place where mypy finds it
@@ -154,10 +156,12 @@ class Rendezvous:
 
     @classmethod
     def of_group(cls, purpose: str, seconds: float, remedy: str) -> Self:
-        """A meeting of all processes of torch's default group."""
+        """A meeting of all processes of torch's default group; under ``penstock run`` where nobody
+        else comes, even if the group has been made in torch's store."""
         assert dist.group.WORLD is not None
-        store = dist.group.WORLD.get_group_store()
-        return cls(store, dist.get_rank(), dist.get_world_size(), purpose, seconds, remedy)
+        num_ranks = dist.get_world_size()
+        store = private_store(num_ranks) or dist.group.WORLD.get_group_store()
+        return cls(store, dist.get_rank(), num_ranks, purpose, seconds, remedy)
 
     def _store_of_attempt(self) -> Store:
         """The part of the store into which no earlier attempt has written."""

@@ -448,6 +448,12 @@ def test_pieces_are_as_readable_as_other_files(run):
     assert plan == piece
 
 
+def test_saving_never_changes_the_umask_for_it_is_that_of_all_threads(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "umask", lambda _: pytest.fail("the umask has been changed"))
+    with pipeline_of(make_mlp(), optimizer=adamw) as pipeline:
+        pipeline.save(tmp_path)
+
+
 def test_optimizers_that_keep_what_no_file_can_hold_are_named(tmp_path):
     def strange(parameters):
         optimizer = adamw(parameters)

@@ -60,7 +60,7 @@ def test_words_for_people():
 
 def test_who_is_left_keeps_its_slot():
     job = Job(Script(__file__, ()), 4, elastic=True).without(1)
-    local = [job.environment(rank, 2, 1, 1)["LOCAL_RANK"] for rank in range(3)]
+    local = [job.environment(rank, 2, 1, 1, 1)["LOCAL_RANK"] for rank in range(3)]
     assert local == ["0", "2", "3"]
-    assert job.environment(0, 2, 1, 1)["WORLD_SIZE"] == "3"
+    assert job.environment(0, 2, 1, 1, 1)["WORLD_SIZE"] == "3"
     assert job.without(0).slots == (2, 3)

@@ -16,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from penstock.errors import DeadlineError, InputError, PeerError, PenstockError, RunError
 from penstock.run.drive.driver import told
 from penstock.run.logbook import VARIABLE
+from penstock.transport.private_store import private_store
 from penstock.transport.rendezvous import Rendezvous, translated, within
 from penstock.values import one_of
 
@@ -99,7 +100,11 @@ def _make_default_group(seconds: float) -> None:
 
 
 def _store_of_job(seconds: float) -> tuple[Store, int, int]:
-    """(store, rank, number of ranks) as torchrun, or who started the processes, says."""
+    """(store, rank, number of ranks) as penstock run, torchrun, or who started the processes,
+    says."""
+    private = private_store(int(os.environ["WORLD_SIZE"])) if "WORLD_SIZE" in os.environ else None
+    if private is not None:
+        return private, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     late = (
         f"rank {os.environ['RANK']} did not meet the others at {where} (MASTER_ADDR, MASTER_PORT) "
