@@ -13,7 +13,6 @@ from penstock.schedule.lower import (
     lower,
     split_backward,
 )
-from penstock.schedule.op import Kind
 from penstock.schedule.schedule import MANY_OPS
 from tests.kit.helpers import compute_only
 
