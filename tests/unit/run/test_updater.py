@@ -8,8 +8,10 @@ from torch import nn
 
 from penstock.errors import InputError
 from penstock.run.rank.updater import Holding, Updater
+from penstock.run.rank.worker import NUMBERS_PER_RUN
 from penstock.run.recipe import LossScale, Recipe
 from penstock.transport import ThreadExchange
+from penstock.transport.tags import FIRST_EXCHANGE
 
 
 def updater_of(stages, **options):
@@ -115,6 +117,30 @@ def test_what_is_undone_includes_momentum():
     ]
     clipped = 0.1 / 9**0.5
     torch.testing.assert_close(momentum, torch.full_like(momentum, clipped * 1.5))
+
+
+NUMBERS = [
+    # (asynchronous, order of updates), numbers of the rounds that the sums are in before each
+    ((False, [3, 0]), [0, 0]),
+    ((True, [3, 0]), [0, 0]),
+    ((True, [3, 0, 0, 3]), [0, 0, 1, 1]),
+    ((True, [0, 3, 3, 0, 3, 0]), [0, 0, 1, 1, 2, 2]),
+]
+
+
+@pytest.mark.parametrize(("updates", "rounds"), NUMBERS)
+def test_every_asynchronous_round_has_messages_of_its_own(updates, rounds):
+    asynchronous, stages_in_order = updates
+    stages = two_layers()
+    updater = updater_of(stages)
+    for first in (NUMBERS_PER_RUN, 2 * NUMBERS_PER_RUN):
+        updater.begin(first, asynchronous=asynchronous)
+        numbers = []
+        for stage in stages_in_order:
+            fill_gradients(stages, 1.0)
+            numbers.append(updater.sums.number)
+            updater.update(stage)
+        assert numbers == [FIRST_EXCHANGE + first + one for one in rounds]
 
 
 class MasterSGD(torch.optim.Optimizer):

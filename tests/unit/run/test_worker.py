@@ -9,19 +9,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.errors import DeadlineError
+from penstock.errors import DeadlineError, ModelError, StageError
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import spine_of
-from penstock.run.minibatch import Minibatch
+from penstock.run.minibatch import Minibatch, StreamPosition
 from penstock.run.rank.compiler import KINDS
 from penstock.run.rank.updater import Holding, Updater
 from penstock.run.rank.worker import Worker
 from penstock.run.recipe import Recipe
+from penstock.run.shared_state import SharedState, SharedTensor
 from penstock.schedule import Schedule
 from penstock.schedule.op import Kind
 from penstock.schedule.segment import Segment
 from penstock.stage.stage import Stage
 from penstock.transport import Edge, Transport
+from penstock.transport.tags import FIRST_EXCHANGE
 from tests.kit.helpers import make_mlp
 
 
@@ -30,10 +32,13 @@ class Notebook(Transport):
 
     def __init__(self, incoming=()):
         self.sent = []
+        self.numbers = []
+        self.discarded = []
         self.incoming = dict(incoming)
         self.waiting = []
 
     def send(self, edge, number, value):
+        self.numbers.append(number)
         self.sent.append((edge, number % 2**19, value))  # of all runs, there is only one
 
     def recv(self, edge, number, waiting):
@@ -49,23 +54,26 @@ class Notebook(Transport):
         """Nothing is under way."""
 
     def discard(self, before):
-        raise AssertionError("there is nothing to discard")
+        self.discarded.append(before)
 
     def close(self, reason):
         raise AssertionError("closing is the driver's part")
 
 
-def worker_of(rank, stages, num_stages, transport, model=None, optimizer=None, loss=F.mse_loss):
+def worker_of(rank, stages, num_stages, transport, model=None, shared=None, **options):
     """A worker with some of the stages of a model of ``num_stages`` layers."""
     layers = spine_of(model or nn.Sequential(*[nn.Linear(3, 3) for _ in range(num_stages)]))
     built = {index: Stage(index, [layers[index]], index, LayerStreams(0)) for index in stages}
-    recipe = Recipe(loss=loss, optimizer=optimizer)
+    recipe = Recipe(**{"loss": F.mse_loss, "optimizer": None, **options})
     holdings = {
-        index: Holding({str(at): one for at, one in enumerate(stage.parameters())}, {})
+        index: Holding(
+            {str(at): one for at, one in enumerate(stage.parameters())},
+            {100 * index + at: one for at, one in enumerate(stage.parameters())},
+        )
         for index, stage in built.items()
     }
-    updater = Updater(rank, 2, holdings, transport, recipe)
-    return Worker(rank, built, transport, recipe, updater)
+    updater = Updater(rank, 1, holdings, transport, recipe)  # which agrees with nobody else
+    return Worker(rank, built, transport, recipe, updater, shared=shared)
 
 
 def segment(text):
@@ -232,7 +240,7 @@ def test_autocast_holds_for_the_forward_and_not_for_backward_or_update():
             return Spy.apply(super().forward(value))
 
     model = nn.Sequential(Layer(3, 3))
-    worker = worker_of(0, [0], 1, Notebook(), model, lambda p: Optimizer(p, lr=1.0))
+    worker = worker_of(0, [0], 1, Notebook(), model, optimizer=lambda p: Optimizer(p, lr=1.0))
     data = replace(minibatch(), autocast={"cpu": torch.bfloat16})
     with torch.autocast("cpu", torch.float16):  # of the thread, which does not count
         worker.run(segment("0F0,0B0,0UPDATE0\n"), data)
@@ -250,3 +258,91 @@ def test_the_worker_of_a_stage_without_parameters_needs_no_optimizer():
     data = Minibatch(0, [torch.ones(2, 16)], [torch.zeros(2, 32)], [1.0])
     worker.run(segment("0F0,1F0,1B0,1UPDATE0,0B0,0UPDATE0\n"), data)
     assert worker.updater.num_updates == 0
+
+
+class Remembers(nn.Linear):
+    """Counts its forwards and keeps their mean, in buffers of which it hands something on.
+
+    Args:
+        traceless: write where neither a version nor another tensor tells of it.
+    """
+
+    def __init__(self, traceless=False):
+        super().__init__(3, 3)
+        self.traceless = traceless
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, value):
+        mean = 0.5 * self.mean + 0.5 * value.detach().mean(0)
+        if self.traceless:
+            self.mean.data.copy_(mean)
+            return super().forward(value)
+        self.count += 1
+        self.mean = mean
+        return super().forward(value) * self.count + self.mean
+
+
+ON_TRUST = segment(
+    "0F0,0SEND_F0,0AGREE0,0RECV_B0,0B0,0UPDATE0\n1RECV_F0,1F0,1AGREE0,1B0,1SEND_B0,1UPDATE0\n"
+)
+"""Each minibatch begins before the verdict on the steps of the one before."""
+AGREED = segment(
+    "0F0,0SEND_F0,0RECV_B0,0B0,0AGREE0,0UPDATE0\n1RECV_F0,1F0,1B0,1SEND_B0,1AGREE0,1UPDATE0\n"
+)
+
+
+def after_two_minibatches(clip_norm, *, post_validate):
+    """The state of a stage that has made two steps, and what went out meanwhile."""
+    torch.manual_seed(0)
+    transport = Notebook()
+    worker = worker_of(
+        0, [0], 2, transport, nn.Sequential(Remembers(), nn.Identity()),
+        optimizer=sgd, clip_norm=clip_norm, post_validate=post_validate,
+    )  # fmt: skip
+    for more_follow in (True, False):
+        transport.incoming[BACKWARD, 0] = [torch.ones(2, 3)]
+        position = StreamPosition(more_follow=more_follow)
+        worker.run(ON_TRUST if post_validate else AGREED, minibatch(), position)
+    assert not worker.updater.pending
+    return worker.stages[0].state_dict(), transport
+
+
+@pytest.mark.parametrize(("clip_norm", "stands"), [(1e6, True), (1e-3, False)])
+def test_an_attempt_with_weights_that_do_not_stand_leaves_nothing(clip_norm, stands):
+    expected, agreed = after_two_minibatches(clip_norm, post_validate=False)
+    state, transport = after_two_minibatches(clip_norm, post_validate=True)
+    assert state["0.count"] == 2
+    for name, value in expected.items():
+        assert torch.equal(state[name], value), name
+    outputs = [value for _, _, value in transport.sent]
+    assert torch.equal(outputs[-1], agreed.sent[-1][-1])
+    assert len(outputs) == (2 if stands else 3)
+    if stands:
+        assert not transport.discarded
+        return
+    first, void, last = transport.numbers
+    # What is discarded is the void attempt; the next one, and all that is no attempt's, stays.
+    (before,) = transport.discarded
+    assert first < void < before <= last < FIRST_EXCHANGE
+
+
+@pytest.mark.parametrize(
+    ("ops", "options"),
+    [
+        ("0F0", {}),  # nothing but the minibatch's end is behind the last forward
+        ("0F0,0B0", {}),
+        ("0F0,0B0,0UPDATE0", {"optimizer": sgd}),
+    ],
+)
+@pytest.mark.parametrize("traceless", [False, True])
+def test_a_forward_that_writes_what_others_hold_is_told_whatever_follows(ops, options, traceless):
+    module = Remembers(traceless)
+    before = module.weight.detach().clone()
+    tensors = [SharedTensor("buffer 'mean'", "ranks 0 and 1", module, "mean")]
+    worker = worker_of(
+        0, [0], 1, Notebook(), nn.Sequential(module), SharedState({0: tensors}), **options
+    )
+    with pytest.raises((ModelError, StageError), match="has written buffer 'mean', which ranks 0"):
+        worker.run(segment(ops), minibatch())
+    assert torch.equal(module.weight, before)

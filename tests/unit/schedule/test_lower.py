@@ -54,6 +54,38 @@ def test_the_update_follows_the_last_gradient_of_its_stage():
     assert str(add_update(v_shape)) == "0F0,1F0,1I0,0I0,0W0,0UPDATE0,1W0,1UPDATE0\n"
 
 
+TWO_EACH = "0F0,1F0,1B0,0B0,0F1,1F1,1B1,0B1"
+"""Two stages on one rank, two microbatches."""
+
+
+@pytest.mark.parametrize(
+    ("options", "ends"),
+    [
+        ({}, "1F1,1B1,1UPDATE1,0B1,0UPDATE1"),
+        ({"last": {1}}, "1F1,1B1,0B1,0UPDATE1,1UPDATE1"),
+        ({"last": {0}}, "1F1,1B1,1UPDATE1,0B1,0UPDATE1"),
+        ({"last": {0, 1}}, "1F1,1B1,0B1,1UPDATE1,0UPDATE1"),
+        ({"together": True}, "1F1,1B1,0B1,1UPDATE1,0UPDATE1"),
+    ],
+)
+def test_which_updates_come_last(options, ends):
+    updated = add_update(Schedule.parse(TWO_EACH), **options)
+    assert str(updated) == f"0F0,1F0,1B0,0B0,0F1,{ends}\n"
+
+
+@pytest.mark.parametrize("options", [{"last": {0, 3}}, {"together": True}])
+def test_which_updates_come_last_in_large_schedules(options):
+    """As in small ones, where each stage's update is named after its last microbatch."""
+    small, large = (build("zb-v", 2, m) for m in (8, 1000))
+    assert large.num_ops >= MANY_OPS > small.num_ops
+
+    def ends(schedule, **options):
+        ranks = add_update(schedule, **options).ranks
+        return [[(op.kind, op.stage) for op in ops[-4:]] for ops in ranks]
+
+    assert ends(large, **options) == ends(small, **options) != ends(small)
+
+
 def test_the_last_gradient_is_sent_before_the_update():
     last = str(add_communication(add_update(build()))).splitlines()[1]
     assert last.endswith("1B1,1SEND_B1,1UPDATE1")
