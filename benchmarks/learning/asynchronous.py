@@ -34,7 +34,7 @@ import torch
 from benchmarks.common.alone import publish
 from benchmarks.common.turns import Contest, Measured, measure_in_turns
 from benchmarks.common.works import WORKS, Work
-from benchmarks.contest.peers import Peer, Watch, one_process, prove_same, reference, two_ranks
+from benchmarks.contest.peers import Watch, one_process, prove_same, reference, two_ranks
 from benchmarks.contest.penstock_peers import penstock_peer
 from benchmarks.contest.runtime import ALONE, TRANSPORTS, Contestant, print_table
 from benchmarks.contest.torch_peers import torch_pipeline
@@ -186,14 +186,14 @@ def enter(
 ) -> dict[str, Contest]:
     """Build everybody, prove those that flush, let the others run once, and say what a round is."""
     expected, batch, found = reference(work), (work.inputs, work.targets), {}
-    for name, (build, on_one_rank, family, _) in contestants.items():
-        if on_one_rank and rank:
+    for name, contestant in contestants.items():
+        if contestant.on_one_rank and rank:
             found[name] = Contest(None, count)
             continue
-        watch = Watch()
-        peer: Peer = build(work if family in USUAL else watch.over(work))
+        watch, flushes = Watch(), contestant.family not in USUAL
+        peer = contestant.build(watch.over(work) if flushes else work)
         ends.callback(peer.close)
-        if family not in USUAL:
+        if flushes:
             prove_same(work, expected, peer, watch)
         peer.train([batch] * 3)
         found[name] = Contest(partial(peer.train, [batch] * count), count)

@@ -6,6 +6,7 @@ import importlib
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import pytest
 
@@ -15,6 +16,7 @@ from benchmarks.common.goals import goals
 from benchmarks.common.turns import Measured
 from benchmarks.common.works import tiny_work
 from benchmarks.contest.runtime import ALONE, HEADER, all_contestants, rows
+from benchmarks.learning import asynchronous
 from tests.kit.paths import ROOT
 
 MODULES = sorted(
@@ -114,3 +116,15 @@ def test_contestants_are_held_to_the_hand_written_ones():
         "Penstock processes ZB-V": "",
         "torch 1F1B": "0.50",
     }
+
+
+def test_contestants_without_a_flush_are_built_and_proven():
+    """The list of contestants got a field more, of which this benchmark did not know."""
+    work, everybody = tiny_work(4, rows=1, width=4), asynchronous.all_contestants()
+    names = [ALONE, "Penstock threads 1F1B", "Penstock threads pipedream"]
+    chosen = {name: everybody[name] for name in names}
+    with ExitStack() as ends:
+        found = asynchronous.enter(work, chosen, 0, 2, ends)
+        for contest in found.values():
+            contest.run()
+    assert list(found) == names

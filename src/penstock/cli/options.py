@@ -92,7 +92,7 @@ def costs_option(verb: Verb) -> Verb:
 def arrivals_option(verb: Verb) -> Verb:
     """``--arrivals RATE``."""
     return click.option(
-        "--arrivals", type=float,
+        "--arrivals", type=click.FloatRange(min=0, min_open=True),
         help="How many microbatches (frames) a live source gives per unit of time; by default all "
         "are there at the beginning, or, with partime, as many come as are taken.",
     )(verb)  # fmt: skip
@@ -101,7 +101,8 @@ def arrivals_option(verb: Verb) -> Verb:
 def ranks_option(default: int | None) -> Callable[[Verb], Verb]:
     """``-p/--ranks``."""
     return click.option(
-        "-p", "--ranks", type=int, default=default, show_default=default is not None,
+        "-p", "--ranks", type=click.IntRange(min=1),
+        default=default, show_default=default is not None,
         help="Number of ranks (devices).",
     )  # fmt: skip
 
@@ -109,7 +110,8 @@ def ranks_option(default: int | None) -> Callable[[Verb], Verb]:
 def microbatches_option(default: int | None) -> Callable[[Verb], Verb]:
     """``-m/--microbatches``."""
     return click.option(
-        "-m", "--microbatches", type=int, default=default, show_default=default is not None,
+        "-m", "--microbatches", type=click.IntRange(min=1),
+        default=default, show_default=default is not None,
         help="Number of microbatches per minibatch.",
     )  # fmt: skip
 

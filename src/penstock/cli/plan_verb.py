@@ -52,15 +52,18 @@ def _parse_tensor_ranks(_: click.Context, __: click.Parameter, text: str) -> int
 @options.ranks_option(None)
 @options.microbatches_option(None)
 @click.option(
-    "--minibatch", type=int, help="Rows of a minibatch: tries every microbatch size profiled."
+    "--minibatch",
+    type=click.IntRange(min=1),
+    help="Rows of a minibatch: tries every microbatch size profiled.",
 )
-@click.option("--stages", type=int, help="Number of stages; default: the best.")
+@click.option("--stages", type=click.IntRange(min=1), help="Number of stages; default: the best.")
 @click.option("--schedule", type=ScheduleName(), help="Schedule family; default: the best of all.")
 @options.policy_option
 @click.option(
     "--rate",
-    type=float,
-    help="Frames per second of a live source: the fewest devices that keep up, with partime.",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Frames per second of a live source: the fewest devices that keep up with it, with "
+    "pipedream or partime.",
 )
 @click.option("--replicas", help="Ranks of each stage, as in 2-1-1, or any.")
 @click.option("--memory", callback=options.parse_bytes, help="Limit per rank, for example 8GiB.")
@@ -87,7 +90,7 @@ def _parse_tensor_ranks(_: click.Context, __: click.Parameter, text: str) -> int
     "tensor_ranks",
     default="1",
     callback=_parse_tensor_ranks,
-    help="Devices that share every layer, or any; such plans cannot run yet.",
+    help="Devices that share every layer, or any.",
 )
 @click.option(
     "--reducer",

@@ -41,7 +41,13 @@ def _parse_sizes(_: click.Context, __: click.Parameter, text: str | None) -> tup
 @click.command(epilog=WORKLOAD_HELP)
 @click.argument("workload", default=DEFAULT_WORKLOAD)
 @options.microbatches_option(8)
-@click.option("--repeats", type=int, default=7, show_default=True, help="Measurements per time.")
+@click.option(
+    "--repeats",
+    type=click.IntRange(min=1),
+    default=7,
+    show_default=True,
+    help="Measurements per time.",
+)
 @click.option("--sizes", callback=_parse_sizes, help="Other microbatch sizes, in rows, as 2,4,8.")
 @click.option(
     "--ranks", type=click.IntRange(min=0),

@@ -13,7 +13,7 @@ from penstock.cli.names import Source
 from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.errors import InputError
 from penstock.rehearsal.job import RehearsalTransport, UpdateMode
-from penstock.schedule import Kind, Schedule
+from penstock.schedule import Kind, Schedule, families
 from penstock.timing.costs import Costs
 from penstock.timing.simulator import simulate
 from penstock.units import picture_seconds
@@ -131,10 +131,9 @@ def _plan(
 
 def _minibatch(source: str) -> int | None:
     """Microbatches per update, if the source says it, as ``pipedream-2bw:minibatch=8`` does."""
-    family, _, rest = source.partition(":")
-    if family not in USUAL:
+    if source.partition(":")[0] not in USUAL:
         return None
-    minibatch: int | None = sources.family_options(family, rest).get("minibatch")
+    minibatch: int | None = families.named(source)[1].get("minibatch")
     return minibatch
 
 

@@ -212,6 +212,7 @@ def _draw_memory(plan: Plan, titled: Sequence[Titled], path: str) -> None:
 @options.microbatches_option(8)
 @click.option(
     "--capacity",
+    type=click.IntRange(min=0),
     default=1,
     show_default=True,
     help="Messages a channel holds; 0: they pass in the order of their sends, one by one.",

@@ -8,17 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Literal,
-    NamedTuple,
-    ParamSpec,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 
@@ -167,12 +157,11 @@ def load_with_versions(
             f"{name} has updates, but does not say which versions its ops read; leave the updates "
             "out, or draw it without --versions"
         )
-    family, _, rest = name.partition(":")
-    chosen = _policy(family, policy)
+    chosen = _policy(name.partition(":")[0], policy)
     if not chosen.asynchronous:
         flushed = simulate(add_update(schedule), _spread(costs, schedule))
         return Drawable(_reading_the_first(flushed), schedule)
-    size = family_options(family, rest).get("minibatch") or schedule.num_stages
+    size = families.named(name)[1].get("minibatch") or schedule.num_stages
     arrivals = _pace(name, ranks, microbatches, costs) if _is_live(name) else None
     return Drawable(_named(name, _stream, schedule, chosen, size, costs, arrivals), schedule)
 
@@ -285,13 +274,12 @@ def _named(name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwarg
 
 
 def _build(name: str, ranks: int, microbatches: int, costs: Costs) -> Schedule:
-    family, _, rest = name.partition(":")
-    if family not in families.names() and Path(name).is_file():
+    if name.partition(":")[0] not in families.names() and Path(name).is_file():
         raise FileError(
             f"{name} is a file, but neither a .csv of ops nor a .json plan, timeline or run, which "
             "can be drawn and simulated"
         )
-    options = family_options(family, rest)
+    family, options = families.named(name)
     searched = {}
     if "costs" in inspect.signature(families.family(family)).parameters:
         # A search is to find the order for the costs under which it is then judged.
@@ -302,34 +290,6 @@ def _build(name: str, ranks: int, microbatches: int, costs: Costs) -> Schedule:
     )
     # Two of one family may stand beside each other; their options tell them apart.
     return replace(schedule, name=name) if options else schedule
-
-
-def family_options(family: str, text: str) -> dict[str, Any]:
-    """Read ``option=value,option=value`` into what the family takes.
-
-    Raises:
-        InputError: no such family, no ``=``, or a value of another type than the option has.
-    """
-    types = get_type_hints(families.family(family))
-    options: dict[str, Any] = {}
-    for part in filter(None, text.split(",")):
-        option, equals, value = part.partition("=")
-        if not equals:
-            raise InputError(f"{family}: {part!r} is no option; write {family}:name=value")
-        if option in options:
-            raise InputError(f"{family}: {option} is given twice")
-        if option == "costs":
-            raise InputError(f"{family}: give costs with --costs")
-        if option == "sizes":
-            raise InputError(f"{family}: sizes can be given from Python only, as a penstock.Sizes")
-        if get_origin(types.get(option)) is Literal and value not in get_args(types[option]):
-            allowed = " or ".join(get_args(types[option]))
-            raise InputError(f"{family}: {option} is {value!r}; take {allowed}")
-        try:
-            options[option] = msgspec.convert(value, types.get(option, str), strict=False)
-        except (msgspec.ValidationError, TypeError) as error:
-            raise InputError(f"{family}: {option} cannot be {value!r}: {error}") from None
-    return options
 
 
 def _planned(plan: Plan) -> Drawable:

@@ -41,12 +41,22 @@ def num_rows(value: Any, what: str) -> int:
         raise InputError(f"{what} hold a tensor without dimensions; the first one must be the rows")
     if len(counts) > 1:
         raise InputError(
-            f"{what} disagree in their number of rows: {sorted(count or 0 for count in counts)}"
+            f"{what} disagree in their number of rows: {_rows_by_name(value, what)}; all are cut "
+            "into microbatches along their first dimension, so expand what is the same for all "
+            "rows, as a mask may be, or let the model make it"
         )
     rows = counts.pop()
     if not rows:
         raise InputError(f"{what} have no rows")
     return rows
+
+
+def _rows_by_name(value: Any, what: str) -> str:
+    """Of each number of rows, the first tensor that has it."""
+    first: dict[int, str] = {}
+    for name, tensor in tree.named_tensors(value, what):
+        first.setdefault(tensor.shape[0], f"{tensor.shape[0]} in {name} {tuple(tensor.shape)}")
+    return ", ".join(first.values())
 
 
 def _has_rows(tensor: Tensor) -> bool:

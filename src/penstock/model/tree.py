@@ -125,3 +125,18 @@ class _Alias(torch.autograd.Function):
 def tensors(value: Any) -> list[Tensor]:
     """The tensors in a value."""
     return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
+
+
+def named_tensors(value: Any, name: str) -> list[tuple[str, Tensor]]:
+    """All tensors in a value, each with what Python would call it: ``inputs['mask']``.
+
+    Args:
+        name: of the value.
+    """
+    try:
+        leaves, _ = pytree.tree_flatten_with_path(value)
+    except ValueError:  # a class was registered without the names of its parts
+        return [(f"{name}, tensor {place}", one) for place, one in enumerate(tensors(value))]
+    return [
+        (f"{name}{pytree.keystr(path)}", leaf) for path, leaf in leaves if isinstance(leaf, Tensor)
+    ]

@@ -19,7 +19,7 @@ from penstock.plans.orders import search_order, written
 from penstock.plans.plan import Plan
 from penstock.plans.prediction import Prediction
 from penstock.plans.stage_plan import bytes_of_ranks
-from penstock.plans.steady import stream_length
+from penstock.plans.steady import num_simulated
 from penstock.plans.summing import Summing
 from penstock.plans.title import family_title
 from penstock.schedule import Schedule
@@ -110,8 +110,8 @@ class Candidate(CutSetting):
         setting = self.setting
         if not setting.versions.asynchronous:
             return self.schedule.num_ops
-        turns = stream_length(setting.versions, self.task.num_microbatches, setting.all_replicas)
-        return turns * self.task.num_microbatches * 2 * setting.num_stages
+        count = num_simulated(setting.versions, self.task.num_microbatches, setting.all_replicas)
+        return count * 2 * setting.num_stages
 
     @cached_property
     def prediction(self) -> Prediction:

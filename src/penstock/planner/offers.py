@@ -9,7 +9,7 @@ from itertools import chain, permutations, product
 from math import ceil
 from typing import Any
 
-from penstock.errors import InputError, PlanError
+from penstock.errors import PlanError
 from penstock.graph import Mode
 from penstock.partition import best_partition
 from penstock.planner.setting import Setting, Terms
@@ -31,6 +31,9 @@ _UNASKED_NEVER = frozenset({*families.SEARCHED, *USUAL, "chimera", "seq1f1b", "s
 slices; what never flushes changes what is learned; what brings weights in and out again is planned
 where they do not fit (``spilling``)."""
 
+
+Options = tuple[tuple[str, Any], ...]
+"""(name, value) pairs that a family is given."""
 
 _ALL_NUMBERS = 16
 _BUILT_SLOWLY = frozenset({"zb-v", "v-half", "v-min", "hanayo"})
@@ -77,11 +80,6 @@ class Offer(Terms):
         setting = Setting(**vars(self), schedule=schedule, is_final=is_final)
         counts = self.replicas or (1,) * setting.num_stages
         check_policy(self.versions, self.family, counts, task.num_microbatches)
-        if not self.replicas and schedule.weight_copies > 1:
-            raise PlanError(
-                f"{self.family} keeps {schedule.weight_copies} copies of each stage; a plan gives "
-                "every stage one rank, so ask for another schedule"
-            )
         if setting.num_stages > task.num_layers:
             raise PlanError(
                 f"{self.family} on {self.num_ranks} rank(s) needs {setting.num_stages} stages, but "
@@ -97,6 +95,17 @@ class Offer(Terms):
         if key not in task.known.orders:
             task.known.orders[key] = self.build(num_microbatches)
         return task.known.orders[key]
+
+
+def check_plannable(family: str) -> None:
+    """Raise ``PlanError`` for a family that no plan can have, on however many devices."""
+    # For two ranks and four microbatches every family has a schedule.
+    copies = Terms(family, (0, 1)).build(4).weight_copies
+    if copies > 1:
+        raise PlanError(
+            f"{family} keeps {copies} copies of each stage; a plan gives every stage one rank, so "
+            "ask for another schedule"
+        )
 
 
 def offers(task: Task, wish: Wish) -> list[Offer]:
@@ -150,7 +159,7 @@ def _straight(task: Task, wish: Wish) -> Iterator[Offer]:
         names = [one for one in _names(wish, num_ranks) if not (large and one[0] in _BUILT_SLOWLY)]
         for devices in _orders(task, num_ranks):
             for family, policy in names:
-                for options in _variants(family, num_ranks, task.num_layers):
+                for options in _variants(family, num_ranks, task.num_layers, wish.options):
                     yield Offer(family, devices, policy, (), options, _rule(wish, policy))
 
 
@@ -162,14 +171,15 @@ def _numbers(most: int) -> list[int]:
     return sorted(fractions | {1 << power for power in range(most.bit_length())})
 
 
-def _variants(
-    family: str, num_ranks: int, num_layers: int
-) -> Iterator[tuple[tuple[str, Any], ...]]:
-    """The options worth trying: the family's own, and other numbers of stages per rank; of a family
-    that searches, limits on what is in flight."""
-    if family in families.SEARCHED:
-        yield from _searches(family, num_ranks, num_layers)
-        return
+def _variants(family: str, num_ranks: int, num_layers: int, given: Options) -> Iterator[Options]:
+    """The options worth trying beside those that are given: the family's own, and other numbers of
+    stages per rank; of a family that searches, limits on what is in flight."""
+    usual = _searches if family in families.SEARCHED else _stage_counts
+    for options in usual(family, num_ranks, num_layers):
+        yield tuple({**dict(options), **dict(given)}.items())
+
+
+def _stage_counts(family: str, num_ranks: int, num_layers: int) -> Iterator[Options]:
     yield ()
     if "stages_per_rank" in inspect.signature(families.family(family)).parameters:
         for count in _STAGES_PER_RANK[1:]:
@@ -177,9 +187,7 @@ def _variants(
                 yield (("stages_per_rank", count),)
 
 
-def _searches(
-    family: str, num_ranks: int, num_layers: int
-) -> Iterator[tuple[tuple[str, Any], ...]]:
+def _searches(family: str, num_ranks: int, num_layers: int) -> Iterator[Options]:
     """As much in flight as 1F1B, as fills all bubbles where costs are alike, half as much, and one
     microbatch; the searching family also on a V."""
     limits = dict.fromkeys((num_ranks, 2 * num_ranks - 1, ceil(num_ranks / 2), 1))
@@ -214,10 +222,6 @@ def _replicated(task: Task, wish: Wish) -> Offer:
         PlanError: too few devices or layers.
     """
     counts, num_devices = wish.replicas, len(task.cluster.devices)
-    if wish.stages not in (None, len(counts)):
-        raise InputError(
-            f"replicas are given for {len(counts)} stages, but stages is {wish.stages}"
-        )
     if sum(counts) > num_devices:
         raise PlanError(
             f"replicas {'-'.join(map(str, counts))} need {sum(counts)} devices, but there are "

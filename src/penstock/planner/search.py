@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace as replaced
-from itertools import pairwise
 from typing import Literal, get_args
 
 from msgspec.structs import replace
@@ -23,10 +22,17 @@ from penstock.planner.candidate import Candidate
 from penstock.planner.doubts import doubts_about
 from penstock.planner.live import PROPOSED, Kept, is_live, keeping, live_schedule, missing
 from penstock.planner.mixed_groups import mixed
-from penstock.planner.offers import PLAIN, REPLICATED
+from penstock.planner.offers import PLAIN
 from penstock.planner.offloading import weighed
 from penstock.planner.race import Race, closest, fastest
 from penstock.planner.reordering import in_other_orders, learned
+from penstock.planner.request import (
+    check_counts,
+    microbatch_sizes,
+    read_counts,
+    read_cuts,
+    read_schedule,
+)
 from penstock.planner.shortfall import shortfall
 from penstock.planner.spilling import offered, spilled_plan
 from penstock.planner.task import Task
@@ -44,18 +50,9 @@ from penstock.planner.wish import RecomputeRule, SpillRule, Wish
 from penstock.plans.plan import Plan
 from penstock.plans.summing import MOST_STALE, REDUCERS, ReducerName
 from penstock.schedule import families
-from penstock.schedule.families.replicated import read_replicas
 from penstock.telling import tells
 from penstock.units import count_of
-from penstock.values import (
-    MOST_BYTES,
-    expect,
-    flag,
-    is_whole,
-    one_of,
-    shown,
-    whole,
-)
+from penstock.values import expect, flag, is_whole, one_of, shown, whole
 from penstock.versions import Policy
 
 
@@ -99,17 +96,19 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         microbatches: per minibatch, each as large as the one that was profiled; 1 by default for a
             live stream (``partime``, or with a ``rate``), else to be given.
         minibatch: rows of a minibatch, instead; every microbatch size that was profiled and divides
-            it is tried. With both, microbatches have ``minibatch / microbatches`` rows.
-        schedule: the family to use; by default the best of all.
+            it is tried, if that does not make too many of them. With both, microbatches have
+            ``minibatch / microbatches`` rows.
+        schedule: the family to use, its options behind a colon, as in
+            ``"interleaved-1f1b:stages_per_rank=4"``; by default the best of all.
         stages: how many; by default the best number.
         cuts: the layers with which all stages but the first begin, by name or number from 0; by
             default the best cuts.
         memory_bytes: what one rank may use, on top of the cluster's own limits.
         versions: which weights passes read (``penstock.versions``); a policy that never flushes
             brings its schedule with it. By default what belongs to the schedule.
-        replicas: of each stage, as in ``(2, 1)`` or ``"2-1"``, or ``"any"``; with the schedules
-            ``1f1b``, ``gpipe``, ``pipedream`` and ``pipedream-2bw``. By default any, unless a
-            schedule or a number of stages is asked for: then none.
+        replicas: of each stage, as in ``(2, 1)`` or ``"2-1"``, or ``"any"``; more than one with the
+            schedules ``1f1b``, ``gpipe``, ``pipedream`` and ``pipedream-2bw``. By default any,
+            unless a schedule or a number of stages is asked for: then none.
         asynchronous: whether to propose schedules that never flush, and so train with weights of
             several ages (``docs/asynchronous.md``).
         recompute: which stages may run forward twice to save memory: ``"where-needed"``,
@@ -149,7 +148,8 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         PlanError: nothing satisfies the request: more stages than layers or than the devices can
             run, too little memory (says what is over by how much, and what would fit), or too slow
             for the rate (says which stage is, what is reached, and how many devices would do).
-        InputError: a count below 1, or an unknown schedule.
+        InputError: a count below 1, an unknown schedule, or more microbatches than can be simulated
+            (ranks × microbatches above 500,000).
     """
     expect(graph, LayerGraph, "the graph", "measure the model with penstock.profile")
     expect(
@@ -162,51 +162,54 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     one_of("spill", spill, get_args(SpillRule))
     flag("asynchronous", asynchronous)
     expect(cuts, list | tuple, "cuts", "give a list of layers, as in cuts=[3]")
-    _check_counts(graph, microbatches, minibatch, stages, memory_bytes)
+    check_counts(graph, microbatches, minibatch, stages, memory_bytes)
+    schedule, options = read_schedule(schedule)
     proposes = schedule is None and versions is None
     if rate is not None:
         schedule = live_schedule(schedule, versions, rate, placement)
     if microbatches is None and minibatch is None and is_live(schedule, versions, rate):
         microbatches = 1
-    given = _read_cuts(graph, cuts) if cuts else ()
+    given = read_cuts(graph, cuts) if cuts else ()
     if given and stages not in (None, len(given) - 1):
         raise InputError(f"the cuts make {len(given) - 1} stages, but stages is {stages}")
     stages = len(given) - 1 if given else stages
+    there = cluster or Cluster.local()
+    most_ranks = min(len(there.devices), len(graph.layers))
     single = [
         Task(
             graph.at(size),
-            cluster or Cluster.local(),
+            there,
             count,
             memory_bytes,
             find_cost_model(cost_model, overlap),
             marks=given,
         )
-        for size, count in _microbatches(graph, microbatches, minibatch)
+        for size, count in microbatch_sizes(graph, microbatches, minibatch, most_ranks)
     ]
     tasks = list(_with_tensor_ranks(list(_with_reducers(single, reducer, stale)), tensor_ranks))
     if order == "any" and not given:
         tasks += [other for task in tasks for other in in_other_orders(task)]
     if versions is not None and versions.asynchronous and schedule is None:
         schedule = versions.family
+    counts, stages = read_counts(replicas, stages, schedule)
     pinned = schedule is not None or stages is not None
     wish = Wish(
         schedule,
         stages,
         versions,
-        replicas=() if replicas in (None, "any") else read_replicas(replicas or ()),
+        replicas=counts,
         any_replicas=replicas == "any" or (replicas is None and not pinned),
         asynchronous="also" if asynchronous else "no",
         cuts=given,
         recompute=recompute,
         spill=spill,
+        options=options,
     )
     if spill == "always":
         return _spilled(single, wish)
     if placement == "reinforce":
         _check_learnable(wish)
         return _learned(tasks, wish)
-    if replicas == "any" and schedule not in (None, *REPLICATED):
-        raise InputError(f"{schedule} has no replicas; {', '.join(REPLICATED)} have")
     never = versions is not None and versions.asynchronous
     if never and recompute in ("stage", "layers"):
         raise InputError("stages do not run forward twice where the pipeline never flushes")
@@ -362,8 +365,6 @@ def _with_tensor_ranks(tasks: Sequence[Task], tensor_ranks: int | Literal["any"]
 
 
 def _solve(tasks: Sequence[Task], wish: Wish) -> Plan:
-    if wish.schedule is not None:
-        families.family(wish.schedule)  # an unknown name is the caller's mistake, not a refusal
     race = Race()
     race.run(tasks, wish)
     race.enter(mixed(tasks, wish))
@@ -390,27 +391,6 @@ def _fits_nowhere(nearest: Candidate | None, tasks: Sequence[Task], wish: Wish) 
     raise PlanError(shortfall(nearest, tasks, wish) + offered(tasks, wish))
 
 
-def _read_cuts(graph: LayerGraph, cuts: Sequence[int | str]) -> tuple[int, ...]:
-    """Where stages begin, and the number of layers.
-
-    Raises:
-        InputError: no such layer, or not in order.
-    """
-    names = [layer.name for layer in graph.layers]
-    bounds = [0]
-    for cut in cuts:
-        if cut not in names and not (is_whole(cut) and 0 < int(cut) < len(names)):
-            raise InputError(
-                f"cuts: no stage can begin with layer {shown(cut)}; name a layer behind the first, "
-                f"or give its number, 1 to {len(names) - 1}"
-            )
-        bounds.append(names.index(cut) if isinstance(cut, str) else cut)
-    bounds.append(len(names))
-    if any(first >= second for first, second in pairwise(bounds)):
-        raise InputError(f"cuts: {list(cuts)} are not in the order of the layers")
-    return tuple(bounds)
-
-
 def _check_built(race: Race, task: Task, wish: Wish) -> None:
     """Raise ``PlanError`` or the family's own error if nothing could be built."""
     if not race.num_stages:
@@ -427,51 +407,3 @@ def _check_built(race: Race, task: Task, wish: Wish) -> None:
             f"{len(task.cluster.devices)} device(s); ask for {counts} or give a cluster with more "
             "devices"
         )
-
-
-def _check_counts(
-    graph: LayerGraph,
-    microbatches: int | None,
-    minibatch: int | None,
-    stages: int | None,
-    memory_bytes: int | None,
-) -> None:
-    asked = {
-        "microbatches": microbatches,
-        "minibatch": minibatch,
-        "stages": stages,
-        "memory_bytes": memory_bytes,
-    }
-    for name, count in asked.items():
-        if count is not None:
-            whole(name, count, 1, MOST_BYTES if "bytes" in name else families.LARGEST)
-    num_layers = len(graph.layers)
-    if stages is not None and stages > num_layers:
-        raise PlanError(
-            f"{num_layers} layers cannot make {stages} stages, each needs at least one; ask for "
-            f"at most {num_layers} stages"
-        )
-
-
-def _microbatches(
-    graph: LayerGraph, microbatches: int | None, minibatch: int | None
-) -> list[tuple[int, int]]:
-    """(rows, count) of the microbatches that a minibatch may be cut into."""
-    if minibatch is None:
-        if microbatches is None:
-            raise InputError("say how large a minibatch is: give microbatches=…, or minibatch=rows")
-        return [(graph.microbatch_size, microbatches)]
-    if microbatches is not None:
-        if minibatch % microbatches:
-            raise InputError(
-                f"a minibatch of {minibatch} rows does not make {microbatches} equal microbatches"
-            )
-        return [(minibatch // microbatches, microbatches)]
-    choices = [(size, minibatch // size) for size in graph.sizes if minibatch % size == 0]
-    if not choices:
-        sizes = ", ".join(map(str, graph.sizes))
-        raise InputError(
-            f"no microbatch size that was profiled ({sizes} rows) divides "
-            f"a minibatch of {minibatch} rows; profile another size or change the minibatch"
-        )
-    return choices

@@ -37,7 +37,9 @@ def shortfall(nearest: Candidate | None, tasks: Sequence[Task], wish: Wish) -> s
 
 def _changes(tasks: Sequence[Task], wish: Wish) -> Iterator[tuple[str, Candidate]]:
     """(what to change, what then fits), the smallest change first."""
-    free = replaced(wish, schedule=None, stages=None, cuts=(), replicas=(), any_replicas=True)
+    free = replaced(
+        wish, schedule=None, options=(), stages=None, cuts=(), replicas=(), any_replicas=True
+    )
     smaller = [
         replaced(
             task,

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from math import ceil, inf
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from penstock.cluster import Tier
 from penstock.errors import InputError, PlanError
 from penstock.planner.candidate import Candidate
-from penstock.planner.offers import Offer
+from penstock.planner.offers import Offer, Options
 from penstock.planner.task import Task
 from penstock.planner.wish import Wish
 from penstock.plans.alternative import Alternative
@@ -96,6 +97,20 @@ class Spilled:
         return self.prediction.step_seconds
 
 
+class How(NamedTuple):
+    """How stages come and go.
+
+    Attributes:
+        recompute: what runs forward twice.
+        ahead: stages that are brought in while another one works.
+        options: (name, value) pairs that the schedule's family is given.
+    """
+
+    recompute: RecomputeWay
+    ahead: int
+    options: Options
+
+
 def spilled_plan(tasks: Sequence[Task], wish: Wish, tiers: Sequence[Tier]) -> Plan:
     """The fastest plan whose stages come from one of these tiers and fit.
 
@@ -125,23 +140,23 @@ def _promising(task: Task, wish: Wish, tier: Tier) -> Iterator[Spilled]:
     for num_ranks in sorted({1, len(task.cluster.devices)}):
         for ahead in (1, 0):
             fitting = False
-            for way in _ways(wish):
-                for spilled in _fitting(task, tier, num_ranks, way, ahead):
+            for recompute in _ways(wish):
+                how = How(recompute, ahead, wish.options)
+                for spilled in _fitting(task, tier, num_ranks, how):
                     fitting = fitting or spilled.excess <= 0
                     yield spilled
             if fitting:
                 break
 
 
-def _fitting(
-    task: Task, tier: Tier, num_ranks: int, way: RecomputeWay, ahead: int
-) -> Iterator[Spilled]:
+def _fitting(task: Task, tier: Tier, num_ranks: int, how: How) -> Iterator[Spilled]:
     """The candidates with the fewest stages that fit; if none does, the one with most."""
     number, last = 0, None
-    for count in _counts(task.num_layers // num_ranks):
-        if _is_hopeless(task, num_ranks, count):
+    asked = dict(how.options).get("stages_per_rank")
+    for count in [asked] if asked else _counts(task.num_layers // num_ranks):
+        if not asked and _is_hopeless(task, num_ranks, count):
             continue
-        last = _spilled(task, tier, num_ranks, count, way, ahead)
+        last = _spilled(task, tier, num_ranks, count, how)
         if last is not None and last.excess <= 0:
             yield last
             number += 1
@@ -175,22 +190,23 @@ def _counts(most: int) -> list[int]:
     return [*counts, most] if most else []
 
 
-def _spilled(
-    task: Task, tier: Tier, num_ranks: int, count: int, way: RecomputeWay, ahead: int
-) -> Spilled | None:
-    options = (("stages_per_rank", count),)
-    offer = Offer(FAMILY, tuple(range(num_ranks)), options=options, recompute="never")
+def _spilled(task: Task, tier: Tier, num_ranks: int, count: int, how: How) -> Spilled | None:
+    options = {**dict(how.options), "stages_per_rank": count}
+    offer = Offer(
+        FAMILY, tuple(range(num_ranks)), options=tuple(options.items()), recompute="never"
+    )
     try:
         setting = offer.setting(task)
     except (InputError, PlanError):
         return None
     num_stages = setting.num_stages
     # The last stage turns round at once: there is nothing to keep.
-    recomputes = (way,) * (num_stages - 1) + ("none" if way == "stage" else way,)
+    recompute = how.recompute
+    recomputes = (recompute,) * (num_stages - 1) + ("none" if recompute == "stage" else recompute,)
     candidate = Candidate(task, setting, _even_cuts(task, num_stages), recomputes)
     limits = _limits(task, num_ranks)
     least = min(limits)
-    spill = Spill(tier=tier, memory_bytes=int(least) if least < inf else 0, ahead=ahead)
+    spill = Spill(tier=tier, memory_bytes=int(least) if least < inf else 0, ahead=how.ahead)
     return Spilled(candidate, spill, limits)
 
 

@@ -134,6 +134,7 @@ def _is_wanted(candidate: Candidate, wish: Wish) -> bool:
         _is_allowed(candidate, wish)
         and wish.allows(setting.num_stages)
         and wish.schedule in (None, setting.schedule.name)
+        and set(wish.options) <= set(setting.options)
         and (wish.any_replicas or wish.replicas == setting.replicas)
         and (not wish.cuts or wish.cuts == candidate.cuts)
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from penstock.versions import Policy
 
@@ -30,6 +30,7 @@ class Wish:
         cuts: where stages begin, as ``Candidate.cuts``; none, and the best are found.
         recompute: what may run forward twice.
         spill: whether stages may come from a tier and leave again.
+        options: (name, value) pairs that the schedule's family is given.
     """
 
     schedule: str | None = None
@@ -42,6 +43,7 @@ class Wish:
     cuts: tuple[int, ...] = ()
     recompute: RecomputeRule = "where-needed"
     spill: SpillRule = "where-needed"
+    options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def may_spill(self) -> bool:

@@ -16,6 +16,9 @@ from penstock.versions import Policy, rounds_of
 Build = Callable[[int], Schedule]
 """The schedule of a stream of so many microbatches, compute only."""
 
+_ENOUGH = 1000
+"""Microbatches that show the beat of a stream, for any number of stages that fill it."""
+
 
 def stream_of(
     build: Build,
@@ -50,6 +53,21 @@ def steady_seconds(
 ) -> float:
     """Seconds of one minibatch when the pipeline is full: as forwards follow each other, which no
     end of the stream changes."""
-    length = stream_length(versions, num_microbatches, replicas)
-    stream, _ = stream_of(build, versions, length, num_microbatches, replicas)
+    size = _shown_size(versions, num_microbatches)
+    length = stream_length(versions, size, replicas)
+    stream, _ = stream_of(build, versions, length, size, replicas)
     return num_microbatches * slowest_beat(simulate(stream, costs).rows)
+
+
+def num_simulated(versions: Policy, num_microbatches: int, replicas: Sequence[int]) -> int:
+    """How many microbatches ``steady_seconds`` looks at."""
+    size = _shown_size(versions, num_microbatches)
+    return size * stream_length(versions, size, replicas)
+
+
+def _shown_size(versions: Policy, num_microbatches: int) -> int:
+    """Microbatches of a minibatch, or fewer where stages update after each of them: there it makes
+    no difference how long a minibatch is."""
+    if versions.updates == "minibatch":
+        return num_microbatches
+    return min(num_microbatches, _ENOUGH)

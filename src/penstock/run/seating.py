@@ -151,7 +151,7 @@ class MeshTransport(OnTop):
 
     def recv(self, edge: Edge, number: int, waiting: str) -> Any:
         edges = self.edges(edge)
-        values = [self.inner.recv(one, number, waiting) for one in edges]
+        values = [self.inner.recv(one, number, self._told(waiting, one)) for one in edges]
         if len(values) == 1:
             return values[0]
         dim = self._divided[edge.tag]
@@ -160,6 +160,15 @@ class MeshTransport(OnTop):
         columns = zip(*(tree.flatten(value)[0] for value in values), strict=True)
         joined = [_joined(column, dim) for column in columns]
         return tree.unflatten(joined, structure) if leaves else values[0]
+
+    def _told(self, waiting: str, edge: Edge) -> str:
+        """What waits, in both numbers of ranks: errors of what is below count by seats."""
+        if not self.seat.sizes:
+            return waiting
+        return (
+            f"{waiting} (ranks of the plan; counted by devices, rank {edge.target} waits for rank "
+            f"{edge.source})"
+        )
 
     def fail(self, reason: str, edges: Iterable[Edge]) -> None:
         self.inner.fail(reason, [one for edge in edges for one in self.edges(edge)])

@@ -19,7 +19,7 @@ PAGE = "docs/models-that-do-not-trace.md"
 
 _ASKING = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 _DRAWING = r"\brand\w*\(|bernoulli|random|drop_?path|layer_?drop|skip_the_layer"
-_WHOLE = "put it into a module without children, which is called as it is"
+_WHOLE = "if it calls no other module, put it into one without children, which is called as it is"
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,8 @@ _STORIES: tuple[tuple[Callable[[Failure], bool], str], ...] = (
     (
         _branches,
         "which way it goes depends on the values of a tensor, and a graph has but one way. Write "
-        f"`torch.where(condition, this, that)`; or {_WHOLE}",
+        "`torch.where(condition, this, that)`, and call a module that is given no rows, too; or "
+        f"{_WHOLE}",
     ),
     (
         _asserts,

@@ -184,8 +184,6 @@ def test_demo_does_the_whole_job(tmp_path):
         ),
         (("compare", "1f1b", "--scatter", "picture.txt"), "must end in .svg"),
         (("simulate", "1f1b", "--costs", "missing.json"), "cannot read missing.json"),
-        (("simulate", "1f1b", "-p", "0"), "num_ranks is 0"),
-        (("simulate", "1f1b", "-m", "-3"), "num_microbatches is -3"),
         (("simulate", "1f1b", "--costs", "1,2"), "has 2 numbers"),
         (("simulate", "1f1b", "--costs", "1,x,1"), "not a list of numbers"),
         (("simulate", "1f1b", "--costs", "1,-1,1"), "must be ≥ 0"),
@@ -296,6 +294,31 @@ def test_what_click_refuses_is_one_line_too(monkeypatch, capsys):
     code, out, _ = started(monkeypatch, capsys, "--help")
     assert code == 0 and "compare" in out
     assert started(monkeypatch, capsys)[2].startswith("Usage: ")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("simulate", "1f1b", "-p", "0"),
+        ("simulate", "1f1b", "-m", "-3"),
+        ("simulate", "1f1b", "--arrivals", "0"),
+        ("check", "1f1b", "--capacity", "-1"),
+        ("cluster", "-p", "0"),
+        ("contest", "-m", "0"),
+        ("plan", "graph.json", "-m", "0"),
+        ("plan", "graph.json", "--minibatch", "0"),
+        ("plan", "graph.json", "--stages", "0"),
+        ("plan", "graph.json", "--rate", "-1"),
+        ("profile", "--repeats", "0"),
+        ("rehearse", "1f1b", "-m", "0"),
+        ("train", "-m", "0"),
+    ],
+)
+def test_a_number_below_what_can_be_is_a_wrong_usage(arguments, monkeypatch, capsys):
+    """``-m 0`` ended with 1 where other options that cannot be end with 2."""
+    code, _, told = started(monkeypatch, capsys, *arguments)
+    assert code == 2
+    assert "is not in the range" in told and "--help" in told
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,6 @@ def test_a_contest_in_which_no_method_ran_fails(monkeypatch, reason, status):
 def test_what_cannot_be_is_refused_before_anything_trains(asked, tmp_path):
     for words, said in (
         (["-o", "contest.png"], "end the name in .html, .svg, .md, .json"),
-        (["-m", "0"], "the number of microbatches is 0, but must be ≥ 1"),
         (["--link", "0Mbit/s"], "over links of 0Mbit/s nothing would arrive"),
         (["--link", ""], "'' is not a bandwidth"),
     ):

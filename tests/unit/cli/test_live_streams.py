@@ -77,7 +77,7 @@ def test_a_plan_is_shown_in_its_steady_state(tmp_path):
 
 
 REFUSED = {
-    "arrivals is -1.0; give how many": ("simulate", "partime", "--arrivals", -1),
+    "-1.0 is not in the range x>0": ("simulate", "partime", "--arrivals", -1),
     "the policy sideways is for partime, not for pipedream": (
         "draw", "pipedream", "--policy", "sideways",
     ),

@@ -86,7 +86,14 @@ def test_weights_that_count_nothing_are_refused(counts):
         ([], "inputs hold no tensor"),
         (torch.tensor(1.0), "a tensor without dimensions; the first one must be the rows"),
         ((torch.ones(2), torch.tensor(1.0)), "a tensor without dimensions"),
-        ((torch.ones(2), torch.ones(3, 2)), r"disagree in their number of rows: \[2, 3\]"),
+        (
+            (torch.ones(2), torch.ones(3, 2)),
+            r"in their number of rows: 2 in inputs\[0\] \(2,\), 3 in inputs\[1\] \(3, 2\); all",
+        ),
+        (
+            {"x": torch.ones(4, 2), "more": {"mask": torch.ones(2)}},
+            r"4 in inputs\['x'\] \(4, 2\), 2 in inputs\['more'\]\['mask'\] \(2,\); .* expand what",
+        ),
         (torch.ones(0, 4), "inputs have no rows"),
     ],
 )

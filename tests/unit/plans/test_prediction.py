@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pickle
 from copy import copy
+from functools import partial
 
 import pytest
 from msgspec.structs import replace
 
 from benchmarks.planning.calls import counting, picture
+from penstock import Costs, schedules
 from penstock.plans import Plan, StagePlan
 from penstock.plans.explanation import explain
-from penstock.versions import Latest
+from penstock.plans.steady import num_simulated, steady_seconds
+from penstock.versions import Latest, Stash
 
 
 def plan_of(schedule="1f1b", **more) -> Plan:
@@ -83,3 +86,17 @@ def test_a_schedule_of_the_plans_own_length_is_the_one_that_is_kept():
     assert plan.build_schedule() is plan.placement
     assert plan.build_schedule(4).num_microbatches == 4
     assert plan.simulate() is plan.simulate()
+
+
+def test_a_stream_is_looked_at_as_far_as_it_shows_its_beat():
+    """An update per microbatch knows no minibatches, yet two whole ones of them were simulated."""
+    costs = Costs([1.0, 2.0, 1.0], 1.0, 1.0, hop=0.5, update=0.25)
+    build = partial(schedules.build, "pipedream", num_ranks=3)
+
+    def seconds(count):
+        return steady_seconds(lambda m: build(num_microbatches=m), Stash(), costs, count, (1, 1, 1))
+
+    assert seconds(10**7) == pytest.approx(10**6 * seconds(10), rel=1e-12)
+    assert num_simulated(Stash(), 10**7, (1, 1, 1)) < 10**4
+    per_minibatch = Stash(updates="minibatch")
+    assert num_simulated(per_minibatch, 10**7, (1, 1, 1)) >= 2 * 10**7

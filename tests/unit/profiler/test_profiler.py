@@ -215,9 +215,13 @@ def test_impossible_numbers_are_refused(options, message):
         quick(make_mlp(), torch.randn(ROWS, 16), **options)
 
 
-def test_a_model_and_its_inputs_are_on_one_device():
-    with pytest.raises(InputError, match=r"several devices \(cpu, meta\)"):
-        quick(make_mlp(), torch.randn(ROWS, 16, device="meta"))
+@pytest.mark.parametrize("where", [("meta", "meta"), ("cpu", "meta"), ("meta", "cpu")])
+def test_what_has_no_values_cannot_be_measured(where):
+    """ "unknown device type for autocast in get_autocast_dispatch_key_from_device_type"."""
+    of_model, of_inputs = where
+    model, inputs = make_mlp().to(of_model), torch.randn(ROWS, 16, device=of_inputs)
+    with pytest.raises(InputError, match=r"meta device, .* model.to_empty\(device=.cpu.\)"):
+        quick(model, inputs)
 
 
 def test_it_says_where_and_with_what_it_was_measured():

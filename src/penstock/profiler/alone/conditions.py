@@ -22,10 +22,16 @@ def device_of(model: nn.Module, inputs: Any) -> torch.device:
     """The device that a model and its inputs are on.
 
     Raises:
-        InputError: the model and its inputs are on several.
+        InputError: the model and its inputs are on several, or on the meta device.
     """
     tensors = chain(model.parameters(), model.buffers(), tree.tensors(inputs))
     devices = {tensor.device for tensor in tensors}
+    if "meta" in {device.type for device in devices}:
+        raise InputError(
+            "the model or its inputs are on the meta device, which computes nothing, so there is "
+            'nothing to measure; give values to both: model.to_empty(device="cpu") is enough, and '
+            "inputs of torch.randn or torch.randint"
+        )
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise InputError(

@@ -24,7 +24,9 @@ import gc
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
 
 from penstock.errors import InputError
 from penstock.schedule.families.breadth_first import breadth_first
@@ -82,6 +84,10 @@ SEARCHED = frozenset({"zb-auto", "optimal"})
 LARGEST = 100_000_000
 """The most ranks times microbatches, times the parts that an option makes of each."""
 
+_NO_TEXT = {
+    "costs": "give costs with --costs, or from Python as a penstock.Costs",
+    "sizes": "sizes can be given from Python only, as a penstock.Sizes",
+}
 _PARTS = ("stages_per_rank", "num_waves", "num_slices")
 
 
@@ -111,6 +117,42 @@ def check_options(name: str, options: Collection[str]) -> None:
     if unknown:
         takes = f"it takes {', '.join(known)}" if known else "it takes no options"
         raise InputError(f"{name} has no option {', '.join(unknown)}; {takes}")
+
+
+def named(text: str) -> tuple[str, dict[str, Any]]:
+    """A family and its options, as people write both: ``"hanayo"``, ``"hanayo:num_waves=2"``.
+
+    Raises:
+        InputError: no such family, an option without ``=``, one that it does not take or that
+            cannot be written as text, or a value of another type than the option has.
+
+    >>> named("spilled:stages_per_rank=4,group=1")
+    ('spilled', {'stages_per_rank': 4, 'group': 1})
+    """
+    expect(text, str, "the schedule's name", f"take one of {', '.join(FAMILIES)}")
+    name, _, rest = text.partition(":")
+    types = get_type_hints(family(name))
+    options: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        option, equals, value = part.partition("=")
+        if not equals:
+            raise InputError(f"{name}: {shown(part)} is no option; write {name}:name=value")
+        if option in options:
+            raise InputError(f"{name}: {option} is given twice")
+        if option in _NO_TEXT:
+            raise InputError(f"{name}: {_NO_TEXT[option]}")
+        check_options(name, [option])
+        options[option] = _value_of(f"{name}: {option}", value, types[option])
+    return name, options
+
+
+def _value_of(what: str, text: str, kind: Any) -> Any:
+    if get_origin(kind) is Literal and text not in get_args(kind):
+        raise InputError(f"{what} is {shown(text)}; take {' or '.join(get_args(kind))}")
+    try:
+        return msgspec.convert(text, kind, strict=False)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise InputError(f"{what} cannot be {shown(text)}: {error}") from None
 
 
 def build(name: str, *, num_ranks: int, num_microbatches: int, **options: Any) -> Schedule:
