@@ -15,6 +15,7 @@ from torch import nn
 
 import penstock as pk
 from penstock import versions
+from penstock.device.accelerators import accelerators
 from penstock.device.stamps import Stamps
 from penstock.errors import InputError, StageError
 from penstock.trial import Workload, prove
@@ -340,6 +341,13 @@ def test_plans_for_accelerators_take_those_of_this_process_in_their_order():
             for stage in pipeline.stages.values()
         ]
     assert places == ["emu:0", "cpu", "emu:1"]
+
+
+def test_a_cluster_has_the_devices_that_ranks_may_compute_on(accelerator):
+    """Also those that only this process has told torch of."""
+    cluster = pk.Cluster.local(kind="gpu")
+    assert len(cluster.devices) == len(accelerators()) == accelerator.device_count()
+    assert {device.memory_bytes for device in cluster.devices} == {accelerator.mem_get_info(0)[1]}
 
 
 @pytest.mark.parametrize("policy", [versions.Flush(), versions.Stash()], ids=str)
