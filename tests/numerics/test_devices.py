@@ -5,6 +5,7 @@ a keep-alive is missing. ``pytest -p tests.kit.accelerator.everywhere`` runs oth
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from torch import nn
 
 import penstock as pk
 from penstock import versions
+from penstock.device.accelerators import accelerators
 from penstock.device.stamps import Stamps
 from penstock.errors import InputError, StageError
-from penstock.trial import prove
+from penstock.trial import Workload, prove
 from tests.kit import streams
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.on_devices import (
@@ -34,8 +36,21 @@ from tests.kit.on_devices import (
 from tests.kit.one_device import assert_same
 from tests.kit.small_workload import workload
 from tests.kit.training import adamw, pipeline_of, sgd
+from tests.numerics.test_one_logical_model_shared import TiedGPT, token_batch
 
 pytestmark = pytest.mark.usefixtures("accelerator")
+
+
+class Recurrent(nn.Module):
+    """An LSTM that hands on its output alone."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.lstm = nn.LSTM(width, width)
+
+    def forward(self, value):
+        return self.lstm(value[None])[0][0]
+
 
 SPREAD = ["emu:1", "emu:3", "emu:0", "emu:1"]
 """Of four ranks: the first and the last share a device."""
@@ -328,6 +343,13 @@ def test_plans_for_accelerators_take_those_of_this_process_in_their_order():
     assert places == ["emu:0", "cpu", "emu:1"]
 
 
+def test_a_cluster_has_the_devices_that_ranks_may_compute_on(accelerator):
+    """Also those that only this process has told torch of."""
+    cluster = pk.Cluster.local(kind="gpu")
+    assert len(cluster.devices) == len(accelerators()) == accelerator.device_count()
+    assert {device.memory_bytes for device in cluster.devices} == {accelerator.mem_get_info(0)[1]}
+
+
 @pytest.mark.parametrize("policy", [versions.Flush(), versions.Stash()], ids=str)
 def test_a_plan_for_accelerators_is_proven_there(accelerator, policy):
     plan = streams.plan_for(policy, 3, microbatches=4, model=make_mlp())
@@ -336,6 +358,46 @@ def test_a_plan_for_accelerators_is_proven_there(accelerator, policy):
     proof = prove(workload(), replace(plan, devices=places))
     assert proof.equal and proof.exact
     assert accelerator.max_memory_allocated(2)
+
+
+def test_a_plan_is_proven_there_for_weights_that_layers_share():
+    """The reference shares them, too, though ``Module.to`` would make copies."""
+
+    def loss(output, targets):
+        return F.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+    tied = Workload(
+        build_model=TiedGPT,
+        loss=loss,
+        optimizer=adamw,
+        batches=lambda: (token_batch(8, seed=step) for step in itertools.count()),
+    )
+    plan = make_plan(TiedGPT(), 2, 4)
+    places = tuple(pk.Device(name=f"gpu{rank}", kind="gpu") for rank in range(2))
+    proof = prove(tied, replace(plan, devices=places), num_steps=3)
+    assert proof.equal
+
+
+def test_parameters_that_move_keep_hooks_marks_and_optimizers(accelerator):
+    """What the user has put there before the pipeline was built."""
+
+    def run(devices):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 8), Recurrent(8), nn.Linear(8, 4))
+        seen = []
+        model[0].weight.register_hook(lambda gradient: gradient * 2)
+        model[2].bias.register_post_accumulate_grad_hook(lambda one: seen.append(one is bias))
+        model[2].bias.mark, bias = "kept", model[2].bias
+        given = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pipeline_of(model, cuts=[2], optimizer=sgd, devices=devices) as pipeline:
+            loss = pipeline.step(*make_batch())
+        given.step()  # holds the same objects, whose gradients are there
+        assert model[2].bias is bias and bias.mark == "kept" and seen and all(seen)
+        return model, loss.cpu()
+
+    (ours, loss), (theirs, expected) = run(["emu:2", "emu:1"]), run("cpu")
+    assert torch.equal(loss, expected)
+    assert_same(ours, theirs)
 
 
 def test_a_model_that_is_elsewhere_than_its_ranks_is_refused():

@@ -135,8 +135,9 @@ class Cluster(Value, frozen=True, kw_only=True):
             num_devices: how many. By default one worker per core, or all accelerators; more workers
                 than cores may be asked for, more accelerators may not.
             kind: ``"cpu"`` for cores, which share the host's memory, or ``"gpu"`` for accelerators
-                of any make, each with its own. Where the driver has no program that tells of them,
-                a second process asks torch, which takes seconds.
+                of any make, each with its own: those of torch where it is loaded. Where it is not,
+                and the driver has no program that tells of them, a second process asks torch,
+                which takes seconds.
             tiers: where ranks may keep stages that are not in memory. Speeds that are not written
                 down are measured, with a file of 32 MiB; where ranks are cores, these compute
                 meanwhile.

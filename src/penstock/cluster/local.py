@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -30,18 +31,49 @@ def devices(num_devices: int | None, kind: DeviceKind) -> tuple[tuple[Device, ..
 
 
 def _accelerators(num_devices: int | None) -> tuple[Device, ...]:
-    memories = [gpu.memory_bytes for gpu in gpus()] or memories_known_to_torch()
+    memories, known_to = _memories()
     wanted = num_devices or 1
     if len(memories) < wanted:
         plural = "s are" if wanted > 1 else " is"
         raise InputError(
-            f"{wanted} accelerator{plural} asked for, but the driver's program and torch know of "
-            f'{len(memories)} here; take fewer, or kind="cpu"'
+            f"{wanted} accelerator{plural} asked for, but {known_to} of {len(memories)} here; take "
+            'fewer, or kind="cpu"'
         )
     return tuple(
         Device(name=f"gpu{index}", memory_bytes=memory_bytes, kind="gpu")
         for index, memory_bytes in enumerate(memories[:num_devices])
     )
+
+
+def _memories() -> tuple[list[int], str]:
+    """The bytes of memory of each accelerator, and who knows of them, for people.
+
+    Where torch is loaded, these are the ones on which it would let ranks compute: a driver may know
+    of others, and another process not of what this one has told torch of.
+    """
+    here = accelerators_of_loaded_torch()
+    if here is None:
+        memories = [gpu.memory_bytes for gpu in gpus()] or memories_known_to_torch()
+        return memories, "the driver's program and torch know"
+    kind, count = here
+    # In this order: who asks a device for its memory himself takes some of it.
+    memories = [gpu.memory_bytes for gpu in gpus()] if count and kind == "cuda" else []
+    if len(memories) != count:
+        memories = memories_known_to_torch()
+    if len(memories) != count:
+        memories = importlib.import_module("penstock.device.listing").memories()
+    return memories, "torch knows"
+
+
+def accelerators_of_loaded_torch() -> tuple[str, int] | None:
+    """The kind of accelerator that torch knows in this process, and how many there are; ``None``
+    where nobody has loaded torch."""
+    torch = sys.modules.get("torch")
+    if not hasattr(torch, "accelerator"):
+        return None
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    # The module of a kind can often tell without beginning to use the devices.
+    return ("", 0) if found is None else (found.type, torch.get_device_module(found).device_count())
 
 
 def memories_known_to_torch() -> list[int]:

@@ -1,14 +1,25 @@
-"""Tensors on another device, with the strides that they had.
+"""Tensors on another device, with the strides that they had; and tensors that go there themselves.
 
 ``Tensor.to`` packs a view that leaves gaps (``x[:, :1]``) or repeats itself (``x.expand(…)``)
 densely when it crosses devices. Kernels are chosen by strides, and another kernel sums in another
 order: what is computed from a tensor must not depend on where the tensor came from.
+
+A parameter stays the object that it is wherever its values go, so that whoever holds it (an
+optimizer, a layer that is tied to another one) still does. ``Module.to`` says so of the kinds of
+device that torch knows by itself, whose tensors take ``.data`` of each other. Of all others, and of
+``meta``, it makes new parameters, and ties are broken; here the implementation behind the object is
+exchanged instead, as ``Module.to`` does it under ``torch.__future__``.
 """
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from penstock.errors import RunError
 
 _MOST_SPREAD = 8
 _ALWAYS_SPREAD_BYTES = 2**24
@@ -52,3 +63,38 @@ def spreads_far(tensor: Tensor) -> bool:
     return length > _MOST_SPREAD * tensor.numel() and (
         length * tensor.element_size() > _ALWAYS_SPREAD_BYTES
     )
+
+
+def give_memory(tensor: Tensor, values: Tensor) -> None:
+    """Let a tensor have other values, in the memory in which these lie, on whichever device.
+
+    It stays the object that it is, with its class, attributes and hooks, and whether it is trained.
+    A gradient on another device than the values must be taken away before.
+    """
+    if torch._has_compatible_shallow_copy_type(tensor, values):
+        tensor.data = values
+        return
+    if tensor.requires_grad and tensor.is_leaf:
+        _refuse_backwards(tensor, values.device)
+    # Values that have a count of versions of their own, as under ``.data``.
+    other = values.data.requires_grad_(tensor.requires_grad)
+    # ``swap_tensors`` of torch would also refuse what has weak references, as all weights of
+    # recurrent layers have.
+    torch._C._swap_tensor_impl(tensor, other)
+    # Autograd calls hooks by what was exchanged; setting them tells it.
+    tensor._backward_hooks = tensor._backward_hooks
+    tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
+
+
+def _refuse_backwards(tensor: Tensor, device: torch.device) -> None:
+    """Let backwards of graphs that were built up to now fail: their gradients would get lost."""
+    message = (
+        f"a backward ends in a parameter of shape {tuple(tensor.shape)} that has gone from "
+        f"{tensor.device} to {device} since its graph was built; call backward before Penstock "
+        "moves the model, or compute the loss anew"
+    )
+
+    def refuse(_: object) -> NoReturn:
+        raise RunError(message)
+
+    get_gradient_edge(tensor).node.register_prehook(refuse)

@@ -91,15 +91,13 @@ class GivenWeights:
                 f"{tuple(value.shape)}, and the model as {tensor.dtype} of shape "
                 f"{tuple(tensor.shape)}"
             )
-        emptied(place.module, place.name, tensor).copy_(value)
+        emptied(tensor).copy_(value)
 
 
 class _Place(NamedTuple):
-    """Something that a state_dict has: its key in the model, and where it is held."""
+    """Something that a state_dict has, and its key in the model."""
 
     key: str
-    module: torch.nn.Module
-    name: str
     tensor: Tensor
 
 
@@ -110,7 +108,7 @@ def _places(layer: NamedLayer) -> Iterator[_Place]:
             for name, tensor in held.items():
                 if tensor is not None and name not in hidden:
                     key = layer.key(f"{prefix}.{name}" if prefix else name)
-                    yield _Place(key, module, name, tensor)
+                    yield _Place(key, tensor)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from penstock.device.crossing import give_memory
 from penstock.errors import ModelError
 from penstock.model.randomness import stream_seed
 from penstock.model.spine import NamedLayer
@@ -90,7 +91,7 @@ class Initialiser:
     def _wants(self, module: nn.Module, tensor: Tensor) -> bool:
         if tensor.is_meta or not self._anew:
             return tensor.is_meta
-        # Buffers are other objects once they were moved.
+        # Buffers are other objects once they were placed.
         return id(tensor if isinstance(tensor, nn.Parameter) else module) not in self._drawn
 
     def _must_have(self, module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -127,8 +128,8 @@ class Initialiser:
             if not self._wants(module, tensor)
         ]
         keys = [key for key, _ in self._must_have(module)]
-        for key, tensor in self._must_have(module):
-            _empty(module, key, tensor)
+        for _, tensor in self._must_have(module):
+            emptied(tensor)
         reset = _reset_of(module)
         assert reset is not None
         reset()
@@ -164,26 +165,11 @@ def _may_be_nan(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def emptied(module: nn.Module, key: str, tensor: Tensor) -> Tensor:
-    """What a module holds under a name, with memory for its values."""
-    _empty(module, key, tensor)
-    return dict(_held(module))[key]
-
-
-def _empty(module: nn.Module, key: str, tensor: Tensor) -> None:
-    """Memory for a tensor; not yet its values, of which NaN would tell that nobody has set them."""
-    if tensor.device.type == "cpu":
-        if _may_be_nan(tensor):
-            tensor.fill_(torch.nan)
-        return
-    empty = torch.empty_like(tensor, device="cpu")
-    if _may_be_nan(empty):
-        empty.fill_(torch.nan)
-    if not tensor.is_meta:
-        tensor.data = empty
-    elif isinstance(tensor, nn.Parameter):
-        parameter = nn.Parameter(empty, tensor.requires_grad)
-        vars(parameter).update(vars(tensor))
-        torch.utils.swap_tensors(tensor, parameter)  # type: ignore[no-untyped-call]
-    else:
-        module._buffers[key] = empty
+def emptied(tensor: Tensor) -> Tensor:
+    """A parameter or buffer, with memory for its values on the host; not yet with its values, of
+    which NaN would tell that nobody has set them."""
+    if tensor.device.type != "cpu":
+        give_memory(tensor, torch.empty_like(tensor, device="cpu"))
+    if _may_be_nan(tensor):
+        tensor.fill_(torch.nan)
+    return tensor

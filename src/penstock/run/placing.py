@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor, nn
 
-from penstock.device.crossing import moved
+from penstock.device.crossing import give_memory, moved
 from penstock.tracing.layers import CapturedLayer
 
 
@@ -45,5 +45,5 @@ def move_parameter(parameter: nn.Parameter, device: torch.device) -> None:
     gradient = parameter.grad
     if parameter.device != device:
         parameter.grad = None
-        parameter.data = moved(parameter.data, device)
+        give_memory(parameter, moved(parameter.data, device))
         parameter.grad = None if gradient is None else moved(gradient, device)

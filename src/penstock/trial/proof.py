@@ -30,6 +30,7 @@ from penstock.plans import Plan
 from penstock.plans.explanation import steady_minibatch
 from penstock.profiler.alone import Progress
 from penstock.run.drive.joining import several_processes
+from penstock.run.placing import place_buffers, place_parameters
 from penstock.timing.timeline import Timeline
 from penstock.trial.contestants import bring_back, intra_op_threads
 from penstock.trial.curvature import layers_of_stages
@@ -383,7 +384,10 @@ def _referred(
     """
     plan = sides.plan
     device = devices_of_ranks(None, plan.on_accelerator, range(plan.num_ranks))[0]
-    twin = sides.twin.to(device)
+    twin = sides.twin
+    # ``Module.to`` breaks ties on kinds of device that torch does not know by itself.
+    place_parameters(twin, device)
+    place_buffers(twin.modules(), device)
     before, batches = tree.replace(
         Tensor, lambda tensor: tensor.to(device), (list(before), list(batches))
     )

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock.device.crossing import give_memory
 from penstock.errors import RunError
 from penstock.timing.spans import ALL_OF_STAGE
 from penstock.weights.lane import Moved
@@ -101,7 +102,7 @@ class Group:
         for place in self.places:
             inside = self.lies_in(slab, place)
             inside.copy_(place.tensor.detach())
-            place.tensor.data = inside
+            give_memory(place.tensor, inside)
 
     def point(self) -> None:
         """Let the tensors have the values that their slab has."""
@@ -118,7 +119,7 @@ class Group:
             device: where the tensors are from now on; by default where they were.
         """
         for place in self.places:
-            place.tensor.data = nothing_like(place.tensor, device)
+            give_memory(place.tensor, nothing_like(place.tensor, device))
 
     def drop(self) -> None:
         """Take the values away from tensors that nobody but this group looks at."""

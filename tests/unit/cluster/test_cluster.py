@@ -7,6 +7,7 @@ import pytest
 from penstock import Cluster, Device, Link
 from penstock.cluster import Group, SpareMachine, Topology, Wire, local
 from penstock.cluster.driver import gpus
+from penstock.device import listing
 from penstock.device.accelerators import accelerators
 from penstock.device.memory import total_bytes
 from penstock.errors import InputError
@@ -229,7 +230,8 @@ ANSWER = """\
 
 @pytest.fixture
 def driver(tmp_path, monkeypatch):
-    """Puts a program called nvidia-smi before everything else."""
+    """Puts a program called nvidia-smi before everything else, where torch is not loaded."""
+    monkeypatch.setattr(local, "accelerators_of_loaded_torch", lambda: None)
 
     def install(text=ANSWER, code=0):
         program = tmp_path / "nvidia-smi"
@@ -293,6 +295,37 @@ def test_where_a_driver_does_not_answer_torch_is_asked(driver, monkeypatch, text
     known.clear()
     with pytest.raises(InputError, match=r"1 accelerator is asked for, but .* know of 0"):
         Cluster.local(kind="gpu")
+
+
+@pytest.mark.parametrize(
+    ("count", "kind", "memories"),
+    [(3, "cuda", [81559 * 2**20, 40960 * 2**20, 40960 * 2**20]), (2, "cuda", [5, 6]),
+     (3, "npu", [7, 8, 9]), (2, "npu", [5, 6])],
+)  # fmt: skip
+def test_torch_knows_best_where_it_is_loaded(driver, monkeypatch, count, kind, memories):
+    """Ranks compute on its devices: the driver's are others, or another process knows of fewer."""
+    driver()
+    monkeypatch.setattr(local, "accelerators_of_loaded_torch", lambda: (kind, count))
+    monkeypatch.setattr(local, "memories_known_to_torch", lambda: [5, 6])
+    monkeypatch.setattr(listing, "memories", lambda: [7, 8, 9])
+    assert [device.memory_bytes for device in Cluster.local(kind="gpu").devices] == memories
+    with pytest.raises(InputError, match=rf"4 accelerators are asked for, but torch .* {count}"):
+        Cluster.local(4, kind="gpu")
+
+
+def test_gpus_on_which_this_torch_cannot_compute_are_none(driver, monkeypatch):
+    driver()
+    monkeypatch.setattr(local, "accelerators_of_loaded_torch", lambda: ("", 0))
+    with pytest.raises(InputError, match=r"1 accelerator is asked for, but torch knows of 0 here"):
+        Cluster.local(kind="gpu")
+
+
+def test_loaded_torch_tells_what_ranks_may_compute_on(monkeypatch):
+    here = accelerators()
+    kind = here[0].type if here else ""
+    assert local.accelerators_of_loaded_torch() == (kind, len(here))
+    monkeypatch.delitem(sys.modules, "torch")
+    assert local.accelerators_of_loaded_torch() is None
 
 
 def test_torch_is_asked_in_another_process(monkeypatch):

@@ -221,11 +221,6 @@ const Tensor& resize(const Tensor& tensor, c10::IntArrayRef sizes, std::optional
   return tensor;
 }
 
-// Lets `.data = ` and `Module.to` keep parameters, and what is tied to them, when they change the device.
-bool can_take_data(const Tensor& self, const Tensor& from) {
-  return self.layout() == c10::kStrided && from.layout() == c10::kStrided;
-}
-
 void record_stream(Tensor& tensor, c10::Stream stream) {
   Ledger::get().record_stream(use_of(tensor, false).block, Ledger::lane_of(stream));
 }
@@ -266,7 +261,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", static_cast<Tensor& (*)(Tensor&, c10::Storage)>(at::native::set_));
   m.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
   m.impl("set_.source_Tensor", at::native::set_tensor_);
-  m.impl("_has_compatible_shallow_copy_type", can_take_data);
   m.impl("record_stream", record_stream);
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from penstock.run.placing import place_buffers, place_parameters
 from tests.kit.tiny_models import conv_batch, gpt_batch, make_conv_net, make_gpt
 from tests.numerics.test_captured_models import (
     Normalising,
@@ -42,7 +43,9 @@ def sgd(parameters):
 def trained(device, build, batch, loss, optimizer, autocast=None, scaler=None):
     """The state of a model after three steps on a device, and the losses."""
     torch.manual_seed(0)
-    model = build().to(device)
+    model = build()
+    place_parameters(model, torch.device(device))  # ``Module.to`` breaks ties there
+    place_buffers(model.modules(), torch.device(device))
     descent = optimizer([weight for weight in model.parameters() if weight.requires_grad])
     scaler = torch.amp.GradScaler(
         torch.device(device).type, enabled=scaler is not None, **scaler or {}
