@@ -64,11 +64,16 @@ def losses_with_dropout(num_ranks, schedule, seed=3):
 def test_dropout_depends_on_neither_partition_nor_schedule_but_on_the_seed():
     # pytorch #55036: dropout that changed with the number of partitions.
     runs = {
-        tuple(losses_with_dropout(num_ranks, schedule))
+        (schedule, num_ranks): losses_with_dropout(num_ranks, schedule)
         for schedule, num_ranks, _ in runnable_cases([1, 2, 3, 4], [4])
     }
-    assert len(runs) == 1
-    assert tuple(losses_with_dropout(2, "1f1b", seed=4)) not in runs
+    expected = runs["1f1b", 2]
+    for (schedule, num_ranks), losses in runs.items():
+        # Chimera halves the microbatches between two copies of each stage: other sums.
+        same_sums = schedule != "chimera"
+        wanted = expected if same_sums else pytest.approx(expected, rel=1e-5)
+        assert losses == wanted, (schedule, num_ranks)
+    assert losses_with_dropout(2, "1f1b", seed=4) != pytest.approx(expected, rel=1e-3)
 
 
 def test_dropout_differs_between_microbatches_and_steps():

@@ -129,7 +129,7 @@ def test_it_trains_validates_predicts_and_resumes_as_on_one_device(pl, tmp_path)
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
     given, wanted = ({**trainer.callback_metrics} for trainer in trainers)
     assert {"train_loss_epoch", "val_loss", "right"} <= given.keys()
-    assert given == pytest.approx(wanted, rel=1e-5)
+    torch.testing.assert_close(given, wanted, rtol=1e-5, atol=1e-6)
     logged = [Path(trainer.logger.experiment.metrics_file_path) for trainer in trainers]
     assert len({len(path.read_text().splitlines()) for path in logged}) == 1
     assert len(trainers[0].strategy.plan.stages) == 2
