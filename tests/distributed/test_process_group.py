@@ -115,3 +115,4 @@ def test_pipelines_one_after_the_other_with_weights_that_begin_unequal():
     assert job.returncode == 0, job.output
     assert job.reports[0] == job.reports[1]  # tied weights are the first holder's everywhere
     assert job.reports[0]["num_threads"] == 2  # as before
+    assert job.reports[0]["left"] == [False] * 3

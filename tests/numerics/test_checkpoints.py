@@ -463,7 +463,11 @@ def test_a_stream_that_saves_and_goes_on_saves_what_it_would_hold_if_it_had_drai
         with pipeline() as drained:
             list(drained.steps(data[:step]))
             drained.save(tmp_path / str(step))
+            rest = [*drained.steps(data[step:])]
         assert_same_training(tmp_path / "going on", tmp_path / str(step), step)
+        with pipeline() as resumed:  # from where others go on: as who drained, not as who did not
+            assert resumed.load(tmp_path / "going on" / folder_name(step)) == step
+            assert torch.equal(torch.stack([*resumed.steps(data[step:])]), torch.stack(rest))
 
 
 @pytest.mark.parametrize("replicas", ["2-1", "1-2"])

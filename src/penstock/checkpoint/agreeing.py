@@ -111,7 +111,9 @@ def _seen_by_rank(run: Path, contents: Contents | None, *, looks: bool) -> SeenB
     seen = seen_in(run)
     identities = [one.identity for one in seen if one.identity is not None]
     # By name as well, so that nobody writes into a folder of which only a part can be read.
-    generations = [one.generation for one in identities] + [generation_of(one.folder) for one in seen]
+    generations = [one.generation for one in identities] + [
+        generation_of(one.folder) for one in seen
+    ]
     return SeenByRank(
         "" if contents is None else contents.checkpoint.folder.name,
         "" if contents is None else contents.checkpoint.identity.attempt,

@@ -21,7 +21,8 @@ class Checkpoints:
     Behind every so many minibatches the pipeline drains, so that all stages are at the same step,
     and saves as ``Pipeline.save`` does. Without ``drain`` an asynchronous pipeline goes on, and
     each stage is copied when it comes to that step itself; what is loaded is the same as if the
-    pipeline had drained there. The ``position`` is the number of minibatches trained on.
+    pipeline had drained there, and so are the losses of who goes on from it: those of the run that
+    did not drain are others. The ``position`` is the number of minibatches trained on.
 
     Attributes:
         folder: of the run.

@@ -52,7 +52,7 @@ class LossScale:
         return cls.of_state(state) if state else None
 
     @classmethod
-    def of_state(cls, state: Mapping[str, float]) -> LossScale:
+    def of_state(cls, state: Mapping[str, Any]) -> LossScale:
         """What ``torch.amp.GradScaler.state_dict`` gave, whatever kind of number a file has."""
         own = {key.lstrip("_"): value for key, value in state.items()}
         counts = {key: int(own.pop(key)) for key in ("growth_interval", "growth_tracker")}

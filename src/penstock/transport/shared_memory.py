@@ -428,6 +428,7 @@ class SharedMemoryTransport(Transport):
         self._closed = self._closed or reason
         self._goodbye.detach()
         self._peers, self._peer_of, self._early, self._rings = {}, {}, {}, []
+        self._lookout.rings = []  # which keep memory of others mapped, and its descriptor open
         return links
 
     def _peer(self, rank: int) -> _Peer:

@@ -552,6 +552,28 @@ def test_a_transport_that_is_dropped_says_goodbye():
     right.close("")
 
 
+def test_what_is_closed_keeps_nothing_open():
+    """Also while somebody still holds it: collectors of garbage find closed pipelines late."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = num_segments()
+        transports = connected(3)
+        for send in (True, False):
+            for source, target in itertools.permutations(range(3), 2):
+                edge = Edge(source, target, 0)
+                if send:
+                    transports[source].send(edge, 0, torch.ones(3))
+                else:
+                    transports[target].recv(edge, 0, "it")
+        assert num_segments() > before
+        for transport in transports:
+            transport.close("done")
+        assert num_segments() == before
+    finally:
+        gc.enable()
+
+
 def test_an_end_without_goodbye_ends_whoever_waits(trio):
     trio[0].abandon()
     with pytest.raises(PeerError, match=r"rank 0 is gone \(its process ended or was killed\)"):
