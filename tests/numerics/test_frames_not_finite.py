@@ -16,7 +16,7 @@ from penstock.errors import RunError, StageError
 from penstock.trial.reference.sideways_replay import SidewaysReplay
 from penstock.versions import Latest, Sideways, Stash
 from tests.kit.live import LEARN, SEED, adam, frames_of, live_plan, pushed, stream_of
-from tests.kit.streams import cuts_of, layered_model
+from tests.kit.streams import WIDTH, cuts_of, layered_model
 
 SPOILED = 9
 NUM_FRAMES = 18
@@ -58,9 +58,9 @@ def model_with(place=None, how=None, num_stages=3):
     )
 
 
-def histories(plan, frames):
+def histories(plan, frames, model=None):
     """By stage, its weights at first and after each tick of an undisturbed replay."""
-    model = model_with()
+    model = model_with() if model is None else model
     replay = SidewaysReplay(
         model, cuts_of(plan), nn.functional.mse_loss, adam, rates="divided", seed=SEED
     )
@@ -107,6 +107,32 @@ def test_no_gradient_of_others_goes_through_it(place, how, labelled):
         more = 2 * (2 - stage) if stage < where else int(how == "backward" and stage > where)
         allowed = expected[stage][: SPOILED + stage + more + 1]
         assert any(torch.equal(weights, then) for then in allowed)
+
+
+class Shift(nn.Module):
+    """Its gradient is the one that comes, whatever the frame holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+
+    def forward(self, value):
+        return value + self.shift
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_no_finite_gradient_goes_through_it_either(labelled):
+    model, frames = nn.Sequential(Shift(), Shift(), Shift()), frames_of([LEARN] * NUM_FRAMES)
+    plan = live_plan(model, 3)
+    expected = histories(plan, frames, nn.Sequential(Shift(), Shift(), Shift()))
+    frames[SPOILED].frame.fill_(float("inf"))
+    if not labelled:
+        frames[SPOILED] = frames[SPOILED]._replace(target=None)
+    error = fails(model, plan, frames)
+    assert f"stage 0, frame {SPOILED}, microbatch {SPOILED}, op 0F{SPOILED}: " in error
+    assert "the output of stage 0 is inf; nothing has been learned through it" in error
+    for stage, weights in enumerate(weights_by_stage(model, plan)):
+        assert any(torch.equal(weights, then) for then in expected[stage][: SPOILED + stage + 1])
 
 
 def test_what_has_no_loss_that_counts_is_told_by_the_loss_of_its_frame():

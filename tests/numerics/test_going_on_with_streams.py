@@ -175,6 +175,15 @@ def test_the_state_behind_the_rest_has_every_update_and_changes_no_more():
     assert all(torch.equal(closed[name], later[name]) for name in later)
 
 
+def test_a_supervisor_knows_the_frame_as_it_knows_a_step():
+    """Or an error that comes at another frame would be taken for the same one, and end the job."""
+    model = layered_model()
+    with stream_of(model, live_plan(model, 2)) as stream:
+        pushed(stream, FRAMES[:8])
+        notes = stream._parts.feed._logbook.read()
+    assert (notes.first_step, notes.step) == (0, 7)
+
+
 @pytest.mark.parametrize("policy", [Sideways(), Stash()])
 def test_the_state_may_be_read_at_any_time(policy):
     model = layered_model()

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from penstock.checkpoint.keeper import Keeper
 from penstock.checkpoint.wanted import Checkpoints
+from penstock.device.queue import taken_up
 from penstock.errors import DeadlineError
 from penstock.live.frames import Frame, News, Result, WhenLate
 from penstock.live.intake import Intake
+from penstock.model import tree
 from penstock.run.assembly import Assembly
 from penstock.run.drive.driver import Deadlines, StageStates
 from penstock.run.history import History
@@ -168,7 +170,10 @@ class Loop(ABC):
 
     def _numbered(self, minibatch: Minibatch) -> Minibatch:
         """The next frame for the first stage."""
-        self._entered(self.num_begun, minibatch.inputs[0])
+        value = minibatch.inputs[0]
+        for moment in minibatch.inputs_moments:  # what is read now may still be on its way there
+            taken_up(tree.tensors(value), moment)
+        self._entered(self.num_begun, value)
         self.num_begun += 1
         return replace(minibatch, step=self.num_begun - 1)
 

@@ -60,8 +60,10 @@ def stream(  # noqa: PLR0913 - everything that a user may want to say
         rates: of ``partime``: ``"divided"`` divides a stage's learning rates by the age of its
             gradients, max(1, 2(p−1−s)) frames, or training easily blows up; ``"given"`` leaves them
             as they are. By default as the plan says.
-        stop_at_nan: raise a ``StageError`` if a loss is not finite, before anything is learned from
-            it; never on an accelerator, where every frame would have to be waited for.
+        stop_at_nan: raise a ``StageError`` that names the frame if a loss is not finite, if a
+            gradient has become so on its way back, or, with ``partime``, what a stage makes of a
+            frame through which older gradients would come; before anything is learned through it.
+            Never on an accelerator, where every frame would have to be waited for.
         devices, transport, seed, deadline_seconds, startup_seconds, message_types, record: as for
             ``Pipeline``.
 

@@ -78,7 +78,8 @@ class Stream:
             ``None`` for the first p−1 frames; ``rest`` has what is left in the end.
 
         Raises:
-            StageError: a layer, the loss or the optimizer raised, or the loss is not finite.
+            StageError: a layer, the loss or the optimizer raised, or a frame is not finite
+                (``stop_at_nan``). The stream is over then; results that were there can be taken.
             PeerError, DeadlineError: another rank died or did not answer.
         """
         self.put(frame, target, learn=learn)

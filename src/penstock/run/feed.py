@@ -126,6 +126,7 @@ class Feed:
         """Begin the next minibatch of a stream of which nobody knows yet how it goes on."""
         position = StreamPosition(in_loop=True, more_follow=True)
         if minibatch.inputs:
+            self._logbook.begin(minibatch.step)
             segment, position = self._segment(minibatch, position)
         else:
             position = replace(position, index=self._index, first=self._first, synchronous=False)
