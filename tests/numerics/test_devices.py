@@ -21,6 +21,7 @@ from penstock.errors import InputError, StageError
 from penstock.trial import Workload, prove
 from tests.kit import streams
 from tests.kit.helpers import make_batch, make_mlp, make_plan
+from tests.kit.masked import masked_batch, masked_encoder
 from tests.kit.on_devices import (
     EMULATED,
     FAMILIES,
@@ -421,3 +422,18 @@ def test_a_model_that_is_elsewhere_than_its_ranks_is_refused():
 def test_devices_that_are_not_there_are_refused(devices, message):
     with pytest.raises(InputError, match=message):
         pipeline_of(make_mlp(), devices=devices)
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage"])
+def test_a_padding_mask_is_trained_on_no_device(recompute):
+    trained = []
+    for devices in ("cpu", ["emu:0", "emu:2"]):
+        model = masked_encoder()
+        options = {"optimizer": sgd, "devices": devices, "recompute": recompute}
+        with pipeline_of(model, "1f1b", 2, **options) as pipeline:
+            losses = [pipeline.step(*masked_batch(seed=step)).cpu() for step in range(2)]
+        seen = [set(layer.seen) for layer in model[:-1]]
+        assert seen == [{(False, False)}, *[{(True, False)}] * 3]
+        trained.append((torch.stack(losses), model))
+    assert torch.equal(trained[0][0], trained[1][0])
+    assert_same(trained[0][1], trained[1][1])

@@ -63,6 +63,11 @@ class RandomStream(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **{**named, "generator": generator})
         return _with_default_generator(generator, func, args, named)
 
+    def repeat(self, other: RandomStream) -> None:
+        """Draw from its beginning what another stream draws."""
+        self._seed = other._seed
+        self._generators.clear()
+
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)

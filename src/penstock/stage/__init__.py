@@ -12,6 +12,10 @@ Decisions:
 A stage keeps graph edges, not outputs. Only the edge is needed to start the backward, so a sent
 output does not occupy memory until its gradient comes back.
 
+A leaf crosses a border with the ``requires_grad`` that it had; it travels with shapes and strides.
+What wanted none on one device wants none here, so kernels are the same, and no gradient goes back
+for it: a stage may send back nothing but ``None``, which is a message like any other.
+
 Weight gradients are deferred in the layer's own call, not by walking the finished graph. Between I
 and W only the layer's input and its output's gradient are kept, and a stage may end in a view. All
 uses of a parameter are queued in the order in which autograd meets them, so sums are equal to the

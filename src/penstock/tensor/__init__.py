@@ -7,7 +7,8 @@ other, and ``redistributions`` moves values between ``layouts``, with the adjoin
 are, and ``chain`` in which layout each value of a model lies. ``linear``, ``embedding``,
 ``convolution``, ``attention``, ``norms`` and ``dropout`` are torch's own modules with a part of the
 parameters, ``transposed`` those of ``transformers``; ``sharing`` makes them of a user's modules,
-and ``membership`` is what they know. Layers of captured models are written anew by ``recorded``.
+and ``membership`` is what they know. ``trial`` compares a layer's first run with one device;
+``memory_order`` is how values lie. Layers of captured models are written anew by ``recorded``.
 ``routes`` is who hands what to whom between groups of different sizes, ``stand_ins`` how such
 groups sum the gradients of weights that both hold.
 
@@ -24,6 +25,10 @@ member of equal coordinate takes up as it is.
 Collectives go over the rank's own transport. So they work between threads, through shared memory
 and over process groups, have its deadlines, and wake when any rank fails; sums are made by one
 owner per slice in the order of the members, with the same bits on all of them.
+
+What a user's code does with a part cannot be read, so it is tried: the first run of a layer that is
+not torch's own is compared with the whole layer on the whole value. Rules about shapes alone were
+tried first; features in another order and a softmax over a part have the right shape.
 
 A module is divided by changing the class of its copy to a subclass of its own. Names, hooks,
 attributes and ``isinstance`` stay what the user's code expects.

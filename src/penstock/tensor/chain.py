@@ -44,6 +44,7 @@ class LayerSharing:
         own: how the layer itself is divided, if it is.
         inner: how modules in it are, by their names in the layer.
         recalls: in which layouts skips come, by their keys.
+        said: what splits say of the layer (by ``""``) and of modules in it, for errors.
     """
 
     name: str
@@ -54,6 +55,7 @@ class LayerSharing:
     own: Way | None = None
     inner: Mapping[str, Way] = field(default_factory=dict)
     recalls: Mapping[str, Layout] = field(default_factory=dict)
+    said: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_plain(self) -> bool:
@@ -100,7 +102,8 @@ def walk(
         recalled = dict.fromkeys(taken, WHOLE) if alone else taken
         skips |= dict.fromkeys(layer.stashes, sharing.gives)
         leaves = WHOLE if index == len(layers) - 1 else sharing.leaves
-        sharing = replace(sharing, leaves=leaves, recalls=recalled)
+        said = {"": splits[index], **inner[index]}
+        sharing = replace(sharing, leaves=leaves, recalls=recalled, said=said)
         walked.append(sharing)
         have = sharing.leaves
     return walked
@@ -119,7 +122,10 @@ def _shared(
         works = _DIVIDING[split]
         if works is not WHOLE and has_batch_statistics(module):
             works = WHOLE  # its rows are normalised together, on one device
-        return LayerSharing(name, have, works, works, works, inner=_inner_ways(layer, inner))
+        ways = _inner_ways(layer, inner)
+        if works == SEQUENCE:
+            _check_positions(layer, ways)
+        return LayerSharing(name, have, works, works, works, inner=ways)
     if inner:
         raise ModelError(
             f"layer {name!r} is split as {split!r} itself, so that {next(iter(inner))!r} in it "
@@ -193,6 +199,19 @@ def _recorded(
             f"split as {inner[uncalled[0]]!r}; it calls {', '.join(sorted(module.calls)) or 'none'}"
         )
     return LayerSharing(name, have, WHOLE, WHOLE, WHOLE, inner=_inner_ways(layer, inner))
+
+
+def _check_positions(layer: NamedLayer, ways: Mapping[str, Way]) -> None:
+    """Raise ``ModelError`` where a module of torch's mixes positions of which members have some."""
+    for path, module in layer.module.named_modules():
+        if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and path not in ways:
+            name = layer.key(path) if path else layer.name
+            raise ModelError(
+                f"layer {layer.name!r} is split as 'sequence', so that each tensor rank has some "
+                f"of its positions, but {name!r} in it ({type(module).__name__}) mixes positions: "
+                f'split it, too (attention: "{name}": "heads"), or let all tensor ranks repeat the '
+                'layer ("whole") or take their rows ("data")'
+            )
 
 
 def _inner_ways(layer: NamedLayer, inner: Mapping[str, str]) -> dict[str, Way]:

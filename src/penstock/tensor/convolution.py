@@ -14,7 +14,8 @@ class ColumnConv(Member, nn.modules.conv._ConvNd):
     def forward(self, input: Tensor) -> Tensor:
         """``[rows, in_channels, …] → [rows, part of out_channels, …]``."""
         here = self.membership
-        here.region.enter()
+        # Counted from the end, channels are where they are without a dimension of rows, too.
+        here.region.enter(-1 - len(self.kernel_size))
         copies = as_copies(input, here.around, here.group)
         return self._conv_forward(copies, self.weight, self.bias)
 
@@ -31,4 +32,4 @@ class RowConv(Member, nn.modules.conv._ConvNd):
         here.region.leave()
         if self.bias is None:
             return output
-        return output + self.bias.view(-1, *[1] * (output.dim() - 2))
+        return output + self.bias.view(-1, *[1] * len(self.kernel_size))

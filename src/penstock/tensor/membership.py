@@ -11,7 +11,7 @@ from torch import nn
 from penstock.errors import ModelError
 from penstock.model.randomness import current_stream
 from penstock.tensor.group import Group
-from penstock.tensor.layouts import WHOLE, Layout
+from penstock.tensor.layouts import FEATURES, WHOLE, Layout
 
 
 class Region:
@@ -25,11 +25,14 @@ class Region:
 
     Attributes:
         inside: whether it is there.
+        lies: along which dimension values are divided there, as far as the module tells that has
+            divided them.
         open: whether the layer's forward is running.
     """
 
     def __init__(self, layer: str) -> None:
         self.inside = False
+        self.lies: Layout = FEATURES
         self.open = False
         self._layer = layer
         self._divided = False
@@ -53,10 +56,10 @@ class Region:
         finally:
             self.open = False
 
-    def enter(self) -> None:
-        """A module has divided its outputs."""
+    def enter(self, lies: Layout = FEATURES) -> None:
+        """A module has divided its outputs, along a dimension."""
         self.check()
-        self.inside = True
+        self.inside, self.lies = True, lies
 
     def leave(self) -> None:
         """Values lie as they do around."""
@@ -104,7 +107,7 @@ class Region:
 class RecordedRegion(Region):
     """Of a layer whose code knows itself where values are divided (``recorded``)."""
 
-    def enter(self) -> None:
+    def enter(self, lies: Layout = FEATURES) -> None:
         self.check()
 
 

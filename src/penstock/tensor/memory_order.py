@@ -1,4 +1,4 @@
-"""The order in which the dimensions of a value lie in memory, kept where members hand values around.
+"""In which order the dimensions of a value lie in memory, kept where members hand values around.
 
 Dropout draws in the order of memory, and kernels are chosen by it: what has been divided or put
 together must lie as the whole value does on one device.
@@ -32,7 +32,7 @@ def put_back(value: Tensor, order: Sequence[int]) -> Tensor:
 def dense_copy(value: Tensor, order: Sequence[int] | None = None) -> Tensor:
     """A copy without gaps, of which the dimensions lie in an order; by default in that of the
     value."""
-    order = memory_order(value) if order is None else order
+    order = memory_order(value) if order is None else [*order]
     return put_back(value.permute(order).clone(memory_format=torch.contiguous_format), order)
 
 

@@ -62,9 +62,7 @@ class OddValues(nn.Module):
 class Together(nn.Module):
     def forward(self, values):
         wanting = {
-            name
-            for name, value in values.items()
-            if torch.is_tensor(value) and value.requires_grad
+            name for name, value in values.items() if torch.is_tensor(value) and value.requires_grad
         }
         trained = {"even", "odd", "transposed", "expanded", "nothing"}
         assert wanting == (trained if torch.is_grad_enabled() else set()), wanting

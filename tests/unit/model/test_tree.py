@@ -95,3 +95,20 @@ def test_without_gradients_wanted_a_cut_detaches():
     held, value = tree.cut(source, wants_gradient=False)
     assert held is value
     assert not value.requires_grad
+
+
+def test_a_leaf_that_wants_no_gradient_wants_none_behind_a_cut():
+    mask = torch.zeros(2)
+    held, value = tree.cut(mask, wants_gradient=True)
+    assert held is value
+    assert not value.requires_grad
+    assert value.data_ptr() == mask.data_ptr()
+
+
+@pytest.mark.parametrize("wants", [False, True])
+@pytest.mark.parametrize("made", [None, torch.clone, lambda tensor: tensor[:1]])
+def test_what_crosses_apart_has_no_graph_and_wants_what_it_wanted(wants, made):
+    crossed = tree.apart(torch.ones(2, requires_grad=wants) * 2, made)
+    assert crossed.is_leaf
+    assert crossed.requires_grad is wants
+    assert not crossed._is_view() or made is not None
