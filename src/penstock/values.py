@@ -2,7 +2,8 @@
 
 Graphs, clusters and plans are files that people read, diff and edit. They are written as indented
 JSON and read strictly: an unknown key, a missing one or a wrong type is refused with its path
-inside the file. Those that a program makes are held to the same types.
+inside the file, as is a key that stands twice. Those that a program makes are held to the same
+types.
 
 What an argument may be is asked here too (``expect``, ``one_of``, ``whole``, ``number``, ``flag``),
 so that every refusal reads alike.
@@ -11,6 +12,8 @@ so that every refusal reads alike.
 from __future__ import annotations
 
 import os
+import re
+import stat
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +28,7 @@ from msgspec.structs import force_setattr
 
 from penstock.errors import FileError, InputError
 
+T = TypeVar("T")
 V = TypeVar("V", bound="Value")
 
 LEAST_AMOUNT, MOST_AMOUNT = 1e-30, 1e30
@@ -34,6 +38,14 @@ finite there, so nothing is ever shown as ``nan``."""
 MOST_BYTES = 2**62
 """More than any machine has, and still a number that numpy counts with."""
 
+MOST_FILE_BYTES, MOST_TOML_BYTES = 1 << 29, 1 << 22
+"""Of a file that is read as text: the timeline of millions of passes, and what people write."""
+
+_MOST_PARTS = 32
+_DEEP_KEY = re.compile(
+    r"""(?<![\w-])(?:(?:[\w-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')[ \t]*\.[ \t]*)"""
+    f"{{{_MOST_PARTS}}}"
+)
 _LARGEST = sys.float_info.max
 _MOST_SHOWN = 80
 
@@ -77,7 +89,7 @@ class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         """
         expect(text, str | bytes, "the text", f"give what {cls.__name__}.to_json wrote")
         with refused_as(f"{where} is not a valid {cls.__name__}"):
-            return msgspec.json.decode(text, type=cls)
+            return decoded(text, cls)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write this value to ``path`` as JSON, atomically."""
@@ -138,15 +150,89 @@ def refused_as(what: str) -> Iterator[None]:
         raise FileError(f"{what}: it is nested too deeply; write it flat") from None
 
 
-def read_text(path: str | os.PathLike[str]) -> str:
-    """The text of a file, or a ``FileError`` that says why it cannot be read."""
+def decoded(text: str | bytes, kind: type[T]) -> T:
+    """JSON as a value of a type.
+
+    Raises:
+        msgspec.DecodeError: it is none.
+        InputError: a key stands twice, whose path is named: readers differ in which one counts.
+    """
+    value = msgspec.json.decode(text, type=kind)
+    # Only now: it is JSON, and no deeper than the type.
+    path = _repeated_key(text)
+    if path:
+        raise InputError(f"the key `{path}` stands twice; leave one of them out")
+    return value
+
+
+def _repeated_key(text: str | bytes) -> str:
+    """The path of the first key that stands twice in an object; empty if none does."""
+    from json import JSONDecoder
+
+    def only_pairs(pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+        nonlocal is_repeated
+        is_repeated |= len({key for key, _ in pairs}) < len(pairs)
+        return pairs if is_repeated else []  # nobody looks at what is right
+
+    # Two readings, since a path is known only from outside inwards. Numbers are not read.
+    is_repeated, plain = False, text if isinstance(text, str) else text.decode()
+    read = JSONDecoder(object_pairs_hook=only_pairs, parse_float=bool, parse_int=bool).decode
+    read(plain)
+    return _path_of_repeated(read(plain), "$") if is_repeated else ""
+
+
+def _path_of_repeated(part: Any, path: str) -> str:
+    """As ``_repeated_key``, of a part whose objects are lists of pairs."""
+    if not isinstance(part, list):
+        return ""
+    keys: set[str] = set()
+    for place, item in enumerate(part):
+        key, inner = item if isinstance(item, tuple) else (None, item)
+        here = f"{path}[{place}]" if key is None else f"{path}.{key}"
+        if key in keys:
+            return here
+        if deeper := _path_of_repeated(inner, here):
+            return deeper
+        keys |= set() if key is None else {key}
+    return ""
+
+
+def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_FILE_BYTES) -> str:
+    """The text of a file, or a ``FileError`` that says why it cannot be read; one that is no file
+    or too large is not even begun."""
     _expect_path(path)
     try:
+        # What is no file, such as a pipe that nobody writes into, is opened without waiting.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            _check_file(os.fstat(descriptor), most_bytes)
+            content = file.read(most_bytes)
         # Some programs begin a file with a mark that says so.
-        return Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise FileError(f"cannot read {path}: {reason}") from None
+        return content.decode("utf-8-sig")
+    except (OSError, InputError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        said = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else reason
+        raise FileError(f"cannot read {path}: {said}") from None
+
+
+def _check_file(status: os.stat_result, most_bytes: int) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise InputError("it is a device or a pipe; write what it gives into a file")
+    if status.st_size > most_bytes:
+        raise InputError(f"it has {status.st_size:,} bytes, and may have {most_bytes:,}")
+
+
+def check_toml(text: str) -> None:
+    """Raise ``InputError`` for TOML that takes far longer to read than it is: some readers need
+    time and memory that grow with the square of how deep a key is."""
+    if len(text) > MOST_TOML_BYTES:
+        raise InputError(f"it has {len(text):,} letters, and may have {MOST_TOML_BYTES:,}")
+    deep = _DEEP_KEY.search(text)
+    if deep is not None:
+        line = text.count("\n", 0, deep.start()) + 1
+        raise InputError(
+            f"a key in line {line} has more than {_MOST_PARTS} parts; write it with fewer dots"
+        )
 
 
 def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:

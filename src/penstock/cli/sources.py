@@ -23,7 +23,7 @@ from penstock.timing.costs import Costs
 from penstock.timing.simulator import simulate
 from penstock.timing.spans import BUSY, NO_VERSION
 from penstock.timing.timeline import Timeline
-from penstock.values import read_text, refused_as
+from penstock.values import decoded, read_text, refused_as
 from penstock.versions import POLICIES, USUAL, Flush, Policy, rounds_of, versions_read
 
 if TYPE_CHECKING:
@@ -321,7 +321,7 @@ def _load_json(path: str) -> Drawable | Plan:
     """A plan, or the timeline in a file."""
     text = read_text(path)
     with refused_as(f"{path} holds neither a plan nor a timeline"):
-        keys = set(msgspec.json.decode(text, type=dict[str, msgspec.Raw]))
+        keys = set(decoded(text, dict[str, msgspec.Raw]))
     if "spans" in keys:
         return Drawable(Timeline.from_json(text, where=path), None)
     if "measured" in keys:

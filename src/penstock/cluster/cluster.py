@@ -15,7 +15,7 @@ from penstock.cluster.checks import MOST_DEVICES, check_groups, check_names, che
 from penstock.cluster.parts import Device, DeviceKind, Group, Link, SpareMachine, Tier, Wire
 from penstock.cluster.tier_speed import measured
 from penstock.errors import InputError
-from penstock.values import Value, expect, read_text, refused_as, whole
+from penstock.values import MOST_TOML_BYTES, Value, expect, read_text, refused_as, whole
 
 
 class Cluster(Value, frozen=True, kw_only=True):
@@ -65,10 +65,10 @@ class Cluster(Value, frozen=True, kw_only=True):
             FileError: the file is not there, an unknown key, a wrong type or unit, or parts that
                 contradict each other; the path inside the file is named where there is one.
         """
-        text = read_text(path)
+        expect(path, str | os.PathLike, "the path", "give a file's name")
         if Path(path).suffix.lower() != ".toml":
-            return cls.from_json(text, where=str(path))
-        return cls.from_toml(text, where=str(path))
+            return cls.from_json(read_text(path), where=str(path))
+        return cls.from_toml(read_text(path, MOST_TOML_BYTES), where=str(path))
 
     @classmethod
     def from_toml(cls, text: str, where: str = "text") -> Self:

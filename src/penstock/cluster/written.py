@@ -24,7 +24,7 @@ from penstock.cluster.parts import (
 )
 from penstock.errors import InputError
 from penstock.units import is_time, to_bytes, to_bytes_per_second, to_seconds
-from penstock.values import whole
+from penstock.values import check_toml, whole
 
 _MOST_DEPTH = 100
 
@@ -235,6 +235,7 @@ def read(text: str) -> dict[str, Any]:
         InputError: parts that cannot be.
     """
     _check_depth(text)
+    check_toml(text)
     written_cluster = msgspec.toml.decode(text, type=WrittenCluster, dec_hook=_convert)
     in_servers = sum(server.count * server.devices for server in written_cluster.servers)
     whole("the number of devices", in_servers + len(written_cluster.devices), 0, MOST_DEVICES)

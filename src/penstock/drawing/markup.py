@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterable
+from itertools import accumulate, takewhile
 
 Rectangle = tuple[float, float, float, float]
 """x, y, width and height in pixels."""
@@ -70,10 +71,14 @@ def shortened(text: str, size: float, width: float) -> str:
     """``text``, cut with an ellipsis where it would be wider than ``width``."""
     if text_width(text, size) <= width:
         return text
-    kept = len(text)
-    while kept and text_width(text[:kept] + "…", size) > width:
-        kept -= 1
-    return text[:kept].rstrip() + "…"
+    return text[: num_fitting(text, size, width - text_width("…", size))].rstrip() + "…"
+
+
+def num_fitting(text: Iterable[str], size: float, width: float) -> int:
+    """How many of the first characters are no wider than ``width``; a name may be of any length,
+    so that nothing is asked about all of it again and again."""
+    widths = accumulate(size * _em(character) for character in text)
+    return sum(1 for _ in takewhile(lambda wide: wide <= width, widths))
 
 
 def resource(name: str) -> str:

@@ -16,6 +16,9 @@ from penstock.units import count_of
 from penstock.values import MOST_BYTES, whole
 from penstock.versions import Policy
 
+MOST_MICROBATCHES = 100_000
+"""Of a minibatch: a training has thousands, and who simulates or draws it looks at every one."""
+
 
 def check_counts(least: int, **counts: int) -> None:
     """Raise ``InputError`` for a count of a plan that is below ``least``, or beyond all reason."""

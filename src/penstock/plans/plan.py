@@ -17,6 +17,7 @@ from penstock.graph import Contention
 from penstock.lazily import method_loaded_when_used
 from penstock.plans.alternative import Alternative, argued
 from penstock.plans.consistency import (
+    MOST_MICROBATCHES,
     check_counts,
     check_devices,
     check_groups,
@@ -125,11 +126,8 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
             raise InputError(
                 f"the plan has version {self.version}; this Penstock reads version 2, so plan again"
             )
-        check_counts(
-            1,
-            num_microbatches=self.num_microbatches,
-            num_threads=self.num_threads,
-        )
+        whole("num_microbatches", self.num_microbatches, 1, MOST_MICROBATCHES)
+        check_counts(1, num_threads=self.num_threads)
         if self.rate is not None and not amount("rate", self.rate):
             raise InputError("rate is 0; give frames per second, or leave it out")
         check_counts(0, microbatch_size=self.microbatch_size)

@@ -17,7 +17,7 @@ from penstock.timing.spans import (
     TransferKind,
     version_of,
 )
-from penstock.values import MOST_AMOUNT, Value, amount, expect, refused_as, whole
+from penstock.values import MOST_AMOUNT, Value, amount, decoded, expect, refused_as, whole
 
 _MOST_STAGES = 1_000_000
 
@@ -76,7 +76,7 @@ def decode(text: str, where: str) -> tuple[TimelineFile, list[Span]]:
     """
     expect(text, str | bytes, "the timeline's text", "read it from its file first")
     with refused_as(f"{where} is not a timeline"):
-        file = msgspec.json.decode(text, type=TimelineFile)
+        file = decoded(text, TimelineFile)
         spans = [Span(Op.parse(op), rank, start, end) for op, rank, start, end in file.spans]
         num_ranks = whole("num_ranks", file.num_ranks, 0, _MOST_STAGES)
         _check_spans(spans, num_ranks)

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import msgspec
 
 from penstock.errors import InputError
-from penstock.values import shown
+from penstock.values import check_toml, shown
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -27,8 +27,9 @@ def parsed(text: str) -> dict[str, Any]:
     """What stands in a TOML file.
 
     Raises:
-        InputError: it is no TOML; the line is named.
+        InputError: it is no TOML, or one that nobody would write; the line is named.
     """
+    check_toml(text)
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -14,7 +14,7 @@ from penstock.turns.policies import PolicyName
 from penstock.turns.stop import Stop, halving, settled
 from penstock.turns.tables import parsed, record
 from penstock.units import to_bytes
-from penstock.values import read_text, refused_as, shown, whole
+from penstock.values import MOST_TOML_BYTES, read_text, refused_as, shown, whole
 
 
 class Size(int):
@@ -119,7 +119,7 @@ class FleetFile(_Table, frozen=True):
             FileError: it is not there, not TOML, or has an unknown key, a missing one or a wrong
                 value, whose place in the file is named.
         """
-        text, folder = read_text(path), Path(path).parent
+        text, folder = read_text(path, MOST_TOML_BYTES), Path(path).parent
         with refused_as(f"{path} is not a valid fleet"):
             table = parsed(text)
             nested: dict[str, Any] = {}

@@ -7,10 +7,11 @@ from xml.etree import ElementTree
 import pytest
 
 from penstock import Costs, Kind, Op, Schedule, Span, Timeline, draw, errors, schedules, simulate
-from penstock.drawing import draw_stacked, stacked
+from penstock.drawing import draw_stacked, markup, stacked
 from penstock.drawing.axes import tick_label, ticks
 from penstock.drawing.chart import line_chart, thinned
 from penstock.drawing.markup import escaped, shortened, text_width
+from penstock.drawing.plan.sheet import without_beginning
 from penstock.drawing.timeline.html import page
 from penstock.drawing.timeline.labels import Names
 from penstock.drawing.timeline.svg import svg
@@ -413,3 +414,18 @@ def test_more_lines_than_can_be_told_apart_are_a_chart_each():
     assert "loss by step" in texts
     few = ElementTree.fromstring(line_chart(series[:6], "step", "loss"))
     assert not list(few.iter(f"{SVG}g"))
+
+
+@pytest.mark.parametrize("cut", [shortened, without_beginning])
+def test_a_long_name_is_measured_a_few_times_and_not_once_for_each_of_its_letters(cut, monkeypatch):
+    measured, em = [], markup._em
+
+    def counting(character):
+        measured.append(character)
+        return em(character)
+
+    monkeypatch.setattr(markup, "_em", counting)
+    name = "layer." * 2000 + "end"
+    assert text_width(cut(name, 12, 300), 12) <= 300
+    assert len(measured) <= 4 * len(name)
+    assert without_beginning(name, 12, 300).endswith("layer.end")

@@ -240,17 +240,19 @@ def test_a_plan_of_very_many_microbatches_is_read_from_few(monkeypatch, name):
 
     monkeypatch.setattr(families, "build", counting)
     plan = Plan(model="", schedule=name, num_microbatches=8, stages=stages)
-    text = plan.to_json().replace('"num_microbatches": 8', '"num_microbatches": 1000000')
+    text = plan.to_json().replace('"num_microbatches": 8', '"num_microbatches": 100000')
     read = Plan.from_json(text)
-    assert read.num_microbatches == 1_000_000
+    assert read.num_microbatches == 100_000
     assert read.stages == plan.stages
     assert max(asked) == 8
     if name != "chimera":  # where stage 0 has two ranks
         wrong = text.replace('"rank": 0', '"rank": 1', 1)
         with pytest.raises(errors.FileError, match="stage 0 is on rank 1, but"):
             Plan.from_json(wrong)
-    huge = text.replace("1000000", "99999999")
-    with pytest.raises(errors.FileError, match=r"4 ranks × 99999999 microbatches.* are more than"):
+    huge = text.replace("100000", "100001")
+    with pytest.raises(
+        errors.FileError, match="num_microbatches is 100001, but may be 100,000 at most"
+    ):
         Plan.from_json(huge)
 
 

@@ -7,7 +7,15 @@ from itertools import compress
 from typing import NamedTuple
 
 from penstock.drawing.layer_names import first_to_last, how_many
-from penstock.drawing.markup import coordinate, lines, shortened, tag, text_width, write
+from penstock.drawing.markup import (
+    coordinate,
+    lines,
+    num_fitting,
+    shortened,
+    tag,
+    text_width,
+    write,
+)
 from penstock.drawing.plan.picture import Choices
 
 _SWATCH, _LINE_HEIGHT = 20.0, 22.0
@@ -51,10 +59,8 @@ def without_beginning(name: str, size: float, width: float) -> str:
     """``name``, or as much of its end as fits into ``width`` behind an ellipsis."""
     if text_width(name, size) <= width:
         return name
-    start = 1
-    while start < len(name) and text_width("…" + name[start:], size) > width:
-        start += 1
-    return "…" + name[start:].lstrip(".")
+    kept = max(1, num_fitting(reversed(name), size, width - text_width("…", size)))
+    return "…" + name[-kept:].lstrip(".")
 
 
 def legend_lines(
