@@ -60,6 +60,7 @@ soak: $(VENV)/.installed-dev
 	$(VENV)/bin/pytest -m soak -n 2 --dist loadgroup $(PYTEST_ARGS)
 	$(VENV)/bin/pytest -p tests.kit.accelerator.everywhere -n 2 $(ON_DEVICES) $(PYTEST_ARGS)
 	PENSTOCK_EXAMPLES=10 $(VENV)/bin/pytest -n 2 --dist loadgroup --timeout 3600 tests/laws $(PYTEST_ARGS)
+	$(VENV)/bin/python -m tests.soak.mutations
 
 # One at a time: they count the memory of devices.
 gpu: $(VENV)/.installed-dev

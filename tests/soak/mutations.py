@@ -1,0 +1,243 @@
+"""Changes the source at random places, and tells which changes no test of their room notices.
+
+    python -m tests.soak.mutations --count 50 --seed 7
+
+Everything happens in a copy. A change is tried on the doctests of its file, on the tests that
+mirror the file, and on the unit tests of its room; one that survives these, on tests of the whole
+that belong to the room. What is equivalent is listed in ``equivalent_mutations.toml``, with the
+reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import compileall
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from py_compile import PycInvalidationMode
+from typing import NamedTuple
+
+from tests.kit.mutating import Mutation, mutations_of
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = Path("src", "penstock")
+EQUIVALENT = Path(__file__).with_name("equivalent_mutations.toml")
+
+ROOMS = {
+    "schedule": (
+        "tests/unit/schedule",
+        ["tests/golden/test_golden_numbers.py", "tests/laws/test_schedule_laws.py"],
+    ),
+    "reduce": (
+        "tests/unit/reduce",
+        ["tests/numerics/test_stale_updates.py", "tests/distributed/test_reducers.py"],
+    ),
+    "run/rank": (
+        "tests/unit/run",
+        ["tests/numerics/test_same_as_one_device.py", "tests/numerics/test_asynchronous.py"],
+    ),
+    "checkpoint": (
+        "tests/unit/checkpoint",
+        ["tests/laws/test_checkpoint_laws.py", "tests/numerics/test_checkpoints.py"],
+    ),
+    "planner": ("tests/unit/planner", ["tests/laws/test_planner_laws.py"]),
+}
+"""Of each room, its unit tests, and tests of the whole that are about it."""
+
+SECONDS_PER_TEST = 120
+SECONDS_PER_RUN = 1500
+"""A change may let something wait or loop for ever; others need far less, also on a loaded host."""
+
+
+class Place(NamedTuple):
+    """A mutation and where it is."""
+
+    room: str
+    file: str
+    mutation: Mutation
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What stays the same when lines move."""
+        return self.file, self.mutation.scope, self.mutation.change
+
+    def __str__(self) -> str:
+        one = self.mutation
+        return f"{self.file}:{one.line}  {one.scope or '(module)'}  {one.change}"
+
+
+class Outcome(NamedTuple):
+    """What became of a mutation: ``"test"``, ``"timeout"``, ``"whole"`` (caught, but not by the
+    room's own tests), ``"survived"`` or ``"equivalent"``; and which test caught it."""
+
+    verdict: str
+    by: str = ""
+
+
+@cache
+def places(room: str) -> tuple[Place, ...]:
+    """All mutations of a room."""
+    return tuple(
+        Place(room, str(path.relative_to(ROOT / PACKAGE)), mutation)
+        for path in sorted((ROOT / PACKAGE / room).rglob("*.py"))
+        for mutation in mutations_of(path.read_text())
+    )
+
+
+def drawn(seed: int, count: int, rooms: Sequence[str]) -> list[Place]:
+    """As many mutations of each room, a new place each time."""
+    shuffled = {room: [*places(room)] for room in rooms}
+    for room, own in shuffled.items():
+        random.Random(f"{seed} {room}").shuffle(own)
+    return [shuffled[rooms[index % len(rooms)]][index // len(rooms)] for index in range(count)]
+
+
+def equivalents(text: str) -> dict[tuple[str, str, str], str]:
+    """Reasons why mutations change nothing, by their keys."""
+    entries = tomllib.loads(text).get("mutation", [])
+    return {(one["file"], one["scope"], one["change"]): one["reason"] for one in entries}
+
+
+class Copy:
+    """A copy of the project in which one file at a time is changed."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self._folder = folder
+        self._seed = seed
+        for path in ROOT.iterdir():
+            if path.name.startswith(".") or path.name in ("build", "dist"):
+                continue
+            if path.is_dir():
+                skipped = shutil.ignore_patterns("__pycache__", ".*")
+                shutil.copytree(path, folder / path.name, ignore=skipped)
+            else:
+                shutil.copy(path, folder)
+        # Two changes of one file within a second may be of the same size: compiled code must be
+        # compared with its source itself.
+        mode = PycInvalidationMode.CHECKED_HASH
+        compileall.compile_dir(folder / "src", quiet=1, invalidation_mode=mode)
+
+    @contextmanager
+    def mutated(self, place: Place) -> Iterator[None]:
+        """A context with one mutation."""
+        path = self._folder / PACKAGE / place.file
+        before = path.read_text()
+        path.write_text(place.mutation.applied(before))
+        try:
+            yield
+        finally:
+            path.write_text(before)
+
+    def tried(self, tests: Sequence[str]) -> Outcome:
+        """What some tests say, until the first that fails."""
+        command = [
+            *(sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no"),
+            *(f"--timeout={SECONDS_PER_TEST}", f"--hypothesis-seed={self._seed}", *tests),
+        ]
+        pythonpath = str(self._folder / "src")
+        process = subprocess.Popen(
+            command, cwd=self._folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "PYTHONPATH": pythonpath, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=SECONDS_PER_RUN)
+        except subprocess.TimeoutExpired:
+            return Outcome("timeout")
+        finally:
+            _end(process)
+        if process.returncode == 0:
+            return Outcome("survived")
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+        by = failed[1] if failed is not None else f"pytest ended with {process.returncode}"
+        return Outcome("timeout" if "Timeout (>" in output else "test", by)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a run and whatever it has started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+def own_tests(place: Place) -> list[str]:
+    """The tests of a room, those of a file first."""
+    unit, _ = ROOMS[place.room]
+    mirrored = sorted(ROOT.glob(f"{unit}/**/test_{Path(place.file).stem}.py"))
+    return [
+        str(PACKAGE / place.file), *(str(path.relative_to(ROOT)) for path in mirrored), unit,
+    ]  # fmt: skip
+
+
+def outcome_of(copy: Copy, place: Place) -> Outcome:
+    """What tests say of a mutation."""
+    with copy.mutated(place):
+        outcome = copy.tried(own_tests(place))
+        if outcome.verdict != "survived":
+            return outcome
+        by_whole = copy.tried(ROOMS[place.room][1])
+        return outcome if by_whole.verdict == "survived" else Outcome("whole", by_whole.by)
+
+
+def run(
+    seed: int, count: int, rooms: Sequence[str], among: str = ""
+) -> list[tuple[Place, Outcome]]:
+    """Try mutations, and print each as it has been tried.
+
+    Args:
+        among: a text; only those of the drawn places are tried in which it stands.
+
+    Raises:
+        RuntimeError: tests fail without any mutation.
+    """
+    known = equivalents(EQUIVALENT.read_text())
+    chosen = [place for place in drawn(seed, count, rooms) if among in str(place)]
+    print(f"seed {seed}: {len(chosen)} mutations", flush=True)
+    told: list[tuple[Place, Outcome]] = []
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        copy = Copy(Path(folder), seed)
+        for room in {place.room: None for place in chosen}:
+            plain = copy.tried([ROOMS[room][0]])
+            if plain.verdict != "survived":
+                raise RuntimeError(f"without any mutation: {plain.by} ({plain.verdict})")
+        for place in chosen:
+            begun = time.monotonic()
+            outcome = Outcome("equivalent") if place.key in known else outcome_of(copy, place)
+            told.append((place, outcome))
+            seconds = f"{time.monotonic() - begun:.0f} s"
+            print(f"{outcome.verdict:<10} {place}  [{outcome.by}] {seconds}", flush=True)
+    counts = Counter(outcome.verdict for _, outcome in told)
+    print(", ".join(f"{number} {verdict}" for verdict, number in counts.most_common()))
+    return told
+
+
+def main() -> int:
+    """The command; 1 if anything survived."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, help="drawn and printed if not given")
+    parser.add_argument("--count", type=int, default=50)
+    parser.add_argument("--room", action="append", choices=ROOMS, help="may be repeated")
+    parser.add_argument("--among", default="", help="only drawn places with this text in them")
+    given = parser.parse_args()
+    seed = random.SystemRandom().randrange(2**31) if given.seed is None else given.seed
+    told = run(seed, given.count, given.room or [*ROOMS], given.among)
+    return int(any(outcome.verdict == "survived" for _, outcome in told))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
