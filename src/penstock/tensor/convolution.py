@@ -14,7 +14,7 @@ class ColumnConv(Member, nn.modules.conv._ConvNd):
     def forward(self, input: Tensor) -> Tensor:
         """``[rows, in_channels, …] → [rows, part of out_channels, …]``."""
         here = self.membership
-        here.region.enter()
+        here.region.enter(here.name)
         copies = as_copies(input, here.around, here.group)
         return self._conv_forward(copies, self.weight, self.bias)
 
