@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock import drawing, planner
-from penstock.cli import options, show, sources
+from penstock.cli import options, show
 from penstock.cli.names import ScheduleName
 from penstock.cli.output import OutputFile, written
 from penstock.cli.profile_verb import WORKLOAD_HELP, print_graph, profiled
@@ -54,6 +54,8 @@ def train(
 ) -> None:
     """Train a workload through a pipeline and write a report."""
     if plan_file is not None:
+        from penstock.cli import sources  # not for a report
+
         chosen = sources.load_plan(plan_file)
         loaded = load_workload_of(chosen, plan_file, workload)
     else:

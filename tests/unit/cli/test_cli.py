@@ -231,7 +231,8 @@ def test_a_plan_for_another_model_or_with_an_unknown_key_is_refused(tmp_path):
     workload = "tests.kit.small_workload:workload"
     run("profile", workload, "-m", "4", "--repeats", "1", "--ranks", "0", "-o", graph)
     run("plan", str(graph), "-m", "4", "-o", str(plan))
-    assert "made for another model" in refused("train", "--plan", str(plan))
+    demo = "penstock.demo:workload"
+    assert "made for another model" in refused("train", demo, "--plan", str(plan))
     plan.write_text(plan.read_text().replace('"schedule"', '"shedule"'))
     message = refused("draw", str(plan))
     assert "shedule" in message
