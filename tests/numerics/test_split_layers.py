@@ -156,6 +156,11 @@ REFUSED = {
         {"0.0": "column/3"},
         "its 10 outputs are not 3 pieces",
     ),
+    "a row that takes up what nobody divides": (
+        lambda: nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))),
+        {"0.2": "row"},
+        """'0.2' is split as "row", so it takes up the part of the features""",
+    ),
     "three pieces of a layer itself": (
         lambda: nn.Sequential(nn.Linear(4, 12)),
         {"0": "column/3"},
@@ -203,6 +208,32 @@ def test_what_cannot_be_split_is_refused_by_name(what):
     with pytest.raises(ModelError) as caught:
         pk.Pipeline(model, plan, loss=net_loss, optimizer=momentum)
     assert message in str(caught.value)
+
+
+class FourHeads(nn.Module):
+    """Attention that counts its heads itself, as many do."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(12, 36), nn.Linear(12, 12)
+
+    def forward(self, value):
+        heads = (one.unflatten(-1, (4, 3)) for one in self.qkv(value).chunk(3, -1))
+        query, key, value = (one.transpose(1, 2) for one in heads)
+        attended = F.scaled_dot_product_attention(query, key, value)
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+
+def test_code_that_fails_on_a_part_of_the_features_hears_of_the_split():
+    """ "shape '[4, 3, 4, 3]' is invalid for input of size 72" named neither split nor layer."""
+    model = nn.Sequential(FourHeads(), nn.Linear(12, 4))
+    plan = make_plan(model, 1, 1).sharing(2, {"0.qkv": "column/3", "0.out": "row"})
+    batch = torch.randn(4, 3, 12), torch.randn(4, 3, 4)
+    with (
+        pk.Pipeline(model, plan, loss=F.mse_loss, optimizer=momentum) as pipeline,
+        pytest.raises(StageError, match=r"layer '0' fails .* behind '0.qkv', whose outputs are sp"),
+    ):
+        pipeline.step(*batch)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from penstock.cli import options, show
+from penstock.cli import options, show, sources
 from penstock.cli.output import OutputFile, OutputPlace, written
 from penstock.errors import FileError, InputError
 from penstock.units import count_of, format_bytes
@@ -120,7 +120,6 @@ def draw(folder: str, plans: tuple[str, ...], output: str) -> None:
     from penstock.checkpoint.piece import piece_name
     from penstock.drawing.formats import write_figure
     from penstock.drawing.readings import Block, readings
-    from penstock.plans import Plan
 
     options.check_figure(output)
     latest = _latest(folder)
@@ -129,7 +128,7 @@ def draw(folder: str, plans: tuple[str, ...], output: str) -> None:
         Block(piece_name(number), block.first, block.stop)
         for number, block in enumerate(writer.stages)
     ]
-    others = [_fitting(latest.plan, path, Plan.load(path)) for path in plans]
+    others = [_fitting(latest.plan, path, sources.load_plan(path)) for path in plans]
     picture = readings(writer, files, [_reader(plan, "read by") for plan in others])
     with written(output, ".svg") as path:
         write_figure(str(path), picture)

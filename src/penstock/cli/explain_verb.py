@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from penstock import plans
-from penstock.cli import options, show
+from penstock.cli import options, show, sources
 from penstock.drawing.layer_names import counted
 from penstock.errors import ModelError
 from penstock.units import format_bytes
@@ -73,7 +72,7 @@ def explain_plan(
     from penstock.plans.explanation import explain
     from penstock.plans.stability import check_stability
 
-    loaded = plans.Plan.load(plan)
+    loaded = sources.load_plan(plan)
     explanation = explain(loaded)
     curvatures = None if curvature is None else [curvature] * len(explanation.stages)
     if workload is not None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli import options, show
+from penstock.cli import options, show, sources
 from penstock.cli.given import refuse_useless
 from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.errors import InputError
@@ -56,6 +58,7 @@ def fleet(
     workload that makes model and data. With --simulate, what that takes, beside other policies and
     what no order could undercut; it needs no workloads.
     """
+    from penstock.turns.visits import check_fleet_plan
     from penstock.turns.written import FleetFile
 
     if simulates:
@@ -66,20 +69,30 @@ def fleet(
     fleet_file = FleetFile.load(file)
     num_devices = fleet_file.devices if devices is None else devices
     chosen = fleet_file.policy if policy is None else policy
-    plans = {name: _planned(name, table) for name, table in fleet_file.jobs.items()}
+    plans = {}
+    for name, table in fleet_file.jobs.items():
+        with _blaming(file, name):
+            plans[name] = _planned(table)
+            check_fleet_plan(plans[name])
     if simulates:
         _simulate(fleet_file, plans, num_devices, chosen, output, as_json)
         return
     _train(fleet_file, plans, num_devices, chosen, folder, every, output, as_json)
 
 
-def _planned(name: str, table: JobTable) -> Plan:
-    """The plan of a job, made now if the file has none."""
-    from penstock.plans import Plan
-    from penstock.turns.visits import check_fleet_plan
+@contextmanager
+def _blaming(file: str, name: str) -> Iterator[None]:
+    """Within, errors begin with the file and the job of which it speaks."""
+    try:
+        yield
+    except InputError as error:
+        raise type(error)(f"{file}: job {name}: {error}") from None
 
+
+def _planned(table: JobTable) -> Plan:
+    """The plan of a job, made now if the file has none."""
     if table.plan is not None:
-        plan = Plan.load(table.plan)
+        plan = sources.load_plan(table.plan)
     else:
         from penstock import planner
         from penstock.cluster import Cluster, Tier
@@ -96,7 +109,6 @@ def _planned(name: str, table: JobTable) -> Plan:
             microbatches=table.microbatches,
             memory_bytes=table.memory,
         )
-    check_fleet_plan(plan, f"job {name}")
     return plan
 
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from penstock import drawing, planner, plans
+from penstock import drawing, planner
 from penstock.cli import options, show
 from penstock.cli.names import ScheduleName
 from penstock.cli.output import OutputFile, written
 from penstock.cli.profile_verb import WORKLOAD_HELP, print_graph, profiled
-from penstock.cli.workloads import DEFAULT_WORKLOAD, load_workload
+from penstock.cli.workloads import DEFAULT_WORKLOAD, load_workload, load_workload_of
 from penstock.cluster import Cluster
 from penstock.values import write_atomically
 
@@ -53,10 +53,13 @@ def train(
     as_json: bool,
 ) -> None:
     """Train a workload through a pipeline and write a report."""
-    loaded = load_workload(workload)
     if plan_file is not None:
-        chosen = plans.Plan.load(plan_file)
+        from penstock.cli import sources  # not for a report
+
+        chosen = sources.load_plan(plan_file)
+        loaded = load_workload_of(chosen, plan_file, workload)
     else:
+        loaded = load_workload(workload)
         graph = profiled(loaded, microbatches)
         chosen = planner.plan(
             graph,

@@ -118,7 +118,7 @@ def _plan(
     """What to perform, and the seconds of its ops if it does not have its own."""
     suffix = Path(source).suffix.lower()
     if suffix == ".json":
-        return plans.Plan.load(source), None
+        return sources.load_plan(source), None
     schedule = (
         sources.read_csv(source)
         if suffix == ".csv"

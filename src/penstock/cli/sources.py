@@ -6,7 +6,6 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
@@ -31,6 +30,15 @@ if TYPE_CHECKING:
     from penstock.schedule.memory import Sizes
 
 _TORCH = re.compile("UNSHARD|RESHARD|REDUCE_GRAD|OVERLAP_F_B")
+
+_OF_PLANS = frozenset({"stages", "schedule"})
+_NO_PLANS = {
+    "layers": "a model's profile; `penstock plan` makes a plan of it",
+    "devices": "a cluster; give it to `penstock plan`, behind a profile",
+    "spans": "a timeline; give the plan that it was made of",
+    "measured": "a run's report; give the plan that was run",
+}
+"""By a key that only such files have, what else holds no plan."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -177,10 +185,9 @@ def load_drawn(name: str, ranks: int, microbatches: int, costs: Costs) -> tuple[
         source = _planned(content)
         if content.prediction.flushes:
             return source, False
-        per_minibatch = content.num_microbatches
-        shown = source.num_ticks or per_minibatch
-        stream = content.simulate(ceil((shown + 4 * content.num_ranks) / per_minibatch))
-        return source._replace(timeline=steady_part(stream, shown), num_ticks=0), True
+        from penstock.plans.drawn import steady
+
+        return source._replace(timeline=steady(content), num_ticks=0), True
     if not USUAL.get(name.partition(":")[0], Flush()).asynchronous:
         return load_shown(name, ranks, microbatches, costs), False
     source = load_with_versions(name, ranks, _live_length(ranks, microbatches), costs)
@@ -293,10 +300,7 @@ def _build(name: str, ranks: int, microbatches: int, costs: Costs) -> Schedule:
 
 
 def _planned(plan: Plan) -> Drawable:
-    from penstock.plans.prediction import SHOWN_TICKS
-
-    ticks = SHOWN_TICKS if plan.prediction.is_live else 0
-    return Drawable(plan.simulate(), plan.build_schedule(), plan, ticks)
+    return Drawable(plan.simulate(), plan.build_schedule(), plan, plan.prediction.num_shown)
 
 
 def _json_with_versions(path: str, policy: str | None) -> Drawable:
@@ -317,11 +321,31 @@ def _json_with_versions(path: str, policy: str | None) -> Drawable:
     return content
 
 
+def load_plan(path: str) -> Plan:
+    """The plan in a file.
+
+    Raises:
+        FileError: it holds something else, or a plan that cannot be.
+    """
+    text = read_text(path)
+    with refused_as(f"{path} holds no plan"):
+        keys = _keys(text)
+    if not _OF_PLANS & keys:
+        for key, remedy in _NO_PLANS.items():
+            if key in keys:
+                raise FileError(f"{path} holds no plan, but {remedy}")
+    return plans.Plan.from_json(text, where=path)
+
+
+def _keys(text: str) -> set[str]:
+    return set(decoded(text, dict[str, msgspec.Raw]))
+
+
 def _load_json(path: str) -> Drawable | Plan:
     """A plan, or the timeline in a file."""
     text = read_text(path)
     with refused_as(f"{path} holds neither a plan nor a timeline"):
-        keys = set(decoded(text, dict[str, msgspec.Raw]))
+        keys = _keys(text)
     if "spans" in keys:
         return Drawable(Timeline.from_json(text, where=path), None)
     if "measured" in keys:
@@ -331,7 +355,7 @@ def _load_json(path: str) -> Drawable | Plan:
             return Drawable(record.timeline(), None)
     if "traceEvents" in keys:
         raise FileError(f"{path} is a Chrome trace, a picture of a timeline; open it in Perfetto")
-    if not {"stages", "schedule"} & keys:
+    if not _OF_PLANS & keys:
         raise FileError(f"{path} holds neither a plan nor a timeline nor a run's report")
     return plans.Plan.from_json(text, where=path)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import click
 
-from penstock import plans
-from penstock.cli import options, show
-from penstock.cli.workloads import DEFAULT_WORKLOAD, load_workload
+from penstock.cli import options, show, sources
+from penstock.cli.workloads import DEFAULT_WORKLOAD, load_workload_of
 
 _EPILOG = (
     "PLAN is a .json file, as `penstock plan -o` writes it. WORKLOAD is module:function, where the "
-    "function returns a penstock.trial.Workload; by default the demo's, "
+    "function returns a penstock.trial.Workload; left out, the plan must be for the demo's, "
     f"{DEFAULT_WORKLOAD}. The exit status is 1 if anything is not equal."
 )
 
@@ -54,11 +53,10 @@ def verify(
     """
     from penstock.trial import prove
 
-    chosen = plans.Plan.load(plan)
+    chosen = sources.load_plan(plan)
+    loaded = load_workload_of(chosen, plan, workload)
     with show.counting("verifying") as progress:
-        proof = prove(
-            load_workload(workload), chosen, steps, progress, float64=float64, resume=resume
-        )
+        proof = prove(loaded, chosen, steps, progress, float64=float64, resume=resume)
     if as_json:
         show.print_json(proof.numbers())
     else:

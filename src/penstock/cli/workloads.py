@@ -11,10 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from penstock.cli.given import is_given
 from penstock.errors import InputError, ModelError, PenstockError
 from penstock.telling import Telling
 
 if TYPE_CHECKING:
+    from penstock.plans import Plan
     from penstock.trial import Workload
     from penstock.trial.workload import Batch
 
@@ -34,6 +36,30 @@ def load_workload(name: str) -> Workload:
     """
     with Telling(f"loading {name}"):
         return _loaded(name)
+
+
+def load_workload_of(plan: Plan, path: str, name: str) -> Workload:
+    """As ``load_workload``, of the workload that a plan is to train, which the parameter
+    ``workload`` of the running verb names.
+
+    Args:
+        plan: it is compared only where nobody named a workload, so that the demo's is taken.
+        path: of the plan's file, for errors.
+
+    Raises:
+        ModelError: the plan is for another model than the demo's.
+    """
+    workload = load_workload(name)
+    if not is_given("workload"):
+        from penstock.model.spine import spine_of
+
+        layers = tuple(layer.name for layer in spine_of(workload.build_model()))
+        if layers != plan.layers:
+            raise ModelError(
+                f"{path} is not for the demo's model ({name}), which is taken where no workload is "
+                "named; name yours behind the plan, as module:function"
+            )
+    return workload
 
 
 def _loaded(name: str) -> Workload:

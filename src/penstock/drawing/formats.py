@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from penstock.drawing.axes import Titled
 from penstock.drawing.picture import Picture
@@ -27,17 +27,29 @@ _FIGURES = (".svg", ".pdf", ".png")
 _KINDS = (".txt", *_FIGURES, ".html", ".json")
 
 
+@runtime_checkable
+class Drawable(Protocol):
+    """A value of a higher room, such as ``Plan``, that knows what is to be seen of it."""
+
+    def _drawn_(self) -> tuple[PlanPicture, Timeline, bool]:
+        """Its picture, the timeline below, and whether that shows versions."""
+
+    def _repr_html_(self) -> str: ...
+
+
 def draw(
-    timeline: Timeline | FleetTimeline,
+    timeline: Timeline | FleetTimeline | Drawable,
     path: str | os.PathLike[str] | None = None,
     *,
     versions: bool = False,
     width: float | None = None,
 ) -> Picture:
-    """Draw a timeline.
+    """Draw a timeline, or a plan with its predicted timeline below.
 
     Args:
-        timeline: predicted or measured; or that of a fleet, into text or a figure.
+        timeline: predicted or measured; or that of a fleet, into text or a figure; or a ``Plan``,
+            as ``penstock draw plan.json`` draws it: what never flushes in its steady state, with
+            versions, and never narrower than 700 pixels.
         path: where to write the picture; its suffix chooses the kind: ``.txt``, ``.svg``,
             ``.pdf`` and ``.png`` (with the extra ``pictures``), ``.html`` (self-contained page) or
             ``.json`` (Chrome trace, for Perfetto). Without a path nothing is written.
@@ -58,7 +70,12 @@ def draw(
     """
     if isinstance(timeline, FleetTimeline):
         return Picture.of(draw_fleets([("", timeline)], path), timeline._repr_html_)
-    expect(timeline, Timeline, "the timeline", "make one with penstock.simulate")
+    if isinstance(timeline, Drawable) and not isinstance(timeline, type):
+        picture, below, reads = timeline._drawn_()
+        text = draw_plan(picture, below, path, versions=versions or reads, width=width)
+        return Picture.of(text, timeline._repr_html_)
+    expect(timeline, Timeline, "the timeline", "make one with penstock.simulate, or give a plan")
+    assert isinstance(timeline, Timeline)  # nothing else is expected
     if versions:
         timeline.check_versions()
     render = partial(_of_timeline, versions=versions, width=_width(width))

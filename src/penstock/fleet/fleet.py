@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -28,7 +28,8 @@ from penstock.turns.bounds import Bound, bound
 from penstock.turns.policies import POLICIES, PolicyName
 from penstock.turns.simulator import Task, bound_of, simulate_fleet
 from penstock.turns.stop import Stop, settled
-from penstock.values import expect, number, one_of, shown, whole
+from penstock.turns.visits import check_name
+from penstock.values import expect, number, one_of, whole
 from penstock.weights.slabs import Spare
 
 _LOOK_SECONDS = 0.05
@@ -333,15 +334,6 @@ class Fleet:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def check_name(name: Any) -> None:
-    """Raise ``InputError`` for a name that no folder can have."""
-    expect(name, str, "the name of a job", "give a text")
-    if not name or name in (".", "..") or set(name) & set("/\\\0"):
-        raise InputError(
-            f"no job can be called {shown(name)}, since its folder could not; leave out slashes"
-        )
 
 
 def task_of(name: str, job: Job, stop: Stop, num_jobs: int) -> Task:

@@ -65,7 +65,7 @@ class Job:
         **options: Any,
     ) -> None:
         expect(plan, Plan, "the plan", "make one with penstock.plan, or Plan.load a file")
-        check_fleet_plan(plan, "the job")
+        check_fleet_plan(plan)
         if not callable(data):
             expect(data, Iterable, "the data", "give an iterable of (inputs, targets) pairs")
             if isinstance(data, Iterator):

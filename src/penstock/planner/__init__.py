@@ -1,7 +1,8 @@
 """From a profile and a cluster to a plan.
 
-``task`` is what is planned and ``wish`` how, ``offers`` the schedules and devices worth building,
-``setting`` one that is built, ``cuts`` where its stages begin, ``candidate`` both together:
+``request`` reads arguments; ``task`` is what is planned and ``wish`` how, ``offers`` the schedules
+and devices worth building, ``setting`` one that is built, ``cuts`` where its stages begin,
+``candidate`` both together:
 ``pricing`` says what its stages cost, ``moments`` and ``limits`` what it needs and may use,
 ``bounds`` what it takes at least. ``race`` finds the best, ``why`` says what decided, ``shortfall``
 why there is none; ``live`` finds the fewest devices that keep up with a source. ``spilling`` plans
@@ -32,8 +33,7 @@ An asynchronous plan is never proposed unasked; the table shows what it would gi
 
 What shares layers (tensor parallelism) is planned as another task: groups of devices become one
 device of another model, whose layers cost what the group takes. Cuts, schedules and replicas then
-need no second search. Such plans are carried and drawn; the runtime refuses them until it can run
-them.
+need no second search.
 
 Plans within 1 % of each other count as equally fast; the one that needs less memory wins. No
 prediction is exact enough to tell them apart.

@@ -8,8 +8,6 @@ from typing import Protocol
 from penstock.drawing import cells
 from penstock.plans.picture import picture_of
 from penstock.plans.plan import Plan
-from penstock.plans.prediction import SHOWN_TICKS
-from penstock.timing.timeline import Timeline
 
 
 class _Changed(Protocol):
@@ -24,18 +22,13 @@ class _Changed(Protocol):
 
 def plan_cell(plan: Plan) -> str:
     """A plan's devices and stages, and its predicted timeline."""
-    return cells.plan_cell(picture_of(plan), _shown(plan))
+    return cells.plan_cell(picture_of(plan), plan.prediction.shown)
 
 
 def what_if_cell(asked: _Changed) -> str:
     """What changes, as a table, and both plans' timelines on one axis."""
     names = ("now", f"with {asked.changes}")
-    pair = list(zip(names, map(_shown, (asked.before, asked.after)), strict=True))
+    timelines = (plan.prediction.shown for plan in (asked.before, asked.after))
+    pair = list(zip(names, timelines, strict=True))
     table = cells.table(("", *names, ""), asked.rows(), 4)
     return cells.cell(table, cells.timelines_image(pair))
-
-
-def _shown(plan: Plan) -> Timeline:
-    """Its timeline; of a live stream, its steady state."""
-    timeline = plan.simulate()
-    return timeline.steady(SHOWN_TICKS) if plan.prediction.is_live else timeline

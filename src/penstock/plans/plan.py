@@ -483,6 +483,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         return argued(sheet, self.alternatives, self.reason, self.contention, self.warnings)
 
     _repr_html_ = method_loaded_when_used("penstock.plans.cells", "plan_cell")
+    _drawn_ = method_loaded_when_used("penstock.plans.drawn", "drawn")
 
     @cached_property
     def on_accelerator(self) -> tuple[bool, ...]:

@@ -111,10 +111,15 @@ class Prediction:
         return self.served.shown_in(timeline)
 
     @property
+    def num_shown(self) -> int:
+        """How many ticks of a live stream are to be seen; 0 of all else, which is seen whole."""
+        return SHOWN_TICKS if self.is_live else 0
+
+    @property
     def shown(self) -> Timeline:
         """What is to be seen of ``timeline``: of a live stream a few ticks in the middle, since its
         beginning and its end are not what it looks like while it goes on."""
-        return self.timeline.steady(SHOWN_TICKS) if self.is_live else self.timeline
+        return self.timeline.steady(self.num_shown) if self.is_live else self.timeline
 
     @cached_property
     def step_seconds(self) -> float:

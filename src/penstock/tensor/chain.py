@@ -14,6 +14,7 @@ from torch import nn
 
 from penstock.errors import ModelError
 from penstock.model.spine import NamedLayer
+from penstock.tensor.embedding import RowEmbedding
 from penstock.tensor.heads import by_heads, is_block
 from penstock.tensor.layouts import CHANNELS, FEATURES, ROWS, SEQUENCE, WHOLE, Layout
 from penstock.tensor.module_way import Way
@@ -125,6 +126,7 @@ def _shared(
         ways = _inner_ways(layer, inner)
         if works == SEQUENCE:
             _check_positions(layer, ways)
+        _check_taken_up(layer, ways)
         return LayerSharing(name, have, works, works, works, inner=ways)
     if inner:
         raise ModelError(
@@ -229,6 +231,18 @@ def _inner_ways(layer: NamedLayer, inner: Mapping[str, str]) -> dict[str, Way]:
                 )
             ways[key], said[key] = own, name
     return ways
+
+
+def _check_taken_up(layer: NamedLayer, ways: Mapping[str, Way]) -> None:
+    """Raise ``ModelError`` for a ``row`` in a layer in which nothing divides features for it."""
+    divides = any(own.cuts and own.features is not WHOLE and not own.adds for own in ways.values())
+    rows = [path for path, own in ways.items() if own.adds and own.kind is not RowEmbedding]
+    if rows and not divides:
+        raise ModelError(
+            f'{layer.key(rows[0])!r} is split as "row", so it takes up the part of the features '
+            f"that each tensor rank has, but nothing in layer {layer.name!r} divides them: split "
+            'a module before it as "column", or leave this one out of the splits'
+        )
 
 
 def _check_pieces(sharing: LayerSharing, size: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.errors import InputError
 from penstock.plans import Plan
@@ -13,6 +13,7 @@ from penstock.schedule.lower import add_update
 from penstock.schedule.op import FETCHES, LEAVES
 from penstock.schedule.residence import NEED_WEIGHTS, Stay, stays_of
 from penstock.timing.costs import Costs
+from penstock.values import expect, shown
 
 
 class Visit(NamedTuple):
@@ -63,22 +64,27 @@ def visited(ops: Sequence[Op]) -> int:
     return next(op.stage for op in ops if op.kind in NEED_WEIGHTS)
 
 
-def check_fleet_plan(plan: Plan, whose: str) -> None:
-    """Raise ``InputError`` for a plan whose visits cannot take turns with those of other jobs.
-
-    Args:
-        whose: the job, for the error.
-    """
+def check_fleet_plan(plan: Plan) -> None:
+    """Raise ``InputError`` for a plan whose visits cannot take turns with those of other jobs."""
     if plan.num_ranks > 1 or plan.num_tensor_ranks > 1:
         raise InputError(
-            f"{whose}: the plan has {plan.num_seats} ranks, and a fleet gives a job one device at "
+            f"the plan has {plan.num_seats} ranks, and a fleet gives a job one device at "
             "a time; plan it for one device (with a tier, if it does not fit), or train it by "
             "itself with Pipeline"
         )
     if plan.versions.asynchronous:
         raise InputError(
-            f"{whose}: {plan.schedule} never flushes, so that minibatches have no visits of their "
+            f"{plan.schedule} never flushes, so that minibatches have no visits of their "
             "own; plan with a synchronous schedule, such as spilled or gpipe"
+        )
+
+
+def check_name(name: Any) -> None:
+    """Raise ``InputError`` for a name that no folder can have."""
+    expect(name, str, "the name of a job", "give a text")
+    if not name or name in (".", "..") or set(name) & set("/\\\0"):
+        raise InputError(
+            f"no job can be called {shown(name)}, since its folder could not; leave out slashes"
         )
 
 
@@ -88,7 +94,7 @@ def visits_of(plan: Plan) -> tuple[Visit, ...]:
     Raises:
         InputError: the plan has several ranks, or never flushes.
     """
-    check_fleet_plan(plan, "the job")
+    check_fleet_plan(plan)
     prediction = plan.prediction
     if plan.spill is None:
         lowered = add_update(prediction.placement)

@@ -13,6 +13,7 @@ from penstock.timing.fleet_timeline import MOST_FLEET_DEVICES
 from penstock.turns.policies import PolicyName
 from penstock.turns.stop import Stop, halving, settled
 from penstock.turns.tables import parsed, record
+from penstock.turns.visits import check_name
 from penstock.units import to_bytes
 from penstock.values import MOST_TOML_BYTES, read_text, refused_as, shown, whole
 
@@ -64,8 +65,9 @@ class JobTable(_Table, frozen=True):
         if self.plan is not None and not (self.memory is None and self.tier is None):
             raise InputError("a plan has its memory and its tier already; leave them out")
         whole("microbatches", self.microbatches, 1)
-        if self.steps is not None:
-            whole("steps", self.steps, 1)
+        for name in ("steps", "memory"):
+            if (given := getattr(self, name)) is not None:
+                whole(name, given, 1)
 
 
 class FleetFile(_Table, frozen=True):
@@ -104,7 +106,8 @@ class FleetFile(_Table, frozen=True):
                 table.metric, every=table.every, steps=table.steps, largest=table.largest
             )
         has_own = [job.steps is not None for job in self.jobs.values()]
-        if not (all(has_own) or rungs or self.steps or self.epochs):
+        given = (rungs, self.steps, self.epochs)
+        if not all(has_own) and all(said is None for said in given):
             raise InputError(
                 "nobody says how long jobs train; write steps or epochs at the top of the file, a "
                 "table [halving], or steps for each job"
@@ -133,6 +136,8 @@ class FleetFile(_Table, frozen=True):
 def _jobs(tables: Any, folder: Path) -> dict[str, JobTable]:
     if not isinstance(tables, dict):
         raise InputError(f"jobs is {shown(tables)}; write a table [jobs.NAME] for each job")
+    for name in tables:
+        check_name(name)
     return {
         name: _from(folder, record(JobTable, table, f"jobs.{name}", hook=_quantity))
         for name, table in tables.items()

@@ -203,12 +203,36 @@ def test_wrong_input_gets_one_clear_message(arguments, message):
     assert message in refused(*arguments)
 
 
+def test_a_file_that_is_no_plan_says_what_it_is(tmp_path):
+    """ "unknown field `layers`" was said of a profile."""
+    graph, cluster = tmp_path / "graph.json", tmp_path / "cluster.json"
+    layer = {"name": "a", "forward_seconds": 1.0, "backward_input_seconds": 1.0}
+    graph.write_text(json.dumps({"layers": [{**layer, "backward_weight_seconds": 1.0}]}))
+    run("cluster", "-p", "1", "-o", cluster)
+    for verb in (("explain",), ("verify",), ("train", "--plan"), ("rehearse",)):
+        told = refused(*verb, str(graph))
+        assert f"{graph} holds no plan, but a model's profile; `penstock plan` makes" in told
+    assert "holds no plan, but a cluster" in refused("explain", str(cluster))
+
+
+@pytest.mark.usefixtures("small_demo")
+def test_without_a_workload_a_plan_for_another_model_asks_for_one(tmp_path):
+    """The demo's model was taken, and the plan blamed for it."""
+    plan = tmp_path / "plan.json"
+    stages = (StagePlan(layers=("mine",), rank=0),)
+    Plan(model="m", schedule="1f1b", num_microbatches=2, stages=stages).save(plan)
+    for verb in (("verify",), ("train", "--plan")):
+        told = refused(*verb, str(plan))
+        assert "is not for the demo's model" in told and "name yours behind the plan" in told
+
+
 def test_a_plan_for_another_model_or_with_an_unknown_key_is_refused(tmp_path):
     graph, plan = tmp_path / "graph.json", tmp_path / "plan.json"
     workload = "tests.kit.small_workload:workload"
     run("profile", workload, "-m", "4", "--repeats", "1", "--ranks", "0", "-o", graph)
     run("plan", str(graph), "-m", "4", "-o", str(plan))
-    assert "made for another model" in refused("train", "--plan", str(plan))
+    demo = "penstock.demo:workload"
+    assert "made for another model" in refused("train", demo, "--plan", str(plan))
     plan.write_text(plan.read_text().replace('"schedule"', '"shedule"'))
     message = refused("draw", str(plan))
     assert "shedule" in message

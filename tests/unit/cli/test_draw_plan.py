@@ -7,6 +7,8 @@ from threading import Thread
 
 import pytest
 
+import penstock as pk
+from penstock.errors import InputError
 from penstock.plans import Plan, StagePlan
 from tests.kit.command_line import run
 
@@ -47,3 +49,26 @@ def test_a_policy_that_is_asked_for_is_in_the_picture_too(tmp_path):
     asked = drawn(plan, "--policy", "vertical-sync")
     assert "vertical-sync" in asked
     assert "vertical-sync" not in drawn(plan, "--versions")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "pipedream-2bw", "partime"])
+@pytest.mark.parametrize("suffix", [".svg", ".txt", ".html", ".json"])
+def test_a_plan_is_drawn_from_python_as_on_the_command_line(tmp_path, schedule, suffix):
+    """It was refused: "the timeline is of type Plan"."""
+    plan = two_stages(schedule)
+    plan.save(tmp_path / "plan.json")
+    here, there = tmp_path / f"here{suffix}", tmp_path / f"there{suffix}"
+    run("draw", tmp_path / "plan.json", "-o", there)
+    picture = pk.draw(plan, here)
+    assert here.read_text() == there.read_text() == picture.rstrip("\n") + "\n"
+    assert picture._repr_html_() == plan._repr_html_()
+    assert pk.draw(plan).strip() == run("draw", tmp_path / "plan.json").strip()
+
+
+def test_what_cannot_be_drawn_says_what_can():
+    with pytest.raises(
+        InputError, match=r"of type int; make one with penstock.simulate, or give a"
+    ):
+        pk.draw(3)
+    with pytest.raises(InputError, match="of type StructMeta; make"):
+        pk.draw(Plan)

@@ -93,3 +93,35 @@ def test_what_it_refuses(folder):
     two.save(folder / "two.json")
     (folder / "two.toml").write_text('steps = 1\n[jobs.a]\nplan = "two.json"\n')
     assert "job a: the plan has 2 ranks" in refused("fleet", folder / "two.toml", "--simulate")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[jobs.a]\ngraph = "graph.json"\nmemory = 0', "jobs.a: memory is 0, but must be ≥ 1"),
+        (
+            '[jobs.a]\ngraph = "graph.json"\nmicrobatches = 1000000000',
+            "job a: microbatches is 1000000000, but may be",
+        ),
+        (
+            '[jobs.a]\ngraph = "graph.json"\nmicrobatches = 9000000',
+            "job a: 9,000,000 microbatches on 1 rank are too many to plan",
+        ),
+        ('[jobs.a]\nplan = "missing.json"', "job a: cannot read"),
+        ('[jobs.a]\nplan = "graph.json"', "holds no plan, but a model's profile"),
+        ('[jobs."a/b"]\nplan = "fits.json"', "no job can be called 'a/b', since its folder"),
+        ('[jobs.a]\nplan = "fits.json"\nsteps = 0', "jobs.a: steps is 0, but must be ≥ 1"),
+    ],
+)
+def test_an_error_names_the_file_and_the_job(folder, text, message):
+    file = folder / "wrong.toml"
+    file.write_text(f"steps = 1\n{text}\n")
+    told = refused("fleet", file, "--simulate")
+    assert str(file) in told and message in told
+
+
+@pytest.mark.parametrize("name", ["steps", "epochs"])
+def test_a_count_of_0_is_not_told_as_missing(folder, name):
+    file = folder / "zero.toml"
+    file.write_text(f'{name} = 0\n[jobs.a]\nplan = "fits.json"\n')
+    assert f"{name} is 0, but must be ≥ 1" in refused("fleet", file, "--simulate")

@@ -27,7 +27,9 @@ def accuracy(outputs, targets):
 def test_in_a_terminal_a_table_elsewhere_a_line_per_job(capsys, monkeypatch):
     with fleet() as running:
         results = running.run(steps=2, show=True)
-        lines = capsys.readouterr().err.splitlines()
+        told = capsys.readouterr().err.splitlines()
+        # A loaded machine takes long enough to say so.
+        lines = [line for line in told if not line.startswith("penstock: ")]
         assert len(lines) == 2
         assert any(line.startswith("good: done at step 2, loss 1.") for line in lines)
         assert any(line.startswith("bad: failed at step 0, loss –") for line in lines)
