@@ -73,6 +73,14 @@ def test_no_host_waits_where_tensors_go_straight_to_the_other_device():
         assert counts["reads"] == counts["waits"] == counts["connected"] == 0
 
 
+def test_what_was_sent_is_given_back_though_nothing_comes_from_the_other_rank():
+    """A library need not tell that something is over before it was waited for."""
+    done = forked(JOB, 2, "one way", "auto", "emu")
+    assert done.returncode == 0, done.output
+    for taken in done.reports.values():
+        assert taken[2] == taken[1]
+
+
 def test_a_host_waits_for_what_it_hands_over_in_main_memory_and_for_nothing_else():
     done = forked(JOB, 2, "waits", "shared-memory", "emu")
     assert done.returncode == 0, done.output

@@ -44,6 +44,18 @@ def test_every_way_sums_what_is_on_accelerators(accelerator, servers):
     assert job.reports == {0: [], 1: []}, job.output
 
 
+def test_every_way_sums_what_devices_send_to_each_other(accelerator, servers):
+    """By a library with the manners of NCCL; one stage has two copies."""
+    job = run("linked devices", servers, 3)
+    assert job.reports == {rank: [] for rank in range(3)}, job.output
+
+
+@pytest.mark.soak
+def test_a_parameter_server_updates_what_devices_send_to_it(accelerator):
+    job = run("served linked devices", ([], []), 4)
+    assert job.reports == {rank: [] for rank in range(4)}, job.output
+
+
 @pytest.mark.soak
 def test_a_parameter_server_updates_what_is_on_accelerators(accelerator):
     job = run("served devices", ([], []))

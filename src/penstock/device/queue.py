@@ -115,6 +115,7 @@ class AcceleratorQueue(DeviceQueue):
         self._leaving: dict[torch.device, torch.Stream] = {}
         self._sending = torch.Stream(device)
         self._awaiting = torch.Stream(device)
+        self._departing = torch.Stream(device)
         self._clock = DeviceClock(self._compute)
 
     def entered(self) -> AbstractContextManager[object]:
@@ -187,6 +188,18 @@ class AcceleratorQueue(DeviceQueue):
         self._compute.wait_event(self._awaiting.record_event())
         for tensor in tensors:
             tensor.record_stream(self._compute)
+
+    def keep_until(self, wait: Callable[[], object], tensors: Iterable[Tensor]) -> None:
+        """Let nobody else have the memory of tensors before something; no op comes behind that.
+
+        Args:
+            wait: makes the current stream wait for it.
+            tensors: which the caller may drop.
+        """
+        with self._departing:
+            wait()
+        for tensor in tensors:
+            tensor.record_stream(self._departing)
 
     def to_host(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.Event]:
         """Copies in main memory, and when they are there; nobody waits for that.

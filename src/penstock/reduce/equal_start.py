@@ -17,7 +17,9 @@ def begin_equal(rank: int, shared: SharedWeights, transport: Transport) -> None:
     model for itself, perhaps with other random numbers.
 
     They travel slice by slice on the channels of the sums, since a channel between hosts keeps as
-    much memory ready as its largest message needed.
+    much memory ready as its largest message needed. All others answer: what leaves an accelerator
+    may be overwritten behind something that its target has made of it, and the first update need
+    not come behind any such thing.
     """
     first = shared.ranks[0]
     vectors = [parameter.detach().reshape(-1) for parameter in shared.parameters]
@@ -35,7 +37,13 @@ def begin_equal(rank: int, shared: SharedWeights, transport: Transport) -> None:
             for (place, start, stop), value in zip(pieces, values, strict=True):
                 vectors[place][start:stop] = value
     if rank == first:
-        return  # what it sent it has, and may still be leaving its device
+        for other in shared.others(rank) if vectors else ():
+            waiting = f"rank {rank}, waiting for rank {other} to have the weights that both hold"
+            transport.recv(shared.edge(other, first, Purpose.SUM), FIRST_EXCHANGE, waiting)
+        return
     with torch.no_grad():
         for parameter, vector in zip(shared.parameters, vectors, strict=True):
             parameter.copy_(vector.view_as(parameter))
+    if vectors:
+        answer = vectors[0].new_zeros(1)
+        transport.send(shared.edge(rank, first, Purpose.SUM), FIRST_EXCHANGE, answer)

@@ -11,6 +11,7 @@ names one. Such a library has three habits:
   for each other for ever. So each direction between two ranks has a group of its own, and with
   it a communicator of its own, however torch shares communicators within a group.
 - A receive must know the size, and takes whatever was sent next.
+- Some do not tell whether something is over before it was waited for.
 
 So a message's small part goes ahead by the transport of main memory. It tells shapes, and where the
 tensors stand in the order of the link. Receives are posted in that order, which need not be the
@@ -27,7 +28,9 @@ How long memory is kept, and who may write to it:
 1. What is sent is kept until the library says that it has left, or until something comes from the
    other rank that was made after that rank had taken it up (the small part tells how far it has
    got). All ops that follow are then ordered behind the send, which costs nothing, since it is
-   over; so they may overwrite what was sent.
+   over; so they may overwrite what was sent. Where nothing comes for long, as in evaluations, the
+   oldest of many sends is let go: a stream that computes nothing waits for it, and the allocator
+   for that stream.
 2. Memory of a receive is allocated on the stream of arrivals, on which no compute is, so that a
    receive does not wait for the ops before it. It is used by the compute stream.
 
@@ -52,6 +55,7 @@ from penstock.transport.base import Edge
 from penstock.transport.wire import is_dense
 
 _NONE = -1
+_MOST_KEPT = 64
 
 Form = tuple[int, ...] | None
 """Of a tensor that travels on the link its strides, empty where its dimensions lie in their order;
@@ -139,6 +143,7 @@ class DeviceLink:
         self._num_sent = self._num_posted = self._num_taken = 0
         self._last_sent = _Before(_NONE, _NONE)
         self._leaving: deque[_Leaving] = deque()
+        self._let_go: Sequence[dist.Work] = ()
         self._early: dict[tuple[Edge, int], _Arriving] = {}
         self._unwanted: list[_Arriving] = []
         for group in (outgoing, incoming):
@@ -169,6 +174,10 @@ class DeviceLink:
             self._leaving.popleft()
         if not message.tensors:
             return
+        if len(self._leaving) >= _MOST_KEPT:
+            _, works, tensors = self._leaving.popleft()
+            self._queue.keep_until(lambda: [work.wait() for work in works], tensors)
+            self._let_go = works  # all before it were over before
         with self._queue.sending():
             works = [
                 _under_way(dist.isend(_bytes(tensor), group=self._outgoing, group_dst=self._other))
@@ -244,7 +253,8 @@ class DeviceLink:
             over = []
             while self._leaving and self._leaving[0].turn < place.num_taken:
                 over.append(self._leaving.popleft())  # [1], which keeps them until they are joined
-            left = [work for leaving in over for work in leaving.works]
+            left = [*self._let_go, *(work for leaving in over for work in leaving.works)]
+            self._let_go = ()
             self._queue.join(lambda: [work.wait() for work in [*works, *left]], tensors)  # [2]
             self._num_taken = max(self._num_taken, place.turn + 1)
         return value
@@ -273,6 +283,7 @@ class DeviceLink:
     def release(self) -> None:
         """Let go of what was under way in groups that have been destroyed."""
         self._leaving.clear()
+        self._let_go = ()
         self._early.clear()
         self._unwanted.clear()
 

@@ -270,6 +270,24 @@ def waits(transport: str, places: Places) -> dict[str, int]:
     return counts
 
 
+def one_way(transport: str, places: Places) -> list[int]:
+    """The bytes in use on this rank's device after each of some evaluations, in which tensors go to
+    the other rank and none comes back."""
+    module, device = torch.get_device_module(), dist.get_rank()
+    model, taken = make_mlp(dropout=0.0), []
+    plan = make_plan(model, 2, 4, "1f1b")
+    planned_on = tuple(pk.Device(name=f"gpu{rank}", kind="gpu") for rank in range(2))
+    options = {"loss": F.cross_entropy, "optimizer": sgd, "transport": transport}
+    options |= {"results": "none", "deadline_seconds": DEADLINE_SECONDS}
+    with pk.Pipeline(model, replace(plan, devices=planned_on), **options) as pipeline:
+        for _ in range(3):
+            for step in range(20):
+                pipeline.evaluate(make_batch(seed=step)[0])
+            module.synchronize(device)
+            taken.append(module.memory_allocated(device))
+    return taken
+
+
 def main() -> None:
     torch.set_num_threads(1)
     cases, transport, kind, folder = sys.argv[1:]
@@ -278,7 +296,13 @@ def main() -> None:
         collectives.register()
     dist.init_process_group("gloo")
     places = EMULATED if kind == EMULATED.kind else hardware(kind, 2)
-    jobs = {"waits": waits, "apart": apart, "failing": failing, "refused": refused}
+    jobs = {
+        "one way": one_way,
+        "waits": waits,
+        "apart": apart,
+        "failing": failing,
+        "refused": refused,
+    }
     told = jobs.get(cases, partial(differences, cases))(transport, places)
     if kind == EMULATED.kind:
         torch.get_device_module().check()

@@ -20,6 +20,7 @@ import sys
 import time
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -36,12 +37,14 @@ from penstock.summation import portions
 from penstock.transport import ProcessGroupTransport
 from penstock.trial.reference.stale_replay import StaleReplay
 from penstock.trial.stale_proof import copies_of
+from tests.kit.accelerator import collectives
 from tests.kit.accelerator.devices import register
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.reducing import replicated
 from tests.kit.training import DEADLINE_SECONDS, adamw
 
 STEPS = 4
+LINKED = ("owners", "servers", "sharded")
 WITH_SERVERS = ("servers", "parameter-server")
 timelines = []
 
@@ -58,14 +61,21 @@ def plan_of(model, way, addresses, replicas=(3,)):
     return plan.summed_by(way, spares(addresses) if way in WITH_SERVERS else ())
 
 
-def on_devices(addresses, ways):
+def on_devices(addresses, ways, transport="process-group", replicas=(2,)):
     """Copies on accelerators in software, which raise where a wait is missing."""
     found, model = [], make_mlp(dropout=0.1)
-    expected = train(plan_of(model, "owners", (), (2,)), "threads", devices="cpu")
-    for way in ways:
-        plan = plan_of(model, way, addresses, (2,))
-        got = train(plan, "process-group", devices=["emu:0", "emu:1"])
-        found += [key for key, value in got.items() if not torch.equal(value.cpu(), expected[key])]
+    devices = [f"emu:{rank}" for rank in range(sum(replicas))]
+    expected = train(plan_of(model, "owners", (), replicas), "threads", devices="cpu")
+    for way, in_loop in product(ways, (False, True)):
+        sent = collectives.DONE.num_bytes_sent
+        plan = plan_of(model, way, addresses, replicas)
+        got = train(plan, transport, devices=devices, in_loop=in_loop)
+        for key, value in got.items():
+            if not torch.equal(value.cpu(), expected[key]):
+                found.append(f"{way}: {key}")
+        # A parameter server computes on the CPU.
+        if got and (collectives.DONE.num_bytes_sent == sent) == (transport == "auto"):
+            found.append(f"{way}: not by {transport}")
     torch.get_device_module().check()
     return found
 
@@ -292,11 +302,16 @@ def main() -> None:
     portions.LEAST_PORTION_BYTES = 1000  # or these small models would leave in one
     if case.endswith("devices"):
         register()
+        collectives.register()
     dist.init_process_group("gloo")
     compares = {
         "same": partial(same, addresses, pids),
         "both ways": partial(both_ways, addresses),
         "devices": partial(on_devices, addresses, ("servers", "sharded", "all-reduce")),
+        "linked devices": partial(on_devices, addresses, LINKED, "auto", (1, 2)),
+        "served linked devices": partial(
+            on_devices, ["spare:1"], ("parameter-server",), "auto", (1, 2)
+        ),
         "served devices": partial(on_devices, ["spare:1"], ("parameter-server",)),
         "checkpoint": partial(checkpoint, folder),
         "parameter servers": partial(parameter_servers, folder),

@@ -13,6 +13,7 @@ such libraries, and is strict about each of them:
 - What two ranks post to a group passes in order: the n-th that one posts is the counterpart of the
   n-th that the other posts. Two sends, two receives or two sizes raise; and so does a wait for
   something that the other rank does not post in time, which on hardware would last for ever.
+- ``is_completed`` says no before ``wait``: not every library looks at its stream unasked.
 - Nothing is kept alive for the caller but the memory that a receive writes to, until its wait.
 
 Bytes travel when things are posted, by the store of the group. What a receive has not been waited
@@ -130,12 +131,6 @@ class _Channel:
                 f"deadlock: rank {self._rank} of a group waits for rank {self._other} to connect"
             ) from error
 
-    def has_met(self, turn):
-        """Whether the other rank has posted its part, and of all before."""
-        while len(self._met) <= turn and self._store.check([self._key(len(self._met))]):
-            self._meet()
-        return len(self._met) > turn
-
     def contents(self, turn):
         """What the other rank has posted; waits for that."""
         while len(self._met) <= turn:
@@ -175,6 +170,7 @@ class _Work:
 
     def __init__(self, channel, turn, event, room):
         self._channel, self._turn, self._event, self._room = channel, turn, event, room
+        self._was_waited_for = False
 
     def wait(self, timeout=None):
         contents = self._channel.contents(self._turn)
@@ -182,10 +178,11 @@ class _Work:
             ctypes.memmove(self._room.data_ptr(), contents, len(contents))
             self._room = None
         torch.accelerator.current_stream(self._event.device).wait_event(self._event)
+        self._was_waited_for = True
         return True
 
     def is_completed(self):
-        return self._channel.has_met(self._turn) and self._event.query()
+        return self._was_waited_for and self._event.query()
 
 
 def register():
