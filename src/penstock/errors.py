@@ -18,9 +18,30 @@ Every message says what is wrong, where, and what to do about it.
 
 from __future__ import annotations
 
+import re
+
+# Beside characters that move the cursor or begin an escape sequence, those that turn the direction
+# of what follows them.
+_COMMANDS = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def printable(text: str) -> str:
+    """Text as a terminal may see it: whatever would be a command to it is written out. Everything
+    that people read passes here, for names and reasons may come from files of others.
+
+    >>> print(printable("ä\\x1b]0;title\\x07"))
+    ä\\u001b]0;title\\u0007
+    """
+    return _COMMANDS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
 
 class PenstockError(Exception):
     """Root of everything Penstock raises on purpose."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class InputError(PenstockError, ValueError):

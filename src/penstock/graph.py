@@ -15,7 +15,7 @@ from typing import Literal
 from msgspec import field
 from msgspec.structs import replace
 
-from penstock.errors import InputError
+from penstock.errors import InputError, printable
 from penstock.lazily import method_loaded_when_used
 from penstock.values import MOST_BYTES, Value, expect, number, shown, whole
 
@@ -374,7 +374,7 @@ class LayerGraph(Value, frozen=True, kw_only=True):
         forward = sum(layer.forward_seconds for layer in self.layers)
         backward = sum(layer.backward_seconds for layer in self.layers)
         update = sum(layer.update_seconds for layer in self.layers)
-        return "\n".join(
+        words = "\n".join(
             [
                 f"{len(self.layers)} layers, a microbatch of {self.microbatch_size} rows: forward "
                 f"{forward * 1e3:.3f} ms, backward {backward * 1e3:.3f} ms, update "
@@ -383,6 +383,7 @@ class LayerGraph(Value, frozen=True, kw_only=True):
                 *(f"! {warning}" for warning in self.warnings),
             ]
         )
+        return printable(words)
 
     _repr_html_ = method_loaded_when_used("penstock.drawing.cells", "graph_cell")
 

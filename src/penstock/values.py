@@ -169,13 +169,14 @@ def _repeated_key(text: str | bytes) -> str:
     """The path of the first key that stands twice in an object; empty if none does."""
     from json import JSONDecoder
 
+    is_repeated, plain = False, text if isinstance(text, str) else text.decode()
+
     def only_pairs(pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
         nonlocal is_repeated
         is_repeated |= len({key for key, _ in pairs}) < len(pairs)
         return pairs if is_repeated else []  # nobody looks at what is right
 
     # Two readings, since a path is known only from outside inwards. Numbers are not read.
-    is_repeated, plain = False, text if isinstance(text, str) else text.decode()
     read = JSONDecoder(object_pairs_hook=only_pairs, parse_float=bool, parse_int=bool).decode
     read(plain)
     return _path_of_repeated(read(plain), "$") if is_repeated else ""

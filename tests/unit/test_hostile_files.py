@@ -10,7 +10,7 @@ import re
 import pytest
 
 import penstock as pk
-from penstock.errors import FileError
+from penstock.errors import FileError, InputError, PenstockError
 from penstock.turns.written import FleetFile
 from penstock.values import MOST_FILE_BYTES, MOST_TOML_BYTES, read_text
 from tests.unit.test_wrong_files import FILES, answered, folder, planned  # noqa: F401 - a fixture
@@ -113,3 +113,88 @@ def test_an_ordinary_file_behind_a_link_is_read(tmp_path):
     (tmp_path / "file").write_text("\ufefftext", encoding="utf-8")
     (tmp_path / "link").symlink_to("file")
     assert read_text(tmp_path / "link") == "text"
+
+
+EVIL = "\x1b]0;pwned\x07\x9b2J\x7f\r\u202e[red]:smile:"
+SHOWN = r"\u001b]0;pwned\u0007\u009b2J\u007f\u000d\u202e[red]:smile:"
+COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]")
+
+
+def evil(content, key=""):
+    """The same with commands to a terminal wherever names and reasons stand."""
+    if isinstance(content, dict):
+        return {name: evil(part, name) for name, part in content.items()}
+    if isinstance(content, list):
+        return [evil(part, key) for part in content]
+    is_free = key in ("name", "layers", "reason", "warnings", "alternatives")
+    return f"{content}{EVIL}" if is_free and isinstance(content, str) else content
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ("plan", "graph.json", "cluster.json"),
+        ("plan", "graph.json", "cluster.json", "--json"),
+        ("cluster", "cluster.json"),
+        ("draw", "plan.json"),
+        ("explain", "plan.json"),
+        ("explain", "plan.json", "--json"),
+        ("simulate", "plan.json"),
+        ("simulate", "timeline.json"),
+        ("compare", "plan.json", "timeline.json"),
+        ("draw", "timeline.json"),
+    ],
+    ids=" ".join,
+)
+def test_no_text_of_a_file_is_a_command_to_the_terminal(folder, verb):  # noqa: F811
+    contents = {name: evil(content) for name, (content, _) in FILES.items()}
+    contents["plan.json"]["reason"] = contents["timeline.json"]["name"] = f"because{EVIL}"
+    for name, content in contents.items():
+        (folder / name).write_text(json.dumps(content))
+    said = answered(*verb)
+    assert "is not a valid" not in said  # they are read, and not refused
+    assert not COMMANDS.search(said), repr(said)
+    if "--json" in verb:
+        json.loads(said)
+
+
+def test_a_name_in_a_table_is_no_markup_and_is_shown_in_full(folder):  # noqa: F811
+    content = {**FILES["timeline.json"][0], "name": EVIL}
+    (folder / "timeline.json").write_text(json.dumps(content))
+    assert SHOWN in answered("simulate", "timeline.json")
+
+
+def test_no_error_is_a_command_to_the_terminal(folder):  # noqa: F811
+    (folder / "plan.json").write_text(json.dumps({**planned(), EVIL: 1}))
+    assert r"unknown field `\u001b]0;pwned" in answered("draw", "plan.json")
+    assert str(InputError(f"{EVIL}\nand more")) == f"{SHOWN}\nand more"
+    assert not COMMANDS.search(str(PenstockError(EVIL)))
+
+
+def test_a_plan_and_a_graph_print_no_commands_in_a_script_either():
+    plan = pk.Plan.from_json(json.dumps({**planned(), "reason": EVIL}))
+    graph = pk.LayerGraph.from_json(json.dumps({**FILES["graph.json"][0], "warnings": [EVIL]}))
+    assert SHOWN in str(plan)
+    assert SHOWN in str(graph)
+
+
+def test_the_name_of_a_job_reaches_the_terminal_in_words_only(folder):  # noqa: F811
+    (folder / "fleet.toml").write_text(
+        'steps = 2\n[jobs."\\u001b]0;pwned\\u0007"]\nplan = "plan.json"\n'
+        '[jobs.b]\nplan = "plan.json"\n'
+    )
+    said = answered("fleet", "fleet.toml", "--simulate")
+    assert not COMMANDS.search(said), repr(said)
+    assert "pwned" in said
+
+
+def test_a_drawing_that_goes_to_a_terminal_is_no_command_and_to_a_program_is_as_it_is(
+    folder,  # noqa: F811
+    monkeypatch,
+):
+    content = {**FILES["timeline.json"][0], "name": f"name{EVIL}"}
+    (folder / "timeline.json").write_text(json.dumps(content))
+    answer = answered("draw", "timeline.json", "-o", "-")
+    monkeypatch.setattr("penstock.cli.output._to_terminal", lambda: True)
+    assert not COMMANDS.search(answered("draw", "timeline.json", "-o", "-"))
+    assert "<svg" in answer

@@ -11,7 +11,7 @@ import click
 
 from penstock import __version__
 from penstock.cli.examples import epilog_of
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, printable
 
 _PLACES = {
     "check": ("schedule_verbs", "check"),
@@ -86,10 +86,10 @@ def main() -> None:
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else "penstock"
         message = error.format_message().rstrip(".")
-        click.echo(f"penstock: {message}; try {path} --help", err=True)
+        click.echo(printable(f"penstock: {message}; try {path} --help"), err=True)
         sys.exit(error.exit_code)
     except click.ClickException as error:
-        click.echo(f"penstock: {error.format_message()}", err=True)
+        click.echo(printable(f"penstock: {error.format_message()}"), err=True)
         sys.exit(error.exit_code)
     except click.Abort:
         sys.exit(130)

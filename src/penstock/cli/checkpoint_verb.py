@@ -50,7 +50,7 @@ def show_checkpoints(folder: str, as_json: bool) -> None:
     rows = [_row(one, what) for one, what in opened]
     show.print_table(("checkpoint", "state", "saved", "plan", "step", "size"), rows, num_texts=4)
     if len(opened) == 1 and not isinstance(opened[0][1], FileError):
-        click.echo()
+        show.echo()
         show.print_table(
             ("file", "layers", "optimizer", "tensors", "size"), _pieces(opened[0][1]), 3
         )

@@ -250,7 +250,7 @@ def _print_measurement(measurement: Measurement) -> None:
         for (a, b), fit in measurement.fits.items()
     ]
     show.print_table(("pair", "latency", "bandwidth", "fit error"), rows)
-    click.echo()
+    show.echo()
     sums = [
         (
             picture_bytes(total.num_bytes),
@@ -261,7 +261,7 @@ def _print_measurement(measurement: Measurement) -> None:
         for total in measurement.sums
     ]
     show.print_table(("all-reduce of", "measured", "as a ring", "difference"), sums)
-    click.echo()
+    show.echo()
     _print_cluster(measurement.cluster)
 
 
@@ -272,7 +272,7 @@ def _print_cluster(cluster: Cluster) -> None:
         for device in cluster.devices
     ]  # fmt: skip
     show.print_table(("device", "memory", "speed"), devices)
-    click.echo()
+    show.echo()
     joined = [
         (f"{group.name}: {', '.join(group.members)}", *_cells(group.link),
          picture_bytes(group.memory_bytes) if group.memory_bytes else "–")
@@ -287,7 +287,7 @@ def _print_cluster(cluster: Cluster) -> None:
     ]
     show.print_table(("joined", "latency", "bandwidth", "shared memory"), joined)
     if cluster.tiers:
-        click.echo()
+        show.echo()
         tiers = [
             (str(tier), _rate(tier.read_bytes_per_second), _rate(tier.write_bytes_per_second))
             for tier in cluster.tiers

@@ -154,16 +154,16 @@ def _print(record: ContestRecord) -> None:
     rows = list(zip(table_rows(record), record.entries, strict=True))
     ran = [row for row, entry in rows if entry.ran]
     show.print_table(COLUMNS[:_SPEED_COLUMNS], [row[:_SPEED_COLUMNS] for row in ran])
-    click.echo()
+    show.echo()
     learning = (COLUMNS[0], *COLUMNS[_SPEED_COLUMNS:])
     show.print_table(learning, [(row[0], *row[_SPEED_COLUMNS:]) for row in ran])
-    click.echo()
+    show.echo()
     for (title, reason, *_), entry in rows:
         if not entry.ran:
-            click.echo(f"{title} {reason}")
-    click.echo(f"{summary(record)}\n\n{legend(record)}")
+            show.echo(f"{title} {reason}")
+    show.echo(f"{summary(record)}\n\n{legend(record)}")
     for note in record.notes:
-        click.echo(note)
+        show.echo(note)
 
 
 @contextmanager

@@ -104,19 +104,19 @@ def _estimated(plan: Plan, workload: str, steps: int) -> list[float] | None:
 
 
 def _print_versions(explanation: Explanation) -> None:
-    click.echo(fill(explanation.title, _WIDTH))
-    click.echo(fill(explanation.summary, _WIDTH) + "\n")
+    show.echo(fill(explanation.title, _WIDTH))
+    show.echo(fill(explanation.summary, _WIDTH) + "\n")
     stages = list(enumerate(explanation.stages))
     if not explanation.synchronous:
         example = f"at k={explanation.example}"
         reads = ("forward reads", example, "backward reads", example)
         columns = ("stage", "layers", "ranks", *reads, "delay")
         show.print_table(columns, [_readings(*stage) for stage in stages], num_texts=7)
-        click.echo("\n" + fill(_READING, _WIDTH) + "\n")
+        show.echo("\n" + fill(_READING, _WIDTH) + "\n")
     columns = ("stage", "layers", "ranks", "versions", "bytes", "δ", "in flight", "bytes")
     rows = [_memory(*stage) for stage in stages]
     show.print_table(columns, rows, num_texts=3)
-    click.echo("\nin flight: microbatches whose activations are kept at the worst moment")
+    show.echo("\nin flight: microbatches whose activations are kept at the worst moment")
 
 
 def _readings(index: int, stage: ExplainedStage) -> list[str]:
@@ -152,7 +152,7 @@ def _print_stability(
     curvatures: Sequence[float] | None,
     checks: Sequence[Stability],
 ) -> None:
-    click.echo("\nstable if learning rate × curvature is at most:\n")
+    show.echo("\nstable if learning rate × curvature is at most:\n")
     columns = ["stage", "delay", "at most"]
     rows = [
         [str(index), f"{stage.delay:.3g}", f"{stage.stability_bound / stage.rate_factor:.3g}"]
@@ -168,14 +168,14 @@ def _print_stability(
             most = stage.stability_bound / stage.rate_factor / learning_rate
             rows[index].append(f"{most:.3g}")
     show.print_table(columns, rows)
-    click.echo()
+    show.echo()
     if any(stage.rate_factor > 1 for stage in explanation.stages):
-        click.echo(fill(_REPLICAS, _WIDTH) + "\n")
+        show.echo(fill(_REPLICAS, _WIDTH) + "\n")
     for check in checks:
-        click.echo(fill(("" if check.stable else "warning: ") + check.words, _WIDTH))
+        show.echo(fill(("" if check.stable else "warning: ") + check.words, _WIDTH))
     if checks:
-        click.echo()
-    click.echo(fill(_CAVEAT, _WIDTH))
+        show.echo()
+    show.echo(fill(_CAVEAT, _WIDTH))
 
 
 def _numbers(

@@ -137,7 +137,7 @@ def _simulate(
         show.print_json(_as_numbers(timeline, least, timelines))
         return
     _print_jobs(tasks, timeline)
-    click.echo()
+    show.echo()
     show.print_table(
         ("policy", "takes", "÷ bound", "idle"),
         [
@@ -150,12 +150,12 @@ def _simulate(
             for name, one in timelines.items()
         ],
     )
-    click.echo(f"\nbound: {format_seconds(timeline.bound_seconds)}, {least.reason}")
+    show.echo(f"\nbound: {format_seconds(timeline.bound_seconds)}, {least.reason}")
     if file.halving is not None:
-        click.echo("of a halving, those are taken to go on that take longest")
+        show.echo("of a halving, those are taken to go on that take longest")
     from penstock.drawing import draw
 
-    click.echo(f"\n{draw(timeline)}")
+    show.echo(f"\n{draw(timeline)}")
 
 
 def _task(name: str, plan: Plan, table: JobTable, stop: Stop, num_jobs: int) -> Task:
@@ -232,7 +232,7 @@ def _train(
     if as_json:
         show.print_json(_outcomes(results))
     elif output != STANDARD_OUTPUT:
-        click.echo(str(results))
+        show.echo(str(results))
     if all(result.error is not None for result in results.values()):
         sys.exit(1)
 

@@ -91,7 +91,7 @@ def demo(steps: int, output: str, as_json: bool) -> None:
     graph = profiled(loaded, MICROBATCHES)
     if not as_json:
         print_graph(graph)
-        click.echo()
+        show.echo()
     chosen = planner.plan(
         graph, Cluster.local(2), microbatches=MICROBATCHES, schedule="1f1b", stages=2
     )
@@ -104,14 +104,14 @@ def _train(
     from penstock.trial import run_trial
 
     if not as_json:
-        click.echo(f"{plan}\n")
+        show.echo(f"{plan}\n")
     with show.training(steps, workload.unit, workload.num_units()) as progress:
         trial = run_trial(workload, plan, steps, compare=compare, progress=progress)
     page = drawing.write_report(trial.report(_command()), output)
     if as_json:
         show.print_json(trial.numbers())
     else:
-        click.echo(f"\n{drawing.draw(trial.measured)}\n")
+        show.echo(f"\n{drawing.draw(trial.measured)}\n")
         show.print_facts(trial.facts())
     show.say(f"report: {page}")
     return trial

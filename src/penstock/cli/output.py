@@ -6,6 +6,7 @@ Where nobody could write is said before any work is done.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import click
 
 from penstock.cli import show
-from penstock.errors import InputError
+from penstock.errors import InputError, printable
 
 STANDARD_OUTPUT = "-"
 BOTH_TO_STANDARD_OUTPUT = "-o - and --json would both go to standard output; leave one out"
@@ -119,4 +120,12 @@ def written(output: str | None, suffix: str) -> Iterator[str | None]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"output{suffix}")
         yield str(path)
-        click.echo(path.read_bytes(), nl=False)
+        content = path.read_bytes()
+        # Programs get every byte; a terminal gets no command that a name in it may hold.
+        click.echo(
+            printable(content.decode(errors="replace")) if _to_terminal() else content, nl=False
+        )
+
+
+def _to_terminal() -> bool:
+    return bool(getattr(sys.stdout, "isatty", bool)())

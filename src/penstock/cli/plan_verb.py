@@ -195,7 +195,7 @@ def plan(
     if as_json:
         show.print_json(chosen)
     elif output != STANDARD_OUTPUT:
-        click.echo(text)
+        show.echo(text)
 
 
 def _tier(name: str) -> Tier:

@@ -125,12 +125,12 @@ def print_graph(graph: LayerGraph, doubts: Sequence[str] = ()) -> None:
     """
     rows = [_row(layer) for layer in graph.layers]
     show.print_table(_COLUMNS, [*rows, _sums(graph.layers)])
-    click.echo(f"\n{_LEGEND}")
+    show.echo(f"\n{_LEGEND}")
     for warning in (*graph.warnings, *doubts):
-        click.echo(f"! {warning}")
+        show.echo(f"! {warning}")
     for warning, layers in _warnings(graph.layers).items():
-        click.echo(f"! {warning}: {', '.join(layers)}")
-    click.echo("\n".join(_conditions(graph)))
+        show.echo(f"! {warning}: {', '.join(layers)}")
+    show.echo("\n".join(_conditions(graph)))
 
 
 def _row(layer: Layer) -> tuple[str, ...]:

@@ -175,7 +175,7 @@ def _print(performed: Rehearsal) -> None:
     name = performed.measured.name or "schedule"
     show.print_table((name, "predicted", "measured", "difference"), rows)
     facts = (f"{fact.label}: {fact.value}" for fact in _circumstances(performed))
-    click.echo("\n" + "\n".join(facts))
+    show.echo("\n" + "\n".join(facts))
 
 
 def _unit(comparison: Comparison) -> str:

@@ -41,7 +41,7 @@ def schedules(name: str | None, as_json: bool) -> None:
         show.print_json([one.facts() for one in listed] if name is None else listed[0].facts())
     elif name is None:
         show.print_table(("name", "law"), [(family.name, family.law) for family in listed], 2)
-        click.echo(
+        show.echo(
             "\npenstock schedules NAME tells when a schedule wins, who published it, and more."
         )
     else:
@@ -123,7 +123,7 @@ def draw(
     if as_json:
         show.print_json({**show.metrics(loaded), "output": output})
     elif output is None:
-        click.echo(picture)
+        show.echo(picture)
 
 
 @click.command(epilog=_SOURCE_HELP)
@@ -193,7 +193,7 @@ def compare(
         return
     show.print_metrics(loaded)
     if output is None and scatter is None and memory is None:
-        click.echo(f"\n{show.stacked_in_terminal(titled)}")
+        show.echo(f"\n{show.stacked_in_terminal(titled)}")
 
 
 def _draw_memory(plan: Plan, titled: Sequence[Titled], path: str) -> None:
@@ -239,7 +239,7 @@ def check(source: str, ranks: int, microbatches: int, capacity: int, as_json: bo
         show.print_json({"ok": True, **counts})
     else:
         holds = f"a channel holds {capacity} message(s)" if capacity else "a channel holds nothing"
-        click.echo(
+        show.echo(
             f"ok: {schedule.num_ops} ops on {schedule.num_ranks} ranks, each once, in an order "
             f"that cannot deadlock even when {holds}"
         )

@@ -8,6 +8,7 @@ import threading
 
 import click
 
+from penstock.cli import show
 from penstock.errors import InputError
 
 _SECRET_HELP = (
@@ -46,12 +47,12 @@ def serve(job: str, listen: str, quiet: bool) -> None:
 
     def tell(what: str) -> None:
         if not quiet:
-            click.echo(f"penstock serve: {what}", err=True)
+            show.echo(f"penstock serve: {what}", err=True)
 
     server = SummationServer(host, port, key_of(secret, job), tell)
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
-    click.echo(f"Serving job {job!r} on {server.address[0]}:{server.address[1]}")
+    show.echo(f"Serving job {job!r} on {server.address[0]}:{server.address[1]}")
     ended.wait()
     server.close()

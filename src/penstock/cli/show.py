@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from penstock.errors import printable
 from penstock.telling import Telling, is_quiet
 from penstock.units import format_bytes
 from penstock.values import encode
@@ -32,14 +33,20 @@ _WIDTH = 100
 """Columns where the terminal does not say, or is narrower than any table."""
 
 
+def echo(text: str = "", *, err: bool = False) -> None:
+    """Print text of which parts may come from files, so that a terminal takes nothing in it for a
+    command. All verbs print through here, or as a table."""
+    click.echo(printable(text), err=err)
+
+
 def say(text: str) -> None:
     """A line of progress, on standard error, so that standard output holds only results."""
-    click.echo(text, err=True)
+    echo(text, err=True)
 
 
 def print_json(value: object) -> None:
     """A result for programs."""
-    click.echo(encode(value))
+    echo(encode(value))
 
 
 def print_table(
@@ -62,12 +69,12 @@ def print_table(
         least = max(map(len, [*column.split(), *cells]))
         table.add_column(column, justify=justify, overflow="fold", min_width=least)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(printable, row))
     width = max(_WIDTH, Console(stderr=beside).width)
     if num_texts == 1 and not Console(stderr=beside).is_terminal:
         # Nobody's window is too narrow for a long name, and programs look for it in one piece.
-        width = max(width, Console(width=10**4).measure(table).maximum)
-    Console(width=width, stderr=beside).print(table)
+        width = max(width, Console(width=10**4, markup=False, emoji=False).measure(table).maximum)
+    Console(width=width, stderr=beside, markup=False, emoji=False).print(table)
 
 
 def print_facts(facts: Sequence[Fact]) -> None:
@@ -80,8 +87,8 @@ def print_facts(facts: Sequence[Fact]) -> None:
     table.add_column(justify="right", style="bold", no_wrap=True)
     table.add_column(style="dim")
     for fact in facts:
-        table.add_row(fact.label, fact.value, fact.note)
-    Console(width=max(140, Console().width)).print(table)
+        table.add_row(*map(printable, (fact.label, fact.value, fact.note)))
+    Console(width=max(140, Console().width), markup=False, emoji=False).print(table)
 
 
 def print_family(family: About) -> None:
@@ -93,16 +100,16 @@ def print_family(family: About) -> None:
         named.append(("option", f"{option.name}{default}: {option.meaning}".rstrip(": ")))
     named.append(("paper", family.citation))
     click.secho(f"{family.title} ({family.name})", bold=True)
-    click.echo(textwrap.fill(family.summary, _WIDTH))
+    echo(textwrap.fill(family.summary, _WIDTH))
     for name, words in named:
         if words:
             first = f"{name:<8}"
             lines = textwrap.fill(words, _WIDTH, initial_indent=first, subsequent_indent=" " * 8)
-            click.echo(f"\n{lines}")
+            echo(f"\n{lines}")
     for paper in family.papers:
-        click.echo(f"\n{paper.bibtex()}")
+        echo(f"\n{paper.bibtex()}")
     if family.drawing:
-        click.echo(f"\n{family.drawing}")
+        echo(f"\n{family.drawing}")
 
 
 def stacked_in_terminal(timelines: Sequence[Titled]) -> str:
@@ -152,7 +159,7 @@ def print_metrics(sources: Sequence[Drawable]) -> None:
     flow = ["rate", "transit", "latency"] if fed else []
     print_table([*columns, "hops", "weight copies", *flow], rows)
     if fed:
-        click.echo(
+        echo(
             "\ntransit: from a frame's entry to its output, the last frame's; latency: from its "
             "arrival, so with its wait"
         )

@@ -60,6 +60,6 @@ def verify(
     if as_json:
         show.print_json(proof.numbers())
     else:
-        click.echo(proof.text())
+        show.echo(proof.text())
     if not proof.equal:
         context.exit(1)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from penstock.errors import InputError
+from penstock.errors import InputError, printable
 from penstock.timing.fleet_timeline import FleetTimeline
 from penstock.turns.bounds import Bound
 from penstock.units import format_seconds
@@ -113,7 +113,7 @@ class FleetResults(Mapping[str, JobResult]):
             ).rstrip()
             for row in rows
         ]
-        return "\n".join([*table, self.summary()])
+        return printable("\n".join([*table, self.summary()]))
 
     def summary(self) -> str:
         """One line: how long it took, beside the bound."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
+from penstock.errors import printable
 from penstock.fleet.dispatcher import Dispatcher
 from penstock.fleet.results import row_of
 from penstock.fleet.trainee import Trainee
@@ -54,7 +55,7 @@ class Shown:
                 name, status, steps, loss, seconds, why = row_of(trainee.result())
                 line = f"{name}: {status} at step {steps}, loss {loss}, {seconds} on devices"
                 told = f"{line}: {why}" if why else line
-                console.print(told, markup=False, highlight=False, soft_wrap=True)
+                console.print(printable(told), markup=False, highlight=False, soft_wrap=True)
 
     def _table(self) -> Table:
         from rich.table import Table
@@ -71,7 +72,7 @@ class Shown:
                 stage, backward = trainee.place.label()
                 now = f"device {device}: {'B' if backward else 'F'}{stage}"
             end = "" if trainee.place.target is None else str(trainee.place.target)
-            table.add_row(name, now, steps, end, loss, seconds, why)
+            table.add_row(*map(printable, (name, now, steps, end, loss, seconds, why)))
         return table
 
     def __enter__(self) -> Self:
@@ -79,7 +80,7 @@ class Shown:
             return self
         from rich.console import Console
 
-        console = Console(stderr=True)
+        console = Console(stderr=True, markup=False, emoji=False)
         if console.is_terminal:
             from rich.live import Live
 

@@ -12,7 +12,7 @@ from msgspec import field
 from msgspec.structs import force_setattr, replace
 
 from penstock.cluster import Device, SpareMachine
-from penstock.errors import InputError
+from penstock.errors import InputError, printable
 from penstock.graph import Contention
 from penstock.lazily import method_loaded_when_used
 from penstock.plans.alternative import Alternative, argued
@@ -480,7 +480,8 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
 
     def __str__(self) -> str:
         sheet = render(title(self), self.prediction, self.one_device_seconds, self.rate)
-        return argued(sheet, self.alternatives, self.reason, self.contention, self.warnings)
+        words = argued(sheet, self.alternatives, self.reason, self.contention, self.warnings)
+        return printable(words)
 
     _repr_html_ = method_loaded_when_used("penstock.plans.cells", "plan_cell")
     _drawn_ = method_loaded_when_used("penstock.plans.drawn", "drawn")

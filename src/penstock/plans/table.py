@@ -118,6 +118,12 @@ def as_text(table: Table) -> str:
 
     file = io.StringIO()
     Console(
-        file=file, width=_WIDTH, color_system=None, force_terminal=False, force_jupyter=False
+        file=file,
+        width=_WIDTH,
+        color_system=None,
+        force_terminal=False,
+        force_jupyter=False,
+        markup=False,
+        emoji=False,
     ).print(table)
     return "\n".join(line.rstrip() for line in file.getvalue().strip("\n").splitlines())

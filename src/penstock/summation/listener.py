@@ -52,7 +52,6 @@ class Listener(ABC):
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._callers: dict[socket.socket, None] = {}  # in the order in which they came
-        self._closed = False
         self._closing = threading.Event()
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         self._listener = socket.create_server((host, port), family=family, backlog=64)
@@ -84,7 +83,6 @@ class Listener(ABC):
 
     def _stop(self) -> None:
         """Listen no more, and end all connections."""
-        self._closed = True
         self._closing.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -96,12 +94,12 @@ class Listener(ABC):
 
     def _accept(self) -> None:
         hindered = False
-        while not self._closed:
+        while not self._closing.is_set():
             try:
                 self._take_call()
                 hindered = False
             except (OSError, RuntimeError) as error:  # no descriptor, no memory, no thread
-                if self._closed:
+                if self._closing.is_set():
                     return
                 if not hindered:
                     reason = getattr(error, "strerror", None) or error

@@ -162,7 +162,6 @@ class SummationServer(Listener):
         Args:
             seconds: the most to wait until workers have the sums that they can be given.
         """
-        self._closed = True
         end = time.monotonic() + seconds
         with self._lock:
             senders = [*self._senders]

@@ -52,4 +52,4 @@ def private_store(num_ranks: int) -> Store | None:
             f"the store of the job cannot be opened at {path} ({error.strerror}); penstock run "
             "needs /proc, and the descriptors that ranks inherit; else use torchrun"
         ) from None
-    return dist.FileStore(path)  # type: ignore[attr-defined, no-any-return]
+    return dist.FileStore(path)  # type: ignore[attr-defined]
