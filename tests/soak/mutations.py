@@ -57,9 +57,13 @@ ROOMS = {
 }
 """Of each room, its unit tests, and tests of the whole that are about it."""
 
+_MOST_WHOLE_SECONDS = 3600
 SECONDS_PER_TEST = 120
-SECONDS_PER_RUN = 1500
-"""A change may let something wait or loop for ever; others need far less, also on a loaded host."""
+SECONDS_PER_RUN = 300
+"""A change may let something wait or loop for ever; others need far less, also on a loaded host.
+What loops outside of Python is not ended by a test's own limit."""
+FAILED, ERRORS = 1, 2
+"""What pytest ends with if tests fail, or if modules cannot even be loaded."""
 
 
 class Place(NamedTuple):
@@ -141,8 +145,22 @@ class Copy:
         finally:
             path.write_text(before)
 
-    def tried(self, tests: Sequence[str]) -> Outcome:
-        """What some tests say, until the first that fails."""
+    def own_tests(self, place: Place) -> list[str]:
+        """The doctests of a file, the tests that mirror it, and those of its room."""
+        unit, _ = ROOMS[place.room]
+        mirrored = sorted((self._folder / unit).rglob(f"test_{Path(place.file).stem}.py"))
+        named = [str(path.relative_to(self._folder)) for path in mirrored]
+        return [str(PACKAGE / place.file), *named, unit]
+
+    def tried(self, tests: Sequence[str], seconds: float = SECONDS_PER_RUN) -> Outcome:
+        """What some tests say, until the first that fails.
+
+        Args:
+            seconds: how long all of them may take.
+
+        Raises:
+            RuntimeError: they cannot be run.
+        """
         command = [
             *(sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no"),
             *(f"--timeout={SECONDS_PER_TEST}", f"--hypothesis-seed={self._seed}", *tests),
@@ -154,15 +172,18 @@ class Copy:
             start_new_session=True,
         )  # fmt: skip
         try:
-            output, _ = process.communicate(timeout=SECONDS_PER_RUN)
+            output, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             return Outcome("timeout")
         finally:
             _end(process)
         if process.returncode == 0:
             return Outcome("survived")
+        loads = "while loading conftest" not in output
+        if process.returncode not in (FAILED, ERRORS) and loads:
+            raise RuntimeError(f"pytest ended with {process.returncode}:\n{output}")
         failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-        by = failed[1] if failed is not None else f"pytest ended with {process.returncode}"
+        by = failed[1] if failed is not None else ""
         return Outcome("timeout" if "Timeout (>" in output else "test", by)
 
 
@@ -175,35 +196,45 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def own_tests(place: Place) -> list[str]:
-    """The tests of a room, those of a file first."""
-    unit, _ = ROOMS[place.room]
-    mirrored = sorted(ROOT.glob(f"{unit}/**/test_{Path(place.file).stem}.py"))
-    return [
-        str(PACKAGE / place.file), *(str(path.relative_to(ROOT)) for path in mirrored), unit,
-    ]  # fmt: skip
+def outcome_of(copy: Copy, place: Place, seconds: float, *, whole: bool) -> Outcome:
+    """What tests say of a mutation.
 
-
-def outcome_of(copy: Copy, place: Place) -> Outcome:
-    """What tests say of a mutation."""
+    Args:
+        seconds: how long those of its room may take.
+        whole: whether tests of the whole are asked, too.
+    """
     with copy.mutated(place):
-        outcome = copy.tried(own_tests(place))
-        if outcome.verdict != "survived":
+        outcome = copy.tried(copy.own_tests(place), seconds)
+        if outcome.verdict != "survived" or not whole:
             return outcome
-        by_whole = copy.tried(ROOMS[place.room][1])
+        by_whole = copy.tried(ROOMS[place.room][1], _MOST_WHOLE_SECONDS)
         return outcome if by_whole.verdict == "survived" else Outcome("whole", by_whole.by)
 
 
+def _plain_seconds(copy: Copy, room: str) -> float:
+    """How long the tests of a room take without any mutation.
+
+    Raises:
+        RuntimeError: they fail.
+    """
+    begun = time.monotonic()
+    plain = copy.tried([ROOMS[room][0]], _MOST_WHOLE_SECONDS)
+    if plain.verdict != "survived":
+        raise RuntimeError(f"without any mutation: {plain.by} ({plain.verdict})")
+    return time.monotonic() - begun
+
+
 def run(
-    seed: int, count: int, rooms: Sequence[str], among: str = ""
+    seed: int, count: int, rooms: Sequence[str], among: str = "", *, whole: bool = True
 ) -> list[tuple[Place, Outcome]]:
     """Try mutations, and print each as it has been tried.
 
     Args:
         among: a text; only those of the drawn places are tried in which it stands.
+        whole: whether what survives is tried on tests of the whole.
 
     Raises:
-        RuntimeError: tests fail without any mutation.
+        RuntimeError: tests fail without any mutation, or cannot be run.
     """
     known = equivalents(EQUIVALENT.read_text())
     chosen = [place for place in drawn(seed, count, rooms) if among in str(place)]
@@ -211,13 +242,16 @@ def run(
     told: list[tuple[Place, Outcome]] = []
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         copy = Copy(Path(folder), seed)
-        for room in {place.room: None for place in chosen}:
-            plain = copy.tried([ROOMS[room][0]])
-            if plain.verdict != "survived":
-                raise RuntimeError(f"without any mutation: {plain.by} ({plain.verdict})")
+        limits = {
+            room: SECONDS_PER_RUN + 5 * _plain_seconds(copy, room)
+            for room in {place.room: None for place in chosen}
+        }
         for place in chosen:
             begun = time.monotonic()
-            outcome = Outcome("equivalent") if place.key in known else outcome_of(copy, place)
+            if place.key in known:
+                outcome = Outcome("equivalent")
+            else:
+                outcome = outcome_of(copy, place, limits[place.room], whole=whole)
             told.append((place, outcome))
             seconds = f"{time.monotonic() - begun:.0f} s"
             print(f"{outcome.verdict:<10} {place}  [{outcome.by}] {seconds}", flush=True)
@@ -233,9 +267,12 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--room", action="append", choices=ROOMS, help="may be repeated")
     parser.add_argument("--among", default="", help="only drawn places with this text in them")
+    parser.add_argument(
+        "--room-only", action="store_true", help="don't try survivors on tests of the whole"
+    )
     given = parser.parse_args()
     seed = random.SystemRandom().randrange(2**31) if given.seed is None else given.seed
-    told = run(seed, given.count, given.room or [*ROOMS], given.among)
+    told = run(seed, given.count, given.room or [*ROOMS], given.among, whole=not given.room_only)
     return int(any(outcome.verdict == "survived" for _, outcome in told))
 
 

@@ -7,7 +7,7 @@ from textwrap import indent
 import pytest
 
 from tests.kit.mutating import mutations_of
-from tests.soak.mutations import EQUIVALENT, ROOMS, drawn, equivalents, own_tests, places
+from tests.soak.mutations import EQUIVALENT, ROOMS, ROOT, drawn, equivalents, places
 
 CHANGES = [
     ("a < b", ["a <= b", "a >= b"]),
@@ -78,10 +78,8 @@ def test_names_of_changes_survive_moves_and_are_unique():
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_every_room_is_mutated_and_has_tests(room):
-    for place in drawn(1, 3, [room]):
-        own, *_, last = own_tests(place)
-        assert own.endswith(place.file)
-        assert last == ROOMS[room][0]
+    unit, whole = ROOMS[room]
+    assert all((ROOT / path).exists() for path in (unit, *whole))
     assert drawn(1, 9, [room]) == drawn(1, 9, [room]) != drawn(2, 9, [room])
 
 

@@ -65,6 +65,21 @@ def test_what_makes_no_optimizer_is_refused(made):
         updater_of(two_layers(), optimizer=lambda _: made)
 
 
+@pytest.mark.parametrize("frozen", [["weight"], ["bias"], ["weight", "bias"], []])
+def test_only_a_stage_with_nothing_to_train_needs_no_optimizer(frozen):
+    def refuses(parameters):
+        raise ValueError("nothing that I could train")
+
+    layer = nn.Linear(2, 2)
+    for name in frozen:
+        getattr(layer, name).requires_grad_(False)
+    if len(frozen) == 2:
+        assert updater_of({0: layer}, optimizer=refuses).optimizers == {}
+        return
+    with pytest.raises(InputError, match="nothing that I could train"):
+        updater_of({0: layer}, optimizer=refuses)
+
+
 @pytest.mark.parametrize("clip_norm", [0.5, 1e6])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("bad_step", [None, 0, 1])

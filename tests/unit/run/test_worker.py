@@ -346,3 +346,17 @@ def test_a_forward_that_writes_what_others_hold_is_told_whatever_follows(ops, op
     with pytest.raises((ModelError, StageError), match="has written buffer 'mean', which ranks 0"):
         worker.run(segment(ops), minibatch())
     assert torch.equal(module.weight, before)
+
+
+def test_the_most_that_a_minibatch_held_is_its_own():
+    worker = worker_of(0, [0], 1, Notebook(), count_memory=True)
+    ops = segment("0F0,0F1,0B0,0B1\n")
+
+    def peak(rows):
+        microbatch = torch.ones(rows, 3)
+        data = Minibatch(0, [microbatch] * 2, [torch.zeros(rows, 3)] * 2, [0.5, 0.5])
+        return worker.run(ops, data).peak
+
+    small, large, again = (peak(rows) for rows in (2, 50, 2))
+    assert small.activation_bytes == again.activation_bytes < large.activation_bytes
+    assert [one.microbatches for one in (small, large, again)] == [2, 2, 2]
