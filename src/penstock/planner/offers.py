@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, permutations, product
 from math import ceil
 from typing import Any
 
-from penstock.errors import PlanError
+from penstock.errors import InputError, PlanError
 from penstock.graph import Mode
 from penstock.partition import best_partition
 from penstock.planner.setting import Setting, Terms
@@ -99,8 +100,9 @@ class Offer(Terms):
 
 def check_plannable(family: str) -> None:
     """Raise ``PlanError`` for a family that no plan can have, on however many devices."""
-    # For two ranks and four microbatches every family has a schedule.
-    copies = Terms(family, (0, 1)).build(4).weight_copies
+    copies = 1
+    with suppress(InputError):  # a family that refuses so few ranks says so when it is searched
+        copies = Terms(family, (0, 1)).build(4).weight_copies
     if copies > 1:
         raise PlanError(
             f"{family} keeps {copies} copies of each stage; a plan gives every stage one rank, so "

@@ -146,8 +146,8 @@ def test_what_cannot_be_proven_is_refused(saved, monkeypatch):
         verify(saved("1f1b"), f"{HERE}:unseeded")
     with pytest.raises(InputError, match="do not reach the steady state"):
         verify(saved("2bw"), SMALL, "--steps", "1")
-    with pytest.raises(ModelError, match="another model"):
-        verify(saved("1f1b"))  # the demo's
+    with pytest.raises(ModelError, match="is not for the demo's model"):
+        verify(saved("1f1b"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(InputError, match="start it without torchrun"):
