@@ -5,6 +5,9 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 TORCH_INDEX ?=
+CONSTRAINTS ?= constraints.txt
+# What README names as tested; the first is the floor in pyproject.toml.
+TORCHES ?= 2.10.0 2.15.0
 
 # pip names each package, and draws bars in a terminal; elsewhere a line now and then says that it is still at it.
 INSTALL = if [ ! -t 2 ]; then \
@@ -12,10 +15,10 @@ INSTALL = if [ ! -t 2 ]; then \
 		beat=$$!; trap 'kill $$beat 2>/dev/null' EXIT; \
 	fi; \
 	$(VENV)/bin/python -m pip install --disable-pip-version-check \
-	-c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	-c $(CONSTRAINTS) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick soak gpu lint format gallery docs clean
+.PHONY: help demo test quick soak cpus versions on-this-torch gpu lint format gallery docs clean
 
 help:
 	@echo 'make demo     plan, train and draw a small pipeline (installs into $(VENV) on first use)'
@@ -24,6 +27,9 @@ help:
 	@echo '              or measure (cli, partition, planner, profiler, rehearsal, transport, trial)'
 	@echo '              and without training to the bit, laws, oracles, documents and jobs'
 	@echo 'make soak     what takes an hour: random trainings, laws and faults by the hundred, long runs'
+	@echo 'make cpus     the last part of it alone: the arithmetic of two older CPUs'
+	@echo 'make versions tests on other releases of torch: TORCHES="$(TORCHES)", each in an environment'
+	@echo '              of its own under build/ (on Linux, gigabytes each)'
 	@echo 'make gpu      what only accelerators can show: the same trainings there, waits, memory, processes'
 	@echo 'make lint     the same without the tests'
 	@echo 'make format   rewrite the sources in the house style'
@@ -45,6 +51,15 @@ demo: $(VENV)/.installed
 # the package: what is compiled is kept, also where the environment says otherwise.
 test: lint
 	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+	$(if $(PYTEST_ARGS),,$(OLDEST_CPU) $(VENV)/bin/pytest -q -n 2 --dist loadgroup $(SHORT_ELSEWHERE))
+
+# Other kernels round otherwise: what is compared to the bit must be one computation, on any CPU.
+OLDEST_CPU = ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
+OLDER_CPU = ATEN_CPU_CAPABILITY=avx2
+
+SHORT_ELSEWHERE = tests/unit/stage/test_recompute.py tests/unit/test_rotated_adam.py \
+	tests/unit/pipeline tests/unit/interop/test_lightning.py tests/numerics/test_strides.py \
+	tests/numerics/test_orders_of_sums.py
 
 QUICK_WITHOUT = cli partition planner profiler rehearsal transport trial
 
@@ -61,6 +76,30 @@ soak: $(VENV)/.installed-dev
 	$(VENV)/bin/pytest -p tests.kit.accelerator.everywhere -n 2 $(ON_DEVICES) $(PYTEST_ARGS)
 	PENSTOCK_EXAMPLES=10 $(VENV)/bin/pytest -n 2 --dist loadgroup --timeout 3600 tests/laws $(PYTEST_ARGS)
 	$(VENV)/bin/python -m tests.soak.mutations
+	$(MAKE) cpus
+
+# Left out is what computes with no tensor: schedules, plans and drawings.
+WITHOUT_TENSORS = unit/drawing unit/partition unit/plans unit/schedule unit/timing unit/turns \
+	docs/test_gallery.py docs/test_site.py golden/test_zero_bubble_table.py
+LAWS_OF_TENSORS = $(addprefix tests/laws/test_,checkpoint_laws.py fault_laws.py fleet_laws.py \
+	searched_plans.py stream_laws.py tensor_laws.py)
+WITH_TENSORS = tests $(WITHOUT_TENSORS:%=--ignore=tests/%) \
+	$(patsubst %,--ignore=%,$(filter-out $(LAWS_OF_TENSORS),$(wildcard tests/laws/test_*.py)))
+
+cpus: $(VENV)/.installed-dev
+	$(OLDEST_CPU) $(VENV)/bin/pytest -n 2 --dist loadgroup --timeout 1200 $(WITH_TENSORS) $(PYTEST_ARGS)
+	$(OLDER_CPU) $(VENV)/bin/pytest -n 2 --dist loadgroup --timeout 1200 $(WITH_TENSORS) $(PYTEST_ARGS)
+
+versions:
+	@mkdir -p build
+	@for torch in $(TORCHES); do \
+		sed "s/^torch==.*/torch==$$torch/" constraints.txt >build/torch-$$torch.txt && \
+		$(MAKE) VENV=build/torch-$$torch CONSTRAINTS=build/torch-$$torch.txt on-this-torch || exit 1; \
+	done
+
+on-this-torch: $(VENV)/.installed-dev
+	@$(VENV)/bin/python -c 'import torch; print("torch", torch.__version__)'
+	$(VENV)/bin/pytest -n 2 --dist loadgroup --timeout 1200 $(PYTEST_ARGS)
 
 # One at a time: they count the memory of devices.
 gpu: $(VENV)/.installed-dev

@@ -139,7 +139,7 @@ def test_the_first_step_has_no_rounding_in_it():
         weight.grad = gradient.clone()
         optimizer.step()
         step = -weight.detach().double() / number
-        assert torch.linalg.matrix_norm(step, 2) < 1.2
+        assert torch.linalg.matrix_norm(step, 2) < 2  # above 10 without the floor
         assert (step * (left @ right)).sum() / 24 > 0.98
 
 
