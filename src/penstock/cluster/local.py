@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from penstock.cluster.checks import MOST_DEVICES
 from penstock.cluster.driver import gpus
@@ -61,19 +60,26 @@ def _memories() -> tuple[list[int], str]:
     if len(memories) != count:
         memories = memories_known_to_torch()
     if len(memories) != count:
-        memories = importlib.import_module("penstock.device.listing").memories()
+        memories = memories_of_loaded_torch(kind, count)
     return memories, "torch knows"
 
 
 def accelerators_of_loaded_torch() -> tuple[str, int] | None:
     """The kind of accelerator that torch knows in this process, and how many there are; ``None``
     where nobody has loaded torch."""
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     if not hasattr(torch, "accelerator"):
         return None
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     # The module of a kind can often tell without beginning to use the devices.
     return ("", 0) if found is None else (found.type, torch.get_device_module(found).device_count())
+
+
+def memories_of_loaded_torch(kind: str, count: int) -> list[int]:
+    """The same of the accelerators of this process, which another one may not know."""
+    module: Any = sys.modules["torch"].get_device_module(kind)
+    information = getattr(module, "mem_get_info", lambda _: (0, 0))
+    return [int(information(index)[1]) for index in range(count)]
 
 
 def memories_known_to_torch() -> list[int]:

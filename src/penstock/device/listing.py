@@ -8,11 +8,6 @@ import sys
 from penstock.device.accelerators import accelerators
 from penstock.device.memory import total_bytes
 
-
-def memories() -> list[int]:
-    """The bytes of memory of each accelerator; 0 where torch cannot tell."""
-    return [total_bytes(device) for device in accelerators()]
-
-
 if __name__ == "__main__":
-    sys.stdout.write(" ".join(map(str, memories())) + "\n")
+    memories = (total_bytes(device) for device in accelerators())
+    sys.stdout.write(" ".join(map(str, memories)) + "\n")

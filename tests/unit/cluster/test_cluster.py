@@ -7,7 +7,6 @@ import pytest
 from penstock import Cluster, Device, Link
 from penstock.cluster import Group, SpareMachine, Topology, Wire, local
 from penstock.cluster.driver import gpus
-from penstock.device import listing
 from penstock.device.accelerators import accelerators
 from penstock.device.memory import total_bytes
 from penstock.errors import InputError
@@ -307,7 +306,7 @@ def test_torch_knows_best_where_it_is_loaded(driver, monkeypatch, count, kind, m
     driver()
     monkeypatch.setattr(local, "accelerators_of_loaded_torch", lambda: (kind, count))
     monkeypatch.setattr(local, "memories_known_to_torch", lambda: [5, 6])
-    monkeypatch.setattr(listing, "memories", lambda: [7, 8, 9])
+    monkeypatch.setattr(local, "memories_of_loaded_torch", lambda *_: [7, 8, 9])
     assert [device.memory_bytes for device in Cluster.local(kind="gpu").devices] == memories
     with pytest.raises(InputError, match=rf"4 accelerators are asked for, but torch .* {count}"):
         Cluster.local(4, kind="gpu")
