@@ -116,7 +116,7 @@ def test_every_microbatch_gets_its_own_seed_even_if_a_backward_overwrites_it():
 
 
 def test_the_last_rank_receives_computes_and_sends_back():
-    transport = Notebook({(FORWARD, 0): torch.ones(2, 3)})
+    transport = Notebook({(FORWARD, 0): torch.ones(2, 3, requires_grad=True)})
     worker = worker_of(1, [1], 2, transport)
     harvest = worker.run(TWO_RANKS, minibatch())
     assert len(harvest.starts) == len(harvest.ends) == 4
@@ -125,6 +125,12 @@ def test_the_last_rank_receives_computes_and_sends_back():
     ((edge, microbatch, (gradient,)),) = transport.sent
     assert (edge, microbatch, gradient.shape) == (BACKWARD, 0, (2, 3))
     assert transport.waiting == ["rank 1, waiting at 1RECV_F0 for 0SEND_F0 of rank 0"]
+
+
+def test_a_rank_sends_back_that_there_is_no_gradient():
+    transport = Notebook({(FORWARD, 0): torch.ones(2, 3)})
+    worker_of(1, [1], 2, transport).run(TWO_RANKS, minibatch())
+    assert transport.sent == [(BACKWARD, 0, [None])]
 
 
 def test_the_first_rank_sends_and_waits_for_the_gradient():
