@@ -199,27 +199,31 @@ def _path_of_repeated(part: Any, path: str) -> str:
 
 
 def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_FILE_BYTES) -> str:
-    """The text of a file, or a ``FileError`` that says why it cannot be read; one that is no file
-    or too large is not even begun."""
+    """The text of a file, or of what another program writes into a pipe; or a ``FileError`` that
+    says why it cannot be read. A device, and what is too large, is not even begun."""
     _expect_path(path)
     try:
-        # What is no file, such as a pipe that nobody writes into, is opened without waiting.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
-            _check_file(os.fstat(descriptor), most_bytes)
-            content = file.read(most_bytes)
+        _check_file(os.stat(path), most_bytes)
+        with open(path, "rb") as file:
+            content = file.read(most_bytes + 1)
+        if len(content) > most_bytes:  # a pipe does not say it before
+            raise InputError(f"it has more than {most_bytes:,} bytes")
         # Some programs begin a file with a mark that says so.
         return content.decode("utf-8-sig")
-    except (OSError, InputError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        said = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else reason
-        raise FileError(f"cannot read {path}: {said}") from None
+    except UnicodeDecodeError:
+        reason = "it is not UTF-8 text"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except InputError as error:
+        reason = str(error)
+    raise FileError(f"cannot read {path}: {reason}")
 
 
 def _check_file(status: os.stat_result, most_bytes: int) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise InputError("it is a device or a pipe; write what it gives into a file")
-    if status.st_size > most_bytes:
+    kind = stat.S_IFMT(status.st_mode)
+    if kind not in (stat.S_IFREG, stat.S_IFIFO, stat.S_IFDIR):  # of a folder, reading says it
+        raise InputError("it is a device or a socket; give the name of a file")
+    if kind == stat.S_IFREG and status.st_size > most_bytes:
         raise InputError(f"it has {status.st_size:,} bytes, and may have {most_bytes:,}")
 
 
