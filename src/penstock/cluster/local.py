@@ -69,7 +69,7 @@ def accelerators_of_loaded_torch() -> tuple[str, int] | None:
     """The kind of accelerator that torch knows in this process, and how many there are; ``None``
     where nobody has loaded torch."""
     torch = sys.modules.get("torch")
-    if not hasattr(torch, "accelerator"):
+    if torch is None or not hasattr(torch, "accelerator"):
         return None
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     # The module of a kind can often tell without beginning to use the devices.
