@@ -31,6 +31,8 @@ pytestmark = pytest.mark.skipif(bool(building.why_not()), reason=building.why_no
         more(2, "two", "process-group"),
         more(2, "two", "auto"),
         (2, "two linked", "auto"),
+        (2, "library alone", "auto"),
+        more(2, "library alone", "process-group"),
         more(2, "two linked", "shared-memory"),
         more(4, "four", "auto"),
     ],

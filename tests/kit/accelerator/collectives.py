@@ -60,6 +60,9 @@ class Library(dist.ProcessGroup):
     def rank(self):
         return self._rank
 
+    def get_group_store(self):
+        return self._store
+
     def getBackendName(self):
         return LIBRARY
 

@@ -39,11 +39,18 @@ class Pair:
 
 
 def what_is_sent_arrives(pair):
+    """And nobody is told that it has before he has waited for it."""
     if pair.rank == 0:
-        pair.send(torch.arange(8, dtype=torch.uint8, device=pair.device)).wait()
+        work = pair.send(torch.arange(8, dtype=torch.uint8, device=pair.device))
     else:
         room = pair.room()
-        pair.receive(room).wait()
+        work = pair.receive(room)
+    dist.barrier()
+    assert not work.is_completed()
+    work.wait()
+    torch.accelerator.synchronize(pair.device)
+    assert work.is_completed()
+    if pair.rank == 1:
         assert room.tolist() == [*range(8)]
 
 
