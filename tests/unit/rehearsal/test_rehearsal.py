@@ -188,10 +188,9 @@ def test_a_plan_has_its_own_costs_and_may_be_played_faster():
         for rank in range(2)
     )
     plan = Plan(model="", schedule="1f1b", num_microbatches=3, stages=stages)
-    found = rehearse(plan, steps=1, scale=0.001, transport="threads")
-    assert found.predicted.makespan == pytest.approx(
-        plan.simulate().makespan * 0.001, rel=0.2, abs=0.005
-    )
+    found = rehearse(plan, steps=1, scale=0.02, transport="threads")
+    # Its hops are measured here, and take milliseconds on a loaded machine.
+    assert found.predicted.makespan == pytest.approx(plan.simulate().makespan * 0.02, rel=0.3)
     assert found.measured.makespan < plan.simulate().makespan
 
 
