@@ -94,3 +94,15 @@ def test_hops_are_the_tensors_that_cross():
         assert schedule.num_hops == add_communication(schedule).num_hops == len(sends)
     forward = forward_only(schedules.build("1f1b", num_ranks=4, num_microbatches=8))
     assert forward.num_hops == 3 * 8
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        (3, "the ranks is of type int; give a list of ops for each rank"),
+        ([[], 3], "rank 1 is of type int; give a list of its ops"),
+    ],
+)
+def test_a_schedule_is_made_of_lists_of_ops(ranks, message):
+    with pytest.raises(InputError, match=message):
+        Schedule.of(ranks)

@@ -1,0 +1,52 @@
+"""What the searched family takes, and how it says what it cannot take."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock import check, schedules
+from penstock.errors import InputError
+from penstock.schedule.search.problem import Sizes
+
+KEEPS_HALF = Sizes((1.0, 1.0), (0.5, 0.5))
+
+
+def zb_auto(**options):
+    return schedules.build("zb-auto", num_ranks=2, num_microbatches=4, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"costs": 3}, r"zb-auto: costs is of type int; give a penstock\.Costs"),
+        (
+            {"sizes": 3, "activation_limit": 2},
+            r"zb-auto: sizes is of type int; give a penstock\.Sizes",
+        ),
+        ({"sizes": KEEPS_HALF}, "sizes are given, but no activation_limit in their unit"),
+        (
+            {"sizes": Sizes((1.0, 1.0), (1.0, 1.5)), "activation_limit": 2},
+            r"stage 1 keeps 1\.5 for its weight gradient, more than its whole activation of 1\.0",
+        ),
+        ({"sizes": Sizes((1.0,), (0.5,)), "activation_limit": 2}, "has 2 stages; give one per"),
+        ({"activation_limit": 0.5}, "the limit of rank 0 is 0.5, but one microbatch alone holds 1"),
+        ({"objective": "speed"}, "zb-auto: objective"),
+        ({"effort": -1}, "zb-auto: effort is -1"),
+    ],
+)
+def test_what_cannot_be_searched_is_told(options, told):
+    with pytest.raises(InputError, match=told):
+        zb_auto(**options)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_sizes_and_limits_are_kept(limit):
+    """A limit of so many microbatches, in the unit of the sizes."""
+    found = zb_auto(sizes=Sizes((10.0, 10.0), (5.0, 5.0)), activation_limit=10 * limit)
+    check(found)
+    for ops in found.ranks:
+        held = most = 0.0
+        for op in ops:
+            held += {"F": 10.0, "I": -5.0, "W": -5.0}[op.kind.value]
+            most = max(most, held)
+        assert most <= 10 * limit
