@@ -319,12 +319,14 @@ def tune(connection: socket.socket, bytes_per_second: float = 0.0) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether it is an address, and one that only this machine can reach; where a name leads to,
-    others may decide.
+    """Whether it is an address that only this machine can reach, or the name ``localhost`` of one;
+    where any other name leads to, others may decide.
 
-    >>> is_loopback("127.0.0.2"), is_loopback("::1"), is_loopback("127.example.com")
+    >>> is_loopback("127.0.0.2"), is_loopback("localhost"), is_loopback("127.example.com")
     (True, True, False)
     """
+    if host == "localhost":
+        return True
     try:
         return ip_address(host).is_loopback
     except ValueError:
