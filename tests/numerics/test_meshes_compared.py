@@ -142,11 +142,6 @@ WRONG = {
         {"0.0": "column"},
         r"'0.0': 'column'.*it fails there \(RuntimeError: shape",
     ),
-    "a row alone": (
-        lambda: block(nn.Linear(6, 4), behind=32),
-        {"0.0": "row"},
-        r"'0.0': 'row'.*it fails there \(RuntimeError: ",
-    ),
     "two dimensions": (
         lambda: block(nn.Linear(6, 4), Lambda(lambda v: v @ v.transpose(1, 2)), behind=64),
         {"0.0": "column"},
@@ -185,6 +180,13 @@ def test_a_layer_that_would_compute_something_else_is_refused_by_name(name, size
             with pytest.raises(StageError, match=message if size == 2 else "does not compute"):
                 pipeline.step(*batch(8, 6))
     assert_same(model, before)
+
+
+def test_a_row_alone_is_refused_before_anything_runs():
+    model = block(nn.Linear(6, 4), behind=32)
+    plan = make_plan(model, 1, 2).sharing(2, {"0.0": "row"})
+    with pytest.raises(ModelError, match=r"'0\.0' is split as \"row\".* nothing in layer '0' div"):
+        pk.Pipeline(model, plan, loss=F.cross_entropy, optimizer=momentum)
 
 
 @pytest.mark.parametrize(

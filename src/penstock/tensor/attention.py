@@ -46,7 +46,7 @@ class HeadAttention(Member, nn.MultiheadAttention):
                 without a mask.
         """
         here = self.membership
-        here.region.enter(here.name)
+        here.region.enter()
         self._check(query, attn_mask, is_causal)
         batched = query.dim() == 3
         copies = {id(one): as_copies(one, here.around, here.group) for one in (query, key, value)}

@@ -15,7 +15,7 @@ class ColumnConv(Member, nn.modules.conv._ConvNd):
         """``[rows, in_channels, …] → [rows, part of out_channels, …]``."""
         here = self.membership
         # Counted from the end, channels are where they are without a dimension of rows, too.
-        here.region.enter(here.name, -1 - len(self.kernel_size))
+        here.region.enter(-1 - len(self.kernel_size))
         copies = as_copies(input, here.around, here.group)
         return self._conv_forward(copies, self.weight, self.bias)
 

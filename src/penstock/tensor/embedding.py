@@ -16,7 +16,7 @@ class ColumnEmbedding(Member, nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """``int64[…] → […, part of embedding_dim]``."""
         here = self.membership
-        here.region.enter(here.name)
+        here.region.enter()
         tokens = converted(input, here.around, None, here.group, here.name)
         return F.embedding(tokens, self.weight, self.padding_idx)
 

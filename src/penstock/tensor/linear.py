@@ -15,7 +15,7 @@ class ColumnLinear(Member, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """``[…, in_features] → […, part of out_features]``."""
         here = self.membership
-        here.region.enter(here.name)
+        here.region.enter()
         return F.linear(as_copies(input, here.around, here.group), self.weight, self.bias)
 
 

@@ -6,16 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
-from penstock.errors import ModelError, PenstockError
+from penstock.errors import ModelError
 from penstock.model.randomness import current_stream
 from penstock.tensor.group import Group
 from penstock.tensor.layouts import FEATURES, WHOLE, Layout
-
-_OF_SHAPES = (RuntimeError, ValueError, IndexError)
-"""What code raises that meets another shape than it has been written for."""
 
 
 class Region:
@@ -38,7 +34,7 @@ class Region:
         self.inside = False
         self.lies: Layout = FEATURES
         self.open = False
-        self._layer, self._behind = layer, ""
+        self._layer = layer
         self._divided = False
         self._drew = self._before = False
 
@@ -57,28 +53,13 @@ class Region:
         self.open = True
         try:
             yield
-        except _OF_SHAPES as error:
-            if not self.inside or isinstance(error, (PenstockError, torch.OutOfMemoryError)):
-                raise
-            raise ModelError(
-                f"layer {self._layer!r} fails where each tensor rank has its part of the features, "
-                f"behind {self._behind!r}, whose outputs are split: {type(error).__name__}: "
-                f"{error}. Code there must take sizes from what it is given, as `unflatten(-1, (3, "
-                "-1, head_width))` does, not from the whole layer, and every tensor rank needs "
-                f"whole heads; otherwise leave {self._behind!r} out of the splits"
-            ) from error
         finally:
             self.open = False
 
-    def enter(self, name: str, lies: Layout = FEATURES) -> None:
-        """A module has divided its outputs.
-
-        Args:
-            name: the module's.
-            lies: along which dimension.
-        """
+    def enter(self, lies: Layout = FEATURES) -> None:
+        """A module has divided its outputs, along a dimension."""
         self.check()
-        self.inside, self._behind, self.lies = True, name, lies
+        self.inside, self.lies = True, lies
 
     def leave(self) -> None:
         """Values lie as they do around."""
@@ -126,7 +107,7 @@ class Region:
 class RecordedRegion(Region):
     """Of a layer whose code knows itself where values are divided (``recorded``)."""
 
-    def enter(self, name: str, lies: Layout = FEATURES) -> None:
+    def enter(self, lies: Layout = FEATURES) -> None:
         self.check()
 
 

@@ -121,8 +121,9 @@ def _refusal(how: LayerSharing, told: str) -> str:
     return (
         f"layer {how.name!r} does not compute what it computes on one device: split as "
         f'{said}, it {told}; {why}. Split attention in it as "heads", or its projections as '
-        '"column" and "row"; end a "column" with a "row" in the same layer; or let all tensor '
-        'ranks repeat it ("whole")'
+        '"column" and "row", and let code between them take sizes from what it is given, as '
+        '`unflatten(-1, (-1, head_width))` does; end a "column" with a "row" in the same layer; or '
+        'let all tensor ranks repeat it ("whole")'
     )
 
 
