@@ -185,7 +185,7 @@ class Copy:
         loads = "while loading conftest" not in output
         if process.returncode not in (FAILED, ERRORS) and loads:
             raise RuntimeError(f"pytest ended with {process.returncode}:\n{output}")
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+        failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
         by = failed[1] if failed is not None else ""
         return Outcome("timeout" if "Timeout (>" in output or "Timeout >" in output else "test", by)
 

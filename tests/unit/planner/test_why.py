@@ -1,9 +1,13 @@
 """The table of rivals and the sentence that says what decided."""
 
+from dataclasses import dataclass
+from types import SimpleNamespace
+
 import pytest
 from msgspec.structs import replace
 
 from penstock import Link, plan
+from penstock.planner.why import _comparison
 from penstock.plans import Plan
 from tests.kit.planning import KIB, attempt, chain, devices
 
@@ -144,3 +148,66 @@ def test_the_size_of_microbatches_is_chosen():
     assert (given.microbatch_size, given.num_microbatches) == (1, 64)
     odd = plan(both, devices(2), minibatch=5, stages=2)
     assert (odd.microbatch_size, odd.num_microbatches) == (1, 5)
+
+
+@dataclass(frozen=True)
+class Rival:
+    """What a comparison asks of a candidate."""
+
+    seconds: float = 1.0
+    peak: float = 2
+    rank_bytes: tuple[int, ...] = (2048, 2048)
+    ranks: int = 2
+    bubble: float = 0.1
+    reduce_seconds: float = 0.0
+    again_seconds: float = 0.0
+
+    def __str__(self):
+        return "it"
+
+    @property
+    def setting(self):
+        return SimpleNamespace(num_ranks=self.ranks, replicas_of=lambda index: 1)
+
+    @property
+    def prediction(self):
+        return SimpleNamespace(bubble=self.bubble)
+
+    @property
+    def task(self):
+        return SimpleNamespace(num_microbatches=4)
+
+    @property
+    def stages(self):
+        again = "stage" if self.again_seconds else "none"
+        return [
+            SimpleNamespace(
+                reduce_seconds=self.reduce_seconds,
+                again_seconds=self.again_seconds,
+                recompute=again,
+            )
+        ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"seconds": 2.0}, "it would take 2 s"),
+        ({"seconds": 2.0, "bubble": 0.5}, "it would take 2 s, with its devices idle 50% of the t"),
+        (
+            {"seconds": 2.0, "bubble": 0.5, "again_seconds": 0.1},
+            "it would take 2 s, 400 ms of it to run forward twice",
+        ),
+        (
+            {"seconds": 2.0, "reduce_seconds": 0.5, "again_seconds": 0.1},
+            "it would take 2 s, 500 ms of it to exchange gradients",
+        ),
+        ({"peak": 3, "ranks": 3}, "it would take as long and hold 3 instead of 2 microbatches"),
+        ({"rank_bytes": (4096, 2048), "ranks": 3}, "it would take as long and need 6 KiB in all"),
+        ({"ranks": 3}, "it would take as long and need 3 devices"),
+        ({"ranks": 2}, "it would take as long and is less simple"),
+        ({"ranks": 1, "peak": 1, "rank_bytes": (1024,)}, "it would take as long and is less simp"),
+    ],
+)
+def test_a_rival_is_told_by_what_it_has_more_of(fields, told):
+    assert _comparison(Rival(), Rival(**fields)).startswith(told)

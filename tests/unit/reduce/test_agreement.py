@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from penstock.reduce import agreement
 from penstock.reduce.agreement import Share, Verdict, unscale
 from penstock.run.recipe import LossScale
 
@@ -79,3 +80,21 @@ def test_a_norm_that_overflows_is_not_an_infinite_gradient():
 
 def test_without_any_gradient_the_norm_is_zero():
     assert verdict_of([nn.Parameter(torch.ones(2))], [0], 1.0) == (torch.tensor(0.0), True, 1.0)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("clip_norm", [None, 2.5, 100.0])
+@pytest.mark.parametrize("overflows", [(None, None), (0.0, None), (0.0, 1.0), (1.0, 0.0)])
+def test_a_verdict_is_the_same_wherever_the_norms_lie(on_host, clip_norm, overflows, monkeypatch):
+    """On an accelerator the factor stays there, and the host learns no more than it must."""
+    monkeypatch.setattr(agreement, "is_on_host", lambda device: on_host)
+    shares = [
+        Share({place: torch.tensor(norm)}, None if overflow is None else torch.tensor(overflow))
+        for place, (norm, overflow) in enumerate(zip((3.0, 4.0), overflows, strict=True))
+    ]
+    verdict = Verdict.of(shares, clip_norm)
+    assert verdict.norm == 5.0
+    assert verdict.finite == (1.0 not in overflows)
+    factor = 1.0 if clip_norm is None else min(clip_norm / 5.0, 1.0)
+    assert float(verdict.factor) == pytest.approx(factor)
+    assert isinstance(verdict.factor, torch.Tensor) == (clip_norm is not None and not on_host)

@@ -366,3 +366,22 @@ def test_the_most_that_a_minibatch_held_is_its_own():
     small, large, again = (peak(rows) for rows in (2, 50, 2))
     assert small.activation_bytes == again.activation_bytes < large.activation_bytes
     assert [one.microbatches for one in (small, large, again)] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("measured", "told"),
+    [
+        (torch.ones(2), r"the metric 'm' gave a tensor of shape \(2,\); it must return one number"),
+        ("much", "the metric 'm' gave 'much'; it must return one number, as a float or a tensor"),
+        (torch.ones(1, 1), None),
+        (3, None),
+    ],
+)
+def test_a_metric_is_one_number(measured, told):
+    worker = worker_of(0, [0], 1, Notebook(), metrics={"m": lambda outputs, targets: measured})
+    if told is None:
+        (values,) = worker.run(segment("0F0,0B0\n"), minibatch()).metrics.values()
+        assert float(values[0]) == float(measured)
+        return
+    with pytest.raises(StageError, match=told):
+        worker.run(segment("0F0,0B0\n"), minibatch())

@@ -1,9 +1,11 @@
 """The exact search against one that tries every order, and against every fixed family."""
 
 import builtins
+import os
 from itertools import pairwise, product
 
 import pytest
+import scipy.optimize
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -244,6 +246,24 @@ def test_without_scipy_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without_scipy)
     with pytest.raises(InputError, match=r"pip install 'penstock\[search\]'"):
         optimal(2, 2)
+
+
+def test_what_the_solver_prints_past_python_spoils_no_output(monkeypatch, capfd):
+    solve, counted = scipy.optimize.milp, search.objective_of
+    called = []
+
+    def prints(*given, **options):
+        called.append(os.write(1, b"a line of the solver's own"))
+        return solve(*given, **options)
+
+    monkeypatch.setattr(scipy.optimize, "milp", prints)
+    # What is known seems worse than it is, so that the solver is asked.
+    monkeypatch.setattr(search, "objective_of", lambda *given: counted(*given) * 1.1)
+    with pytest.raises(ScheduleError, match="the solver promised"):
+        optimal(3, 3, costs=Costs((1.3, 0.7, 2.0), (2.1, 1.0, 0.4), hop=0.3))
+    os.write(1, b"heard again")
+    assert called
+    assert capfd.readouterr().out == "heard again"
 
 
 def test_it_is_built_by_name_and_is_the_same_every_time():
