@@ -60,6 +60,10 @@ def loaded_by_torch(path: Any, schedule: Schedule, form: str) -> dict[int, list[
         _n_microbatches=schedule.num_microbatches,
         _num_stages=schedule.num_stages,
         _stages=[],
+        _max_active_stages=3,
+        _unshard_lookahead="full",
+        _defer_reduce_grad_wait=False,
+        _max_outstanding_sends=None,
     )
     runtime._load_csv(str(path), format=form)
     placed = {op.stage: rank for op, rank in schedule.where.items()}

@@ -21,6 +21,7 @@ from penstock.schedule.op import COMMUNICATION, COMPUTE
 
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _SHARDS = re.compile(r"(0|[1-9]\d*)(UNSHARD|RESHARD)")
+_WAITS = re.compile(r"(0|[1-9]\d*)(WAIT_REDUCE_GRAD|WAIT_SEND_[FB](0|[1-9]\d*))")  # since 2.15
 _REDUCE = re.compile(r"(0|[1-9]\d*)REDUCE_GRAD")
 
 
@@ -33,7 +34,7 @@ def from_torch_csv(text: str, name: str = "") -> Schedule:
     unless a user's function overlaps them; in a lowered order, the messages of both stand behind
     B. What torch adds for stages whose weights are sharded is left out: ``UNSHARD`` and
     ``RESHARD``, which do nothing to other stages, and ``REDUCE_GRAD``, which must stand behind the
-    stage's last gradient.
+    stage's last gradient. So are torch's waits for what it has sent or begun to reduce.
 
     Args:
         text: one line per rank, cells separated by commas; empty cells are idle.
@@ -67,7 +68,8 @@ def to_torch_csv(schedule: Schedule, *, messages: bool = False) -> str:
         messages: add sends and receives, and the ``REDUCE_GRAD`` with which torch divides a
             stage's gradients by the number of microbatches, for the format that torch calls
             ``compute_comms``. By default torch adds its own to ``compute_only``, which it must
-            where FSDP shards the weights of stages.
+            where FSDP shards the weights of stages, and from torch 2.15 on, whose
+            ``compute_comms`` also asks where each send is waited for.
 
     Returns:
         One line per rank, cells separated by commas.
@@ -160,7 +162,7 @@ def _read_cell(cell: str, ops: list[Op], reduced: dict[int, str]) -> None:
     """Append a cell's ops; remember the reductions seen on this rank, by stage."""
     if not cell:
         return
-    if _SHARDS.fullmatch(cell):
+    if _SHARDS.fullmatch(cell) or _WAITS.fullmatch(cell):
         return
     if match := _REDUCE.fullmatch(cell):
         reduced[int(match[1])] = cell

@@ -500,6 +500,7 @@ def test_unknown_options_are_refused(arguments, message):
         capture(Residual(), torch.randn(4, 6), **arguments)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")  # since torch 2.15
 @pytest.mark.parametrize(
     ("wrap", "message"),
     [(torch.jit.script, "torch.jit made it of"), (torch.compile, r"model\._orig_mod")],

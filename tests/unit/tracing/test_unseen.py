@@ -226,5 +226,8 @@ def test_a_generator_of_its_own_is_told_apart_from_numbers_of_rows():
     def noisy(self, value):
         return value + torch.rand(value.shape, generator=generator)
 
-    with pytest.raises(ModelError, match=r"another model: .* Its forward may do .*Generator"):
+    # Newer releases of torch trace it, and the model that comes out draws otherwise.
+    with pytest.raises(
+        ModelError, match=r"(another model: .* Its forward may do|traced) .*Generator"
+    ):
         captured(noisy)
