@@ -64,8 +64,8 @@ SECONDS_PER_RUN = 300
 What loops outside of Python is not ended by a test's own limit."""
 _SETTINGS = {"OMP_NUM_THREADS": "1", "COLUMNS": "500"}
 """In few columns pytest would not say why a test has failed."""
-FAILED, ERRORS = 1, 2
-"""What pytest ends with if tests fail, or if modules cannot even be loaded."""
+_MISUSED, _NO_TESTS = 4, 5
+"""What pytest ends with if it is called wrongly, or finds nothing to do."""
 
 
 class Place(NamedTuple):
@@ -182,8 +182,8 @@ class Copy:
                 _end(process)
         if process.returncode == 0:
             return Outcome("survived")
-        loads = "while loading conftest" not in output
-        if process.returncode not in (FAILED, ERRORS) and loads:
+        misused = process.returncode == _MISUSED and "while loading conftest" not in output
+        if misused or process.returncode == _NO_TESTS:
             raise RuntimeError(f"pytest ended with {process.returncode}:\n{output}")
         failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
         by = failed[1] if failed is not None else ""

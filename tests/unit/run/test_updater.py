@@ -118,6 +118,24 @@ def test_steps_on_trust_end_where_agreed_steps_end(clip_norm, scaled, bad_step):
     assert found[0][2] == found[1][2]
 
 
+@pytest.mark.parametrize("post_validate", [False, True])
+def test_the_loss_scale_follows_the_verdicts(post_validate):
+    stages = two_layers()
+    scale = LossScale.of(torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2))
+    updater = updater_of(stages, loss_scale=scale, post_validate=post_validate)
+    scales = []
+    for step, value in enumerate([1.0, 1.0, float("inf"), 1.0]):
+        updater.begin(step)
+        fill_gradients(stages, value)
+        if not post_validate:
+            updater.agree()
+        for stage in (3, 0):
+            updater.update(stage)
+        updater.settle()
+        scales.append(updater.loss_scale.scale)
+    assert scales == [4.0, 8.0, 4.0, 4.0]
+
+
 def test_what_is_undone_includes_momentum():
     stages = two_layers()
     updater = updater_of(stages, clip_norm=0.1, post_validate=True)
