@@ -77,17 +77,17 @@ def test_dropout_depends_on_neither_partition_nor_schedule_but_on_the_seed():
 
 
 def test_dropout_differs_between_microbatches_and_steps():
-    model = nn.Sequential(nn.Identity(), nn.Dropout(0.5))
-    outputs = []
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))
+    dropped = []
 
     def keep_output(output, target):
-        outputs.append(output.detach().clone())
+        dropped.append(output == 0)  # weights change from step to step
         return output.sum()
 
     with pipeline_of(model, "1f1b", 2, 2, loss=keep_output, reduction="sum") as pipeline:
         for _ in range(2):
             pipeline.step(torch.ones(2, 64), torch.zeros(2))
-    assert len({tuple(output.flatten().tolist()) for output in outputs}) == 4
+    assert len({tuple(mask.flatten().tolist()) for mask in dropped}) == 4
 
 
 @settings(max_examples=25)

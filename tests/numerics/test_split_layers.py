@@ -231,7 +231,7 @@ def test_code_that_fails_on_a_part_of_the_features_hears_of_the_split():
     batch = torch.randn(4, 3, 12), torch.randn(4, 3, 4)
     with (
         pk.Pipeline(model, plan, loss=F.mse_loss, optimizer=momentum) as pipeline,
-        pytest.raises(StageError, match=r"layer '0' fails .* behind '0.qkv', whose outputs are sp"),
+        pytest.raises(StageError, match=r"layer '0' does .*'0.qkv': 'column/3'.* take sizes from"),
     ):
         pipeline.step(*batch)
 

@@ -42,6 +42,11 @@ def gpus() -> list[Gpu]:
     return there if visible is None else _chosen(there, visible)
 
 
+def gpus_of(kind: str) -> list[Gpu]:
+    """The same, if torch's accelerators of this kind are the driver's; else none."""
+    return gpus() if kind == "cuda" else []
+
+
 def _gpu(line: str) -> Gpu | None:
     """One line of the answer; ``None`` for a warning, or a device without a memory of its own."""
     cells = [cell.strip() for cell in line.split(",")]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from penstock.cluster.checks import MOST_DEVICES
-from penstock.cluster.driver import gpus
+from penstock.cluster.driver import gpus, gpus_of
 from penstock.cluster.parts import Device, DeviceKind
 from penstock.errors import InputError
 from penstock.values import one_of, whole
@@ -56,7 +56,7 @@ def _memories() -> tuple[list[int], str]:
         return memories, "the driver's program and torch know"
     kind, count = here
     # In this order: who asks a device for its memory himself takes some of it.
-    memories = [gpu.memory_bytes for gpu in gpus()] if count and kind == "cuda" else []
+    memories = [gpu.memory_bytes for gpu in gpus_of(kind)] if count else []
     if len(memories) != count:
         memories = memories_known_to_torch()
     if len(memories) != count:

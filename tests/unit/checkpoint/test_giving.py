@@ -46,12 +46,13 @@ def trained_of(seed, rate=1.0, rows=None, scheduled=False, part=0, num_parts=1):
         shards = {
             one: Shard(start, nn.Parameter(one.detach()[start:stop])) for one in [*named.values()]
         }
-    own = [shards[one].part if one in shards else one for one in named.values()]
+    groups = [list(named.values())]
+    own = [shards[one].part if one in shards else one for one in groups[0]]
     optimizer = torch.optim.AdamW(own, lr=0.5 * rate)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) if scheduled else None
     return TrainedStage(
         stage, named, optimizer, scheduler, rate, None,
-        shards=shards, part=part, num_parts=num_parts,
+        shards=shards, groups=groups, part=part, num_parts=num_parts,
     )  # fmt: skip
 
 

@@ -200,9 +200,8 @@ class Table(nn.Module):
 
 
 def test_a_value_that_a_layer_made_is_no_buffer():
-    # Only what the first stage is given needs no gradient.
     stage = Stage(1, spine_of(nn.Sequential(Squashing(), Table("table"))), 1, LayerStreams(0))
-    stage.forward(0, torch.randn(1))
+    stage.forward(0, torch.randn(1, requires_grad=True))
     with pytest.raises(RuntimeError, match="is output 0 of Sigmoid") as told:
         stage.backward(0, [torch.ones(1)])
     assert not isinstance(told.value, ModelError)
@@ -211,7 +210,7 @@ def test_a_value_that_a_layer_made_is_no_buffer():
 def overwritten_too_soon(model):
     stage = Stage(1, spine_of(model), 1, LayerStreams(0))
     for microbatch in range(2):
-        stage.forward(microbatch, torch.randn(3, 1))
+        stage.forward(microbatch, torch.randn(3, 1, requires_grad=True))
     with pytest.raises(ModelError) as told:
         stage.backward(0, [torch.ones(3, 1)])
     return str(told.value)

@@ -133,7 +133,9 @@ def measure_overheads(clock: Clock, device: torch.device) -> Overheads:
 
 def _idle(clock: Clock, device: torch.device, num_leaves: int) -> list[float]:
     value = [torch.zeros(16, 16, device=device) for _ in range(num_leaves)]
-    runs: list[RunLayer] = [lambda value: value] * _CALIBRATION_LAYERS
+    # What wants no gradient is not cut, so what the first layer gives wants some.
+    wanting: RunLayer = lambda value: [leaf.detach().requires_grad_() for leaf in value]  # noqa: E731
+    runs = [wanting, *([lambda value: value] * (_CALIBRATION_LAYERS - 1))]
     rounds = measure_rounds(runs, value, clock, _CALIBRATION_ROUNDS)
     kinds = (
         (row.forward for row in rounds.whole),
