@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock import Costs, Timeline, schedules, simulate, versions
@@ -46,6 +46,7 @@ def tick_of(costs, p):
 @pytest.mark.parametrize("family", POLICIES)
 @given(stage_costs())
 @examples(60)
+@example((5, Costs([0.0] * 5, 0.0, [1.0] * 5, hop=[3.0, 2.0, 3.0, 2.0, 0.0], update=[0.0] * 5)))
 def test_the_beat_is_that_of_the_slowest_loop(family, given_costs):
     """A loop goes from a stage forward to a later one and back. As many frames are in it as the
     first of them runs ahead of the other, and one: 2(e−s)+1 in PARTIME, e−s+1 in PipeDream."""

@@ -16,6 +16,10 @@ from penstock.versions import Policy, rounds_of
 Build = Callable[[int], Schedule]
 """The schedule of a stream of so many microbatches, compute only."""
 
+_TIMES_LONGER = (1, 2)
+"""Streams that are simulated until one has come to its beat: it takes long where two loops hold
+the pipeline up alike."""
+
 _ENOUGH = 1000
 """Microbatches that show the beat of a stream, for any number of stages that fill it."""
 
@@ -54,9 +58,13 @@ def steady_seconds(
     """Seconds of one minibatch when the pipeline is full: as forwards follow each other, which no
     end of the stream changes."""
     size = _shown_size(versions, num_microbatches)
-    length = stream_length(versions, size, replicas)
-    stream, _ = stream_of(build, versions, length, size, replicas)
-    return num_microbatches * slowest_beat(simulate(stream, costs).rows)
+    length, seconds = stream_length(versions, size, replicas), 0.0
+    for times_longer in _TIMES_LONGER:
+        stream, _ = stream_of(build, versions, times_longer * length, size, replicas)
+        seconds, regular = slowest_beat(simulate(stream, costs).rows)
+        if regular:
+            break
+    return num_microbatches * seconds
 
 
 def num_simulated(versions: Policy, num_microbatches: int, replicas: Sequence[int]) -> int:

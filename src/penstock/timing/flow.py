@@ -44,11 +44,12 @@ def _forwards(rows: Sequence[Row]) -> Iterator[tuple[Op, float, float]]:
                 yield op, start, end
 
 
-def slowest_beat(rows: Sequence[Row]) -> float:
-    """The beat that a stream comes to: that of the stage which is slowest by now. The others go
-    faster only until they have worked off what lies between them."""
-    stages = outputs_by_stage(rows).values()
-    return max((beat(list(ends.values())) for ends in stages), default=0.0)
+def slowest_beat(rows: Sequence[Row]) -> tuple[float, bool]:
+    """(the beat that a stream comes to, whether it has come to it by now): that of the stage which
+    is slowest. The others go faster only until they have worked off what lies between them."""
+    stages = [list(ends.values()) for ends in outputs_by_stage(rows).values()]
+    regular = all(regular_beat(times) is not None for times in stages)
+    return max(map(beat, stages), default=0.0), regular
 
 
 def window(rows: Sequence[Row], begins: float, ends: float) -> Iterator[Row]:
@@ -64,17 +65,29 @@ def window(rows: Sequence[Row], begins: float, ends: float) -> Iterator[Row]:
 
 
 def beat(times: Sequence[float]) -> float:
-    """From one of many regular events to the next, in the second half of them.
-
-    A pipeline repeats itself after as many microbatches as fit into the loop that holds it up, with
-    any rhythm in between. Where such a period shows, the beat is its mean over whole periods, and
-    so exact; otherwise over all of the second half.
+    """From one of many regular events to the next, in the second half of them: ``regular_beat``, or
+    the mean where no period shows.
 
     Args:
         times: of events, ascending.
 
     Returns:
         Seconds, or whatever the times are in; 0 of fewer than two events.
+    """
+    regular = regular_beat(times)
+    if regular is not None:
+        return regular
+    half = len(times) // 2
+    later = times[half if half + 1 < len(times) else 0 :]
+    return (later[-1] - later[0]) / (len(later) - 1) if len(later) > 1 else 0.0
+
+
+def regular_beat(times: Sequence[float]) -> float | None:
+    """The mean of events over whole periods, and so exact; ``None`` where no period shows in the
+    second half of them.
+
+    A pipeline repeats itself after as many microbatches as fit into the loop that holds it up, with
+    any rhythm in between.
     """
     half = len(times) // 2
     same = _SAME * max(map(abs, times), default=0.0)
@@ -85,5 +98,4 @@ def beat(times: Sequence[float]) -> float:
             for place in range(half, len(times) - period)
         ):
             return whole / period
-    later = times[half if half + 1 < len(times) else 0 :]
-    return (later[-1] - later[0]) / (len(later) - 1) if len(later) > 1 else 0.0
+    return None
