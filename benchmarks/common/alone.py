@@ -194,7 +194,8 @@ def publish(main: Callable[[], object]) -> None:
     if loaded and keep is not None:
         sys.exit("--loaded keeps no figures: leave out --keep, or --loaded")
     within = os.environ.setdefault(_WITHIN, str(os.getpid())) != str(os.getpid())
-    if loaded or within or os.environ.get("RANK", "0") != "0":
+    asks = bool({"-h", "--help"} & set(sys.argv[1:]))
+    if loaded or within or asks or os.environ.get("RANK", "0") != "0":
         sys.exit(main())
     module = sys.modules["__main__"].__spec__
     name = module.name.removeprefix("benchmarks.") if module else "benchmark"

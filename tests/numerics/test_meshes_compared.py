@@ -142,6 +142,45 @@ WRONG = {
         {"0.0": "column"},
         r"'0.0': 'column'.*it fails there \(RuntimeError: shape",
     ),
+    "complex numbers": (
+        lambda: nn.Sequential(
+            nn.Sequential(nn.Linear(6, 4), Lambda(torch.fft.fft)),
+            Lambda(torch.abs),
+            nn.Flatten(),
+            nn.Linear(32, 4),
+        ),
+        {"0.0": "column"},
+        "'0.0': 'column'.*gives numbers that are off by",
+    ),
+    "whole numbers": (
+        lambda: nn.Sequential(
+            Lambda(lambda v: (v, torch.arange(len(v)))),
+            Lambda(lambda both: both[0] * both[1][:, None, None]),
+            nn.Flatten(),
+            nn.Linear(48, 4),
+        ),
+        {"0": "data"},
+        "'0': 'data'.*gives other numbers",
+    ),
+    "a number of rows": (
+        lambda: nn.Sequential(
+            Lambda(lambda v: (v, len(v))),
+            Lambda(lambda both: both[0] * both[1]),
+            nn.Flatten(),
+            nn.Linear(48, 4),
+        ),
+        {"0": "data"},
+        r"'0': 'data'.*gives the numbers \[2\], and \[4\] on one device",
+    ),
+    "infinity elsewhere": (
+        lambda: block(
+            nn.Linear(6, 4),
+            Lambda(lambda v: v.masked_fill(v < v.amax(-1, keepdim=True), -torch.inf)),
+            behind=32,
+        ),
+        {"0.0": "column"},
+        "'0.0': 'column'.*gives other numbers",
+    ),
     "two dimensions": (
         lambda: block(nn.Linear(6, 4), Lambda(lambda v: v @ v.transpose(1, 2)), behind=64),
         {"0.0": "column"},

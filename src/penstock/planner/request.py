@@ -8,6 +8,7 @@ from itertools import pairwise
 from penstock.errors import InputError, PlanError
 from penstock.graph import LayerGraph
 from penstock.planner.offers import REPLICATED, Options, check_plannable
+from penstock.plans.consistency import MOST_MICROBATCHES
 from penstock.schedule import families
 from penstock.schedule.families.replicated import Replicas, read_replicas
 from penstock.units import count_of
@@ -124,14 +125,15 @@ def microbatch_sizes(
         num_ranks: in a straight pipeline through all devices.
     """
     choices = _all_sizes(graph, microbatches, minibatch)
-    most = MOST_SIMULATED // num_ranks
+    most = min(MOST_SIMULATED // num_ranks, MOST_MICROBATCHES)
     simulated = [(size, count) for size, count in choices if count <= most]
     if not simulated:
         fewest = min(count for _, count in choices)
         raise InputError(
             f"{fewest:,} microbatches on {count_of(num_ranks, 'rank')} are too many to plan, since "
-            f"every op is simulated: ranks × microbatches may be {MOST_SIMULATED:,} at most; ask "
-            f"for {most:,} microbatches, or for a smaller minibatch"
+            f"every op is simulated: ranks × microbatches may be {MOST_SIMULATED:,} at most, and "
+            f"microbatches {MOST_MICROBATCHES:,}; ask for {most:,} microbatches, or for a smaller "
+            "minibatch"
         )
     return simulated
 

@@ -16,6 +16,9 @@ from penstock.units import count_of
 from penstock.values import MOST_BYTES, whole
 from penstock.versions import Policy
 
+MOST_THREADS = 4096
+"""Of a rank: no host has so many cores."""
+
 MOST_MICROBATCHES = 100_000
 """Of a minibatch: a training has thousands, and who simulates or draws it looks at every one."""
 

@@ -18,6 +18,7 @@ from penstock.lazily import method_loaded_when_used
 from penstock.plans.alternative import Alternative, argued
 from penstock.plans.consistency import (
     MOST_MICROBATCHES,
+    MOST_THREADS,
     check_counts,
     check_devices,
     check_groups,
@@ -127,7 +128,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
                 f"the plan has version {self.version}; this Penstock reads version 2, so plan again"
             )
         whole("num_microbatches", self.num_microbatches, 1, MOST_MICROBATCHES)
-        check_counts(1, num_threads=self.num_threads)
+        whole("num_threads", self.num_threads, 1, MOST_THREADS)
         if self.rate is not None and not amount("rate", self.rate):
             raise InputError("rate is 0; give frames per second, or leave it out")
         check_counts(0, microbatch_size=self.microbatch_size)

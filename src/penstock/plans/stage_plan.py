@@ -8,12 +8,13 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
+from penstock.cluster.checks import MOST_DEVICES
 from penstock.errors import InputError
 from penstock.schedule import Schedule
 from penstock.schedule.memory import Sizes, peaks
 from penstock.timing.costs import Costs
 from penstock.timing.exchange import Exchange
-from penstock.values import Value
+from penstock.values import Value, whole
 
 RecomputeWay = Literal["none", "stage", "layers"]
 Split = Annotated[
@@ -105,8 +106,7 @@ class StagePlan(Value, frozen=True, kw_only=True):
                 raise InputError(f"{name} is {value}, but must be ≥ 0")
         if self.reduce_parts < 1:
             raise InputError(f"reduce_parts is {self.reduce_parts}, but must be ≥ 1")
-        if self.tensor_ranks < 1:
-            raise InputError(f"tensor_ranks is {self.tensor_ranks}, but must be ≥ 1")
+        whole("tensor_ranks", self.tensor_ranks, 1, MOST_DEVICES)
 
     @property
     def compute_seconds(self) -> float:

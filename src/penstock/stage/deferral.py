@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from penstock.errors import InputError
 from penstock.stage.deferrable import Deferrable, Formula, split_of
 
 _UNDEFERRED_KINDS = (
@@ -108,6 +109,21 @@ class Deferral(TorchFunctionMode):
             return value
         # In a tuple, since the hooks of a parameter that autograd sees would fire, with None.
         return _Use.apply(self._anchor, self._entries, (value,))  # type: ignore[no-untyped-call]
+
+    def check_forward(self) -> None:
+        """Look, behind the forward, whether a layer took gradients in it.
+
+        Raises:
+            InputError: it did, through weights whose gradients are deferred: these would be taken
+                for those of the backward, and gradients of such gradients would lack a part.
+        """
+        if self._entries:
+            self._entries.clear()
+            raise InputError(
+                "a layer goes backward inside its forward (torch.autograd.grad or backward there), "
+                "through weights whose gradients this schedule puts off; take one whose backwards "
+                'are whole, such as "1f1b"'
+            )
 
     def settle(self) -> None:
         """After the backward: accumulate the gradients of parameters that wait for nothing."""

@@ -339,6 +339,8 @@ class Stage:
                 value = module(value)
             if criterion is not None:
                 value = scalar(criterion(value), wants).clone()
+        if deferral is not None:
+            deferral.check_forward()
         produced, graph = Produced(self._leaving(value, criterion), {}), None
         if wants:
             graph = MicrobatchGraph(
@@ -423,6 +425,8 @@ class Stage:
         deferral = Deferral(self._undeferred) if splits else None
         with deferral or _NOTHING:
             value, drew = self._run_layers(value, skips, given, again)
+        if deferral is not None:
+            deferral.check_forward()
         left = {key: skip.taken(key) for key, skip in skips.items()}
         graph = MicrobatchGraph(
             inputs=leaves,

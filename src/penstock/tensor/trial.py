@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -109,21 +110,35 @@ def difference(given: Any, expected: Any, *, draws_alike: bool) -> str:
     ours, theirs = tree.tensors(given), tree.tensors(expected)
     if len(ours) != len(theirs):
         return f"gives {len(ours)} tensors, and {len(theirs)} on one device"
+    if _numbers(given) != _numbers(expected):
+        return f"gives the numbers {_numbers(given)}, and {_numbers(expected)} on one device"
     for mine, other in zip(ours, theirs, strict=True):
         if mine.shape != other.shape:
             return f"gives shape {tuple(mine.shape)}, and {tuple(other.shape)} on one device"
         off = _off(mine, other) if draws_alike else 0.0
+        if off == inf:
+            return "gives other numbers, some of which rounding does not change"
         if off:
             return f"gives numbers that are off by {off:.2g} of the largest one on one device"
     return ""
 
 
+def _numbers(value: Any) -> list[Any]:
+    """The leaves of a value that are numbers or words, which count rows perhaps."""
+    return [leaf for leaf in tree.flatten(value)[0] if isinstance(leaf, bool | int | float | str)]
+
+
 def _off(mine: Tensor, other: Tensor) -> float:
-    """How far values are apart, as a part of the largest; 0 if rounding explains it."""
-    if not other.is_floating_point():
-        return 0.0
-    ours, theirs = mine.detach().to("cpu", torch.float64), other.double()
-    finite = torch.isfinite(ours) & torch.isfinite(theirs)
+    """How far values are apart, as a part of the largest; 0 if rounding explains it, and infinity
+    where there is none to explain it by."""
+    has_rounding = other.is_floating_point() or other.is_complex()
+    wide = torch.complex128 if other.is_complex() else torch.float64
+    ours, theirs = mine.detach().to("cpu", wide), other.to(wide)
+    if not has_rounding:
+        return 0.0 if torch.equal(ours, theirs) else inf
+    finite = torch.isfinite(theirs) & torch.isfinite(ours)
+    if not torch.allclose(ours[~finite], theirs[~finite], equal_nan=True):
+        return inf
     if not finite.any():
         return 0.0
     tolerance = _COARSE if autocast_here() else _TOLERANCES.get(mine.dtype, _COARSE)

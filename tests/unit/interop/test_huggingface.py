@@ -40,6 +40,13 @@ def hf():
     return SimpleNamespace(adapter=huggingface, transformers=transformers, accelerate=accelerate)
 
 
+@pytest.fixture(autouse=True)
+def own_state_of_accelerate(hf):
+    """It keeps for the whole process what the first trainer has asked for, such as bf16."""
+    yield
+    hf.accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def language_model(hf, dropout=0.0):
     """A GPT-2 whose embedding and head share their weight."""
     torch.manual_seed(0)

@@ -85,6 +85,8 @@ WRONG = {
     # Numbers.
     "no microbatch": ([(("num_microbatches",), 0)], "num_microbatches is 0, but must be ≥ 1"),
     "no thread": ([(("num_threads",), 0)], "num_threads is 0, but must be ≥ 1"),
+    "threads that no host has": ([(("num_threads",), 10**9)], "num_threads is 1000000000"),
+    "ranks that nobody has": ([(("stages", 0, "tensor_ranks"), 10**9)], "tensor_ranks is 1000000"),
     "no tensor rank": ([(("stages", 0, "tensor_ranks"), 0)], "tensor_ranks is 0, but must be ≥ 1"),
     "negative rows": ([(("microbatch_size",), -8)], "microbatch_size is -8, but must be ≥ 0"),
     "a negative time": (
