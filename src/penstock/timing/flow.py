@@ -48,8 +48,12 @@ def slowest_beat(rows: Sequence[Row]) -> tuple[float, bool]:
     """(the beat that a stream comes to, whether it has come to it by now): that of the stage which
     is slowest. The others go faster only until they have worked off what lies between them."""
     stages = [list(ends.values()) for ends in outputs_by_stage(rows).values()]
-    regular = all(regular_beat(times) is not None for times in stages)
-    return max(map(beat, stages), default=0.0), regular
+    regular = [regular_beat(times) for times in stages]
+    beats = (
+        _mean_beat(times) if same is None else same
+        for times, same in zip(stages, regular, strict=True)
+    )
+    return max(beats, default=0.0), None not in regular
 
 
 def window(rows: Sequence[Row], begins: float, ends: float) -> Iterator[Row]:
@@ -75,8 +79,10 @@ def beat(times: Sequence[float]) -> float:
         Seconds, or whatever the times are in; 0 of fewer than two events.
     """
     regular = regular_beat(times)
-    if regular is not None:
-        return regular
+    return _mean_beat(times) if regular is None else regular
+
+
+def _mean_beat(times: Sequence[float]) -> float:
     half = len(times) // 2
     later = times[half if half + 1 < len(times) else 0 :]
     return (later[-1] - later[0]) / (len(later) - 1) if len(later) > 1 else 0.0
