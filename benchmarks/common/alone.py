@@ -213,10 +213,13 @@ def publish(main: Callable[[], object]) -> None:
 
 
 def store(name: str, command: str, output: str, surroundings: Surroundings) -> Path:
-    """Keep what a command printed in ``benchmarks/results``, with where it was."""
+    """Keep what a command printed in ``benchmarks/results``, with where it was.
+
+    ``python -m benchmarks.common.page`` writes ``docs/benchmarks.md`` from these files.
+    """
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.md"
-    path.write_text(f"`{command}`, {surroundings}.\n\n```text\n{output}\n```\n", encoding="utf-8")
+    path = RESULTS / f"{name}.txt"
+    path.write_text(f"$ {command}\n{surroundings}\n\n{output}\n", encoding="utf-8")
     print(f"kept in {path}")
     return path
 
