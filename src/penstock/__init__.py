@@ -8,13 +8,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.lazily import loaded_when_used
+from penstock.lazily import ModulesByPublicName, loaded_when_used, provide
 
 if TYPE_CHECKING:
     from penstock import errors, optimizers, versions
     from penstock.checkpoint.wanted import Checkpoints
-    from penstock.cluster import Cluster, Device, Link, Tier
+    from penstock.cluster import Cluster, Device, Group, Link, SpareMachine, Tier, Wire
     from penstock.drawing import Comparison, compare, draw
+    from penstock.errors import (
+        DeadlineError,
+        FileError,
+        InputError,
+        ModelError,
+        PeerError,
+        PenstockError,
+        PlanError,
+        RunError,
+        ScheduleError,
+        StageError,
+    )
     from penstock.fitting.callbacks import Callback, EarlyStopping
     from penstock.fitting.loop import fit
     from penstock.fleet import Fleet, Job
@@ -47,23 +59,36 @@ __all__ = [
     "Cluster",
     "Comparison",
     "Costs",
+    "DeadlineError",
     "Device",
     "EarlyStopping",
+    "FileError",
     "Fleet",
+    "Group",
+    "InputError",
     "Job",
     "Kind",
     "Layer",
     "LayerGraph",
     "Link",
     "Microbatches",
+    "ModelError",
     "Op",
+    "PeerError",
+    "PenstockError",
     "Pipeline",
     "Plan",
+    "PlanError",
+    "RunError",
     "Schedule",
+    "ScheduleError",
     "Sizes",
     "Span",
+    "SpareMachine",
+    "StageError",
     "Tier",
     "Timeline",
+    "Wire",
     "capture",
     "check",
     "compare",
@@ -84,18 +109,40 @@ __all__ = [
     "versions",
 ]
 
-_ROOMS = (
-    "cluster", "drawing", "errors", "graph", "optimizers", "partition", "planner", "plans",
-    "schedule", "timing", "units", "values", "versions",
-)  # fmt: skip
+_MODULES = {
+    "errors": "penstock.errors",
+    "optimizers": "penstock.optimizers",
+    "schedules": "penstock.schedule.families",
+    "stop": "penstock.turns.stop",
+    "versions": "penstock.versions",
+}
+"""Modules that are public as they are: ``pk.versions``, ``from penstock.versions import Stash``."""
+
+_CELLS = "penstock.drawing.cells"
+provide(
+    {
+        "device_memories": "penstock.device.listing",
+        "fleet_cell": _CELLS,
+        "graph_cell": _CELLS,
+        "schedule_cell": _CELLS,
+        "timeline_cell": _CELLS,
+    }
+)
 
 if not TYPE_CHECKING:  # which would take every name for one that is there
+    ModulesByPublicName(__name__, _MODULES).install()
     __getattr__ = loaded_when_used(
         __name__,
         {
             "penstock.checkpoint.wanted": ("Checkpoints",),
-            "penstock.cluster": ("Cluster", "Device", "Link", "Tier"),
+            "penstock.cluster": (
+                "Cluster", "Device", "Group", "Link", "SpareMachine", "Tier", "Wire",
+            ),
             "penstock.drawing": ("Comparison", "compare", "draw"),
+            "penstock.errors": (
+                "DeadlineError", "FileError", "InputError", "ModelError", "PeerError",
+                "PenstockError", "PlanError", "RunError", "ScheduleError", "StageError",
+            ),
             "penstock.fitting.callbacks": ("Callback", "EarlyStopping"),
             "penstock.fitting.loop": ("fit",),
             "penstock.fleet": ("Fleet", "Job"),
@@ -118,13 +165,9 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
             "penstock.timing.timeline": ("Timeline",),
             "penstock.tracing": ("Captured", "capture"),
         },
-        modules={
-            "schedules": "penstock.schedule.families",
-            "stop": "penstock.turns.stop",
-            **{room: f"penstock.{room}" for room in _ROOMS},
-        },
-    )
+        _MODULES,
+    )  # fmt: skip
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -20,6 +20,9 @@ from __future__ import annotations
 
 import re
 
+PUBLIC_NAME = "penstock.errors"
+"""Where people import errors from, so what a traceback calls them."""
+
 # Beside characters that move the cursor or begin an escape sequence, those that turn the direction
 # of what follows them.
 _COMMANDS = re.compile(
@@ -39,6 +42,12 @@ def printable(text: str) -> str:
 
 class PenstockError(Exception):
     """Root of everything Penstock raises on purpose."""
+
+    __module__ = PUBLIC_NAME
+
+    def __init_subclass__(cls) -> None:
+        if cls.__module__ == __name__:
+            cls.__module__ = PUBLIC_NAME
 
     def __str__(self) -> str:
         return printable(super().__str__())

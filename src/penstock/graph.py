@@ -16,7 +16,7 @@ from msgspec import field
 from msgspec.structs import replace
 
 from penstock.errors import InputError, printable
-from penstock.lazily import method_loaded_when_used
+from penstock.lazily import method_provided
 from penstock.values import MOST_BYTES, Value, expect, number, shown, whole
 
 
@@ -385,7 +385,7 @@ class LayerGraph(Value, frozen=True, kw_only=True):
         )
         return printable(words)
 
-    _repr_html_ = method_loaded_when_used("penstock.drawing.cells", "graph_cell")
+    _repr_html_ = method_provided("graph_cell")
 
     @property
     def fingerprint(self) -> str:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Collection, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -43,18 +45,75 @@ def loaded_when_used(
     return load
 
 
+class ModulesByPublicName(MetaPathFinder, Loader):
+    """Lets ``import package.name`` find modules that stand deeper in the package.
+
+    The module is the same one by both names, so that its classes are, too.
+    """
+
+    def __init__(self, package: str, modules: Mapping[str, str]) -> None:
+        self._modules = {f"{package}.{name}": module for name, module in modules.items()}
+        self._specs: dict[str, ModuleSpec | None] = {}
+
+    def install(self) -> None:
+        """Let imports ask here, if nobody else knows a name."""
+        sys.meta_path.append(self)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """A spec for a public name, and none for any other."""
+        return ModuleSpec(name, self) if self._modules.get(name, name) != name else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The module that has the name."""
+        module = importlib.import_module(self._modules[spec.name])
+        self._specs[spec.name] = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give back the module's own spec, which the import has just replaced: it ran before."""
+        assert module.__spec__ is not None
+        module.__spec__ = self._specs.pop(module.__spec__.name)
+
+
 def method_loaded_when_used(module: str, function: str) -> Callable[[Any], Any]:
     """A method whose body is a function of a module that is loaded when somebody calls it.
 
-    For a value of a low room that a higher one shows, as a notebook does: the value knows where
-    its picture is made, and nothing of how.
-
     Args:
-        module: the full name of the module.
+        module: the full name of the module, of the same room or a lower one.
         function: what it calls with the value.
     """
 
     def method(value: Any) -> Any:
         return getattr(importlib.import_module(module), function)(value)
+
+    return method
+
+
+_MODULE_OF: dict[str, str] = {}
+
+
+def provide(functions: Mapping[str, str]) -> None:
+    """Say which modules have the functions that lower rooms ask for by what they do; the package
+    itself does so, once, as it is imported. No low room knows the name of a higher one.
+
+    Args:
+        functions: by name, the full name of the module.
+    """
+    _MODULE_OF.update(functions)
+
+
+def provider_of(function: str) -> str:
+    """The full name of the module that has a function."""
+    return _MODULE_OF[function]
+
+
+def method_provided(function: str) -> Callable[[Any], Any]:
+    """A method whose body is a function that a higher room provides: a value can be shown in a
+    notebook, and its room knows nothing of pictures."""
+
+    def method(value: Any) -> Any:
+        return getattr(importlib.import_module(provider_of(function)), function)(value)
 
     return method

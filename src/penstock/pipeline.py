@@ -7,7 +7,7 @@ import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from penstock.checkpoint.keeper import Keeper
 from penstock.checkpoint.wanted import Checkpoints
 from penstock.device.placement import Devices
 from penstock.errors import FileError, InputError, RunError
+from penstock.habits import nothing_like
 from penstock.model import microbatches
 from penstock.model.batches import LABELS, Parting, is_batch
 from penstock.model.microbatches import Microbatches, Weight, Weighting
@@ -225,6 +226,19 @@ class Pipeline:
         self._elsewhere = Elsewhere.watching(
             model, self.stages, len(self.plan.stages), in_parts=self._parts.in_parts
         )
+
+    if not TYPE_CHECKING:  # which would take every name for one that is there
+
+        def __getattr__(self, name: str) -> object:
+            raise nothing_like(name)
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        """A pipeline is no module.
+
+        Raises:
+            InputError: always; it says what to call instead.
+        """
+        raise nothing_like("__call__")
 
     def step(
         self, inputs: Any, targets: Any = None, *, update: bool = True, share: float = 1.0

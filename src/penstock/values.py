@@ -50,7 +50,26 @@ _LARGEST = sys.float_info.max
 _MOST_SHOWN = 80
 
 
-class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _FieldsByName(type(msgspec.Struct)):  # type: ignore[misc] # msgspec has no name for it
+    """Says how records are made to whoever gives values without their names."""
+
+    def __call__(cls, *values: object, **fields: object) -> Any:
+        if len(values) > len(cls.__match_args__):
+            first = cls.__struct_fields__[0]
+            given = shown(values[0])
+            raise InputError(
+                f"{cls.__name__} takes its fields by name; write {cls.__name__}({first}={given}, …)"
+            )
+        return super().__call__(*values, **fields)
+
+
+class Value(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    metaclass=_FieldsByName,
+):
     """A frozen record that can be written to a file and read back."""
 
     def check_fields(self, whose: str = "") -> None:

@@ -116,14 +116,12 @@ def _plan(
     source: str, ranks: int, microbatches: int, costs: Costs, unit_seconds: float
 ) -> tuple[Plan | Schedule, Costs | None]:
     """What to perform, and the seconds of its ops if it does not have its own."""
-    suffix = Path(source).suffix.lower()
-    if suffix == ".json":
+    if sources.has_ops(source):
+        schedule: Schedule | None = sources.read_ops(source)
+    elif Path(source).suffix.lower() == ".json":
         return sources.load_plan(source), None
-    schedule = (
-        sources.read_csv(source)
-        if suffix == ".csv"
-        else sources.load(source, ranks, microbatches, costs).schedule
-    )
+    else:
+        schedule = sources.load(source, ranks, microbatches, costs).schedule
     assert schedule is not None  # a name always means one
     per_rank = schedule.num_stages / schedule.num_ranks
     return schedule, costs.spread(per_rank).scaled(unit_seconds)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
     from penstock.plans import Plan
 
 _SOURCE_HELP = (
-    "SOURCE is a schedule's name, a .csv of ops, or a .json plan, timeline or run. Options of a "
-    "schedule follow its name: interleaved-1f1b:stages_per_rank=4."
+    "SOURCE is a schedule's name, a .csv of ops, or a .json schedule, plan, timeline or run. "
+    "Options of a schedule follow its name: interleaved-1f1b:stages_per_rank=4."
 )
 
 
@@ -221,8 +220,8 @@ def _draw_memory(plan: Plan, titled: Sequence[Titled], path: str) -> None:
 def check(source: str, ranks: int, microbatches: int, capacity: int, as_json: bool) -> None:
     """Prove that a schedule is complete and cannot deadlock."""
     check_source(source)
-    if Path(source).suffix.lower() == ".csv":
-        schedule: Schedule | None = sources.read_csv(source)
+    if sources.has_ops(source):
+        schedule: Schedule | None = sources.read_ops(source)
     else:
         schedule = sources.load(source, ranks, microbatches, Costs()).schedule
     if schedule is None:

@@ -92,8 +92,8 @@ def load(
 
     Args:
         name: a schedule family, with options behind a colon, as in ``hanayo:waves=2``; or a file:
-            ``.csv`` (ops, as torch writes them) or ``.json`` (a plan, a timeline or a run's
-            report).
+            ``.csv`` (ops, as torch writes them) or ``.json`` (a schedule, a plan, a timeline or a
+            run's report).
         ranks, microbatches: for a family.
         costs: for a family or a CSV; plain numbers are those of a whole rank's layers.
         arrivals: microbatches that come per unit of time; by default all are there.
@@ -101,7 +101,7 @@ def load(
     Raises:
         InputError: neither, or a file that does not hold what it should.
     """
-    if _suffix(name) == ".json":
+    if _suffix(name) == ".json" and not has_ops(name):
         content = _load_json(name)
         if arrivals is None:
             return content if isinstance(content, Drawable) else _planned(content)
@@ -157,7 +157,7 @@ def load_with_versions(
     Raises:
         InputError: a timeline that does not know, or a policy that does not go with the schedule.
     """
-    if _suffix(name) == ".json":
+    if _suffix(name) == ".json" and not has_ops(name):
         return _json_with_versions(name, policy)
     schedule = _schedule(name, ranks, microbatches, costs)
     if any(op.kind is Kind.UPDATE for op in schedule.where):
@@ -178,7 +178,7 @@ def load_drawn(name: str, ranks: int, microbatches: int, costs: Costs) -> tuple[
     """As ``load_shown``, to be drawn, and whether with versions: what never flushes in its steady
     state, with the versions that its ops read, since its beginning looks like any other
     schedule's."""
-    if _suffix(name) == ".json":
+    if _suffix(name) == ".json" and not has_ops(name):
         content = _load_json(name)
         if isinstance(content, Drawable):
             return content, False
@@ -249,20 +249,28 @@ def _spread(costs: Costs, schedule: Schedule) -> Costs:
 
 
 def _schedule(name: str, ranks: int, microbatches: int, costs: Costs) -> Schedule:
-    """The schedule in a CSV, or of a family."""
-    if _suffix(name) != ".csv":
+    """The schedule in a file, or of a family."""
+    if not has_ops(name):
         return _build(name, ranks, microbatches, costs)
-    schedule = read_csv(name)
+    schedule = read_ops(name)
     _named(name, check, schedule)
     return schedule
 
 
-def read_csv(path: str) -> Schedule:
+def has_ops(path: str) -> bool:
+    """Whether a source is a file of ops: a ``.csv``, or what ``Schedule.save`` wrote as JSON."""
+    suffix = _suffix(path)
+    return suffix == ".csv" or (suffix == ".json" and "ranks" in _json_keys(path))
+
+
+def read_ops(path: str) -> Schedule:
     """Read ops, as we or torch write them.
 
     Raises:
         FileError: a cell is not an op; the file, the line and the cell are named.
     """
+    if _suffix(path) == ".json":
+        return Schedule.load(path)
     text, stem = read_text(path), Path(path).stem
     if not _TORCH.search(text):  # words that only torch's files have
         return _named(path, Schedule.parse, text, stem)
@@ -283,8 +291,8 @@ def _named(name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwarg
 def _build(name: str, ranks: int, microbatches: int, costs: Costs) -> Schedule:
     if name.partition(":")[0] not in families.names() and Path(name).is_file():
         raise FileError(
-            f"{name} is a file, but neither a .csv of ops nor a .json plan, timeline or run, which "
-            "can be drawn and simulated"
+            f"{name} is a file, but neither a .csv of ops nor a .json schedule, plan, timeline or "
+            "run, which can be drawn and simulated"
         )
     family, options = families.named(name)
     searched = {}
@@ -341,11 +349,14 @@ def _keys(text: str) -> set[str]:
     return set(decoded(text, dict[str, msgspec.Raw]))
 
 
+def _json_keys(path: str) -> set[str]:
+    with refused_as(f"{path} holds neither a plan nor a schedule nor a timeline"):
+        return _keys(read_text(path))
+
+
 def _load_json(path: str) -> Drawable | Plan:
     """A plan, or the timeline in a file."""
-    text = read_text(path)
-    with refused_as(f"{path} holds neither a plan nor a timeline"):
-        keys = _keys(text)
+    text, keys = read_text(path), _json_keys(path)
     if "spans" in keys:
         return Drawable(Timeline.from_json(text, where=path), None)
     if "measured" in keys:
@@ -356,7 +367,7 @@ def _load_json(path: str) -> Drawable | Plan:
     if "traceEvents" in keys:
         raise FileError(f"{path} is a Chrome trace, a picture of a timeline; open it in Perfetto")
     if not _OF_PLANS & keys:
-        raise FileError(f"{path} holds neither a plan nor a timeline nor a run's report")
+        raise FileError(f"{path} holds neither a plan nor a schedule, a timeline or a run's report")
     return plans.Plan.from_json(text, where=path)
 
 

@@ -12,6 +12,7 @@ from penstock.cluster.checks import MOST_DEVICES
 from penstock.cluster.driver import gpus, gpus_of
 from penstock.cluster.parts import Device, DeviceKind
 from penstock.errors import InputError
+from penstock.lazily import provider_of
 from penstock.values import one_of, whole
 
 _ANSWER_SECONDS = 120.0
@@ -87,7 +88,7 @@ def memories_known_to_torch() -> list[int]:
     cannot tell. Planning never imports torch, so a process of its own does, which takes seconds."""
     import subprocess  # takes long to load, for machines without accelerators
 
-    command = [sys.executable, "-m", "penstock.device.listing"]
+    command = [sys.executable, "-m", provider_of("device_memories")]
     try:
         answer = subprocess.run(
             command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=True

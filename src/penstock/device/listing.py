@@ -8,6 +8,11 @@ import sys
 from penstock.device.accelerators import accelerators
 from penstock.device.memory import total_bytes
 
+
+def device_memories() -> list[int]:
+    """The bytes of memory of each accelerator that torch knows here; 0 where it cannot tell."""
+    return [total_bytes(device) for device in accelerators()]
+
+
 if __name__ == "__main__":
-    memories = (total_bytes(device) for device in accelerators())
-    sys.stdout.write(" ".join(map(str, memories)) + "\n")
+    sys.stdout.write(" ".join(map(str, device_memories())) + "\n")

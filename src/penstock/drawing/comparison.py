@@ -9,6 +9,7 @@ from penstock.drawing.axes import Titled, unit_for
 from penstock.errors import InputError
 from penstock.schedule.schedule import Schedule
 from penstock.timing.costs import Costs
+from penstock.timing.foretold import Foretold, is_foretold
 from penstock.timing.simulator import simulate
 from penstock.timing.timeline import Timeline
 from penstock.values import expect
@@ -61,15 +62,19 @@ class Comparison:
         return cells.cell(table, cells.timelines_image(self.timelines))
 
 
+Comparable = Schedule | Timeline | Foretold
+"""What has a timeline, or can be simulated."""
+
+
 def compare(
-    *compared: Schedule | Timeline | Mapping[str, Schedule | Timeline], costs: Costs | None = None
+    *compared: Comparable | Mapping[str, Comparable], costs: Costs | None = None
 ) -> Comparison:
-    """Put schedules and timelines beside each other.
+    """Put schedules, plans and timelines beside each other.
 
     Args:
-        compared: schedules, which are simulated; timelines as they are, predicted or measured; or
-            dicts of either, whose keys are their titles. By default a schedule is called by its
-            name, and a timeline by its name and source.
+        compared: schedules, which are simulated; plans, as they are predicted; timelines as they
+            are, predicted or measured; or dicts of these, whose keys are their titles. By default a
+            schedule is called by its name, all others by that and their source.
         costs: of a whole rank's layers, for the schedules; by default F = I = W = 1 and no hops.
 
     Raises:
@@ -80,7 +85,7 @@ def compare(
     timelines = [(title, _timeline(thing, costs)) for title, thing in _titled(compared)]
     titles = [title for title, _ in timelines]
     if not titles:
-        raise InputError("there is nothing to compare; give schedules or timelines")
+        raise InputError("there is nothing to compare; give schedules, plans or timelines")
     if len(set(titles)) < len(titles):
         raise InputError(
             f"two of {', '.join(titles)} have the same title; give a dict with titles of your own"
@@ -89,20 +94,23 @@ def compare(
 
 
 def _titled(
-    compared: tuple[Schedule | Timeline | Mapping[str, Schedule | Timeline], ...],
-) -> Iterator[tuple[str, Schedule | Timeline]]:
+    compared: tuple[Comparable | Mapping[str, Comparable], ...],
+) -> Iterator[tuple[str, Comparable]]:
     for thing in compared:
         if isinstance(thing, Mapping):
             yield from thing.items()
-        elif isinstance(thing, Timeline):
-            yield f"{thing.name or 'schedule'}, {thing.source}", thing
-        else:
-            expect(thing, Schedule, "what is compared", "give schedules or timelines")
+        elif isinstance(thing, Schedule):
             yield thing.name or "schedule", thing
+        else:
+            timeline = _timeline(thing, Costs())
+            yield f"{timeline.name or 'schedule'}, {timeline.source}", timeline
 
 
-def _timeline(thing: Schedule | Timeline, costs: Costs) -> Timeline:
+def _timeline(thing: Comparable, costs: Costs) -> Timeline:
     if isinstance(thing, Timeline):
         return thing
-    expect(thing, Schedule, "what is compared", "give schedules or timelines")
+    if is_foretold(thing):
+        return thing.simulate()
+    expect(thing, Schedule, "what is compared", "give schedules, plans or timelines")
+    assert isinstance(thing, Schedule)  # nothing else is expected
     return simulate(thing, costs.spread(thing.num_stages / thing.num_ranks))

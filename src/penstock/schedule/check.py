@@ -19,6 +19,7 @@ from penstock.schedule.channels import check_capacity, other_end, room_needed
 from penstock.schedule.lower import add_communication, last_gradients
 from penstock.schedule.offload import check_offload
 from penstock.schedule.op import COMMUNICATION, COMPUTE, RELEASING, Kind, Op
+from penstock.schedule.planned import Planned, is_planned
 from penstock.schedule.residence import check_residence
 from penstock.schedule.schedule import MANY_OPS, Schedule
 from penstock.values import expect
@@ -26,11 +27,11 @@ from penstock.values import expect
 _MOST_LISTED = 5
 
 
-def check(schedule: Schedule, capacity: int | None = None) -> None:
+def check(schedule: Schedule | Planned, capacity: int | None = None) -> None:
     """Raise unless ``schedule`` is complete, unambiguous and free of deadlock.
 
     Args:
-        schedule: compute only, or lowered.
+        schedule: compute only, or lowered; or a ``Plan``, whose schedule is meant.
         capacity: how many messages a channel holds before its sender waits; ``None`` is unlimited.
             Bounds the ``SEND`` ops of a lowered schedule; to a schedule without any, communication
             is added as ``schedule.lower.add_communication`` does for this capacity. 0: no sender
@@ -41,7 +42,10 @@ def check(schedule: Schedule, capacity: int | None = None) -> None:
         ScheduleError: naming the ops concerned.
         InputError: ``capacity`` is no whole number ≥ 0.
     """
+    if is_planned(schedule):
+        schedule = schedule.build_schedule()
     expect(schedule, Schedule, "the schedule", "build one with penstock.schedules.build")
+    assert isinstance(schedule, Schedule)  # nothing else is expected
     schedule.check_types()
     check_capacity(capacity)
     if _proven_at_once(schedule, capacity):

@@ -5,18 +5,20 @@ The same value is checked, simulated, run, drawn and exchanged with torch as CSV
 
 from __future__ import annotations
 
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from penstock.errors import InputError, ScheduleError
-from penstock.lazily import method_loaded_when_used
+from penstock.lazily import method_provided
 from penstock.schedule.columns.rank_ops import RankOps, stages_in
 from penstock.schedule.op import BACKWARD, COMPUTE, OF_A_ROUND, Kind, Op, dependencies
-from penstock.values import expect, shown
+from penstock.values import Value, expect, read_text, refused_as, shown, write_atomically
 
 if TYPE_CHECKING:
     from penstock.schedule.columns.columns import Columns
@@ -28,6 +30,14 @@ MANY_OPS = 10_000
 Activations = Literal["own", "newest"]
 """Which activations a backward goes through: those of its own microbatch's forward, or those that
 the newest forward of its stage has left."""
+
+
+class ScheduleFile(Value, frozen=True, kw_only=True):
+    """What stands in the file of a schedule; of each rank, its ops with commas between them."""
+
+    name: str
+    ranks: tuple[str, ...]
+    activations: Activations = "own"
 
 
 @dataclass(frozen=True)
@@ -155,7 +165,47 @@ class Schedule:
     def __str__(self) -> str:
         return "".join(",".join(map(str, ops)) + "\n" for ops in self.ranks)
 
-    _repr_html_ = method_loaded_when_used("penstock.drawing.cells", "schedule_cell")
+    def to_json(self) -> str:
+        """This schedule as indented JSON; ``from_json`` reads it back."""
+        lines = tuple(str(self).splitlines())
+        return ScheduleFile(name=self.name, activations=self.activations, ranks=lines).to_json()
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "text") -> Schedule:
+        """Read what ``to_json`` wrote.
+
+        Raises:
+            FileError: it is something else, or a cell is not an op; ``where`` is named.
+        """
+        file = ScheduleFile.from_json(text, where)
+        with refused_as(f"{where} is not a valid Schedule"):
+            parsed = cls.parse("".join(f"{line}\n" for line in file.ranks), file.name)
+            return replace(parsed, activations=file.activations)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write this schedule to ``path``, atomically: as JSON, or where the name ends in ``.csv``,
+        as torch's table of ops, which knows no name and no ``activations``.
+
+        Raises:
+            FileError: the file cannot be written.
+        """
+        is_table = os.fspath(path).lower().endswith(".csv")
+        write_atomically(path, str(self) if is_table else self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Schedule:
+        """Read what ``save`` wrote. A schedule from a ``.csv`` has the file's name.
+
+        Raises:
+            FileError: the file is not there, or holds something else.
+        """
+        text = read_text(path)
+        if not os.fspath(path).lower().endswith(".csv"):
+            return cls.from_json(text, where=str(path))
+        with refused_as(f"{path} is not a valid Schedule"):
+            return cls.parse(text, Path(path).stem)
+
+    _repr_html_ = method_provided("schedule_cell")
 
     @property
     def num_ranks(self) -> int:

@@ -8,7 +8,7 @@ from functools import cached_property
 import msgspec
 
 from penstock.errors import InputError
-from penstock.lazily import method_loaded_when_used
+from penstock.lazily import method_provided
 from penstock.timing.spans import Source
 from penstock.values import Value, whole
 
@@ -67,7 +67,7 @@ class FleetTimeline(Value, frozen=True, kw_only=True, dict=True):
     bound_seconds: float = 0.0
     ended: dict[str, str] = msgspec.field(default_factory=dict)
 
-    _repr_html_ = method_loaded_when_used("penstock.drawing.cells", "fleet_cell")
+    _repr_html_ = method_provided("fleet_cell")
 
     def __post_init__(self) -> None:
         self.check_fields("the fleet's timeline")

@@ -5,6 +5,7 @@ One set of metrics reads both.
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from itertools import compress
 from operator import sub
 
 from penstock.errors import InputError
-from penstock.lazily import method_loaded_when_used
+from penstock.lazily import method_provided
 from penstock.schedule.columns.rank_ops import are_of, slices_in, stages_in
 from penstock.schedule.memory import (
     Curve,
@@ -39,7 +40,7 @@ from penstock.timing.spans import (
     version_of,
 )
 from penstock.timing.timeline_file import decode, encode
-from penstock.values import expect, whole
+from penstock.values import expect, read_text, whole, write_atomically
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class Timeline:
         )
         return replace(self, rows=tuple(rows))
 
-    _repr_html_ = method_loaded_when_used("penstock.drawing.cells", "timeline_cell")
+    _repr_html_ = method_provided("timeline_cell")
 
     @property
     def has_versions(self) -> bool:
@@ -337,6 +338,23 @@ class Timeline:
             arrivals=self.arrivals,
             transfers=self.transfers,
         )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write this timeline to ``path`` as JSON, atomically; ``penstock draw`` takes the file.
+
+        Raises:
+            FileError: the file cannot be written.
+        """
+        write_atomically(path, self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Timeline:
+        """Read what ``save`` wrote.
+
+        Raises:
+            FileError: the file is not there, or holds something else.
+        """
+        return cls.from_json(read_text(path), where=str(path))
 
     @classmethod
     def from_json(cls, text: str, where: str = "text") -> Timeline:

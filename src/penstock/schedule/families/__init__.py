@@ -54,6 +54,33 @@ from penstock.schedule.families.zb_v import zb_v
 from penstock.schedule.schedule import Schedule
 from penstock.values import expect, is_whole, shown
 
+__all__ = [
+    "breadth_first",
+    "build",
+    "chimera",
+    "dualpipe_v",
+    "eager_one_f_one_b",
+    "family",
+    "gpipe",
+    "hanayo",
+    "interleaved",
+    "interleaved_zb",
+    "names",
+    "one_f_one_b",
+    "optimal",
+    "partime",
+    "pipedream",
+    "pipedream_2bw",
+    "seq1f1b",
+    "spilled",
+    "v_half",
+    "v_min",
+    "zb_auto",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+]
+
 FAMILIES: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
@@ -206,3 +233,7 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -11,6 +11,7 @@ from penstock.schedule.durations import Durations
 from penstock.schedule.op import RESIDENCE, STASHES, Kind
 from penstock.schedule.schedule import MANY_OPS, Schedule
 from penstock.timing.costs import Costs
+from penstock.timing.foretold import Foretold, is_foretold
 from penstock.timing.simulator.arrivals import Arrivals
 from penstock.timing.simulator.events import by_events
 from penstock.timing.timeline import Timeline
@@ -20,7 +21,10 @@ __all__ = ["simulate"]
 
 
 def simulate(
-    schedule: Schedule, costs: Costs | None = None, *, arrivals: float | None = None
+    schedule: Schedule | Foretold,
+    costs: Costs | None = None,
+    *,
+    arrivals: float | None = None,
 ) -> Timeline:
     """When each op would run if every rank performs its ops in order, as early as possible.
 
@@ -34,8 +38,10 @@ def simulate(
     is paid per message.
 
     Args:
-        schedule: compute only, or lowered; both give the same times.
-        costs: durations; by default F = I = W = 1 and no hop.
+        schedule: compute only, or lowered; both give the same times. Or a ``Plan``, which brings
+            costs of its own, and all that its step takes: with other ``costs``, or ``arrivals``,
+            its schedule is simulated under these.
+        costs: durations; by default those of the plan, or F = I = W = 1 and no hop.
         arrivals: how many microbatches (frames) a live source gives per second, or per whatever
             unit the costs are in; the first one comes at 0. ``Timeline.latencies`` then tells how
             long after its arrival each has its output, ``Timeline.rate`` how many come out. Frames
@@ -49,7 +55,13 @@ def simulate(
         ScheduleError: the schedule deadlocks.
         InputError: per-stage costs do not fit the number of stages.
     """
+    if is_foretold(schedule):
+        if costs is None and arrivals is None:
+            return schedule.simulate()
+        costs = schedule.costs if costs is None else costs
+        schedule = schedule.build_schedule()
     expect(schedule, Schedule, "the schedule", "build one with penstock.schedules.build")
+    assert isinstance(schedule, Schedule)  # nothing else is expected
     schedule.check_types()
     costs = Costs() if costs is None else costs
     expect(costs, Durations, "costs", "give a penstock.Costs")
