@@ -54,10 +54,10 @@ import penstock as pk
 from benchmarks.common.alone import publish
 from benchmarks.common.system import status_bytes
 from benchmarks.contest.spilling_peers import PEERS, adamw, peer
+from penstock.base.errors import PenstockError
 from penstock.cli.show import print_table
 from penstock.demo.gpt import GPT, loss
 from penstock.drawing.chart import line_chart
-from penstock.errors import PenstockError
 from penstock.plans.spilling import traffic
 
 WAYS = ("memory", "spilled", "huge", "waiting", "clipped", "hydra", "capped", "capped-memory")

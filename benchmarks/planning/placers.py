@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from penstock.errors import PlanError
+from penstock.base.errors import PlanError
 from penstock.graph import LayerGraph
 from penstock.partition.placement import Placed, Placer, Score, make_space
 from penstock.partition.placement.climbing import labels_of, random_order

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from benchmarks.common.alone import publish
 from penstock import schedules
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.rehearsal import Rehearsal, rehearse
 from penstock.rehearsal.conduct import OP_SECONDS, default_costs
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.lazily import ModulesByPublicName, loaded_when_used, provide
+from penstock.base.lazily import ModulesByPublicName, loaded_when_used, provide
 
 if TYPE_CHECKING:
-    from penstock import errors, optimizers, versions
-    from penstock.checkpoint.wanted import Checkpoints
-    from penstock.cluster import Cluster, Device, Group, Link, SpareMachine, Tier, Wire
-    from penstock.drawing import Comparison, compare, draw
-    from penstock.errors import (
+    from penstock import optimizers, versions
+    from penstock.base import errors
+    from penstock.base.errors import (
         DeadlineError,
         FileError,
         InputError,
@@ -27,6 +25,9 @@ if TYPE_CHECKING:
         ScheduleError,
         StageError,
     )
+    from penstock.checkpoint.wanted import Checkpoints
+    from penstock.cluster import Cluster, Device, Group, Link, SpareMachine, Tier, Wire
+    from penstock.drawing import Comparison, compare, draw
     from penstock.fitting.callbacks import Callback, EarlyStopping
     from penstock.fitting.loop import fit
     from penstock.fleet import Fleet, Job
@@ -110,7 +111,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "errors": "penstock.errors",
+    "errors": "penstock.base.errors",
     "optimizers": "penstock.optimizers",
     "schedules": "penstock.schedule.families",
     "stop": "penstock.turns.stop",
@@ -139,7 +140,7 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
                 "Cluster", "Device", "Group", "Link", "SpareMachine", "Tier", "Wire",
             ),
             "penstock.drawing": ("Comparison", "compare", "draw"),
-            "penstock.errors": (
+            "penstock.base.errors": (
                 "DeadlineError", "FileError", "InputError", "ModelError", "PeerError",
                 "PenstockError", "PlanError", "RunError", "ScheduleError", "StageError",
             ),

@@ -15,9 +15,9 @@ from typing import Literal
 from msgspec import field
 from msgspec.structs import replace
 
-from penstock.errors import InputError, printable
-from penstock.lazily import method_provided
-from penstock.values import MOST_BYTES, Value, expect, number, shown, whole
+from penstock.base.errors import InputError, printable
+from penstock.base.lazily import method_provided
+from penstock.base.values import MOST_BYTES, Value, expect, number, shown, whole
 
 
 class Layer(Value, frozen=True, kw_only=True):

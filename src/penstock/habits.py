@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 
 _CALL = "step(inputs, targets) trains on a minibatch, evaluate(inputs) gives outputs"
 _MODEL = "the model stays yours, so ask it"

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from penstock.errors import InputError
-from penstock.values import expect, is_number, is_whole
+from penstock.base.errors import InputError
+from penstock.base.values import expect, is_number, is_whole
 from penstock.versions import rate_factor
 
 # How many steps a delay-corrected optimizer has made, in its parameter groups.

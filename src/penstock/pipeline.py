@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock.base.errors import FileError, InputError, RunError
+from penstock.base.telling import Telling, tells
+from penstock.base.values import MOST_AMOUNT, expect, flag, number, whole
 from penstock.checkpoint.in_course import InCourse
 from penstock.checkpoint.keeper import Keeper
 from penstock.checkpoint.wanted import Checkpoints
 from penstock.device.placement import Devices
-from penstock.errors import FileError, InputError, RunError
 from penstock.habits import nothing_like
 from penstock.model import microbatches
 from penstock.model.batches import LABELS, Parting, is_batch
@@ -41,9 +43,7 @@ from penstock.run.outcome import MinibatchOutcome
 from penstock.run.recipe import BatchNormStatistics, Loss, LossScale, Metric, Recipe
 from penstock.run.step_loss import StepLoss
 from penstock.summation.staleness import StaleStream
-from penstock.telling import Telling, tells
 from penstock.timing.timeline import Timeline
-from penstock.values import MOST_AMOUNT, expect, flag, number, whole
 from penstock.weights.store import Held
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from penstock import Cluster
+from penstock.base.errors import InputError
 from penstock.cluster import local
-from penstock.errors import InputError
 from tests.docs.pages import blocks_of
 from tests.kit.accelerator import building
 from tests.kit.examples import more

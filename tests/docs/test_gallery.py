@@ -14,8 +14,8 @@ from torch import nn
 
 import penstock as pk
 from penstock import schedules, versions
+from penstock.base.errors import PenstockError
 from penstock.cli.sources import read_policy
-from penstock.errors import PenstockError
 from penstock.versions import POLICIES, USUAL
 from tests.kit.paths import DOCS
 from tests.kit.streams import plan_for

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from click.testing import CliRunner, Result
 
+from penstock.base.errors import PenstockError
 from penstock.cli import penstock
-from penstock.errors import PenstockError
 
 
 def succeed(*arguments) -> Result:

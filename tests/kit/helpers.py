@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from penstock import versions
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.model import tree
 from penstock.model.spine import run_spine, spine_fingerprint, spine_of
 from penstock.plans import Plan, StagePlan

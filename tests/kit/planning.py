@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from penstock import Cluster, Device, Layer, LayerGraph, Link, plan
-from penstock.errors import PlanError
+from penstock.base.errors import PlanError
 from penstock.graph import Contention
 
 KIB = 1024

@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from penstock import Costs, Kind, Span, Timeline, schedules, simulate
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.schedule.lower import add_recompute, add_update, lower
 from penstock.timing import find_parting, idle_of, measured_costs
 from penstock.timing.spans import BUSY

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from penstock import Cluster, Link, schedules
+from penstock.base.errors import InputError, PlanError
 from penstock.cluster import Group
-from penstock.errors import InputError, PlanError
 from penstock.graph import Contention
 from penstock.planner.candidate import Candidate
 from penstock.planner.cuts import candidates

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from penstock import Costs, schedules, simulate
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from tests.kit.examples import examples
 from tests.kit.helpers import amounts
 

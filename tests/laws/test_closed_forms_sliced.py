@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import Costs, Kind, check, schedules, simulate
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 
 seconds = st.floats(0.01, 10)
 costs = st.builds(Costs, seconds, seconds, seconds)

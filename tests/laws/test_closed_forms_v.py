@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import Costs, schedules, simulate
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.schedule.check import check
 from penstock.schedule.lower import add_communication, add_update
 from penstock.schedule.placement import snake

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from penstock import LayerGraph, plan
-from penstock.errors import InputError, PlanError
+from penstock.base.errors import InputError, PlanError
 from penstock.planner import task as tasks
 from penstock.planner.task import Task
 from tests.kit.planning import chain, clusters, devices, graphs, layers

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.base.errors import PlanError
 from penstock.cluster import Cluster, Device, Link
-from penstock.errors import PlanError
 from penstock.graph import Layer, LayerGraph
 from penstock.partition import (
     COST_MODELS,

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import LambdaLR
 
 import penstock as pk
-from penstock.errors import DeadlineError, InputError, RunError, StageError
+from penstock.base.errors import DeadlineError, InputError, RunError, StageError
 from penstock.run.drive import threads
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.examples import TIMES

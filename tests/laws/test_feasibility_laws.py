@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from penstock import plan
-from penstock.errors import InputError, PlanError
+from penstock.base.errors import InputError, PlanError
 from penstock.planner.candidate import Candidate
 from penstock.planner.offers import Offer
 from penstock.planner.task import Task

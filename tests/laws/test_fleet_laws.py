@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock as pk
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.turns import POLICIES, Task, Visit, simulate_fleet
 from penstock.turns.simulator import bound_of
 from tests.kit.examples import examples

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import penstock as pk
 from penstock import Costs, Kind, Sizes, Timeline, check, schedules, simulate, versions
-from penstock.errors import InputError, PenstockError
+from penstock.base.errors import InputError, PenstockError
 from penstock.schedule.lower import add_communication, add_free, add_updates
 from penstock.schedule.memory import changes, peaks
 from penstock.schedule.rounds import Rounds, warm_up

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import PlanError
+from penstock.base.errors import PlanError
 from penstock.partition import balance
 
 costs = st.lists(st.floats(0, 100), min_size=1, max_size=10)

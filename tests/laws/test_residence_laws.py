@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from penstock import Costs, Schedule, Timeline, check, draw, schedules, simulate
-from penstock.errors import InputError, ScheduleError
+from penstock.base.errors import InputError, ScheduleError
 from penstock.plans.spilling import Spill, with_residence
 from penstock.schedule import Kind, Op
 from penstock.schedule.lower import add_communication, add_recompute, add_update

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.planning.search_and_scale import gaps_to_the_optimum, length
 from penstock import Costs, Sizes, check, schedules, simulate
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.schedule.lower import lower
 from penstock.schedule.memory import peak_activations, peaks
 from penstock.schedule.placement import loop, snake

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 import penstock as pk
+from penstock.base.errors import FileError, InputError
 from penstock.cluster import Device
-from penstock.errors import FileError, InputError
 from penstock.model.spine import spine_fingerprint, spine_of
 from penstock.plans import Plan, StagePlan
 from penstock.plans.orders import with_microbatches

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import Costs, Kind, check, schedules, simulate, versions
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.schedule.lower import add_communication, add_free, add_updates
 from penstock.schedule.rounds import Rounds, warm_up
 from penstock.schedule.segment import Windows

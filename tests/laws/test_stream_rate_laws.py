@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock import Costs, Timeline, schedules, simulate, versions
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.plans.steady import steady_seconds
 from penstock.schedule.lower import add_updates
 from penstock.schedule.rounds import Rounds

@@ -7,7 +7,7 @@ from torch import nn
 
 import penstock as pk
 from penstock import versions
-from penstock.errors import InputError, StageError
+from penstock.base.errors import InputError, StageError
 from penstock.trial.reference.delayed_replay import DelayedReplay
 from tests.kit.examples import more
 from tests.kit.streams import batches, cuts_of, layered_model, plan_for

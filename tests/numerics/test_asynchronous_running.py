@@ -8,7 +8,7 @@ from torch import nn
 
 import penstock as pk
 from penstock import versions
-from penstock.errors import InputError, ModelError, StageError
+from penstock.base.errors import InputError, ModelError, StageError
 from penstock.trial.reference.delayed_replay import DelayedReplay
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.examples import more

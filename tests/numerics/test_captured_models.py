@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as pk
-from penstock.errors import ModelError
+from penstock.base.errors import ModelError
 from penstock.model import tree
 from penstock.tracing import capture
 from penstock.trial.reference.single_device import SingleDevice

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from penstock.errors import InputError, ModelError
+from penstock.base.errors import InputError, ModelError
 from penstock.trial import Workload, largest_curvature, stage_curvatures
 from tests.kit.helpers import make_batch, make_plan
 from tests.kit.tiny_models import Once

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from penstock.errors import DeadlineError, FileError, InputError
+from penstock.base.errors import DeadlineError, FileError, InputError
 from penstock.fleet.dispatcher import Place
 from penstock.fleet.table import Shown
 from penstock.plans.spilling import Spill

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import penstock as pk
+from penstock.base.errors import InputError
 from penstock.device.queue import AcceleratorQueue
-from penstock.errors import InputError
 from penstock.plans.spilling import Spill, Tier
 from penstock.weights import slabs
 from tests.kit.spilling import make_net

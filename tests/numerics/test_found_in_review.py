@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import InputError, ModelError, StageError
+from penstock.base.errors import InputError, ModelError, StageError
 from tests.kit import training
 from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.one_device import OneDevice, assert_same

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import RunError, StageError
+from penstock.base.errors import RunError, StageError
 from penstock.trial.reference.sideways_replay import SidewaysReplay
 from penstock.versions import Latest, Sideways, Stash
 from tests.kit.live import LEARN, SEED, adam, frames_of, live_plan, pushed, stream_of

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import DeadlineError
+from penstock.base.errors import DeadlineError
 from penstock.live import reader
 from penstock.run.drive.driver import Deadlines
 from penstock.versions import Sideways, Stash

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import penstock as pk
-from penstock.errors import InputError, RunError, StageError
+from penstock.base.errors import InputError, RunError, StageError
 from penstock.stage.microbatch_graph import MicrobatchGraph
 from penstock.trial.reference.delayed_replay import DelayedReplay
 from penstock.trial.reference.single_device import SingleDevice

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from penstock.errors import ModelError, StageError
+from penstock.base.errors import ModelError, StageError
 from tests.kit.helpers import Lambda, make_plan
 from tests.kit.one_device import OneDevice, assert_same
 from tests.kit.training import DEADLINE_SECONDS, momentum

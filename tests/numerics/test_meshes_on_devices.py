@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from penstock.errors import InputError, StageError
+from penstock.base.errors import InputError, StageError
 from tests.kit.examples import more
 from tests.kit.groups import make_net, net_loss
 from tests.kit.helpers import make_plan

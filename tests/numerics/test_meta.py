@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.errors import InputError, ModelError
+from penstock.base.errors import InputError, ModelError
 from tests.kit.helpers import make_batch
 from tests.kit.one_device import assert_same
 from tests.kit.tiny_models import conv_batch, make_conv_net

@@ -12,7 +12,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import penstock as pk
-from penstock.errors import InputError, ModelError, ScheduleError
+from penstock.base.errors import InputError, ModelError, ScheduleError
 from penstock.schedule import Schedule, families
 from penstock.schedule.check import check
 from penstock.trial.reference.single_device import SingleDevice

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.base.errors import StageError
 from penstock.device import queue
-from penstock.errors import StageError
 from penstock.run import twins
 from tests.kit.examples import in_turns
 from tests.kit.helpers import Lambda

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from penstock.errors import DeadlineError, InputError, StageError
+from penstock.base.errors import DeadlineError, InputError, StageError
 from penstock.plans.offloading import Offload, moved_activations
 from penstock.plans.spilling import Spill, Tier
 from penstock.schedule.memory import Sizes

@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.run.rank.updater import Updater
 from tests.kit.examples import crossed
 from tests.kit.helpers import make_batch, make_mlp, same_order_families

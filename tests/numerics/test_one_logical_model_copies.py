@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
+from penstock.base.errors import ModelError, StageError
 from penstock.demo import gpt
-from penstock.errors import ModelError, StageError
 from tests.kit import training
 from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.one_device import OneDevice, assert_same, assert_same_gradients, same

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import InputError, StageError
+from penstock.base.errors import InputError, StageError
 from tests.kit import training
 from tests.kit.examples import crossed
 from tests.kit.helpers import (

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.examples import crossed
 from tests.kit.helpers import (

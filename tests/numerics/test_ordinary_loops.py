@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import penstock as pk
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.model.batches import plain
 from penstock.model.microbatches import split
 from tests.kit.helpers import make_batch, make_mlp, make_plan

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch.optim.lr_scheduler import ExponentialLR, LinearLR
 
 import penstock as pk
+from penstock.base.errors import InputError
 from penstock.cluster import SpareMachine
-from penstock.errors import InputError
 from penstock.plans.serving import (
     all_group_sizes,
     num_processes,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from msgspec.structs import replace
 
 from penstock import versions
-from penstock.errors import InputError, ModelError
+from penstock.base.errors import InputError, ModelError
 from penstock.trial import Workload, proof, prove, steps_needed
 from penstock.trial.reference.delayed_replay import DelayedReplay
 from penstock.trial.reference.single_device import SingleDevice

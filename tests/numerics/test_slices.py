@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from torch import nn
 
 import penstock as pk
+from penstock.base.errors import InputError, ModelError, StageError
 from penstock.demo import GPT, loss
-from penstock.errors import InputError, ModelError, StageError
 from penstock.model.spine import run_spine
 from penstock.schedule import Kind, Op, Schedule, families
 from penstock.schedule.families.seq1f1b import seq1f1b

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import penstock as pk
-from penstock.errors import DeadlineError, FileError, InputError, ModelError, StageError
+from penstock.base.errors import DeadlineError, FileError, InputError, ModelError, StageError
 from penstock.plans import StagePlan
 from penstock.plans.spilling import Spill, Tier, traffic
 from penstock.trial.reference.single_device import SingleDevice

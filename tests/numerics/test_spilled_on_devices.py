@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
+from penstock.base.errors import FileError, StageError
 from penstock.device.side_streams import SideStreams
-from penstock.errors import FileError, StageError
 from penstock.plans.spilling import Spill, Tier
 from penstock.weights import slabs, transfers
 from tests.kit.examples import in_turns

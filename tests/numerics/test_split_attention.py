@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import penstock as pk
-from penstock.errors import ModelError
+from penstock.base.errors import ModelError
 from penstock.model.randomness import RandomStream
 from penstock.tensor.chain import LayerSharing
 from penstock.tensor.sharing import cut_tensors, shared

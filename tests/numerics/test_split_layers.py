@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from penstock.errors import InputError, ModelError, StageError
+from penstock.base.errors import InputError, ModelError, StageError
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.groups import WORDS, make_net, net_batch, net_loss
 from tests.kit.helpers import Lambda, make_plan

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import LinearLR
 
 import penstock as pk
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.summation.staleness import Contribution, StaleStream
 from penstock.trial import prove
 from penstock.trial.reference.stale_replay import StaleReplay

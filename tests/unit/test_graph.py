@@ -2,7 +2,7 @@ import pytest
 from msgspec.structs import replace
 
 from penstock import Layer, LayerGraph
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 
 LAYER = Layer(
     name="a",

@@ -11,9 +11,9 @@ import subprocess
 import pytest
 
 import penstock as pk
-from penstock.errors import FileError, InputError, PenstockError
+from penstock.base.errors import FileError, InputError, PenstockError
+from penstock.base.values import MOST_FILE_BYTES, MOST_TOML_BYTES, read_text
 from penstock.turns.written import FleetFile
-from penstock.values import MOST_FILE_BYTES, MOST_TOML_BYTES, read_text
 from tests.unit.test_wrong_files import FILES, answered, folder, planned  # noqa: F401 - a fixture
 
 READERS = (pk.LayerGraph.load, pk.Cluster.load, pk.Plan.load, FleetFile.load)

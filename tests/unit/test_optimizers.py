@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.optimizers import delay_corrected, nadamw
 from penstock.versions import rate_factor
 from tests.kit.optimizing import Delayed, assert_same, train, weights

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.optimizers import RotatedAdam, delay_corrected
 from tests.kit.optimizing import Delayed, assert_same, noise, train, weights
 

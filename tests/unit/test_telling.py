@@ -10,8 +10,8 @@ import pytest
 
 import penstock as pk
 from penstock import telling
+from penstock.base.telling import Telling, tells
 from penstock.cli import show
-from penstock.telling import Telling, tells
 from tests.kit.command_line import succeed
 from tests.kit.helpers import make_batch, make_mlp
 

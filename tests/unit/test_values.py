@@ -5,9 +5,9 @@ import stat
 import pytest
 
 from penstock import Cluster, Device, Layer, LayerGraph, Link, plan
-from penstock.errors import FileError
+from penstock.base.errors import FileError
+from penstock.base.values import write_atomically
 from penstock.plans import Plan
-from penstock.values import write_atomically
 
 GRAPH = LayerGraph(
     layers=tuple(

@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 import penstock as pk
+from penstock.base.errors import PenstockError
 from penstock.cli import penstock
-from penstock.errors import PenstockError
 
 DEEP = 100_000
 LAYER = {"forward_seconds": 1.0, "backward_input_seconds": 1.0, "backward_weight_seconds": 1.0}

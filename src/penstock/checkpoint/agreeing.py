@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from penstock.base.errors import FileError
 from penstock.checkpoint.contents import Contents
 from penstock.checkpoint.folder import (
     checkpoint_in,
@@ -17,7 +18,6 @@ from penstock.checkpoint.folder import (
 )
 from penstock.checkpoint.giving import check_fits, check_model, check_settings
 from penstock.checkpoint.pieces_here import PiecesHere
-from penstock.errors import FileError
 from penstock.run.assembly import Assembly
 from penstock.run.drive.driver import told
 

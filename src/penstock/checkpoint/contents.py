@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
+from penstock.base.errors import FileError
 from penstock.checkpoint.division import DRIFT, OPTIMIZER, UNDER_WAY
 from penstock.checkpoint.folder import Checkpoint
 from penstock.checkpoint.header import Extent, Optimizing
 from penstock.checkpoint.piece import Piece, assembled
 from penstock.checkpoint.plain import of_json
-from penstock.errors import FileError
 from penstock.run.rank.mail import Letter
 from penstock.transport import Edge
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from penstock.base.errors import FileError
 from penstock.checkpoint.contents import Contents
 from penstock.checkpoint.division import OPTIMIZER
 from penstock.checkpoint.folder import Checkpoint
 from penstock.checkpoint.piece import write_tensors
 from penstock.checkpoint.plain import of_json
-from penstock.errors import FileError
 
 
 def export_weights(checkpoint: Checkpoint, target: Path) -> None:

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from penstock.base.errors import FileError
+from penstock.base.values import expect, read_text
 from penstock.checkpoint.header import Identity
 from penstock.checkpoint.piece import Piece, flush, piece_name
-from penstock.errors import FileError
 from penstock.plans import Plan
-from penstock.values import expect, read_text
 
 PLAN = "plan.json"
 

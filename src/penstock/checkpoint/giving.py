@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.base.errors import FileError, InputError
+from penstock.base.values import is_number, shown
 from penstock.checkpoint.contents import Contents
 from penstock.checkpoint.division import DRIFT, OPTIMIZER
 from penstock.checkpoint.header import extent_of
 from penstock.checkpoint.plain import of_json, to_json
 from penstock.checkpoint.taking import TrainedStage
-from penstock.errors import FileError, InputError
-from penstock.values import is_number, shown
 from penstock.weights.store import WeightStore
 
 _RATES = ("lr", "initial_lr")

@@ -10,8 +10,8 @@ import torch
 from msgspec import field
 from torch import Tensor
 
-from penstock.errors import FileError
-from penstock.values import MOST_BYTES, Value
+from penstock.base.errors import FileError
+from penstock.base.values import MOST_BYTES, Value
 from penstock.weights.shelf import Shelved
 
 FORMAT = 1

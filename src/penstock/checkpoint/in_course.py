@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TypeVar
 
+from penstock.base.errors import InputError
 from penstock.checkpoint.keeper import Keeper
 from penstock.checkpoint.wanted import Checkpoints
-from penstock.errors import InputError
 from penstock.plans import Plan
 from penstock.run.minibatch import Minibatch, StreamPosition
 

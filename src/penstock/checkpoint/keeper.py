@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.base.errors import FileError, InputError
+from penstock.base.values import flag, whole, write_atomically
 from penstock.checkpoint.agreeing import agreed
 from penstock.checkpoint.contents import Contents
 from penstock.checkpoint.division import PartState
@@ -43,11 +45,9 @@ from penstock.checkpoint.plain import to_json
 from penstock.checkpoint.saver import Saver
 from penstock.checkpoint.taking import StageState, TrainedStage, state_of
 from penstock.checkpoint.wanted import Checkpoints
-from penstock.errors import FileError, InputError
 from penstock.run.assembly import Assembly
 from penstock.run.minibatch import Mark
 from penstock.run.recipe import LossScale
-from penstock.values import flag, whole, write_atomically
 
 
 class Loaded(NamedTuple):

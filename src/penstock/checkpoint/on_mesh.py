@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
+from penstock.base.values import expect, shown
 from penstock.run.assembly import Assembly
 from penstock.run.rank.worker import Worker
 from penstock.run.seating import MeshTransport
@@ -30,7 +31,6 @@ from penstock.tensor.cuts import Cut
 from penstock.tensor.group import Group
 from penstock.tensor.parts import Bounds
 from penstock.transport.rendezvous import translated, within
-from penstock.values import expect, shown
 
 
 class _Own(NamedTuple):

@@ -24,10 +24,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from penstock.base.errors import FileError
 from penstock.checkpoint.header import Header
 from penstock.checkpoint.plain import dtype_named
 from penstock.checkpoint.streamed import save_streamed
-from penstock.errors import FileError
 from penstock.weights.shelf import Shelved
 
 _KEY = "penstock"

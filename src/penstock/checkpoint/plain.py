@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import FileError, InputError
-from penstock.values import is_number, is_whole, shown
+from penstock.base.errors import FileError, InputError
+from penstock.base.values import is_number, is_whole, shown
 
 _TUPLE, _MAP, _COUNTER, _FLOAT, _TENSOR = "$tuple", "$map", "$counter", "$float", "$tensor"
 _MOST_NUMBERS = 64

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock.base.errors import InputError
+from penstock.base.values import shown
 from penstock.checkpoint.division import DRIFT, OPTIMIZER, UNDER_WAY, Division
 from penstock.checkpoint.header import Extent, Optimizing, UnderWay, extent_of
 from penstock.checkpoint.plain import to_json
-from penstock.errors import InputError
 from penstock.reduce.sharding import Shard
 from penstock.run.rank.mail import Letter
 from penstock.stage.stage import Stage
-from penstock.values import shown
 from penstock.weights.shelf import Shelved
 from penstock.weights.store import WeightStore
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TypeVar
 
+from penstock.base.values import flag, whole
 from penstock.checkpoint.folder import as_path
-from penstock.values import flag, whole
 
 T = TypeVar("T")
 

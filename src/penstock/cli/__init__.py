@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from penstock import __version__
+from penstock.base.errors import PenstockError, printable
 from penstock.cli.examples import epilog_of
-from penstock.errors import PenstockError, printable
 
 _PLACES = {
     "check": ("schedule_verbs", "check"),

@@ -7,10 +7,10 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from penstock.base.errors import InputError
 from penstock.cli import sources
 from penstock.cli.show import say
 from penstock.cli.sources import Drawable
-from penstock.errors import InputError
 from penstock.schedule.lower import add_update
 from penstock.schedule.op import Kind
 from penstock.timing.costs import Costs

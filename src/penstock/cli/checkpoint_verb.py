@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from penstock.base.errors import FileError, InputError
+from penstock.base.units import count_of, format_bytes
 from penstock.cli import options, show, sources
 from penstock.cli.output import OutputFile, OutputPlace, written
-from penstock.errors import FileError, InputError
-from penstock.units import count_of, format_bytes
 
 if TYPE_CHECKING:
     from penstock.checkpoint.folder import Checkpoint

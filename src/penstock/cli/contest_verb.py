@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from penstock.base.errors import InputError
+from penstock.base.units import to_bytes_per_second
 from penstock.cli import options, show
 from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.cli.workloads import load_workload
@@ -24,8 +26,6 @@ from penstock.drawing.contest import (
     table_rows,
     write_contest,
 )
-from penstock.errors import InputError
-from penstock.units import to_bytes_per_second
 
 if TYPE_CHECKING:
     from penstock.trial.contest import ContestStep

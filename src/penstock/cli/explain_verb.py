@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from penstock.base.errors import ModelError
+from penstock.base.units import format_bytes
 from penstock.cli import options, show, sources
 from penstock.drawing.layer_names import counted
-from penstock.errors import ModelError
-from penstock.units import format_bytes
 
 if TYPE_CHECKING:
     from penstock.plans import Plan

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.base.errors import InputError
+from penstock.base.units import format_seconds
 from penstock.cli import options, show, sources
 from penstock.cli.given import refuse_useless
 from penstock.cli.output import STANDARD_OUTPUT, written
-from penstock.errors import InputError
 from penstock.turns.policies import POLICIES, PolicyName
-from penstock.units import format_seconds
 
 if TYPE_CHECKING:
     from penstock.fleet import FleetResults, Job

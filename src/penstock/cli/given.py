@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 
 _SHAPE = ("ranks", "microbatches")
 _OWN = {".csv": _SHAPE, ".json": (*_SHAPE, "costs")}

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock import drawing, planner
+from penstock.base.values import write_atomically
 from penstock.cli import options, show
 from penstock.cli.names import ScheduleName
 from penstock.cli.output import OutputFile, written
 from penstock.cli.profile_verb import WORKLOAD_HELP, print_graph, profiled
 from penstock.cli.workloads import DEFAULT_WORKLOAD, load_workload, load_workload_of
 from penstock.cluster import Cluster
-from penstock.values import write_atomically
 
 if TYPE_CHECKING:
     from penstock.plans import Plan

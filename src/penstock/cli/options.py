@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from penstock.base.errors import FileError, InputError
+from penstock.base.units import to_bytes
+from penstock.base.values import Value
 from penstock.cli.names import PolicyName
 from penstock.cli.output import (
     BOTH_TO_STANDARD_OUTPUT,
@@ -15,10 +18,7 @@ from penstock.cli.output import (
     OutputFile,
     OutputFolder,
 )
-from penstock.errors import FileError, InputError
 from penstock.timing.costs import Costs
-from penstock.units import to_bytes
-from penstock.values import Value
 from penstock.versions import POLICIES
 
 if TYPE_CHECKING:

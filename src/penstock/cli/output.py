@@ -14,8 +14,8 @@ from typing import Any
 
 import click
 
+from penstock.base.errors import InputError, printable
 from penstock.cli import show
-from penstock.errors import InputError, printable
 
 STANDARD_OUTPUT = "-"
 BOTH_TO_STANDARD_OUTPUT = "-o - and --json would both go to standard output; leave one out"

@@ -10,6 +10,8 @@ import click
 from msgspec.structs import replace
 
 from penstock import planner
+from penstock.base.errors import InputError
+from penstock.base.values import shown
 from penstock.cli import options, show
 from penstock.cli.given import refuse_useless
 from penstock.cli.names import ScheduleName
@@ -17,12 +19,10 @@ from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.cluster import Cluster, Tier
 from penstock.cluster.subset import only
 from penstock.cluster.tier_speed import measured
-from penstock.errors import InputError
 from penstock.graph import LayerGraph
 from penstock.partition.cost_models import COST_MODELS
 from penstock.planner.wish import RecomputeRule, SpillRule
 from penstock.plans.summing import REDUCERS
-from penstock.values import shown
 
 
 def _num_ranks(replicas: str) -> int:

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, get_args
 import click
 
 from penstock import drawing, plans, rehearsal
+from penstock.base.errors import InputError
+from penstock.base.units import picture_seconds
 from penstock.cli import options, show, sources
 from penstock.cli.names import Source
 from penstock.cli.output import STANDARD_OUTPUT, written
-from penstock.errors import InputError
 from penstock.rehearsal.job import RehearsalTransport, UpdateMode
 from penstock.schedule import Kind, Schedule, families
 from penstock.timing.costs import Costs
 from penstock.timing.simulator import simulate
-from penstock.units import picture_seconds
 from penstock.versions import USUAL
 
 if TYPE_CHECKING:

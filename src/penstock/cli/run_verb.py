@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from penstock.base.errors import InputError
 from penstock.cli import options, show
 from penstock.cli.output import OutputFile, written
-from penstock.errors import InputError
 
 if TYPE_CHECKING:
     from penstock.supervisor import Account

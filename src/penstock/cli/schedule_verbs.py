@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock import drawing
+from penstock.base.errors import InputError
 from penstock.cli import options, show, sources
 from penstock.cli.beside import Setting, load_beside
 from penstock.cli.given import check_source, check_sources, check_width, is_given
 from penstock.cli.names import ScheduleName, Source
 from penstock.cli.output import STANDARD_OUTPUT, OutputFile, check_apart, written
-from penstock.errors import InputError
 from penstock.schedule import Schedule, families
 from penstock.schedule.check import check as check_schedule
 from penstock.timing.costs import Costs

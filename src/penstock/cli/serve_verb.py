@@ -8,8 +8,8 @@ import threading
 
 import click
 
+from penstock.base.errors import InputError
 from penstock.cli import show
-from penstock.errors import InputError
 
 _SECRET_HELP = (
     "The secret is what PENSTOCK_SECRET says, here and on every worker. It is needed wherever "

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from penstock.errors import printable
-from penstock.telling import Telling, is_quiet
-from penstock.units import format_bytes
-from penstock.values import encode
+from penstock.base.errors import printable
+from penstock.base.telling import Telling, is_quiet
+from penstock.base.units import format_bytes
+from penstock.base.values import encode
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

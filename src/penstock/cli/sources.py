@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 import msgspec
 
 from penstock import drawing, plans
+from penstock.base.errors import FileError, InputError
+from penstock.base.values import decoded, read_text, refused_as
 from penstock.drawing.timeline.excerpt import steady_part
-from penstock.errors import FileError, InputError
 from penstock.schedule import Schedule, families
 from penstock.schedule.check import check
 from penstock.schedule.lower import add_update, add_updates
@@ -22,7 +23,6 @@ from penstock.timing.costs import Costs
 from penstock.timing.simulator import simulate
 from penstock.timing.spans import BUSY, NO_VERSION
 from penstock.timing.timeline import Timeline
-from penstock.values import decoded, read_text, refused_as
 from penstock.versions import POLICIES, USUAL, Flush, Policy, rounds_of, versions_read
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from penstock.base.errors import InputError, ModelError, PenstockError
+from penstock.base.telling import Telling
 from penstock.cli.given import is_given
-from penstock.errors import InputError, ModelError, PenstockError
-from penstock.telling import Telling
 
 if TYPE_CHECKING:
     from penstock.plans import Plan

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
+from penstock.base.errors import InputError
 from penstock.cluster.parts import Device, Group, SpareMachine, Wire
-from penstock.errors import InputError
 
 T = TypeVar("T")
 

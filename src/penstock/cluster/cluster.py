@@ -10,12 +10,12 @@ from typing import Self
 
 from msgspec.structs import replace
 
+from penstock.base.errors import InputError
+from penstock.base.values import MOST_TOML_BYTES, Value, expect, read_text, refused_as, whole
 from penstock.cluster import local
 from penstock.cluster.checks import MOST_DEVICES, check_groups, check_names, check_wires
 from penstock.cluster.parts import Device, DeviceKind, Group, Link, SpareMachine, Tier, Wire
 from penstock.cluster.tier_speed import measured
-from penstock.errors import InputError
-from penstock.values import MOST_TOML_BYTES, Value, expect, read_text, refused_as, whole
 
 
 class Cluster(Value, frozen=True, kw_only=True):

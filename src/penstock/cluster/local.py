@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any, get_args
 
+from penstock.base.errors import InputError
+from penstock.base.lazily import provider_of
+from penstock.base.values import one_of, whole
 from penstock.cluster.checks import MOST_DEVICES
 from penstock.cluster.driver import gpus, gpus_of
 from penstock.cluster.parts import Device, DeviceKind
-from penstock.errors import InputError
-from penstock.lazily import provider_of
-from penstock.values import one_of, whole
 
 _ANSWER_SECONDS = 120.0
 

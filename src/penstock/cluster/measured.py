@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from penstock.base.errors import InputError
 from penstock.cluster.cluster import Cluster
 from penstock.cluster.parts import Device, DeviceKind, Group, Link, Wire
 from penstock.cluster.topology import Topology
-from penstock.errors import InputError
 
 TYPICAL_BYTES = 2**20
 """A message by which links are compared."""

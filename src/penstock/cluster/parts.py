@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from penstock.errors import InputError
-from penstock.values import Value, number, shown
+from penstock.base.errors import InputError
+from penstock.base.values import Value, number, shown
 
 _LEAST_SPEED, _MOST_SPEED = 1e-6, 1e6
 

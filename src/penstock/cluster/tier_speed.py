@@ -17,8 +17,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 
 from msgspec.structs import replace
 
+from penstock.base.errors import FileError
 from penstock.cluster.parts import Tier
-from penstock.errors import FileError
 
 _SAMPLE_BYTES = 32 << 20
 _PIECE_BYTES = 8 << 20

@@ -11,6 +11,9 @@ from typing import Any
 
 import msgspec
 
+from penstock.base.errors import InputError
+from penstock.base.units import is_time, to_bytes, to_bytes_per_second, to_seconds
+from penstock.base.values import check_toml, whole
 from penstock.cluster.checks import MOST_DEVICES
 from penstock.cluster.parts import (
     Device,
@@ -22,9 +25,6 @@ from penstock.cluster.parts import (
     TierKind,
     Wire,
 )
-from penstock.errors import InputError
-from penstock.units import is_time, to_bytes, to_bytes_per_second, to_seconds
-from penstock.values import check_toml, whole
 
 _MOST_DEPTH = 100
 

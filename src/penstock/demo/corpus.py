@@ -15,7 +15,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 
 _SKIPPED = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}

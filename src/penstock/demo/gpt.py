@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 
 KeysValues = tuple[Tensor, Tensor]
 """Keys and values of attention: ``[rows, heads, positions, features]`` each."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from penstock.errors import RunError
+from penstock.base.errors import RunError
 
 _MOST_SPREAD = 8
 _ALWAYS_SPREAD_BYTES = 2**24

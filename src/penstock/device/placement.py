@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from penstock.base.errors import InputError
+from penstock.base.values import shown
 from penstock.device.accelerators import accelerator_kind, accelerators
-from penstock.errors import InputError
-from penstock.values import shown
 
 _EXAMPLE = "give one per rank, as in devices=['cuda:0', 'cuda:1'], or devices='cpu' for all"
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+from penstock.base.units import TimeUnit, unit_of_seconds
 from penstock.timing.spans import BUSY
 from penstock.timing.timeline import Timeline
-from penstock.units import TimeUnit, unit_of_seconds
 
 UnitName = Literal["seconds", "abstract"]
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from penstock.base.units import four_digits
 from penstock.drawing.axes import tick_label, ticks
 from penstock.drawing.markup import (
     coordinate,
@@ -20,7 +21,6 @@ from penstock.drawing.markup import (
     text_width,
     write,
 )
-from penstock.units import four_digits
 
 Point = tuple[float, float]
 NamedLine = tuple[str, Sequence[tuple[float, float | None]]]

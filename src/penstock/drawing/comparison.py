@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from penstock.base.errors import InputError
+from penstock.base.values import expect
 from penstock.drawing.axes import Titled, unit_for
-from penstock.errors import InputError
 from penstock.schedule.schedule import Schedule
 from penstock.timing.costs import Costs
 from penstock.timing.foretold import Foretold, is_foretold
 from penstock.timing.simulator import simulate
 from penstock.timing.timeline import Timeline
-from penstock.values import expect
 
 COLUMNS = ("", "makespan", "bubble", "stage bubble", "peak activations")
 """What is said of each timeline."""

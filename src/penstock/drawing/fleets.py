@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from penstock.base.units import TimeUnit, count_of, unit_of_seconds
 from penstock.drawing.axes import tick_label, ticks
 from penstock.drawing.markup import (
     coordinate,
@@ -22,7 +23,6 @@ from penstock.drawing.markup import (
     write,
 )
 from penstock.timing.fleet_timeline import FleetTimeline, Turn
-from penstock.units import TimeUnit, count_of, unit_of_seconds
 
 TitledFleet = tuple[str, FleetTimeline]
 """A fleet's timeline and what it is called in a picture of several."""

@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
+from penstock.base.errors import InputError
+from penstock.base.values import expect, number, write_atomically
 from penstock.drawing.axes import Titled
 from penstock.drawing.picture import Picture
-from penstock.errors import InputError
 from penstock.schedule.memory import Curve
 from penstock.timing.fleet_timeline import FleetTimeline
 from penstock.timing.timeline import Timeline
-from penstock.values import expect, number, write_atomically
 
 if TYPE_CHECKING:
     from penstock.drawing.fleets import TitledFleet

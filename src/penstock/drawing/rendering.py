@@ -11,7 +11,7 @@ import re
 from importlib.util import find_spec
 from typing import Any
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 
 _NEEDED = {".png": "resvg_py", ".pdf": "typst"}
 _FONTS = 'Arial,"Liberation Sans",Helvetica,"DejaVu Sans",sans-serif'

@@ -7,8 +7,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, TextIO
 
-from penstock.errors import InputError
-from penstock.values import number, whole
+from penstock.base.errors import InputError
+from penstock.base.values import number, whole
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from penstock.base.errors import InputError
+from penstock.base.telling import is_quiet
+from penstock.base.values import expect, flag, whole
 from penstock.checkpoint.wanted import Checkpoints
-from penstock.errors import InputError
 from penstock.fitting.callbacks import Callback, EarlyStopping, ProgressLines
 from penstock.model.batches import is_batch
 from penstock.pipeline import Pipeline
 from penstock.run.drive.driver import told
-from penstock.telling import is_quiet
-from penstock.values import expect, flag, whole
 
 
 class Fitted(NamedTuple):

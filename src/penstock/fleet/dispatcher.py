@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from math import inf
 from typing import Literal
 
-from penstock.errors import DeadlineError, RunError
+from penstock.base.errors import DeadlineError, RunError
 from penstock.timing.fleet_timeline import Turn
 from penstock.turns.policies import PolicyName, Standing, choose, guess
 from penstock.turns.visits import Visit

@@ -13,7 +13,8 @@ from typing import Self
 
 import torch
 
-from penstock.errors import InputError, PenstockError
+from penstock.base.errors import InputError, PenstockError
+from penstock.base.values import expect, number, one_of, whole
 from penstock.fleet.dispatcher import Dispatcher, overdue
 from penstock.fleet.job import Job
 from penstock.fleet.referee import Referee
@@ -29,7 +30,6 @@ from penstock.turns.policies import POLICIES, PolicyName
 from penstock.turns.simulator import Task, bound_of, simulate_fleet
 from penstock.turns.stop import Stop, settled
 from penstock.turns.visits import check_name
-from penstock.values import expect, number, one_of, whole
 from penstock.weights.slabs import Spare
 
 _LOOK_SECONDS = 0.05

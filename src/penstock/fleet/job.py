@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
+from penstock.base.values import expect, whole
 from penstock.model.optimizer_factory import OptimizerFactory
 from penstock.model.randomness import RandomStream, stream_seed
 from penstock.pipeline import Pipeline
@@ -19,7 +20,6 @@ from penstock.plans import Plan
 from penstock.run.recipe import Loss
 from penstock.turns.stop import Stop
 from penstock.turns.visits import Visit, check_fleet_plan, visits_of
-from penstock.values import expect, whole
 
 Data = Iterable[tuple[Any, Any]] | Callable[[int], Iterable[tuple[Any, Any]]]
 

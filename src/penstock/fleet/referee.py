@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from penstock.errors import RunError
+from penstock.base.errors import RunError
 from penstock.turns.stop import Stop
 
 

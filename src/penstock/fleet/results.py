@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from penstock.errors import InputError, printable
+from penstock.base.errors import InputError, printable
+from penstock.base.units import format_seconds
 from penstock.timing.fleet_timeline import FleetTimeline
 from penstock.turns.bounds import Bound
-from penstock.units import format_seconds
 
 Status = Literal["training", "done", "stopped", "failed", "not a number"]
 """How a job stands: it has trained as long as it was to; it was among the worse half; its model,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
-from penstock.errors import printable
+from penstock.base.errors import printable
 from penstock.fleet.dispatcher import Dispatcher
 from penstock.fleet.results import row_of
 from penstock.fleet.trainee import Trainee

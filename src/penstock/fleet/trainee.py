@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import FileError, RunError
+from penstock.base.errors import FileError, RunError
 from penstock.fleet.dispatcher import Dispatcher
 from penstock.fleet.job import Job
 from penstock.fleet.pace import VisitPace

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 
 
 def need(libraries: Sequence[str], extra: str, what: str) -> None:

@@ -16,14 +16,14 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.errors import InputError, ModelError
+from penstock.base.errors import InputError, ModelError
+from penstock.base.values import expect
 from penstock.interop.extras import need
 from penstock.interop.loss_pipeline import LossPipeline, OutputsAreGone, let_state_follow
 from penstock.interop.spread import Spread
 from penstock.model.microbatches import Weight
 from penstock.pipeline import Pipeline
 from penstock.plans import Plan
-from penstock.values import expect
 
 need(("lightning",), "lightning", "penstock.interop.lightning")
 

@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from penstock.errors import FileError, InputError
+from penstock.base.errors import FileError, InputError
+from penstock.base.values import whole
 from penstock.fitting.callbacks import Callback
-from penstock.values import whole
 
 if TYPE_CHECKING:
     from torch import Tensor

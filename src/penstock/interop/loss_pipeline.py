@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.interop.spread import Spread, check_one_process
 from penstock.model import microbatches, tree
 from penstock.model.microbatches import Microbatches, Weight

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import isfinite
 
-from penstock.errors import FileError
+from penstock.base.errors import FileError
+from penstock.base.values import read_text
 from penstock.graph import Layer, LayerGraph
-from penstock.values import read_text
 
 _SEPARATOR = " -- "
 _COSTS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")

@@ -9,15 +9,15 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from penstock.base.errors import InputError
+from penstock.base.values import expect, whole
 from penstock.cluster import Cluster
 from penstock.device.placement import Devices
-from penstock.errors import InputError
 from penstock.plans import Plan
 from penstock.run.recipe import Loss
 from penstock.tracing import capture
 from penstock.tracing.graphs import Dynamic
 from penstock.tracing.segments import Granularity
-from penstock.values import expect, whole
 
 _ROUNDS = 3
 

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from penstock.errors import FileError
+from penstock.base.errors import FileError
+from penstock.base.values import expect
 from penstock.pipeline import Pipeline
-from penstock.values import expect
 
 _METADATA = ".metadata"
 

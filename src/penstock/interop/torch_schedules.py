@@ -11,7 +11,7 @@ import io
 import re
 from collections.abc import Iterator
 
-from penstock.errors import InputError, ScheduleError
+from penstock.base.errors import InputError, ScheduleError
 from penstock.plans import Plan
 from penstock.schedule import Kind, Op, Schedule
 from penstock.schedule.channels import RECEIVED_BY, RECEIVES, hoist_receives

@@ -14,7 +14,7 @@ only rank 0 needs the camera.
 
 from typing import TYPE_CHECKING
 
-from penstock.lazily import loaded_when_used
+from penstock.base.lazily import loaded_when_used
 
 if TYPE_CHECKING:
     from penstock.live.frames import Result

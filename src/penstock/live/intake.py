@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar, get_args
 
-from penstock.errors import RunError
+from penstock.base.errors import RunError
+from penstock.base.values import one_of
 from penstock.live.frames import WhenLate
-from penstock.values import one_of
 
 T = TypeVar("T")
 

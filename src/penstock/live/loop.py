@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.base.errors import DeadlineError
 from penstock.checkpoint.keeper import Keeper
 from penstock.checkpoint.wanted import Checkpoints
 from penstock.device.queue import taken_up
-from penstock.errors import DeadlineError
 from penstock.live.frames import Frame, News, Result, WhenLate
 from penstock.live.intake import Intake
 from penstock.model import tree

@@ -9,8 +9,9 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
+from penstock.base.errors import InputError
+from penstock.base.values import expect, one_of
 from penstock.device.placement import Devices
-from penstock.errors import InputError
 from penstock.live.streams import Stream
 from penstock.model.optimizer_factory import OptimizerFactory, SchedulerFactory
 from penstock.plans import Plan
@@ -19,7 +20,6 @@ from penstock.run.building import build
 from penstock.run.drive.driver import Deadlines
 from penstock.run.drive.joining import TransportName
 from penstock.run.recipe import Loss, Recipe
-from penstock.values import expect, one_of
 from penstock.versions import Rates, Sideways
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.units import format_seconds
-from penstock.values import Value
+from penstock.base.units import format_seconds
+from penstock.base.values import Value
 
 
 class StreamReport(Value, frozen=True, kw_only=True):

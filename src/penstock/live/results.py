@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterator
 
-from penstock.errors import InputError, RunError
+from penstock.base.errors import InputError, RunError
 from penstock.live.frames import News, Result
 from penstock.live.ledger import Ledger
 from penstock.live.loop import Arrival, Loop

@@ -14,10 +14,10 @@ from typing import Any, Self
 import numpy as np
 from torch import Tensor
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
+from penstock.base.values import shown
 from penstock.model import tree
 from penstock.model.microbatches import Microbatches
-from penstock.values import shown
 
 LABELS = "labels"
 """The key of the targets, unless somebody says otherwise: that of ``transformers``' collators."""

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
+from penstock.base.values import expect, one_of
 from penstock.model import tree
 from penstock.model.copying import copy_of
-from penstock.values import expect, one_of
 
 Weight = Callable[[Any], float]
 """How many terms of the loss's mean the targets of one microbatch contribute."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.errors import InputError
-from penstock.values import expect
+from penstock.base.errors import InputError
+from penstock.base.values import expect
 
 
 class Parameters(list[nn.Parameter]):

@@ -25,8 +25,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from penstock.base.errors import InputError
 from penstock.device.accelerators import lent_generator
-from penstock.errors import InputError
 
 V = TypeVar("V")
 

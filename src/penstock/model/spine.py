@@ -36,10 +36,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from penstock.errors import ModelError
+from penstock.base.errors import ModelError
+from penstock.base.values import expect
 from penstock.graph import fingerprint
 from penstock.model import tree
-from penstock.values import expect
 
 _HOW = (
     "Give the model a method `spine(self)` that returns its layers in execution order, for example "

@@ -20,10 +20,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.base.errors import InputError
+from penstock.base.values import is_number, one_of, shown
 from penstock.cluster import Link
-from penstock.errors import InputError
 from penstock.partition.arrays import Array, np
-from penstock.values import is_number, one_of, shown
 
 ExchangeLine = tuple[float, float]
 """(seconds per byte of parameters, seconds besides) of an exchange of gradients."""

@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import pairwise
 from math import ceil
 
+from penstock.base.units import count_of
 from penstock.graph import Contention
 from penstock.planner.bounds import least_steady_seconds, least_step_seconds
 from penstock.planner.limits import NO_EXCESS, Excess, has_limits, limited_like, worst_excess
@@ -25,7 +26,6 @@ from penstock.plans.title import family_title
 from penstock.schedule import Schedule
 from penstock.schedule.families import SEARCHED
 from penstock.schedule.lower import add_recompute
-from penstock.units import count_of
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,9 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from penstock.cluster import Cluster, Device, Link
-from penstock.cluster.checks import MOST_DEVICES
-from penstock.cluster.subset import only
-from penstock.errors import InputError, PlanError
-from penstock.graph import LayerGraph
-from penstock.lazily import method_loaded_when_used
-from penstock.planner.search import plan
-from penstock.plans.plan import Plan
-from penstock.plans.table import as_text, new_table
-from penstock.plans.title import family_title
-from penstock.units import (
+from penstock.base.errors import InputError, PlanError
+from penstock.base.lazily import method_loaded_when_used
+from penstock.base.units import (
     count_of,
     format_bytes,
     format_seconds,
@@ -28,7 +20,15 @@ from penstock.units import (
     to_bytes_per_second,
     to_seconds,
 )
-from penstock.values import MOST_AMOUNT, expect, whole
+from penstock.base.values import MOST_AMOUNT, expect, whole
+from penstock.cluster import Cluster, Device, Link
+from penstock.cluster.checks import MOST_DEVICES
+from penstock.cluster.subset import only
+from penstock.graph import LayerGraph
+from penstock.planner.search import plan
+from penstock.plans.plan import Plan
+from penstock.plans.table import as_text, new_table
+from penstock.plans.title import family_title
 
 _CHANGE = re.compile(r"\s*(?P<quantity>[a-z]+)\s*(?P<how>[*/=])\s*(?P<value>[^\s,]+)\s*")
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise, product
 from math import inf
 
-from penstock.errors import PlanError
+from penstock.base.errors import PlanError
 from penstock.partition.arrays import Floats, np
 from penstock.partition.chain import Table, balance, lightest
 from penstock.planner.candidate import Candidate

@@ -9,10 +9,10 @@ from math import hypot
 
 from msgspec.structs import replace
 
+from penstock.base.units import format_seconds
 from penstock.planner.candidate import Candidate
 from penstock.planner.cuts import with_layers_moved
 from penstock.planner.race import SAME
-from penstock.units import format_seconds
 
 _SPREADS = 2
 """How many standard errors the truth may well be away."""

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from msgspec.structs import replace as with_fields
 
+from penstock.base.units import format_bytes
 from penstock.planner.setting import Setting
 from penstock.planner.task import Task
-from penstock.units import format_bytes
 
 
 class Excess(NamedTuple):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace as with_fields
 
-from penstock.errors import InputError, PlanError
+from penstock.base.errors import InputError, PlanError
 from penstock.planner.candidate import Candidate
 from penstock.planner.cuts import with_cuts
 from penstock.planner.offers import PLAIN, Offer

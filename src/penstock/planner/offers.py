@@ -10,7 +10,7 @@ from itertools import chain, permutations, product
 from math import ceil
 from typing import Any
 
-from penstock.errors import InputError, PlanError
+from penstock.base.errors import InputError, PlanError
 from penstock.graph import Mode
 from penstock.partition import best_partition
 from penstock.planner.setting import Setting, Terms

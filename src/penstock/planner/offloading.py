@@ -13,6 +13,7 @@ from math import inf
 
 from msgspec.structs import replace
 
+from penstock.base.units import count_of, format_bytes, format_seconds
 from penstock.cluster import Tier
 from penstock.planner.spilling import TWICE
 from penstock.planner.task import Task
@@ -23,7 +24,6 @@ from penstock.plans.plan import Plan
 from penstock.plans.spilling import bytes_of_spilled_ranks
 from penstock.plans.stage_plan import StagePlan
 from penstock.schedule.memory import Sizes, peaks
-from penstock.units import count_of, format_bytes, format_seconds
 
 
 def weighed(plan: Plan, task: Task, wish: Wish) -> Plan:

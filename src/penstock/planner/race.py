@@ -10,7 +10,7 @@ from itertools import count
 from math import inf
 from operator import itemgetter
 
-from penstock.errors import InputError, PlanError
+from penstock.base.errors import InputError, PlanError
 from penstock.planner.candidate import Candidate
 from penstock.planner.cuts import candidates, refined, with_cuts, with_layers_moved
 from penstock.planner.limits import least_excess

@@ -12,13 +12,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from penstock.base.errors import InputError, ModelError, PlanError
+from penstock.base.values import expect
 from penstock.cluster import Cluster
-from penstock.errors import InputError, ModelError, PlanError
 from penstock.graph import Layer, LayerGraph
 from penstock.planner.search import plan as search
 from penstock.plans.plan import Plan
 from penstock.plans.stage_plan import StagePlan
-from penstock.values import expect
 
 _FALLBACK = "1f1b"
 """For any number of devices, and with the sums of most others."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from penstock.errors import InputError, PlanError
+from penstock.base.errors import InputError, PlanError
+from penstock.base.units import count_of
+from penstock.base.values import MOST_BYTES, is_whole, shown, whole
 from penstock.graph import LayerGraph
 from penstock.planner.offers import REPLICATED, Options, check_plannable
 from penstock.plans.consistency import MOST_MICROBATCHES
 from penstock.schedule import families
 from penstock.schedule.families.replicated import Replicas, read_replicas
-from penstock.units import count_of
-from penstock.values import MOST_BYTES, is_whole, shown, whole
 
 MOST_SIMULATED = 500_000
 """The most ranks times microbatches; candidates with as many take seconds each."""

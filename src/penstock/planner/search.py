@@ -14,8 +14,11 @@ from typing import Literal, get_args
 
 from msgspec.structs import replace
 
+from penstock.base.errors import InputError, PlanError
+from penstock.base.telling import tells
+from penstock.base.units import count_of
+from penstock.base.values import expect, flag, is_whole, one_of, shown, whole
 from penstock.cluster import Cluster
-from penstock.errors import InputError, PlanError
 from penstock.graph import LayerGraph
 from penstock.partition import cost_model as find_cost_model
 from penstock.planner.candidate import Candidate
@@ -50,9 +53,6 @@ from penstock.planner.wish import RecomputeRule, SpillRule, Wish
 from penstock.plans.plan import Plan
 from penstock.plans.summing import MOST_STALE, REDUCERS, ReducerName
 from penstock.schedule import families
-from penstock.telling import tells
-from penstock.units import count_of
-from penstock.values import expect, flag, is_whole, one_of, shown, whole
 from penstock.versions import Policy
 
 

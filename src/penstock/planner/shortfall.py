@@ -7,12 +7,12 @@ from dataclasses import replace as replaced
 
 from msgspec.structs import replace
 
+from penstock.base.units import format_bytes
 from penstock.planner.candidate import Candidate
 from penstock.planner.race import fastest
 from penstock.planner.task import Task
 from penstock.planner.why import coarsely
 from penstock.planner.wish import Wish
-from penstock.units import format_bytes
 
 _TIMES_AS_MANY = (2, 4)
 

@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from penstock.base.errors import InputError, PlanError
+from penstock.base.units import count_of, format_bytes, format_seconds
 from penstock.cluster import Tier
-from penstock.errors import InputError, PlanError
 from penstock.planner.candidate import Candidate
 from penstock.planner.offers import Offer, Options
 from penstock.planner.task import Task
@@ -28,7 +29,6 @@ from penstock.plans.plan import Plan
 from penstock.plans.prediction import Prediction
 from penstock.plans.spilling import Spill, bytes_of_spilled_ranks, traffic
 from penstock.plans.stage_plan import RecomputeWay, StagePlan
-from penstock.units import count_of, format_bytes, format_seconds
 
 FAMILY = "spilled"
 _MOST_COUNTS = 32

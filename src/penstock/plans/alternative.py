@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.base.units import format_bytes, format_seconds
+from penstock.base.values import Value, shown
 from penstock.graph import Contention
 from penstock.plans.table import as_text, new_table
-from penstock.units import format_bytes, format_seconds
-from penstock.values import Value, shown
 
 
 class Alternative(Value, frozen=True, kw_only=True):

@@ -8,12 +8,12 @@ from fnmatch import fnmatchcase
 
 from msgspec.structs import replace
 
+from penstock.base.errors import InputError, ModelError
+from penstock.base.units import count_of
+from penstock.base.values import MOST_BYTES, whole
 from penstock.cluster import Device
-from penstock.errors import InputError, ModelError
 from penstock.plans.stage_plan import StagePlan
 from penstock.schedule import Schedule
-from penstock.units import count_of
-from penstock.values import MOST_BYTES, whole
 from penstock.versions import Policy
 
 MOST_THREADS = 4096

@@ -8,14 +8,14 @@ from functools import partial
 from itertools import accumulate
 from math import ceil, inf, pi, sin
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
+from penstock.base.units import count_of
+from penstock.base.values import Value, is_number
 from penstock.plans.plan import Plan
 from penstock.plans.serving import served_stages
 from penstock.plans.title import title
 from penstock.schedule import Kind, Op
 from penstock.schedule.op import RELEASING
-from penstock.units import count_of
-from penstock.values import Value, is_number
 from penstock.versions import DoubleBuffer, PipeMare, Place, Policy, Predict, VerticalSync
 
 _LEAST_EXAMPLE = 10

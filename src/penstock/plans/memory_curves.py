@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
+from penstock.base.values import expect
 from penstock.plans.plan import Plan
 from penstock.plans.spilling import held_by_op, stage_bytes
 from penstock.schedule.memory import Curve
 from penstock.timing.spans import Row
 from penstock.timing.timeline import Timeline
-from penstock.values import expect
 
 
 def memory_over_time(plan: Plan, timeline: Timeline) -> tuple[Curve, ...]:

@@ -8,13 +8,13 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from penstock.base.errors import InputError
+from penstock.base.values import Value, whole
 from penstock.cluster.parts import Tier
-from penstock.errors import InputError
 from penstock.plans.stage_plan import StagePlan
 from penstock.schedule import Kind, Schedule
 from penstock.schedule.offload import add_offload
 from penstock.timing.costs import Costs
-from penstock.values import Value, whole
 from penstock.versions import Policy
 
 

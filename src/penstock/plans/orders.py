@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace as with_fields
 
-from penstock.errors import InputError, ScheduleError
+from penstock.base.errors import InputError, ScheduleError
 from penstock.plans.stage_plan import StagePlan, costs_of
 from penstock.schedule import Schedule, families
 from penstock.schedule.check import check

@@ -11,10 +11,11 @@ from typing import Any, get_args
 from msgspec import field
 from msgspec.structs import force_setattr, replace
 
+from penstock.base.errors import InputError, printable
+from penstock.base.lazily import method_loaded_when_used
+from penstock.base.values import Value, amount, expect, one_of, whole
 from penstock.cluster import Device, SpareMachine
-from penstock.errors import InputError, printable
 from penstock.graph import Contention
-from penstock.lazily import method_loaded_when_used
 from penstock.plans.alternative import Alternative, argued
 from penstock.plans.consistency import (
     MOST_MICROBATCHES,
@@ -54,7 +55,6 @@ from penstock.schedule.rounds import filling
 from penstock.schedule.schedule import MANY_OPS
 from penstock.timing.costs import Costs
 from penstock.timing.timeline import Timeline
-from penstock.values import Value, amount, expect, one_of, whole
 from penstock.versions import USUAL, Flush, Place, Policy, check_policy, place_of, weight_copies
 
 _ENOUGH_PER_RANK = 2

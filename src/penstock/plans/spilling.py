@@ -7,8 +7,9 @@ from dataclasses import replace
 from itertools import accumulate
 from math import ceil
 
+from penstock.base.errors import InputError
+from penstock.base.values import Value, whole
 from penstock.cluster.parts import Tier
-from penstock.errors import InputError
 from penstock.plans.stage_plan import StagePlan, sizes_of
 from penstock.schedule import Op, Schedule
 from penstock.schedule.lower import add_late_agreement, add_late_update, add_update
@@ -16,7 +17,6 @@ from penstock.schedule.memory import Sizes, changes
 from penstock.schedule.residence import StageBytes, add_residence, resident_bytes
 from penstock.schedule.schedule import Activations
 from penstock.timing.costs import Costs
-from penstock.values import Value, whole
 from penstock.versions import Policy
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
+from penstock.base.values import Value, is_number
 from penstock.plans.explanation import Explanation
-from penstock.values import Value, is_number
 
 
 class Stability(Value, frozen=True, kw_only=True):

@@ -8,13 +8,13 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
+from penstock.base.errors import InputError
+from penstock.base.values import Value, whole
 from penstock.cluster.checks import MOST_DEVICES
-from penstock.errors import InputError
 from penstock.schedule import Schedule
 from penstock.schedule.memory import Sizes, peaks
 from penstock.timing.costs import Costs
 from penstock.timing.exchange import Exchange
-from penstock.values import Value, whole
 
 RecomputeWay = Literal["none", "stage", "layers"]
 Split = Annotated[

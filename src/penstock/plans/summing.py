@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal, get_args
 
+from penstock.base.errors import InputError
+from penstock.base.values import Value, number, one_of, whole
 from penstock.cluster import SpareMachine
-from penstock.errors import InputError
 from penstock.summation.frames import MOST_SERVERS
-from penstock.values import Value, number, one_of, whole
 
 ReducerName = Literal["owners", "sharded", "parameter-server", "servers", "all-reduce"]
 

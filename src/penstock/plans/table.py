@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
+from penstock.base.units import format_bytes, format_rate, format_seconds, format_speed_up
 from penstock.drawing.layer_names import counted
 from penstock.plans.prediction import Prediction
 from penstock.plans.stage_plan import StagePlan
-from penstock.units import format_bytes, format_rate, format_seconds, format_speed_up
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from penstock.units import count_of
+from penstock.base.units import count_of
 from penstock.versions import Policy
 
 if TYPE_CHECKING:

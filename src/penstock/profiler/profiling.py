@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 from torch import nn
 
+from penstock.base.telling import Telling
+from penstock.base.values import expect, number, whole
 from penstock.device.allocator import keep_freed_pages
 from penstock.graph import LayerGraph
 from penstock.model.batches import parted_if_inside, plain
@@ -18,8 +20,6 @@ from penstock.profiler.alone import WARM_UP, Progress, Sample, measure_alone
 from penstock.profiler.together.calibrating import Calibrated, calibrate, num_ranks, uncalibrated
 from penstock.profiler.together.runs import Runner
 from penstock.run.recipe import Loss
-from penstock.telling import Telling
-from penstock.values import expect, number, whole
 
 _SHARES = 40
 """Steps of a progress bar while pipelines run: how many rounds there will be, nobody knows."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import DeadlineError, PeerError
+from penstock.base.errors import DeadlineError, PeerError
 from penstock.reduce.flat import FlatBuffers, FlatLayout, Placed
 from penstock.reduce.handing import FlatReducer
 from penstock.reduce.reducer import SharedWeights

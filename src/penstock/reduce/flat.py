@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from penstock.errors import RunError
+from penstock.base.errors import RunError
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 """In the order in which frames count them (``summation.frames.ITEM_BYTES``)."""

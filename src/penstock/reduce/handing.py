@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from penstock.errors import RunError
+from penstock.base.errors import RunError
 from penstock.reduce.flat import FlatBuffers, FlatLayout, Placed
 from penstock.reduce.reducer import Passed, Purpose, Reducer, SharedWeights
 from penstock.reduce.watch import GradientWatch

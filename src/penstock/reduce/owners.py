@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import RunError
+from penstock.base.errors import RunError
 from penstock.reduce.pieces import Pieces, added, cut, keep, room_for, vector_of
 from penstock.reduce.reducer import Passed, Purpose, Reducer, SharedWeights
 from penstock.reduce.slices import OwnedPiece, Portion, portions_of

@@ -12,8 +12,8 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 
+from penstock.base.errors import InputError
 from penstock.cluster import SpareMachine
-from penstock.errors import InputError
 from penstock.plans.summing import Summing
 from penstock.reduce.flat import FlatBuffers, FlatLayout, Placed
 from penstock.reduce.handing import FlatReducer

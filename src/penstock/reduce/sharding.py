@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.reduce.owners import OwnerReducer
 from penstock.reduce.pieces import Pieces
 from penstock.reduce.reducer import Purpose, Served, SharedWeights

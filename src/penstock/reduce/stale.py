@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from penstock.errors import RunError
+from penstock.base.errors import RunError
 from penstock.reduce.pieces import Pieces, added
 from penstock.reduce.reducer import Purpose, SharedWeights
 from penstock.reduce.serving import own_host

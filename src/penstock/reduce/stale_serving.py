@@ -6,7 +6,7 @@ import queue
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
-from penstock.errors import DeadlineError
+from penstock.base.errors import DeadlineError
 from penstock.reduce.stale import StaleReducer
 from penstock.summation.bell import Ring
 from penstock.summation.staleness import Answer, Contribution

@@ -8,6 +8,7 @@ from itertools import accumulate
 
 from msgspec.structs import replace
 
+from penstock.base.units import count_of
 from penstock.plans.summing import Summing
 from penstock.reduce.collective import AllReducer
 from penstock.reduce.owners import OwnerReducer
@@ -18,7 +19,6 @@ from penstock.reduce.stale import StaleReducer
 from penstock.summation.portions import MOST_PORTIONS
 from penstock.transport import Transport
 from penstock.transport.groups import make_groups
-from penstock.units import count_of
 
 
 def stepping_servers(summing: Summing, attempt: str, servers: Collection[int]) -> MakeReducer:

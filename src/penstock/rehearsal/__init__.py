@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.lazily import loaded_when_used
+from penstock.base.lazily import loaded_when_used
 
 if TYPE_CHECKING:
     from penstock.rehearsal.conduct import rehearse

@@ -7,7 +7,8 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any, get_args
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
+from penstock.base.values import expect, is_number, is_whole, one_of
 from penstock.plans import Plan
 from penstock.rehearsal.job import Job, RehearsalTransport, UpdateMode, WaitsName, flattened
 from penstock.rehearsal.performance import perform
@@ -19,7 +20,6 @@ from penstock.schedule.lower import add_agreement, add_communication, add_update
 from penstock.schedule.op import COMPUTE
 from penstock.timing.costs import Costs
 from penstock.timing.simulator import simulate
-from penstock.values import expect, is_number, is_whole, one_of
 from penstock.versions import Flush
 
 MOST_RANKS = 128

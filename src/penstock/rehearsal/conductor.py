@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from penstock import errors
-from penstock.errors import RunError
+from penstock.base import errors
+from penstock.base.errors import RunError
 from penstock.rehearsal.rank import Failure
 from penstock.rehearsal.reports import StepTimes
 

@@ -6,9 +6,9 @@ from typing import Literal
 
 from msgspec import field
 
+from penstock.base.values import Value
 from penstock.schedule import Op, Schedule
 from penstock.timing.costs import Costs
-from penstock.values import Value
 from penstock.versions import Flush, Policy
 
 RehearsalTransport = Literal["shared-memory", "threads"]

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from penstock.errors import RunError
+from penstock.base.errors import RunError
 from penstock.rehearsal.conductor import Conductor
 from penstock.rehearsal.job import Job
 from penstock.rehearsal.rank import play

@@ -14,8 +14,8 @@ from typing import IO
 
 import msgspec
 
-from penstock import errors
-from penstock.errors import RunError
+from penstock.base import errors
+from penstock.base.errors import RunError
 from penstock.rehearsal.job import Job, RehearsalTransport
 from penstock.rehearsal.reports import Failed, Line, StepTimes
 

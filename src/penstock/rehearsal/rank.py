@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from penstock.errors import PeerError, RunError
+from penstock.base.errors import PeerError, RunError
 from penstock.model.microbatches import Weighting
 from penstock.model.optimizer_factory import Parameters
 from penstock.reduce.reducer import Purpose, SharedWeights

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from math import ceil, lcm
 from typing import NamedTuple
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
+from penstock.base.values import is_whole
 from penstock.plans import Plan
 from penstock.schedule import Schedule
 from penstock.schedule.op import COMPUTE, RELEASING
 from penstock.schedule.rounds import Rounds
 from penstock.timing.costs import Costs
 from penstock.timing.timeline import Timeline
-from penstock.values import is_whole
 from penstock.versions import USUAL, Policy, rounds_of
 
 _MICROBATCHES_PER_RANK = 8

@@ -12,9 +12,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from penstock.base.errors import InputError
+from penstock.base.values import expect, flag, one_of, whole
 from penstock.device.placement import HOST, Devices, devices_of_ranks
 from penstock.device.queue import DeviceQueue
-from penstock.errors import InputError
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import NamedLayer, spine_fingerprint
 from penstock.plans import Plan
@@ -48,7 +49,6 @@ from penstock.stage.stage import Stage
 from penstock.transport import Codec, ThreadExchange, connect
 from penstock.transport.linking import LinkedDevices, link_devices
 from penstock.transport.rendezvous import Rendezvous
-from penstock.values import expect, flag, one_of, whole
 from penstock.weights.residence import Residence
 
 Results = Literal["every rank", "none"]

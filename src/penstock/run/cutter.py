@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.model import microbatches, tree
 from penstock.model.autocast import autocast_here
 from penstock.model.batches import plain

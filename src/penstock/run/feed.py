@@ -13,7 +13,7 @@ from functools import lru_cache
 from math import ceil
 from typing import Any
 
-from penstock.errors import InputError, RunError
+from penstock.base.errors import InputError, RunError
 from penstock.plans import Plan
 from penstock.run.drive.driver import Driver
 from penstock.run.layout import Layout

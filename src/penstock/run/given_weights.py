@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.errors import FileError, InputError
+from penstock.base.errors import FileError, InputError
 from penstock.model.spine import NamedLayer
 from penstock.run.materialising import emptied
 

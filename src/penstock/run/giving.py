@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.base.errors import StageError
 from penstock.device.accelerators import is_on_host
 from penstock.device.crossing import moved
 from penstock.device.queue import Landing
-from penstock.errors import StageError
 from penstock.model import tree
 from penstock.model.copying import copy_of
 

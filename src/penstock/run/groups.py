@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
+from penstock.base.units import count_of
 from penstock.plans import Plan
 from penstock.plans.serving import all_group_sizes, num_processes, server_ranks
 from penstock.run.recipe import Recipe
 from penstock.run.seating import Seat
-from penstock.units import count_of
 
 
 def check_shareable(plan: Plan, recipe: Recipe) -> None:

@@ -10,11 +10,11 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from penstock.errors import InputError, RunError
+from penstock.base.errors import InputError, RunError
+from penstock.base.values import shown
 from penstock.model.optimizer_factory import steps_alone
 from penstock.run.rank.worker import Worker
 from penstock.transport.rendezvous import Rendezvous
-from penstock.values import shown
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from penstock.errors import ModelError
+from penstock.base.errors import ModelError
 from penstock.model.spine import NamedLayer
 from penstock.run.holders import Holders
 

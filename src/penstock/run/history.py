@@ -6,7 +6,7 @@ from collections import deque
 
 from torch import Tensor
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.run.counting import Peak
 from penstock.run.outcome import MinibatchOutcome, timeline
 from penstock.schedule.schedule import Activations

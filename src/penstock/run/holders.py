@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ModelError
+from penstock.base.errors import ModelError
 from penstock.model.spine import NamedLayer
 from penstock.run.shared_state import SharedTensor
 

@@ -14,7 +14,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ModelError
+from penstock.base.errors import ModelError
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import NamedLayer
 from penstock.plans import Plan

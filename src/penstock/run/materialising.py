@@ -14,8 +14,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from penstock.base.errors import ModelError
 from penstock.device.crossing import give_memory
-from penstock.errors import ModelError
 from penstock.model.randomness import stream_seed
 from penstock.model.spine import NamedLayer
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock.base.errors import ModelError
 from penstock.device.crossing import moved
-from penstock.errors import ModelError
 from penstock.model.spine import NamedLayer
 from penstock.plans import Plan
 from penstock.run.rank.program import SkipRoute

@@ -9,10 +9,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
+from penstock.base.values import expect, flag, number, one_of, shown
 from penstock.model.microbatches import Weighting
 from penstock.model.optimizer_factory import OptimizerFactory, SchedulerFactory
-from penstock.values import expect, flag, number, one_of, shown
 from penstock.versions import Flush, Policy, Updates
 
 BatchNormStatistics = Literal["microbatch", "minibatch"]

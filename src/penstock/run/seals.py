@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import RunError
+from penstock.base.errors import RunError
 from penstock.model import tree
 from penstock.model.microbatches import Microbatches
 from penstock.transport import Edge, Noted, Transport

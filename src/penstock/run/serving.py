@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.plans import Plan
 from penstock.run.layout import Layout
 from penstock.run.recipe import Recipe

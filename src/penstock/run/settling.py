@@ -12,9 +12,9 @@ from itertools import accumulate
 
 import torch
 
+from penstock.base.errors import InputError
 from penstock.device.accelerators import accelerator_kind, is_on_host
 from penstock.device.queue import DeviceQueue, moments_of_caller, taken_up
-from penstock.errors import InputError
 from penstock.model.spine import NamedLayer
 from penstock.plans import Plan
 from penstock.plans.serving import stages_held

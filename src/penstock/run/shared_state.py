@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ModelError
+from penstock.base.errors import ModelError
 
 
 class SharedTensor(NamedTuple):

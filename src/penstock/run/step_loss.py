@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 
 
 class StepLoss(Tensor):

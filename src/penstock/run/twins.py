@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock.base.errors import ModelError
 from penstock.device.crossing import moved
-from penstock.errors import ModelError
 from penstock.model.spine import NamedLayer
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training", "_is_full_backward_hook"}

@@ -15,7 +15,7 @@ from contextlib import suppress
 import torch
 from torch import nn
 
-from penstock.errors import ModelError
+from penstock.base.errors import ModelError
 from penstock.model.spine import NamedLayer
 from penstock.run.materialising import Values
 from penstock.tensor.group import Group

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
+from penstock.base.values import is_whole
 from penstock.schedule.op import NEEDS, Kind, Op
 from penstock.schedule.schedule import Schedule
-from penstock.values import is_whole
 
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})

@@ -14,7 +14,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
-from penstock.errors import ScheduleError
+from penstock.base.errors import ScheduleError
+from penstock.base.values import expect
 from penstock.schedule.channels import check_capacity, other_end, room_needed
 from penstock.schedule.lower import add_communication, last_gradients
 from penstock.schedule.offload import check_offload
@@ -22,7 +23,6 @@ from penstock.schedule.op import COMMUNICATION, COMPUTE, RELEASING, Kind, Op
 from penstock.schedule.planned import Planned, is_planned
 from penstock.schedule.residence import check_residence
 from penstock.schedule.schedule import MANY_OPS, Schedule
-from penstock.values import expect
 
 _MOST_LISTED = 5
 

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from penstock.errors import InputError, ScheduleError
+from penstock.base.errors import InputError, ScheduleError
+from penstock.base.values import expect
 from penstock.schedule.channels import RECEIVED_BY, SENT_BY, check_capacity, hoist_receives
 from penstock.schedule.op import BACKWARD, COMMUNICATION, COMPUTE, RELEASING, Kind, Op
 from penstock.schedule.rounds import Rounds
 from penstock.schedule.schedule import MANY_OPS, Schedule
-from penstock.values import expect
 
 if TYPE_CHECKING:
     from penstock.schedule.columns.columns import Columns

@@ -8,11 +8,11 @@ from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
+from penstock.base.values import amount, items_of, shown
 from penstock.schedule.columns.rank_ops import RankOps, kinds_in, stages_with
 from penstock.schedule.op import FORWARDS, RELEASING, STASHES, Kind, Op
 from penstock.schedule.schedule import Activations
-from penstock.values import amount, items_of, shown
 
 Curve = tuple[tuple[float, float], ...]
 """(time, held from then on)."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from penstock.errors import ScheduleError
+from penstock.base.errors import ScheduleError
 from penstock.schedule.op import BACKWARD, COMPUTE, STASHES, Kind, Op
 from penstock.schedule.residence import leaving_stages
 from penstock.schedule.schedule import Schedule

@@ -11,8 +11,8 @@ from collections.abc import Container, Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
-from penstock.errors import ScheduleError
-from penstock.values import expect, shown
+from penstock.base.errors import ScheduleError
+from penstock.base.values import expect, shown
 
 
 class Kind(StrEnum):

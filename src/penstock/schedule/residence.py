@@ -23,10 +23,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from penstock.errors import InputError, ScheduleError
+from penstock.base.errors import InputError, ScheduleError
+from penstock.base.values import expect, whole
 from penstock.schedule.op import COMPUTE, FETCHES, LEAVES, RESIDENCE, Kind, Op
 from penstock.schedule.schedule import Schedule
-from penstock.values import expect, whole
 
 UPDATES = frozenset({Kind.UPDATE, Kind.LATE_UPDATE})
 """Kinds that change weights."""

@@ -14,11 +14,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from penstock.errors import InputError, ScheduleError
-from penstock.lazily import method_provided
+from penstock.base.errors import InputError, ScheduleError
+from penstock.base.lazily import method_provided
+from penstock.base.values import Value, expect, read_text, refused_as, shown, write_atomically
 from penstock.schedule.columns.rank_ops import RankOps, stages_in
 from penstock.schedule.op import BACKWARD, COMPUTE, OF_A_ROUND, Kind, Op, dependencies
-from penstock.values import Value, expect, read_text, refused_as, shown, write_atomically
 
 if TYPE_CHECKING:
     from penstock.schedule.columns.columns import Columns

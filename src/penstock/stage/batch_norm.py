@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 
 
 class MinibatchStatistics:

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.stage.deferrable import Deferrable, Formula, split_of
 
 _UNDEFERRED_KINDS = (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ModelError
+from penstock.base.errors import ModelError
 from penstock.model import tree
 from penstock.model.copying import copy_of
 from penstock.model.randomness import LayerStreams

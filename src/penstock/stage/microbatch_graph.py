@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.model import tree
 from penstock.model.randomness import NoDraws
 from penstock.stage.deferral import Deferral

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.model import tree
 from penstock.stage.finite import check_finite
 from penstock.stage.microbatch_graph import Gradients, MicrobatchGraph

@@ -30,7 +30,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
-from penstock.errors import InputError, ModelError
+from penstock.base.errors import InputError, ModelError
 from penstock.model.spine import NamedLayer, call_layer, parted
 
 __all__ = ["LayerCall", "Relay", "call_of", "check_sliceable", "slice_name"]

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.model import tree
 from penstock.model.copying import copy_of
 from penstock.model.randomness import LayerStreams

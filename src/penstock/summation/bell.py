@@ -12,7 +12,7 @@ import socket
 from contextlib import suppress
 from typing import NamedTuple
 
-from penstock.errors import PenstockError, RunError
+from penstock.base.errors import PenstockError, RunError
 from penstock.summation.frames import (
     GREETING_SECONDS,
     Head,

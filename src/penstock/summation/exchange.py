@@ -30,7 +30,7 @@ from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 
-from penstock.errors import DeadlineError, PeerError, RunError
+from penstock.base.errors import DeadlineError, PeerError, RunError
 from penstock.summation.adding import Numbers, bytes_of, room_for
 from penstock.summation.division import Division, Owner, divide
 from penstock.summation.filling import Filled, Round

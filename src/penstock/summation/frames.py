@@ -28,7 +28,7 @@ from enum import IntEnum
 from ipaddress import ip_address
 from typing import NamedTuple
 
-from penstock.errors import RunError
+from penstock.base.errors import RunError
 from penstock.summation.split import MOST_PART_BYTES
 
 DEFAULT_PORT = 5600

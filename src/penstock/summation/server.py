@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
-from penstock.errors import InputError, PenstockError, RunError
+from penstock.base.errors import InputError, PenstockError, RunError
 from penstock.summation.adding import Numbers, add_to, bytes_of, room_for
 from penstock.summation.frames import (
     GREETING_SECONDS,

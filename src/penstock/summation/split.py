@@ -21,8 +21,8 @@ from itertools import accumulate, pairwise
 from math import inf, sqrt
 from typing import NamedTuple
 
-from penstock.errors import InputError
-from penstock.values import number
+from penstock.base.errors import InputError
+from penstock.base.values import number
 
 PART_OVERHEAD_SECONDS = 100e-6
 """What a part costs besides its bytes, on both ends together."""

@@ -6,10 +6,10 @@ import os
 import uuid
 from dataclasses import dataclass, field, replace
 
+from penstock.base.values import number, whole
 from penstock.run.logbook import VARIABLE
 from penstock.supervisor.script import Script
 from penstock.transport import private_store
-from penstock.values import number, whole
 
 
 def _new_name() -> str:

@@ -20,7 +20,7 @@ from types import ModuleType, TracebackType
 
 import torch
 
-from penstock.errors import FileError, PeerError
+from penstock.base.errors import FileError, PeerError
 from penstock.run.drive.driver import failure_notice
 from penstock.run.logbook import Failure, Logbook
 

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
-from penstock.errors import RunError
+from penstock.base.errors import RunError
+from penstock.base.units import count_of
 from penstock.supervisor.attempt import Account, Attempt, Rank
 from penstock.supervisor.causes import Cause
 from penstock.supervisor.job import Job
 from penstock.supervisor.signals import Signals
-from penstock.units import count_of
 
 
 class Result(NamedTuple):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.errors import ModelError
+from penstock.base.errors import ModelError
 from penstock.tensor.layouts import WHOLE, as_copies, converted, summed
 from penstock.tensor.membership import Member
 from penstock.tensor.parts import bounds

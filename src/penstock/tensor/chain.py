@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from penstock.errors import ModelError
+from penstock.base.errors import ModelError
 from penstock.model.spine import NamedLayer
 from penstock.tensor.embedding import RowEmbedding
 from penstock.tensor.heads import by_heads, is_block

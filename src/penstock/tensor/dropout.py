@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.errors import ModelError
+from penstock.base.errors import ModelError
 from penstock.tensor.layouts import Layout
 from penstock.tensor.membership import Member
 from penstock.tensor.memory_order import memory_order, put_back

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from penstock.errors import ModelError
+from penstock.base.errors import ModelError
 from penstock.tensor.attention import HeadAttention
 from penstock.tensor.cuts import Cut
 from penstock.tensor.dropout import PartDropout

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.errors import ModelError
+from penstock.base.errors import ModelError
 from penstock.model import tree
 from penstock.tensor.group import Group
 from penstock.tensor.redistributions import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from penstock.errors import ModelError
+from penstock.base.errors import ModelError
 from penstock.model.randomness import current_stream
 from penstock.tensor.group import Group
 from penstock.tensor.layouts import FEATURES, WHOLE, Layout

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from penstock.errors import ModelError
+from penstock.base.errors import ModelError
 from penstock.model.spine import NamedLayer
 from penstock.tracing.layers import CapturedLayer
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from penstock.errors import ModelError
+from penstock.base.errors import ModelError
 from penstock.tensor.convolution import ColumnConv
 from penstock.tensor.dropout import mask_of_whole
 from penstock.tensor.embedding import ColumnEmbedding

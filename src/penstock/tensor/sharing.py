@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from penstock.base.errors import ModelError, PenstockError
 from penstock.device.accelerators import is_on_host
-from penstock.errors import ModelError, PenstockError
 from penstock.model import tree
 from penstock.tensor.chain import LayerSharing
 from penstock.tensor.cuts import Cut

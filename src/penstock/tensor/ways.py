@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from penstock.errors import ModelError
+from penstock.base.errors import ModelError
 from penstock.tensor.convolution import ColumnConv, RowConv
 from penstock.tensor.cuts import Cut
 from penstock.tensor.dropout import DROPOUTS, FEATURE_DROPOUTS, PartChannelDropout, PartDropout

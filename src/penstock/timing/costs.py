@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
+from penstock.base.values import amount, is_number, items_of, shown
 from penstock.schedule.op import Kind, Op
 from penstock.schedule.residence import Stay
 from penstock.timing.exchange import Exchange
-from penstock.values import amount, is_number, items_of, shown
 
 PerStage = float | Sequence[float]
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from penstock.errors import InputError
-from penstock.values import amount, whole
+from penstock.base.errors import InputError
+from penstock.base.values import amount, whole
 
 
 class Exchange(NamedTuple):

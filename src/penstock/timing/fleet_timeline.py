@@ -7,10 +7,10 @@ from functools import cached_property
 
 import msgspec
 
-from penstock.errors import InputError
-from penstock.lazily import method_provided
+from penstock.base.errors import InputError
+from penstock.base.lazily import method_provided
+from penstock.base.values import Value, whole
 from penstock.timing.spans import Source
-from penstock.values import Value, whole
 
 MOST_FLEET_DEVICES = 10_000
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Literal, NamedTuple
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.schedule.op import COMPUTE, Op
 from penstock.schedule.schedule import Schedule
 from penstock.timing.measured import usual_lengths

@@ -13,8 +13,9 @@ from functools import cached_property
 from itertools import compress
 from operator import sub
 
-from penstock.errors import InputError
-from penstock.lazily import method_provided
+from penstock.base.errors import InputError
+from penstock.base.lazily import method_provided
+from penstock.base.values import expect, read_text, whole, write_atomically
 from penstock.schedule.columns.rank_ops import are_of, slices_in, stages_in
 from penstock.schedule.memory import (
     Curve,
@@ -40,7 +41,6 @@ from penstock.timing.spans import (
     version_of,
 )
 from penstock.timing.timeline_file import decode, encode
-from penstock.values import expect, read_text, whole, write_atomically
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from penstock.errors import FileError, InputError
+from penstock.base.errors import FileError, InputError
+from penstock.base.values import MOST_AMOUNT, Value, amount, decoded, expect, refused_as, whole
 from penstock.schedule.op import Op
 from penstock.schedule.schedule import Activations
 from penstock.timing.spans import (
@@ -17,7 +18,6 @@ from penstock.timing.spans import (
     TransferKind,
     version_of,
 )
-from penstock.values import MOST_AMOUNT, Value, amount, decoded, expect, refused_as, whole
 
 _MOST_STAGES = 1_000_000
 

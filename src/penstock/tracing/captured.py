@@ -11,11 +11,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import InputError, ModelError
+from penstock.base.errors import InputError, ModelError
+from penstock.base.telling import tells
+from penstock.base.values import one_of
 from penstock.model import microbatches, tree
 from penstock.model.batches import plain
 from penstock.model.spine import run_spine
-from penstock.telling import tells
 from penstock.tracing.failing import explained
 from penstock.tracing.flow import ValueFlow, must_follow
 from penstock.tracing.graphs import Dynamic, Given, Traced, UntraceableError, spread, trace
@@ -46,7 +47,6 @@ from penstock.tracing.unseen import (
     drawn_so_far,
     generators_of_python_kept,
 )
-from penstock.values import one_of
 
 
 @dataclass(frozen=True)

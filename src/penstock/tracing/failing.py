@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from penstock.errors import ModelError
+from penstock.base.errors import ModelError
 from penstock.tracing.graphs import Given, UntraceableError, short
 from penstock.tracing.lines import because, lines_of
 from penstock.tracing.proof import run_alone

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
+from penstock.base.errors import InputError, ModelError
 from penstock.device.accelerators import generators_kept
-from penstock.errors import InputError, ModelError
 from penstock.model import tree
 from penstock.tracing.buffers import write_buffers_early
 from penstock.tracing.hush import without_dumps

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, fx, nn
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.model import tree
 from penstock.tracing.flow import ValueFlow
 from penstock.tracing.graphs import Traced, spread

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.base.errors import InputError, ModelError
 from penstock.device.accelerators import generators_kept
-from penstock.errors import InputError, ModelError
 from penstock.model import microbatches, tree
 from penstock.model.replay import put_back, saved_buffers
 from penstock.tracing.graphs import Given, short

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.errors import ModelError
+from penstock.base.errors import ModelError
 from penstock.tracing.lines import is_models
 from penstock.tracing.unseen import TORCHS_OWN
 

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from penstock.errors import ModelError
+from penstock.base.errors import ModelError
 from penstock.model import tree
 from penstock.tracing.lines import CodeLine, is_models, running_line
 from penstock.tracing.stories import PAGE

@@ -13,7 +13,7 @@ import sys
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from penstock.errors import RunError
+from penstock.base.errors import RunError
 from penstock.transport import packing
 from penstock.transport.base import Edge
 

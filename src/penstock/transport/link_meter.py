@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.base.errors import DeadlineError, InputError, PeerError, RunError
 from penstock.cluster import Cluster, Link, Topology
 from penstock.cluster.local import host_identity, host_memory_bytes
 from penstock.cluster.measured import Fit, Pair, Seat, chosen_pairs, fit, gathered, ring_seconds
@@ -26,7 +27,6 @@ from penstock.cluster.parts import DeviceKind
 from penstock.device.accelerators import is_on_host
 from penstock.device.collectives import HOST_BACKEND, device_of
 from penstock.device.memory import total_bytes
-from penstock.errors import DeadlineError, InputError, PeerError, RunError
 from penstock.transport.rendezvous import Rendezvous
 
 SIZES = (256, 2**10, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)

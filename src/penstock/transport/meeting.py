@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from penstock.errors import DeadlineError, RunError
+from penstock.base.errors import DeadlineError, RunError
 from penstock.transport.shared_memory import SharedMemoryTransport
 
 _SECRET_BYTES = 16

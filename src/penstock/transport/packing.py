@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.errors import RunError
+from penstock.base.errors import RunError
 from penstock.transport import wire
 from penstock.transport.base import NOTE_BYTES, Edge, Noted
 from penstock.transport.wire import Codec, Garbled

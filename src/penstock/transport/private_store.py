@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from penstock.errors import RunError
+from penstock.base.errors import RunError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import DeadlineError, PeerError, RunError
+from penstock.base.errors import DeadlineError, PeerError, RunError
 from penstock.transport import groups, packing
 from penstock.transport.base import Edge, Noted, Patience, Transport, overdue
 from penstock.transport.packing import BlockKind, Packer

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 import torch.distributed as dist
 
-from penstock.errors import RunError
+from penstock.base.errors import RunError
 from penstock.transport import groups, segment
 from penstock.transport.base import Edge, Patience, Transport
 from penstock.transport.meeting import Doorway, Invitation, this_host

@@ -42,8 +42,8 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import msgspec
 import torch.distributed as dist
 
+from penstock.base.errors import DeadlineError, PeerError, RunError
 from penstock.cluster.local import host_identity
-from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.transport.private_store import private_store
 
 if TYPE_CHECKING:

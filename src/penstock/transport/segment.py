@@ -11,7 +11,7 @@ import mmap
 import os
 import sys
 
-from penstock.errors import RunError
+from penstock.base.errors import RunError
 
 _REMEDIES = {
     errno.EMFILE: "too many files are open: raise the limit (ulimit -n)",

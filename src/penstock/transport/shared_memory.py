@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from penstock.errors import DeadlineError, PeerError, RunError
+from penstock.base.errors import DeadlineError, PeerError, RunError
 from penstock.transport import segment
 from penstock.transport.base import Edge, Noted, Patience, RankFailure, Transport, overdue
 from penstock.transport.link import Notice, NoticeKind, PeerLink

@@ -24,7 +24,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.model import tree
 
 DEEPEST = 64

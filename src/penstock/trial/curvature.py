@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from penstock.base.errors import InputError, ModelError
 from penstock.device.accelerators import generators_kept
-from penstock.errors import InputError, ModelError
 from penstock.model.spine import NamedLayer, spine_fingerprint, spine_of
 from penstock.plans import Plan
 from penstock.profiler.alone import Progress

@@ -20,8 +20,9 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
+from penstock.base.errors import InputError
+from penstock.base.units import count_of
 from penstock.device.placement import devices_of_ranks
-from penstock.errors import InputError
 from penstock.model import microbatches, tree
 from penstock.model.optimizer_factory import Parameters
 from penstock.model.spine import spine_fingerprint, spine_of
@@ -40,7 +41,6 @@ from penstock.trial.reference.single_device import SingleDevice
 from penstock.trial.stale_proof import Journal, latest, replayed, too_late
 from penstock.trial.verdict import Difference, Proof, ProofRow
 from penstock.trial.workload import Batch, Workload
-from penstock.units import count_of
 from penstock.versions import PipeMare, Predict, Sideways
 
 _SEED = 0

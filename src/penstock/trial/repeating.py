@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.model import tree
 from penstock.trial.workload import Workload
 

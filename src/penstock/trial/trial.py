@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.plans import Plan
 from penstock.trial.contestants import Contestant, on_one_device, pipelined
 from penstock.trial.result import Trial

@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.graph import LayerGraph
 from penstock.model import microbatches, tree
 from penstock.profiler import profile

@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
+from penstock.base.values import one_of, whole
 from penstock.timing.fleet_timeline import MOST_FLEET_DEVICES, FleetTimeline, Turn
 from penstock.turns.bounds import Bound, bound
 from penstock.turns.policies import POLICIES, PolicyName, Standing, choose, guess
 from penstock.turns.stop import Stop
 from penstock.turns.visits import Visit
-from penstock.values import one_of, whole
 
 MOST_TURNS = 2_000_000
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.errors import InputError
-from penstock.values import expect, flag, whole
+from penstock.base.errors import InputError
+from penstock.base.values import expect, flag, whole
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import msgspec
 
-from penstock.errors import InputError
-from penstock.values import check_toml, shown
+from penstock.base.errors import InputError
+from penstock.base.values import check_toml, shown
 
 T = TypeVar("T", bound=msgspec.Struct)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
+from penstock.base.values import expect, shown
 from penstock.plans import Plan
 from penstock.plans.spilling import with_residence
 from penstock.schedule import Kind, Op
@@ -13,7 +14,6 @@ from penstock.schedule.lower import add_update
 from penstock.schedule.op import FETCHES, LEAVES
 from penstock.schedule.residence import NEED_WEIGHTS, Stay, stays_of
 from penstock.timing.costs import Costs
-from penstock.values import expect, shown
 
 
 class Visit(NamedTuple):

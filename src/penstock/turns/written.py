@@ -8,14 +8,14 @@ from typing import Any
 
 import msgspec
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
+from penstock.base.units import to_bytes
+from penstock.base.values import MOST_TOML_BYTES, read_text, refused_as, shown, whole
 from penstock.timing.fleet_timeline import MOST_FLEET_DEVICES
 from penstock.turns.policies import PolicyName
 from penstock.turns.stop import Stop, halving, settled
 from penstock.turns.tables import parsed, record
 from penstock.turns.visits import check_name
-from penstock.units import to_bytes
-from penstock.values import MOST_TOML_BYTES, read_text, refused_as, shown, whole
 
 
 class Size(int):

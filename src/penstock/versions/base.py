@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import ClassVar, Literal
 
+from penstock.base.values import Value, one_of
 from penstock.schedule.schedule import Activations
-from penstock.values import Value, one_of
 
 Updates = Literal["microbatch", "minibatch"]
 

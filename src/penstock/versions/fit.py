@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.schedule import Schedule
 from penstock.schedule.rounds import Rounds, fewest_per_update, warm_up
 from penstock.versions.base import Place

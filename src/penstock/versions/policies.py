@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal, get_args
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
+from penstock.base.values import is_number, is_whole, one_of, shown
 from penstock.schedule.schedule import Activations
-from penstock.values import is_number, is_whole, one_of, shown
 from penstock.versions.base import BasePolicy, Place, Updates
 
 Rates = Literal["divided", "given"]

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock.base.errors import RunError
 from penstock.device.crossing import give_memory
-from penstock.errors import RunError
 from penstock.timing.spans import ALL_OF_STAGE
 from penstock.weights.lane import Moved
 from penstock.weights.slabs import Slab

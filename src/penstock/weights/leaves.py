@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from penstock.errors import ModelError
+from penstock.base.errors import ModelError
 
 Leaves = list[nn.Parameter]
 """One for each trained parameter."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 
 _ADAM = (torch.optim.Adam, torch.optim.AdamW)
 

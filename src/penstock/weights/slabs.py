@@ -18,10 +18,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from penstock.base.errors import RunError
+from penstock.base.units import format_bytes
 from penstock.device.accelerators import is_on_host
 from penstock.device.queue import moments_of_caller, taken_up
-from penstock.errors import RunError
-from penstock.units import format_bytes
 from penstock.weights.tiers import whole_pages
 
 HOST = torch.device("cpu")

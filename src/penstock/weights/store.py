@@ -41,8 +41,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from penstock.base.errors import InputError
 from penstock.device.activation_meter import Saved, plain
-from penstock.errors import InputError
 from penstock.model.autocast import autocast_here
 from penstock.schedule import Kind, Op
 from penstock.schedule.op import FORWARDS, RELEASING

@@ -22,10 +22,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from penstock.base.errors import FileError
+from penstock.base.units import format_bytes
 from penstock.cluster.parts import Tier
 from penstock.device.side_streams import pinned_bytes
-from penstock.errors import FileError
-from penstock.units import format_bytes
 
 PAGE = 4096
 """Whatever lies in a tier or a slab begins and ends with pages: direct transfers need that."""

@@ -6,9 +6,9 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import torch
 
+from penstock.base.errors import DeadlineError, ModelError
 from penstock.device.accelerators import is_on_host
 from penstock.device.queue import taken_up
-from penstock.errors import DeadlineError, ModelError
 from penstock.timing.spans import TransferKind
 from penstock.weights.group import Group
 from penstock.weights.lane import Moved

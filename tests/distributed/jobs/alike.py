@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import penstock as pk
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 from tests.kit.streams import batches, layered_model, plan_for
 from tests.numerics.test_asynchronous import POLICIES
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import penstock as pk
-from penstock.errors import RunError
+from penstock.base.errors import RunError
 from penstock.trial.reference.delayed_replay import DelayedReplay
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.sharing import spread

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.training import adamw, pipeline_of
 

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 import penstock as pk
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 from penstock.schedule import families
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 

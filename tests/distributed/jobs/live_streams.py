@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from penstock.errors import RunError
+from penstock.base.errors import RunError
 from tests.kit.live import (
     LEARN,
     PREDICT,

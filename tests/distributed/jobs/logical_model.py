@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from penstock.base.errors import ModelError, RunError
 from penstock.demo import gpt
-from penstock.errors import ModelError, RunError
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit import training
 from tests.kit.helpers import make_batch, make_mlp, same_order_families

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import penstock as pk
-from penstock.errors import InputError, RunError
+from penstock.base.errors import InputError, RunError
 from penstock.interop.loggers import CSVLogger
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit import training

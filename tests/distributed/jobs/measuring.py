@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 from penstock.transport.link_meter import measure_cluster
 from tests.kit.launch import stall
 

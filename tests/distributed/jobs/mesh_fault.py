@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import penstock as pk
-from penstock.errors import RunError
+from penstock.base.errors import RunError
 from tests.kit.groups import make_net, net_batch, net_loss
 from tests.numerics.test_meshes import mesh, momentum
 

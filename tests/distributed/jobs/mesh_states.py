@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 import penstock as pk
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.interop.torch_checkpoints import load_dcp, save_dcp
 from tests.kit.groups import SPLITS, make_net, net_loss
 from tests.numerics.test_meshes import UNEVEN_SPLITS, batches, mesh, momentum

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import penstock as pk
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from tests.kit.accelerator import collectives
 from tests.kit.accelerator.devices import register
 from tests.kit.groups import make_net, net_loss

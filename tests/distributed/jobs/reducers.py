@@ -29,8 +29,8 @@ import torch.nn.functional as F
 from msgspec.structs import replace
 
 import penstock as pk
+from penstock.base.errors import PenstockError
 from penstock.cluster import SpareMachine
-from penstock.errors import PenstockError
 from penstock.plans import Plan
 from penstock.schedule import Kind
 from penstock.summation import portions

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.errors import RunError
+from penstock.base.errors import RunError
 from penstock.transport import Edge, SharedMemoryExchange
 from penstock.transport.base import Patience
 from tests.kit import launch

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from penstock.errors import PeerError, RunError
+from penstock.base.errors import PeerError, RunError
 from penstock.transport import Edge, connect
 from penstock.transport.rendezvous import Rendezvous
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 from penstock.plans.offloading import Offload
 from penstock.plans.spilling import Spill, Tier
 from tests.kit.helpers import make_plan

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as pk
-from penstock.errors import PenstockError
+from penstock.base.errors import PenstockError
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit import training
 from tests.kit.helpers import make_batch, make_mlp

@@ -14,11 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import penstock as pk
+from penstock.base.errors import FileError, InputError
 from penstock.checkpoint import folder as folders
 from penstock.checkpoint.contents import Contents
 from penstock.checkpoint.folder import Checkpoint, checkpoint_in, folder_name
 from penstock.checkpoint.piece import Piece, write_piece
-from penstock.errors import FileError, InputError
 from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.training import adamw, pipeline_of
 

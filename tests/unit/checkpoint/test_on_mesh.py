@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from tests.kit.helpers import make_mlp
 from tests.kit.training import adamw, pipeline_of
 

@@ -8,10 +8,10 @@ from math import inf
 import pytest
 from click.testing import CliRunner
 
+from penstock.base.errors import InputError
 from penstock.cli import penstock
 from penstock.cluster import Link
 from penstock.drawing.contest import ContestRecord, Entry, LossPoint
-from penstock.errors import InputError
 from penstock.trial import contest as contest_room
 
 

@@ -8,7 +8,7 @@ from threading import Thread
 import pytest
 
 import penstock as pk
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.plans import Plan, StagePlan
 from tests.kit.command_line import run
 

@@ -19,8 +19,8 @@ from torch import nn
 
 from penstock import Cluster, Layer, LayerGraph, versions
 from penstock import plan as find_plan
+from penstock.base.errors import InputError, PenstockError
 from penstock.cli import penstock
-from penstock.errors import InputError, PenstockError
 from penstock.plans.explanation import explain, stability_bound, steady_minibatch
 from penstock.plans.stability import check_stability
 from penstock.schedule.op import Kind

@@ -7,7 +7,7 @@ import json
 import pytest
 
 import penstock as pk
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from tests.kit.command_line import refused, run
 from tests.kit.small_workload import workload
 

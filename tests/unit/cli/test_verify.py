@@ -13,8 +13,8 @@ import torch
 from click.testing import CliRunner
 
 from penstock import versions
+from penstock.base.errors import InputError, ModelError
 from penstock.cli import penstock
-from penstock.errors import InputError, ModelError
 from penstock.pipeline import Pipeline
 from penstock.trial import proof
 from penstock.trial.reference.delayed_replay import DelayedReplay

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.base.errors import ModelError
 from penstock.cli.workloads import load_workload
-from penstock.errors import ModelError
 
 MODULE = """
 from dataclasses import replace

@@ -5,11 +5,11 @@ from itertools import combinations
 import pytest
 
 from penstock import Cluster, Device, Link
+from penstock.base.errors import InputError
 from penstock.cluster import Group, SpareMachine, Topology, Wire, local
 from penstock.cluster.driver import gpus
 from penstock.device.accelerators import accelerators
 from penstock.device.memory import total_bytes
-from penstock.errors import InputError
 
 SLOW, MIDDLE, FAST = (
     Link(latency_seconds=50e-6, bytes_per_second=1e9),

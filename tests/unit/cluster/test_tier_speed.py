@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import pytest
 
+from penstock.base.errors import FileError
 from penstock.cluster import tier_speed
 from penstock.cluster.parts import Tier
 from penstock.cluster.tier_speed import measured
-from penstock.errors import FileError
 
 
 @pytest.fixture(params=["disk", "host"])

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
+from penstock.base.errors import InputError
 from penstock.demo import Corpus
-from penstock.errors import InputError
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from penstock.base.errors import InputError
 from penstock.demo import GPT, loss
-from penstock.errors import InputError
 from penstock.model.spine import spine_of
 
 

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from penstock.base.errors import InputError
 from penstock.demo.gpt import GPT, loss
 from penstock.device.activation_meter import ActivationMeter
-from penstock.errors import InputError
 from penstock.model import tree
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import spine_of

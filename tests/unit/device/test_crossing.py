@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.base.errors import RunError
 from penstock.device.crossing import give_memory
-from penstock.errors import RunError
 
 
 class Marked(nn.Parameter):

@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 import pytest
 
 from penstock import Costs, schedules, simulate
+from penstock.base.errors import InputError
 from penstock.drawing import draw, draw_borrowed
 from penstock.drawing.borrowed import borrowed
-from penstock.errors import InputError
 from penstock.schedule.op import Kind
 from tests.kit.paths import GOLDEN
 

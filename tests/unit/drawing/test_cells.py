@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 import pytest
 
 import penstock as pk
+from penstock.base.errors import InputError
 from penstock.drawing import Fact, Report, Series, TimelineRecord
-from penstock.errors import InputError
 from penstock.interop.pipedream_profiles import read_pipedream_graph
 from penstock.planner import what_if
 from penstock.timing.fleet_timeline import FleetTimeline, Turn

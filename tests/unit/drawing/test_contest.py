@@ -7,6 +7,7 @@ import re
 import pytest
 from msgspec.structs import replace
 
+from penstock.base.errors import InputError
 from penstock.drawing.contest import (
     COLUMNS,
     ContestRecord,
@@ -19,7 +20,6 @@ from penstock.drawing.contest import (
 )
 from penstock.drawing.contest.curves import loss_panels
 from penstock.drawing.contest.page import contest_page
-from penstock.errors import InputError
 
 
 def entry(method, title, seconds, losses, memory_bytes=1000, **more):

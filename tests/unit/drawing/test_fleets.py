@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 import pytest
 
 import penstock as pk
+from penstock.base.errors import FileError, InputError
 from penstock.drawing import draw_fleets
 from penstock.drawing.fleets import fleet_svg
-from penstock.errors import FileError, InputError
 from penstock.timing.fleet_timeline import FleetTimeline, Turn
 from penstock.turns import Task, Visit, simulate_fleet
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 import penstock as pk
+from penstock.base.errors import FileError
 from penstock.drawing.timeline.link_rows import link_rows
 from penstock.drawing.timeline.svg import svg
 from penstock.drawing.timeline.text import text
-from penstock.errors import FileError
 from penstock.schedule import Kind
 from penstock.schedule.lower import add_update
 from penstock.timing.exchange import Exchange

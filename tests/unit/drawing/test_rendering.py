@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 import pytest
 
 import penstock as pk
+from penstock.base.errors import InputError
 from penstock.drawing import draw_stacked
 from penstock.drawing.rendering import light
-from penstock.errors import InputError
 from penstock.timing.spans import Transfer
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -10,7 +10,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import penstock as pk
-from penstock.errors import InputError, StageError
+from penstock.base.errors import InputError, StageError
 from penstock.fitting.callbacks import ProgressLines
 from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.one_device import OneDevice, assert_same

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.interop.extras import need
 
 

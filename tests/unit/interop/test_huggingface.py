@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from examples import huggingface_trainer
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from tests.docs.pages import run_page
 
 pytestmark = [

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import schedules as theirs
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from penstock import Schedule, check, draw, schedules, simulate
-from penstock.errors import InputError, ScheduleError
+from penstock.base.errors import InputError, ScheduleError
 from penstock.interop.torch_schedules import from_torch_csv, to_torch_csv
 from penstock.schedule.lower import add_communication
 from tests.kit.helpers import compute_only

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from penstock.errors import InputError, ModelError
+from penstock.base.errors import InputError, ModelError
 from tests.docs.pages import run_page
 
 pytestmark = [

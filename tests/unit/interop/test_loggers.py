@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import penstock as pk
-from penstock.errors import FileError, InputError
+from penstock.base.errors import FileError, InputError
 from penstock.interop.loggers import CSVLogger, RunLogger, TensorBoardLogger
 from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.training import pipeline_of, sgd

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from penstock.errors import InputError, StageError
+from penstock.base.errors import InputError, StageError
 from penstock.interop.loss_pipeline import LossPipeline, OutputsAreGone, let_state_follow
 from penstock.interop.spread import Spread
 from tests.kit.helpers import make_batch, make_mlp, make_plan

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import FileError
+from penstock.base.errors import FileError
 from penstock.interop.pipedream_profiles import read_pipedream_graph
 from tests.kit.paths import PIPEDREAM
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from penstock.errors import FileError, InputError
+from penstock.base.errors import FileError, InputError
 from penstock.interop.torch_checkpoints import load_dcp, save_dcp
 from penstock.interop.torch_schedules import module_fqns_per_model_part
 from penstock.plans import Plan, StagePlan

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import InputError, RunError
+from penstock.base.errors import InputError, RunError
 from penstock.live.intake import Intake
 from tests.kit.examples import examples
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from penstock.errors import InputError, RunError
+from penstock.base.errors import InputError, RunError
 from penstock.live.frames import Frame, News, Result
 from penstock.live.ledger import Ledger
 from penstock.live.loop import Arrival

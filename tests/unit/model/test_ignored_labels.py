@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from penstock.errors import StageError
+from penstock.base.errors import StageError
 from penstock.model.ignored_labels import IgnoredLabels
 from penstock.model.microbatches import Microbatches
 from tests.kit.training import pipeline_of, sgd

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.model import microbatches, tree
 from penstock.model.microbatches import Weighting, join_slices, sequence_length, split_sequence
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock as pk
+from penstock.base.errors import StageError
 from penstock.demo import GPT
-from penstock.errors import StageError
 from penstock.model import randomness
 from penstock.model.randomness import LayerStreams, RandomStream, stream_seed
 from penstock.trial.reference.single_device import SingleDevice

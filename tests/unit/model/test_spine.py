@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from penstock.errors import ModelError
+from penstock.base.errors import ModelError
 from penstock.model.spine import evaluation_mode, spine_of
 from tests.kit.helpers import make_plan
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.base.errors import InputError, PlanError
 from penstock.cluster import Cluster, Device, Group, Link
-from penstock.errors import InputError, PlanError
 from penstock.graph import Layer, LayerGraph
 from penstock.partition.dapple import dapple_candidates
 from penstock.partition.dapple.rules import servers, take

@@ -5,8 +5,8 @@ from functools import cache
 
 import pytest
 
+from penstock.base.errors import InputError
 from penstock.cluster import Cluster, Device, Group, Link, Wire
-from penstock.errors import InputError
 from penstock.graph import Layer, LayerGraph
 from penstock.interop.pipedream_profiles import read_pipedream_graph
 from penstock.partition import best_partition, cost_model, evaluate

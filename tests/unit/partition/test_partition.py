@@ -3,7 +3,7 @@ from math import inf
 import numpy as np
 import pytest
 
-from penstock.errors import InputError, PlanError
+from penstock.base.errors import InputError, PlanError
 from penstock.partition import balance
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from penstock.base.errors import InputError
 from penstock.cluster import Link
-from penstock.errors import InputError
 from penstock.graph import Layer, LayerGraph
 from penstock.partition.tensor import split_layers
 from penstock.partition.tensor.layouts import Ring, ways

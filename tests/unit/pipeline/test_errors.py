@@ -14,7 +14,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from penstock.errors import DeadlineError, InputError, ModelError, PeerError, RunError, StageError
+from penstock.base.errors import (
+    DeadlineError,
+    InputError,
+    ModelError,
+    PeerError,
+    RunError,
+    StageError,
+)
 from penstock.run.drive import threads
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit import training

@@ -12,7 +12,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import penstock as pk
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.schedule import Kind, Op
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit import training

@@ -11,10 +11,10 @@ from itertools import product
 import pytest
 
 import penstock as pk
-from penstock.errors import InputError, PenstockError
+from penstock.base.errors import InputError, PenstockError
+from penstock.base.values import shown
 from penstock.planner import what_if
 from penstock.plans.stage_plan import StagePlan
-from penstock.values import shown
 
 ODD = (
     None, "1", b"x", [], {}, (1, 2), object(), True, 1.5,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import penstock as pk
 from penstock import versions
-from penstock.errors import InputError, PlanError
+from penstock.base.errors import InputError, PlanError
 from tests.kit.command_line import refused, run
 from tests.kit.examples import examples
 

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from penstock import Cluster, Device, Layer, LayerGraph, Plan, Tier, check, plan, replan, simulate
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.plans.offloading import Offload, moved_activations
 from penstock.schedule import Kind
 

@@ -5,8 +5,8 @@ from msgspec.structs import replace
 
 from benchmarks.planning.calls import counting
 from penstock import Cluster, Device, LayerGraph, Link, plan
+from penstock.base.errors import FileError, InputError, ModelError, PlanError
 from penstock.cluster import Group
-from penstock.errors import FileError, InputError, ModelError, PlanError
 from penstock.planner.offers import offers
 from penstock.planner.race import Race
 from penstock.planner.search import plan as search

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from msgspec.structs import replace
 
 import penstock as pk
-from penstock.errors import InputError, ModelError, PlanError
+from penstock.base.errors import InputError, ModelError, PlanError
 from tests.kit.examples import in_turns
 from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.planning import chain, devices

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from penstock import Cluster, Tier, plan, schedules
-from penstock.errors import InputError, PlanError
+from penstock.base.errors import InputError, PlanError
 from penstock.planner.request import microbatch_sizes
 from tests.kit.planning import chain, devices
 

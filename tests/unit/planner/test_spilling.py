@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import Cluster, Device, Layer, LayerGraph, Plan, Tier, plan, replan
-from penstock.errors import FileError, InputError, PlanError
+from penstock.base.errors import FileError, InputError, PlanError
 from penstock.planner.spilling import _counts, _even_cuts
 from penstock.planner.task import Task
 from penstock.plans.spilling import bytes_of_spilled_ranks, traffic, with_residence

@@ -6,8 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 import penstock as pk
+from penstock.base.errors import InputError
 from penstock.cluster import Link, SpareMachine
-from penstock.errors import InputError
 from penstock.plans.explanation import explain
 from penstock.summation.split import best_split
 from tests.kit.planning import chain, devices

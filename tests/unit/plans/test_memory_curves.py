@@ -7,9 +7,9 @@ import re
 import pytest
 from msgspec.structs import replace
 
+from penstock.base.errors import InputError
 from penstock.cluster.parts import Device, Tier
 from penstock.drawing import draw_memory
-from penstock.errors import InputError
 from penstock.plans import Plan, StagePlan
 from penstock.plans.memory_curves import memory_limits, memory_over_time
 from penstock.plans.spilling import Spill

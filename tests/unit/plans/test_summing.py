@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import penstock as pk
+from penstock.base.errors import FileError, InputError
 from penstock.cluster import SpareMachine
-from penstock.errors import FileError, InputError
 from penstock.plans import Plan
 from penstock.plans.summing import REDUCERS, Summing
 from tests.kit.helpers import make_mlp

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from torch import nn
 
 import penstock as pk
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.graph import Contention
 from penstock.profiler.alone import Alone
 from penstock.profiler.together.disturbance import Usage, share_of_others

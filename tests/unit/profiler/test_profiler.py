@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from penstock.errors import InputError, ModelError
+from penstock.base.errors import InputError, ModelError
 from penstock.profiler.alone import measure_hand_over
 from tests.kit.helpers import make_mlp
 from tests.kit.training import momentum, sgd

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from penstock.errors import DeadlineError, PeerError
+from penstock.base.errors import DeadlineError, PeerError
 from penstock.reduce import collective
 from penstock.reduce.collective import AllReducer
 from penstock.reduce.reducer import SharedWeights

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import RunError
+from penstock.base.errors import RunError
 from penstock.reduce.flat import FlatBuffers, FlatLayout, Placed
 
 SHAPES = [

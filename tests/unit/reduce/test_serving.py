@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.base.errors import InputError, RunError
 from penstock.cluster import SpareMachine
-from penstock.errors import InputError, RunError
 from penstock.plans.summing import Summing
 from penstock.reduce.reducer import SharedWeights
 from penstock.reduce.serving import ServerReducer

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.model import tree
 from penstock.reduce.reducer import SharedWeights
 from penstock.reduce.sharding import Shard, ShardedReducer, Shards

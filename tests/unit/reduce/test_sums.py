@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import penstock as pk
-from penstock.errors import PeerError, RunError
+from penstock.base.errors import PeerError, RunError
 from penstock.model import tree
 from penstock.reduce.reducer import SharedWeights
 from penstock.reduce.slices import slices_of

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import Costs, Plan, Schedule, schedules, simulate, versions
-from penstock.errors import InputError, RunError, ScheduleError
+from penstock.base.errors import InputError, RunError, ScheduleError
 from penstock.plans import StagePlan
 from penstock.rehearsal import rehearse
 from penstock.rehearsal.conduct import default_costs, performable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.errors import PeerError, StageError
+from penstock.base.errors import PeerError, StageError
 from penstock.run.rank.interpreter import Restart, perform_all
 from penstock.run.rank.journal import Journal
 from penstock.schedule import Op

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import ModelError
+from penstock.base.errors import ModelError
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import spine_of
 from penstock.run.layout import Layout

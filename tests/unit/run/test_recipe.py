@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.model.optimizer_factory import Parameters
 from penstock.run.recipe import LossScale, Recipe
 from tests.kit.training import sgd

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.errors import DeadlineError
+from penstock.base.errors import DeadlineError
 from penstock.run.seating import MeshTransport, Seat
 from penstock.transport import Edge
 from penstock.transport.base import Patience, overdue

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.run.rank.updater import Holding, Updater
 from penstock.run.rank.worker import NUMBERS_PER_RUN
 from penstock.run.recipe import LossScale, Recipe

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.errors import DeadlineError, ModelError, StageError
+from penstock.base.errors import DeadlineError, ModelError, StageError
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import spine_of
 from penstock.run.minibatch import Minibatch, StreamPosition

@@ -1,7 +1,7 @@
 import pytest
 
 from penstock import Schedule, check, schedules
-from penstock.errors import InputError, ScheduleError
+from penstock.base.errors import InputError, ScheduleError
 from penstock.schedule.check import executable_order
 from penstock.schedule.lower import add_communication
 

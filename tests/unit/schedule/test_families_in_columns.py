@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import Costs, Schedule, check, schedules, simulate
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.schedule import lower
 from penstock.schedule.families import layout
 from penstock.schedule.lower import add_free, add_recompute, add_reduce, add_update

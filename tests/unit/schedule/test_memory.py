@@ -3,7 +3,7 @@
 import pytest
 
 from penstock import Costs, Schedule, Sizes, draw, schedules, simulate
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.schedule.lower import add_free, add_recompute, lower
 from penstock.schedule.memory import Load, loads, peak_activations, peaks, units
 

@@ -1,7 +1,7 @@
 import pytest
 
 from penstock import Kind, Op
-from penstock.errors import ScheduleError
+from penstock.base.errors import ScheduleError
 from penstock.schedule.op import dependencies
 
 

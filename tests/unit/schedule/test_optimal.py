@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import Costs, Kind, Op, Schedule, check, schedules, simulate
-from penstock.errors import InputError, ScheduleError
+from penstock.base.errors import InputError, ScheduleError
 from penstock.schedule import optimal as search
 from penstock.schedule.families.optimal import optimal
 from penstock.schedule.placement import snake

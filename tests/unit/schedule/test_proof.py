@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import Kind, Op, Schedule, check, schedules
-from penstock.errors import InputError, ScheduleError
+from penstock.base.errors import InputError, ScheduleError
 from penstock.schedule import check as checking
 from penstock.schedule import lower as lowering
 from penstock.schedule.channels import room_needed

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from penstock import Costs, Schedule, schedules
-from penstock.errors import InputError, ScheduleError
+from penstock.base.errors import InputError, ScheduleError
 from penstock.schedule.lower import add_communication, forward_only
 
 

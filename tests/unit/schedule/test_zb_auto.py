@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock import check, schedules
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.schedule.search.problem import Sizes
 
 KEEPS_HALF = Sizes((1.0, 1.0), (0.5, 0.5))

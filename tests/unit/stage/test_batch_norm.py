@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.stage.batch_norm import MinibatchStatistics
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")

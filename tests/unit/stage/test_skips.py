@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.errors import InputError, ModelError
+from penstock.base.errors import InputError, ModelError
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import run_spine, spine_of
 from penstock.profiler import profile

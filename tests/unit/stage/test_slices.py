@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from penstock.base.errors import InputError, ModelError
 from penstock.demo import GPT
-from penstock.errors import InputError, ModelError
 from penstock.model.microbatches import split_sequence
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import spine_of

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import spine_of
 from penstock.stage.stage import Keep, Stage

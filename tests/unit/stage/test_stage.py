@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import spine_of
 from penstock.stage.stage import Keep, Stage

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from penstock.errors import RunError
+from penstock.base.errors import RunError
 from penstock.summation.bell import Bell, Ring, Ringer
 from penstock.summation.frames import Head, Kind, Member, key_of
 

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import DeadlineError, InputError, PeerError, RunError
+from penstock.base.errors import DeadlineError, InputError, PeerError, RunError
 from penstock.summation.adding import add_to
 from penstock.summation.division import Owner, divide
 from penstock.summation.exchange import Exchange

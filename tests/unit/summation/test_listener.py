@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import pytest
 
-from penstock.errors import RunError
+from penstock.base.errors import RunError
 from penstock.summation import frames, listener
 from penstock.summation.frames import Head, Kind, Member, greet, is_loopback, key_of
 from penstock.summation.server import SummationServer

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import DeadlineError, PeerError
+from penstock.base.errors import DeadlineError, PeerError
 from penstock.tensor.cuts import Cut
 from penstock.tensor.memory_order import memory_order
 from penstock.tensor.parts import bounds

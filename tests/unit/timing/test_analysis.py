@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock import Costs, Op, Span, Timeline, schedules, simulate
-from penstock.errors import InputError, ScheduleError
+from penstock.base.errors import InputError, ScheduleError
 from penstock.schedule.lower import add_update
 from penstock.timing import Idle, find_parting, idle_of, measured_costs
 

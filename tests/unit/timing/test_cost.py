@@ -1,7 +1,7 @@
 import pytest
 
 from penstock import Costs, Op
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 
 
 def duration(costs, text):

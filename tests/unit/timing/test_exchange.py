@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock as pk
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.schedule.lower import add_update
 from penstock.schedule.op import Kind
 from penstock.timing.exchange import Exchange, flow_shop

@@ -1,7 +1,7 @@
 import pytest
 
 from penstock import Costs, Schedule, schedules, simulate
-from penstock.errors import InputError, ScheduleError
+from penstock.base.errors import InputError, ScheduleError
 from penstock.schedule.lower import add_communication, add_update
 
 

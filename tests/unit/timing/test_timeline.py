@@ -4,8 +4,8 @@ from array import array
 import pytest
 
 from penstock import Costs, Op, Span, Timeline, schedules, simulate
+from penstock.base.errors import FileError, InputError
 from penstock.drawing import TimelineRecord
-from penstock.errors import FileError, InputError
 from penstock.schedule.lower import add_updates
 from penstock.schedule.rounds import Rounds
 from penstock.timing.spans import Row, Transfer

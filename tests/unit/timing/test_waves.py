@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import Costs, Schedule, schedules, simulate
-from penstock.errors import InputError, ScheduleError
+from penstock.base.errors import InputError, ScheduleError
 from penstock.schedule.columns import needs as columns_needs
 from penstock.schedule.lower import add_agreement, add_recompute, add_update, lower
 from penstock.timing import simulator

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import penstock as pk
-from penstock.errors import ModelError
+from penstock.base.errors import ModelError
 
 INPUTS = torch.linspace(-1, 1, 12).view(3, 4)
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from penstock.errors import InputError, ModelError
+from penstock.base.errors import InputError, ModelError
 from penstock.model.spine import run_spine, spine_fingerprint, spine_of
 from penstock.tracing import capture
 from penstock.transport import Codec, Edge
@@ -441,7 +441,7 @@ ALONE = f"""
 import sys
 import torch
 from torch import nn
-from penstock.errors import ModelError
+from penstock.base.errors import ModelError
 from penstock.tracing import capture
 
 {inspect.getsource(Branching)}

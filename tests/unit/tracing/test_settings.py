@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from penstock.errors import ModelError
+from penstock.base.errors import ModelError
 from penstock.tracing import capture
 from tests.kit.helpers import make_plan
 

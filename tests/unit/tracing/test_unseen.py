@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.errors import ModelError
+from penstock.base.errors import ModelError
 from penstock.tracing import capture
 from penstock.tracing.unseen import check_backward
 

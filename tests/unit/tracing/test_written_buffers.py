@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from penstock.errors import ModelError, StageError
+from penstock.base.errors import ModelError, StageError
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import spine_of
 from penstock.stage.stage import Stage

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from penstock.errors import DeadlineError, RunError
+from penstock.base.errors import DeadlineError, RunError
 from penstock.transport import SharedMemoryExchange
 from penstock.transport.meeting import Doorway, this_host
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from penstock.errors import InputError, RunError
+from penstock.base.errors import InputError, RunError
 from penstock.model import tree
 from penstock.transport import Codec, Edge, Noted, packing, wire
 from penstock.transport.packing import BlockKind, Packer

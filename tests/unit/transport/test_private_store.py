@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from penstock.errors import RunError
+from penstock.base.errors import RunError
 from penstock.transport.private_store import VARIABLE, empty_store, private_store, told_to_rank
 
 

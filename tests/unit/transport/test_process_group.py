@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from penstock.errors import DeadlineError, PeerError, RunError
+from penstock.base.errors import DeadlineError, PeerError, RunError
 from penstock.transport import Edge, Noted, ProcessGroupTransport, groups
 from penstock.transport.base import NOTE_BYTES
 from penstock.transport.tags import SHARED_TAGS

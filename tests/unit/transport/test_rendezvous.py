@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
-from penstock.errors import DeadlineError, PeerError, RunError
+from penstock.base.errors import DeadlineError, PeerError, RunError
 from penstock.transport.rendezvous import Process, Rendezvous, within
 
 LONG_SECONDS = 60.0

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.errors import DeadlineError, PeerError, RunError
+from penstock.base.errors import DeadlineError, PeerError, RunError
 from penstock.model import tree
 from penstock.transport import (
     Codec,

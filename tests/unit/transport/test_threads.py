@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from penstock.errors import DeadlineError, PeerError, RunError
+from penstock.base.errors import DeadlineError, PeerError, RunError
 from penstock.transport import Edge, ThreadExchange
 
 FORWARD, BACKWARD = Edge(0, 1, 0), Edge(0, 1, 1)

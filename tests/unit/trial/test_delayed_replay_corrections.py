@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock import versions
-from penstock.errors import InputError, ModelError
+from penstock.base.errors import InputError, ModelError
 from penstock.trial.reference.delayed_replay import DelayedReplay
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.helpers import make_batch, make_mlp

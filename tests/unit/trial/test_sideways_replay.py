@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.errors import InputError, ModelError
+from penstock.base.errors import InputError, ModelError
 from penstock.trial.reference.sideways_replay import Borrowed, SidewaysReplay
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.examples import examples

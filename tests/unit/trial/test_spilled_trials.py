@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import penstock as pk
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.trial import prove, run_trial
 from tests.kit.helpers import make_mlp
 from tests.kit.small_workload import workload

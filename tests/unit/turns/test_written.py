@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import penstock as pk
-from penstock.errors import FileError
+from penstock.base.errors import FileError
 from penstock.turns import FleetFile
 
 FILE = """

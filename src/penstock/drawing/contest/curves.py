@@ -10,10 +10,10 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from penstock.base.units import unit_of_seconds
 from penstock.drawing.axes import tick_label, ticks
 from penstock.drawing.contest.record import ContestRecord, Entry
 from penstock.drawing.markup import coordinate, document, lines, shortened, tag, write
-from penstock.units import unit_of_seconds
 
 Point = tuple[float, float]
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from penstock.base.units import count_of
 from penstock.drawing.contest.curves import loss_panels
 from penstock.drawing.contest.record import ContestRecord, Entry
 from penstock.drawing.contest.sentences import summary
 from penstock.drawing.contest.table import COLUMNS, legend, table_rows
 from penstock.drawing.markup import escaped, lines, resource, tag
 from penstock.drawing.timeline.html import document
-from penstock.units import count_of
 
 _WIDE_COLUMNS, _NARROW_COLUMNS = 5, 2
 """Panels beside each other on a wide screen and on a narrow one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from penstock.values import Value
+from penstock.base.values import Value
 
 ONE_DEVICE = "one-device"
 """The key of the method that all others are compared with."""

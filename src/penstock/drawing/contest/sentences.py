@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from penstock.base.units import count_of, format_bytes, format_seconds
 from penstock.drawing.contest.record import ContestRecord, Entry
-from penstock.units import count_of, format_bytes, format_seconds
 
 _MUCH = 1.03
 """Medians that differ by less than this are called equal."""

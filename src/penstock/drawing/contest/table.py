@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from penstock.base.units import format_bytes, format_seconds
 from penstock.drawing.contest.record import ONE_DEVICE, WHOLE_BATCH, ContestRecord, Entry
 from penstock.drawing.contest.sentences import summary
-from penstock.units import format_bytes, format_seconds
 
 COLUMNS = (
     "method", "where", "time per step", "memory per device", "moved", "bubble", "delay",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from penstock.base.errors import InputError
+from penstock.base.values import write_atomically
 from penstock.drawing.contest.record import ContestRecord
-from penstock.errors import InputError
-from penstock.values import write_atomically
 
 _KINDS = (".html", ".svg", ".md", ".json")
 

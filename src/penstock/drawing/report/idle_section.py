@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from penstock.base.errors import InputError
+from penstock.base.units import picture_seconds
 from penstock.drawing.markup import escaped, lines, tag
-from penstock.errors import InputError
 from penstock.timing import Idle, idle_of
 from penstock.timing.timeline import Timeline
-from penstock.units import picture_seconds
 
 HINT = (
     "Bubble: what the schedule's order forces. Waiting: what slow ops and late starts of other "

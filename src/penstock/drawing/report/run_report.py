@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Self
 
-from penstock.errors import InputError
-from penstock.lazily import method_loaded_when_used
+from penstock.base.errors import InputError
+from penstock.base.lazily import method_loaded_when_used
+from penstock.base.values import Value
 from penstock.timing.timeline import Timeline
 from penstock.timing.timeline_file import TimelineFile
-from penstock.values import Value
 
 
 class Fact(Value, frozen=True, kw_only=True):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from penstock.base.units import picture_seconds
 from penstock.timing import TOLERANCE, Cause, Parting
-from penstock.units import picture_seconds
 
 
 def departure(parting: Parting | None) -> str:

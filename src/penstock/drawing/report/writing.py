@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from penstock.base.values import write_atomically
 from penstock.drawing.report.page import TIMELINES_UNIT, report_page
 from penstock.drawing.report.run_report import Report
 from penstock.drawing.timeline.svg import stacked, svg
-from penstock.values import write_atomically
 
 RUN_FILE = "run.json"
 

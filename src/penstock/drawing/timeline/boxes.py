@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from penstock.base.units import TimeUnit, picture_seconds
 from penstock.drawing.markup import Rectangle, lines, tag, text_width, write
 from penstock.drawing.timeline.labels import Names
 from penstock.drawing.timeline.version_marks import BAND, READING, band, in_words, update_tick
@@ -12,7 +13,6 @@ from penstock.schedule.op import COMPUTE, Kind
 from penstock.schedule.residence import UPDATES
 from penstock.timing.spans import BUSY, Span
 from penstock.timing.timeline import Timeline
-from penstock.units import TimeUnit, picture_seconds
 
 LETTERS: Mapping[Kind, str] = {
     Kind.FORWARD: "F",

@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from penstock.base.units import TimeUnit, picture_seconds
 from penstock.drawing.markup import lines, resource, shortened, tag, text_width, write
 from penstock.timing.spans import ALL_OF_STAGE, Transfer, TransferKind
 from penstock.timing.timeline import Timeline
-from penstock.units import TimeUnit, picture_seconds
 
 ROW_HEIGHT = 21.0
 """Pixels from one link's row to the next."""

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from penstock.base.units import TimeUnit
 from penstock.drawing.axes import Titled, UnitName, longest, tick_label, ticks, unit_for
 from penstock.drawing.markup import document, lines, shortened, tag, text_width, write
 from penstock.drawing.timeline import link_rows, version_marks
@@ -24,7 +25,6 @@ from penstock.drawing.timeline.legend import legend
 from penstock.schedule.op import COMPUTE, WAITING, Kind
 from penstock.timing.spans import BUSY, Span
 from penstock.timing.timeline import Timeline
-from penstock.units import TimeUnit
 
 FIGURE_WIDTHS, PAGE_WIDTHS, CELL_WIDTHS = (800.0, 2400.0), (1000.0, 6000.0), (640.0, 1000.0)
 """The least and the most pixels that a picture is wide: one for paper, one that can be scrolled,

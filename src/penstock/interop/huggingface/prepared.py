@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
+from penstock.base.values import expect
 from penstock.interop.huggingface.items import items_of
 from penstock.interop.loss_pipeline import LossPipeline, OutputsAreGone, in_microbatches
 from penstock.interop.spread import Spread
 from penstock.pipeline import Pipeline
 from penstock.plans import Plan
-from penstock.values import expect
 
 BatchLoss = Callable[[Any, dict[str, Any]], Tensor]
 

@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, get_args
 
+from penstock.base.errors import PlanError
+from penstock.base.values import one_of
 from penstock.cluster import Cluster, Topology
-from penstock.errors import PlanError
-from penstock.values import one_of
 
 Rule = Literal["fresh-first", "append-first", "scatter-first"]
 RULES: tuple[Rule, ...] = get_args(Rule)

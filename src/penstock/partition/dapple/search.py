@@ -17,8 +17,8 @@ from itertools import accumulate, combinations, product
 from math import inf
 from operator import add, le
 
+from penstock.base.errors import InputError
 from penstock.cluster import Cluster, Link, Topology
-from penstock.errors import InputError
 from penstock.graph import LayerGraph
 from penstock.partition.cost_models import CostModel, cost_model
 from penstock.partition.dapple.bound import Reached, busiest

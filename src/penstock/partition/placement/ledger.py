@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
-from penstock.errors import InputError, PlanError
+from penstock.base.errors import InputError, PlanError
 from penstock.graph import LayerGraph
 from penstock.partition.placement.space import Score, Space, Stages, make_space
 

@@ -15,8 +15,8 @@ from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
 
+from penstock.base.errors import InputError, PlanError
 from penstock.cluster import Link
-from penstock.errors import InputError, PlanError
 from penstock.graph import LayerGraph
 from penstock.partition.readers import reads_of, skips_of
 from penstock.timing.costs import Costs

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import lcm
 
+from penstock.base.errors import InputError
 from penstock.cluster import Cluster, Link, Topology
-from penstock.errors import InputError
 from penstock.graph import LayerGraph
 from penstock.partition.cost_models import PAPER, CostModel, ExchangeLine
 from penstock.partition.readers import handed_on

@@ -26,8 +26,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
 
+from penstock.base.errors import InputError
 from penstock.cluster import Cluster, Topology
-from penstock.errors import InputError
 from penstock.graph import LayerGraph
 from penstock.partition.cost_models import CostModel, check_updates
 from penstock.partition.steady.evaluation import Partition, PartitionedStage, evaluate

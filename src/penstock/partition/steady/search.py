@@ -7,8 +7,9 @@ from dataclasses import replace
 from math import inf
 from typing import Literal
 
+from penstock.base.errors import InputError, PlanError
+from penstock.base.values import is_whole, one_of
 from penstock.cluster import Cluster, Topology
-from penstock.errors import InputError, PlanError
 from penstock.graph import LayerGraph
 from penstock.partition.cost_models import CostModel, check_updates
 from penstock.partition.steady.evaluation import Partition, PartitionedStage, evaluate
@@ -18,7 +19,6 @@ from penstock.partition.steady.level_programme import MOST_STEPS, steps
 from penstock.partition.steady.levels import levels_of, nested_partition
 from penstock.partition.steady.pieces import Fits, Piece, all_fit
 from penstock.partition.steady.states import MOST_STATES, all_states, prefixes
-from penstock.values import is_whole, one_of
 
 _MOST_DEVICES = 64
 """Where links differ, all ranges of more devices are too many to try."""

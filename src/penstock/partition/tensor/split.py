@@ -16,12 +16,12 @@ from math import ceil
 
 from msgspec.structs import replace
 
+from penstock.base.errors import InputError
+from penstock.base.values import is_whole
 from penstock.cluster import Link
-from penstock.errors import InputError
 from penstock.graph import Layer, LayerGraph
 from penstock.partition.tensor.layout_search import LayoutProblem, Solution, Step
 from penstock.partition.tensor.layouts import LayerSplit, Ring, Sharing, TensorLayout, ways
-from penstock.values import is_whole
 
 
 @dataclass(frozen=True, kw_only=True)

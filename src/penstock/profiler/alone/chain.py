@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from penstock.errors import ModelError
+from penstock.base.errors import ModelError
 from penstock.model import tree
 from penstock.model.spine import NamedLayer, Skip, run_layer
 from penstock.run.recipe import Loss

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.base.errors import InputError
 from penstock.device.accelerators import accelerator_name, generators_kept, is_on_host
-from penstock.errors import InputError
 from penstock.model import tree
 from penstock.model.replay import put_back, saved_buffers
 

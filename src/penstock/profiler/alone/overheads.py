@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.model.optimizer_factory import OptimizerFactory, Parameters, make_optimizer
 from penstock.model.spine import NamedLayer
 from penstock.profiler.alone.chain import num_bytes

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
+from penstock.base.values import is_whole
 from penstock.model import microbatches, tree
 from penstock.run.recipe import Loss
-from penstock.values import is_whole
 
 
 @dataclass(frozen=True)

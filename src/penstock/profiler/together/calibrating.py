@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from penstock.base.errors import PenstockError
 from penstock.cluster.local import usable_cores
-from penstock.errors import PenstockError
 from penstock.graph import Contention, LayerGraph, Mode
 from penstock.model.spine import spine_of
 from penstock.plans import Plan

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from penstock.base.errors import InputError
+from penstock.base.units import format_bytes
 from penstock.cluster.local import host_memory_bytes
-from penstock.errors import InputError
 from penstock.graph import Mode
 from penstock.model import tree
 from penstock.model.microbatches import Microbatches
@@ -22,7 +23,6 @@ from penstock.plans import Plan
 from penstock.profiler.alone import Alone, Sample, measure_uncut
 from penstock.schedule import Kind
 from penstock.timing.timeline import Timeline
-from penstock.units import format_bytes
 
 FAMILIES: dict[Mode, str] = {"whole": "1f1b", "split": "zb-h1", "stream": "pipedream"}
 """The schedule that stands for each mode."""

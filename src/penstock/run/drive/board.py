@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.errors import DeadlineError, PeerError, RunError
+from penstock.base.errors import DeadlineError, PeerError, RunError
 from penstock.run.drive.driver import told
 from penstock.transport.packing import short
 from penstock.transport.rendezvous import Rendezvous

@@ -11,13 +11,13 @@ from typing import Generic, NamedTuple, Self, TypeVar
 
 from torch import Tensor
 
-from penstock.errors import InputError, PeerError, PenstockError, StageError
+from penstock.base.errors import InputError, PeerError, PenstockError, StageError
+from penstock.base.values import number
 from penstock.run.minibatch import Minibatch, StreamPosition
 from penstock.run.outcome import MinibatchOutcome
 from penstock.schedule.segment import Segment
 from penstock.transport import Transport
 from penstock.transport.base import Patience
-from penstock.values import number
 
 T = TypeVar("T")
 StageStates = dict[int, dict[str, Tensor]]

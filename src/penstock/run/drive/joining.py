@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from penstock.errors import DeadlineError, InputError, PeerError, PenstockError, RunError
+from penstock.base.errors import DeadlineError, InputError, PeerError, PenstockError, RunError
+from penstock.base.values import one_of
 from penstock.run.drive.driver import told
 from penstock.run.logbook import VARIABLE
 from penstock.transport.private_store import private_store
 from penstock.transport.rendezvous import Rendezvous, translated, within
-from penstock.values import one_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

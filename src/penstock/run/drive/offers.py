@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.errors import InputError, ModelError
+from penstock.base.errors import InputError, ModelError
 from penstock.plans import Plan
 from penstock.transport.rendezvous import Rendezvous
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.base.errors import DeadlineError, PeerError, RunError
 from penstock.device.stamps import happened
-from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.run.counting import Peak
 from penstock.run.drive.board import Board
 from penstock.run.drive.driver import Deadlines, Driver, StageStates, failure_notice, named, naming

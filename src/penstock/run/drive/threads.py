@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from penstock.base.errors import DeadlineError, PeerError, RunError
 from penstock.device.queue import Moments, taken_up
-from penstock.errors import DeadlineError, PeerError, RunError
 from penstock.run.drive.driver import Deadlines, Driver, StageStates, failure_notice, naming
 from penstock.run.minibatch import Harvest, Minibatch, StreamPosition
 from penstock.run.outcome import MinibatchOutcome, RankRecord

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from penstock.errors import RunError, StageError
+from penstock.base.errors import RunError, StageError
 from penstock.run.rank.journal import Journal
 from penstock.schedule import Op
 from penstock.stage.finite import NotFinite

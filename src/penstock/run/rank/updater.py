@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.model.optimizer_factory import (
     OptimizerFactory,
     Parameters,

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.base.errors import InputError, StageError
+from penstock.base.values import shown
 from penstock.device.accelerators import is_on_host
 from penstock.device.queue import DeviceQueue
-from penstock.errors import InputError, StageError
 from penstock.model import tree
 from penstock.model.copying import copy_of
 from penstock.model.ignored_labels import IGNORED, REMEDY, all_ignored
@@ -22,7 +23,6 @@ from penstock.run.recipe import Recipe
 from penstock.schedule import Op
 from penstock.stage import finite
 from penstock.stage.protocol import Criterion
-from penstock.values import shown
 
 Seeds = dict[tuple[Any, ...], Tensor]
 """Gradients of losses, by weight, scale, dtype and device."""

@@ -15,7 +15,7 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from penstock.errors import ScheduleError
+from penstock.base.errors import ScheduleError
 from penstock.schedule.columns.columns import CODES, Bools, Columns, Ints, Longs
 from penstock.schedule.op import BEFORE, COMPUTE, NEEDS, OF_A_ROUND, Kind
 from penstock.schedule.schedule import exchanges

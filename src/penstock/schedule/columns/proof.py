@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.errors import ScheduleError
+from penstock.base.errors import ScheduleError
 from penstock.schedule.channels import OTHER_END
 from penstock.schedule.columns.columns import Columns
 from penstock.schedule.columns.messages import bounded, hoist, messages_of

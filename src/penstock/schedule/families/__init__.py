@@ -28,7 +28,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
+from penstock.base.values import expect, is_whole, shown
 from penstock.schedule.families.breadth_first import breadth_first
 from penstock.schedule.families.chimera import chimera
 from penstock.schedule.families.dualpipe_v import dualpipe_v
@@ -52,7 +53,6 @@ from penstock.schedule.families.zb_h1 import zb_h1
 from penstock.schedule.families.zb_h2 import zb_h2
 from penstock.schedule.families.zb_v import zb_v
 from penstock.schedule.schedule import Schedule
-from penstock.values import expect, is_whole, shown
 
 __all__ = [
     "breadth_first",

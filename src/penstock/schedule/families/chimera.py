@@ -7,7 +7,7 @@ Pipelines", SC 2021, arXiv 2107.06925, sections 3.1 and 3.5 (direct concatenatio
 
 from __future__ import annotations
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.schedule.families.alternate import Line
 from penstock.schedule.families.layout import laid_out
 from penstock.schedule.families.slots import Slots, Timed

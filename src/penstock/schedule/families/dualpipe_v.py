@@ -6,7 +6,7 @@ folding its two halves onto a V ("cut in half") needs one copy of the weights in
 
 from __future__ import annotations
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.schedule.families.layout import laid_out
 from penstock.schedule.families.phases import Phases
 from penstock.schedule.schedule import Schedule

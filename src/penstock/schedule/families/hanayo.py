@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.schedule.durations import WholeBackward
 from penstock.schedule.families.options import at_least
 from penstock.schedule.families.stretched import Middle, stretched

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
+from penstock.base.values import expect, number
 from penstock.schedule.check import check
 from penstock.schedule.durations import Durations, UnitDurations
 from penstock.schedule.families.options import one_per_rank, placed
@@ -18,7 +19,6 @@ from penstock.schedule.op import Kind, Op
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.search import Objective, check_objective
-from penstock.values import expect, number
 
 LARGEST = 16
 """The most ranks times microbatches that it takes."""

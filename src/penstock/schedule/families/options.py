@@ -5,9 +5,9 @@ from __future__ import annotations
 from math import inf
 from typing import Any
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
+from penstock.base.values import is_number, is_whole, items_of, number, shown, whole
 from penstock.schedule.placement import Placement, snake
-from penstock.values import is_number, is_whole, items_of, number, shown, whole
 
 _MOST = 10_000
 """More stages per rank, waves or slices than this are a slip of the keyboard."""

@@ -6,7 +6,7 @@ section 3.1.
 
 from __future__ import annotations
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.schedule.families.alternate import alternate
 from penstock.schedule.families.options import at_least
 from penstock.schedule.families.replicated import Replicas, replica_counts, round_robin

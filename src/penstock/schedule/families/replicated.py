@@ -10,13 +10,13 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
+from penstock.base.values import is_whole, items_of, shown
 from penstock.schedule.families.alternate import Line, Turns
 from penstock.schedule.families.layout import laid_out
 from penstock.schedule.op import Kind
 from penstock.schedule.rounds import warm_up
 from penstock.schedule.schedule import Schedule
-from penstock.values import is_whole, items_of, shown
 
 _COUNT = re.compile("[0-9]{1,18}")
 _MOST_REPLICAS = 10**18

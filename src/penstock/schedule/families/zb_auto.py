@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
+from penstock.base.values import expect, number
 from penstock.schedule.durations import Durations, UnitDurations
 from penstock.schedule.families.breadth_first import breadth_first
 from penstock.schedule.families.dualpipe_v import dualpipe_v
@@ -37,7 +38,6 @@ from penstock.schedule.search import (
     search,
     whole_ranks,
 )
-from penstock.values import expect, number
 
 _STRAIGHT = (gpipe, one_f_one_b, eager_one_f_one_b, zb_h1, zb_h2)
 _V = (zb_v, v_half, v_min)

@@ -21,7 +21,7 @@ from time import monotonic
 
 import numpy as np
 
-from penstock.errors import InputError, ScheduleError
+from penstock.base.errors import InputError, ScheduleError
 from penstock.schedule.optimal.problem import (
     NEVER,
     ExactProblem,

@@ -11,7 +11,7 @@ from time import monotonic
 
 import numpy as np
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.schedule.op import Kind
 from penstock.schedule.optimal.problem import NEVER, ExactProblem, Floats, StartWindows
 

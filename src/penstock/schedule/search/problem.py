@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
+from penstock.base.values import one_of
 from penstock.schedule.durations import Durations
 from penstock.schedule.memory import Sizes
 from penstock.schedule.op import Kind, Op, dependencies
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
-from penstock.values import one_of
 
 Objective = Literal["makespan", "stage"]
 OBJECTIVES: tuple[Objective, ...] = ("makespan", "stage")

@@ -7,6 +7,7 @@ other.
 
 from __future__ import annotations
 
+from penstock.base.values import expect
 from penstock.schedule.durations import Durations
 from penstock.schedule.op import RESIDENCE, STASHES, Kind
 from penstock.schedule.schedule import MANY_OPS, Schedule
@@ -15,7 +16,6 @@ from penstock.timing.foretold import Foretold, is_foretold
 from penstock.timing.simulator.arrivals import Arrivals
 from penstock.timing.simulator.events import by_events
 from penstock.timing.timeline import Timeline
-from penstock.values import expect
 
 __all__ = ["simulate"]
 

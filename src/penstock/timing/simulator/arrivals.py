@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, inf
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
+from penstock.base.values import is_number, shown
 from penstock.schedule.durations import Durations
 from penstock.schedule.op import Kind, Op
 from penstock.schedule.schedule import Schedule
-from penstock.values import is_number, shown
 
 _ROUNDING = 1e-9
 

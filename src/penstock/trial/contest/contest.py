@@ -12,10 +12,12 @@ from typing import NamedTuple, get_args
 
 from msgspec.structs import replace
 
+from penstock.base.errors import InputError
+from penstock.base.units import count_of
+from penstock.base.values import one_of, whole
 from penstock.cluster import Cluster, Link
 from penstock.cluster.local import usable_cores
 from penstock.drawing.contest.record import ONE_DEVICE, ContestRecord
-from penstock.errors import InputError
 from penstock.model import microbatches as cutting
 from penstock.plans import Plan
 from penstock.trial.contest.emulated import pace_of
@@ -32,8 +34,6 @@ from penstock.trial.contest.process_group import InProcesses
 from penstock.trial.contest.setting import Setting, Stage
 from penstock.trial.repeating import check_repeats
 from penstock.trial.workload import Batch, Workload
-from penstock.units import count_of
-from penstock.values import one_of, whole
 
 _REPEATS, _PATIENCE_SECONDS = 3, 1.0
 """How often layers are measured, and how long what sharing a machine costs: a contest is no place

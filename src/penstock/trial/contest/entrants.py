@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Protocol
 
+from penstock.base.errors import PenstockError
 from penstock.drawing.contest.record import LossPoint
-from penstock.errors import PenstockError
 from penstock.pipeline import Pipeline
 from penstock.plans import Plan
 from penstock.timing.timeline import Timeline

@@ -13,6 +13,7 @@ from math import isfinite, sqrt
 import torch
 from msgspec.structs import replace
 
+from penstock.base.units import count_of, format_bytes_per_second
 from penstock.cluster.local import usable_cores
 from penstock.drawing.contest.record import ONE_DEVICE, ContestRecord, Entry
 from penstock.plans import Plan
@@ -22,7 +23,6 @@ from penstock.trial.contest.methods import WHOLE
 from penstock.trial.contest.setting import Setting
 from penstock.trial.contest.traffic import moved_bytes, splits_nothing
 from penstock.trial.contestants import on_one_device
-from penstock.units import count_of, format_bytes_per_second
 
 _TOLERANCE = sqrt(torch.finfo(torch.float32).eps)
 """By how much losses may differ where sums have another order, relative to the largest."""

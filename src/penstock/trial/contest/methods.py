@@ -9,9 +9,9 @@ from typing import Literal
 from msgspec.structs import replace as replaced
 
 from penstock import planner
+from penstock.base.errors import InputError, PlanError
 from penstock.cluster import Cluster, SpareMachine
 from penstock.drawing.contest.record import ONE_DEVICE, WHOLE_BATCH
-from penstock.errors import InputError, PlanError
 from penstock.plans import Plan
 from penstock.plans.summing import ReducerName
 from penstock.trial.contest.setting import Setting

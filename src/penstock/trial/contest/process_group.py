@@ -24,9 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from penstock.base.errors import DeadlineError, RunError
 from penstock.cluster import SpareMachine
 from penstock.device.collectives import HOST_BACKEND
-from penstock.errors import DeadlineError, RunError
 from penstock.pipeline import Pipeline
 from penstock.plans import Plan
 from penstock.summation.frames import key_of

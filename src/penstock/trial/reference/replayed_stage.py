@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from penstock.errors import InputError, ModelError
+from penstock.base.errors import InputError, ModelError
 from penstock.model.optimizer_factory import OptimizerFactory, Parameters, SchedulerFactory
 from penstock.model.spine import NamedLayer, Skip, run_layer
 from penstock.versions import PipeMare, Place, Policy, Predict

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import InputError, ModelError
+from penstock.base.errors import InputError, ModelError
 from penstock.model import tree
 from penstock.model.optimizer_factory import OptimizerFactory, Parameters
 from penstock.model.spine import NamedLayer, Skip, run_layer

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import InputError
+from penstock.base.errors import InputError
 from penstock.model import microbatches
 from penstock.model.microbatches import Weight, Weighting
 from penstock.model.optimizer_factory import OptimizerFactory, SchedulerFactory

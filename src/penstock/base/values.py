@@ -26,7 +26,7 @@ from typing import Any, Self, TypeVar, get_type_hints
 import msgspec
 from msgspec.structs import force_setattr
 
-from penstock.errors import FileError, InputError
+from penstock.base.errors import FileError, InputError
 
 T = TypeVar("T")
 V = TypeVar("V", bound="Value")

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from math import inf, isfinite, log
 from typing import TypeAlias
 
-from penstock.errors import InputError
-from penstock.values import MOST_BYTES, is_number, shown
+from penstock.base.errors import InputError
+from penstock.base.values import MOST_BYTES, is_number, shown
 
 _Readable: TypeAlias = Mapping[str, tuple[int, int]]
 
