@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from benchmarks.common.works import Work
 from benchmarks.contest.peers import Peer, accumulating
 from benchmarks.contest.penstock_peers import schedule_for
-from penstock.schedule import Kind, Schedule
+from penstock.core.schedule import Kind, Schedule
 
 DEADLINE_SECONDS = 60.0
 SPIN_SECONDS = 1e-3

@@ -10,11 +10,11 @@ import penstock as pk
 from benchmarks.common.works import Work
 from benchmarks.contest.peers import Peer
 from penstock import schedules
+from penstock.core.schedule import Schedule
+from penstock.core.versions import Flush, Policy
 from penstock.model.spine import spine_fingerprint, spine_of
 from penstock.plans import Plan, StagePlan
 from penstock.run.drive.joining import TransportName
-from penstock.schedule import Schedule
-from penstock.versions import Flush, Policy
 
 NUM_RANKS = 2
 

@@ -39,7 +39,7 @@ from benchmarks.contest.penstock_peers import penstock_peer
 from benchmarks.contest.runtime import ALONE, TRANSPORTS, Contestant, print_table
 from benchmarks.contest.torch_peers import torch_pipeline
 from penstock import Costs, rehearse, schedules
-from penstock.versions import USUAL, Stash
+from penstock.core.versions import USUAL, Stash
 
 LEAST_EFFICIENCY, MOST_APART, LEAST_RATIO = 0.95, 0.05, 1.15
 TORCH = "torch 1F1B"

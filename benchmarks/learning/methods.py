@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 import penstock as pk
 from penstock import optimizers
+from penstock.core.versions import DoubleBuffer, Flush, Latest, PipeMare, Policy, Predict, Stash
+from penstock.core.versions import VerticalSync as Vertical
 from penstock.model.spine import spine_of
-from penstock.versions import DoubleBuffer, Flush, Latest, PipeMare, Policy, Predict, Stash
-from penstock.versions import VerticalSync as Vertical
 
 WEIGHT_DECAY = 0.01
 DECAY_OF_DRIFT = 0.135

@@ -35,11 +35,11 @@ import numpy as np
 
 from benchmarks.common.alone import publish
 from benchmarks.network.shaped_network import SKIPPED, ShapedNetwork, end_on_signals, missing
-from penstock.summation.division import Owner
-from penstock.summation.exchange import Exchange
-from penstock.summation.frames import Member, key_of
-from penstock.summation.server import SummationServer
-from penstock.summation.split import best_split
+from penstock.core.summation.division import Owner
+from penstock.core.summation.exchange import Exchange
+from penstock.core.summation.frames import Member, key_of
+from penstock.core.summation.server import SummationServer
+from penstock.core.summation.split import best_split
 
 _PORT, _STREAM_PORT = 5600, 5555
 _KEY = key_of("benchmark", "reducers")
@@ -307,7 +307,7 @@ def show_training(options: argparse.Namespace) -> None:
     from torch.nn.functional import mse_loss
 
     import penstock as pk
-    from penstock.cluster import Cluster, Device, Link, SpareMachine
+    from penstock.core.cluster import Cluster, Device, Link, SpareMachine
 
     torch.set_num_threads(1)
     width = round((options.mb * 1e6 / 4 / 4) ** 0.5)

@@ -21,9 +21,9 @@ from multiprocessing.synchronize import Barrier
 import numpy as np
 
 from benchmarks.common.alone import publish
-from penstock.summation.adding import bytes_of, room_for
-from penstock.summation.frames import Head, Kind, Member, greet, key_of, receive, tune
-from penstock.summation.server import SummationServer
+from penstock.core.summation.adding import bytes_of, room_for
+from penstock.core.summation.frames import Head, Kind, Member, greet, key_of, receive, tune
+from penstock.core.summation.server import SummationServer
 
 _KEY = key_of("benchmark", "server cost")
 

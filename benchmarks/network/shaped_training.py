@@ -38,8 +38,8 @@ from torch.nn.parallel import DistributedDataParallel
 import penstock as pk
 from benchmarks.common.alone import publish
 from benchmarks.network.shaped_network import SKIPPED, ShapedNetwork, end_on_signals, missing
-from penstock.cluster import Cluster
-from penstock.graph import LayerGraph
+from penstock.core.cluster import Cluster
+from penstock.core.graph import LayerGraph
 
 WARM_UP_STEPS = 1
 FIRST_BUCKET_BYTES = 2**20

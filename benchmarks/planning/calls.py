@@ -20,13 +20,13 @@ from rich.table import Table
 import penstock as pk
 from benchmarks.common.alone import publish
 from benchmarks.planning.planner import DATA
+from penstock.core.schedule import families
+from penstock.core.schedule.check import check
+from penstock.core.timing.simulator import simulate
 from penstock.drawing import draw_plan
 from penstock.interop.pipedream_profiles import read_pipedream_graph
 from penstock.plans.explanation import explain
 from penstock.plans.picture import picture_of
-from penstock.schedule import families
-from penstock.schedule.check import check
-from penstock.timing.simulator import simulate
 
 VGG_16 = DATA / "vgg16" / "graph.txt"
 COUNTED: dict[str, Callable[..., Any]] = {

@@ -23,8 +23,8 @@ from rich.table import Table
 from benchmarks.planning.placers import brute_force_placement, random_placement
 from penstock import schedules, simulate
 from penstock.base.errors import PlanError
-from penstock.cluster import Link
-from penstock.graph import Layer, LayerGraph
+from penstock.core.cluster import Link
+from penstock.core.graph import Layer, LayerGraph
 from penstock.partition import balance
 from penstock.partition.placement import Stages, greedy_placement, learned_placement, stage_costs
 

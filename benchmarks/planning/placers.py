@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator
 
 from penstock.base.errors import PlanError
-from penstock.graph import LayerGraph
+from penstock.core.graph import LayerGraph
 from penstock.partition.placement import Placed, Placer, Score, make_space
 from penstock.partition.placement.climbing import labels_of, random_order
 from penstock.partition.placement.ledger import Ledger

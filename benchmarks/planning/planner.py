@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common.alone import publish
-from penstock.cluster import Cluster, Device, Link
-from penstock.graph import Layer, LayerGraph
+from penstock.core.cluster import Cluster, Device, Link
+from penstock.core.graph import Layer, LayerGraph
 from penstock.interop.pipedream_profiles import read_pipedream_graph
 from penstock.partition import COST_MODELS, Partition, best_partition, cost_model
 

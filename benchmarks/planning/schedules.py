@@ -53,7 +53,7 @@ SIZES = (
 _ONE_SIZE = """
 import json, resource, sys, time
 from penstock import Costs, check, schedules, simulate
-from penstock.schedule.lower import lower
+from penstock.core.schedule.lower import lower
 family, p, m, lowered, options, capacity = json.loads(sys.argv[1])
 clock = [time.process_time()]
 lap = lambda: clock.append(time.process_time())

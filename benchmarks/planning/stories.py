@@ -16,8 +16,8 @@ from rich.table import Table
 
 from benchmarks.common.alone import publish
 from benchmarks.planning.planner import DATA, short
-from penstock.cluster import Cluster, Link
-from penstock.graph import LayerGraph
+from penstock.core.cluster import Cluster, Link
+from penstock.core.graph import LayerGraph
 from penstock.interop.pipedream_profiles import read_pipedream_graph
 from penstock.partition import (
     CostModel,

@@ -30,7 +30,7 @@ from rich.table import Table
 import penstock as pk
 from benchmarks.common.alone import publish
 from benchmarks.predicting.foretold import APART, Foretold, orders
-from penstock.cluster import Cluster, Device, Group, Link
+from penstock.core.cluster import Cluster, Device, Group, Link
 from penstock.demo.gpt import GPT
 from penstock.demo.workload import CONTEXT, workload
 from penstock.rehearsal import rehearse

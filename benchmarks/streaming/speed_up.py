@@ -33,10 +33,10 @@ from typing import NamedTuple
 
 from benchmarks.common.alone import publish
 from penstock import Costs, schedules
+from penstock.core.schedule import Kind
 from penstock.drawing.chart import line_chart
 from penstock.partition import balance
 from penstock.rehearsal import Rehearsal, rehearse
-from penstock.schedule import Kind
 
 FRAME_SECONDS = 0.08
 COLOURS = 3

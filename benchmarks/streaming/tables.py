@@ -21,8 +21,8 @@ from benchmarks.streaming.runs import (
     Setting,
 )
 from benchmarks.streaming.sources import SOURCES, Frames, Source, change
+from penstock.core.versions import DoubleBuffer, Place, Stash
 from penstock.drawing.chart import line_chart
-from penstock.versions import DoubleBuffer, Place, Stash
 
 DRAWN = (EXACT, SELDOM, PARTIME, STASH)
 LEARNED_AT = 0.03

@@ -17,14 +17,14 @@ from pathlib import Path
 import policies
 from pages import HERE, bibtex, filled, linked, options, paragraphs, percent, table
 from penstock.errors import InputError
-
-from penstock.cli.sources import Drawable, load_drawn, load_shown
-from penstock.drawing import draw, draw_borrowed, draw_scatter, draw_stacked
 from penstock.schedule import Schedule, families
 from penstock.schedule.about import About, about
 from penstock.timing.costs import Costs
 from penstock.timing.simulator import simulate
 from penstock.versions import USUAL
+
+from penstock.cli.sources import Drawable, load_drawn, load_shown
+from penstock.drawing import draw, draw_borrowed, draw_scatter, draw_stacked
 
 DOCS = HERE.parent
 

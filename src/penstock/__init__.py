@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from penstock.base.lazily import ModulesByPublicName, loaded_when_used, provide
 
 if TYPE_CHECKING:
-    from penstock import optimizers, versions
+    from penstock import optimizers
     from penstock.base import errors
     from penstock.base.errors import (
         DeadlineError,
@@ -26,12 +26,21 @@ if TYPE_CHECKING:
         StageError,
     )
     from penstock.checkpoint.wanted import Checkpoints
-    from penstock.cluster import Cluster, Device, Group, Link, SpareMachine, Tier, Wire
+    from penstock.core import versions
+    from penstock.core.cluster import Cluster, Device, Group, Link, SpareMachine, Tier, Wire
+    from penstock.core.graph import Layer, LayerGraph
+    from penstock.core.schedule import Kind, Op, Schedule
+    from penstock.core.schedule import families as schedules
+    from penstock.core.schedule.check import check
+    from penstock.core.schedule.memory import Sizes
+    from penstock.core.timing.costs import Costs
+    from penstock.core.timing.simulator import simulate
+    from penstock.core.timing.spans import Span
+    from penstock.core.timing.timeline import Timeline
     from penstock.drawing import Comparison, compare, draw
     from penstock.fitting.callbacks import Callback, EarlyStopping
     from penstock.fitting.loop import fit
     from penstock.fleet import Fleet, Job
-    from penstock.graph import Layer, LayerGraph
     from penstock.live.opening import stream
     from penstock.model.batches import model_loss
     from penstock.model.microbatches import Microbatches
@@ -41,14 +50,6 @@ if TYPE_CHECKING:
     from penstock.plans import Plan
     from penstock.profiler import profile
     from penstock.rehearsal import rehearse
-    from penstock.schedule import Kind, Op, Schedule
-    from penstock.schedule import families as schedules
-    from penstock.schedule.check import check
-    from penstock.schedule.memory import Sizes
-    from penstock.timing.costs import Costs
-    from penstock.timing.simulator import simulate
-    from penstock.timing.spans import Span
-    from penstock.timing.timeline import Timeline
     from penstock.tracing import Captured, capture
     from penstock.turns import stop
 
@@ -113,11 +114,11 @@ __all__ = [
 _MODULES = {
     "errors": "penstock.base.errors",
     "optimizers": "penstock.optimizers",
-    "schedules": "penstock.schedule.families",
+    "schedules": "penstock.core.schedule.families",
     "stop": "penstock.turns.stop",
-    "versions": "penstock.versions",
+    "versions": "penstock.core.versions",
 }
-"""Modules that are public as they are: ``pk.versions``, ``from penstock.versions import Stash``."""
+"""Modules that are public as they are: ``pk.versions``, ``from penstock.core.versions import Stash``."""
 
 _CELLS = "penstock.drawing.cells"
 provide(
@@ -136,7 +137,7 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
         __name__,
         {
             "penstock.checkpoint.wanted": ("Checkpoints",),
-            "penstock.cluster": (
+            "penstock.core.cluster": (
                 "Cluster", "Device", "Group", "Link", "SpareMachine", "Tier", "Wire",
             ),
             "penstock.drawing": ("Comparison", "compare", "draw"),
@@ -147,7 +148,7 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
             "penstock.fitting.callbacks": ("Callback", "EarlyStopping"),
             "penstock.fitting.loop": ("fit",),
             "penstock.fleet": ("Fleet", "Job"),
-            "penstock.graph": ("Layer", "LayerGraph"),
+            "penstock.core.graph": ("Layer", "LayerGraph"),
             "penstock.live.opening": ("stream",),
             "penstock.model.batches": ("model_loss",),
             "penstock.model.microbatches": ("Microbatches",),
@@ -157,13 +158,13 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
             "penstock.plans": ("Plan",),
             "penstock.profiler": ("profile",),
             "penstock.rehearsal": ("rehearse",),
-            "penstock.schedule": ("Kind", "Op", "Schedule"),
-            "penstock.schedule.check": ("check",),
-            "penstock.schedule.memory": ("Sizes",),
-            "penstock.timing.costs": ("Costs",),
-            "penstock.timing.simulator": ("simulate",),
-            "penstock.timing.spans": ("Span",),
-            "penstock.timing.timeline": ("Timeline",),
+            "penstock.core.schedule": ("Kind", "Op", "Schedule"),
+            "penstock.core.schedule.check": ("check",),
+            "penstock.core.schedule.memory": ("Sizes",),
+            "penstock.core.timing.costs": ("Costs",),
+            "penstock.core.timing.simulator": ("simulate",),
+            "penstock.core.timing.spans": ("Span",),
+            "penstock.core.timing.timeline": ("Timeline",),
             "penstock.tracing": ("Captured", "capture"),
         },
         _MODULES,

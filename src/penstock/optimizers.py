@@ -28,7 +28,7 @@ from torch.optim.optimizer import ParamsT
 
 from penstock.base.errors import InputError
 from penstock.base.values import expect, is_number, is_whole
-from penstock.versions import rate_factor
+from penstock.core.versions import rate_factor
 
 # How many steps a delay-corrected optimizer has made, in its parameter groups.
 _UPDATES = "delay_corrected_updates"

@@ -19,6 +19,8 @@ from penstock.base.values import MOST_AMOUNT, expect, flag, number, whole
 from penstock.checkpoint.in_course import InCourse
 from penstock.checkpoint.keeper import Keeper
 from penstock.checkpoint.wanted import Checkpoints
+from penstock.core.summation.staleness import StaleStream
+from penstock.core.timing.timeline import Timeline
 from penstock.device.placement import Devices
 from penstock.habits import nothing_like
 from penstock.model import microbatches
@@ -42,8 +44,6 @@ from penstock.run.minibatch import Minibatch, StreamPosition
 from penstock.run.outcome import MinibatchOutcome
 from penstock.run.recipe import BatchNormStatistics, Loss, LossScale, Metric, Recipe
 from penstock.run.step_loss import StepLoss
-from penstock.summation.staleness import StaleStream
-from penstock.timing.timeline import Timeline
 from penstock.weights.store import Held
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import pytest
 
 from penstock import Cluster
 from penstock.base.errors import InputError
-from penstock.cluster import local
+from penstock.core.cluster import local
 from tests.docs.pages import blocks_of
 from tests.kit.accelerator import building
 from tests.kit.examples import more

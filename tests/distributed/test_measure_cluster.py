@@ -14,7 +14,7 @@ import pytest
 from benchmarks.network import shaped_network
 from benchmarks.network.shaped_network import ShapedNetwork
 from penstock import Cluster
-from penstock.cluster import Topology
+from penstock.core.cluster import Topology
 from tests.distributed.jobs.measuring import LONG_SECONDS
 from tests.kit.command_line import refused
 from tests.kit.launch import forked, torchrun

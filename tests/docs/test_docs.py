@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from penstock.schedule import families
+from penstock.core.schedule import families
 from tests.docs.pages import ROOT, blocks_of
 from tests.kit.helpers import make_plan
 

@@ -16,7 +16,7 @@ import penstock as pk
 from penstock import schedules, versions
 from penstock.base.errors import PenstockError
 from penstock.cli.sources import read_policy
-from penstock.versions import POLICIES, USUAL
+from penstock.core.versions import POLICIES, USUAL
 from tests.kit.paths import DOCS
 from tests.kit.streams import plan_for
 

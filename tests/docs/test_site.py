@@ -41,7 +41,7 @@ def test_the_site_can_be_built_without_a_warning(tmp_path, monkeypatch):
     assert 'src="schedules/1f1b.svg"' in home
     assert "unpkg" not in home and 'src="site/worker.js"' in home  # search without a server
     assert (tmp_path / "site/worker.js").exists()
-    assert (tmp_path / "src/penstock/versions/policies.py").exists()  # a page links to it
+    assert (tmp_path / "src/penstock/core/versions/policies.py").exists()  # a page links to it
     assert "pk.Pipeline" in (tmp_path / "reference/index.html").read_text()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from penstock import schedules, simulate
-from penstock.schedule.op import Kind
+from penstock.core.schedule.op import Kind
 
 SIZES = [(4, 8), (4, 16), (8, 16), (8, 32)]
 V2, V4 = {"stages_per_rank": 2}, {"stages_per_rank": 4}

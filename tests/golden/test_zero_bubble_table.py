@@ -49,6 +49,6 @@ def test_the_limit_counts_what_stays_until_the_weight_gradient():
     kept = sizes(row).kept_for_weight[0]
     assert kept == pytest.approx(0.3664, abs=1e-4)
     schedule = searched(row, limit=1, effort=0)
-    from penstock.schedule.memory import peaks
+    from penstock.core.schedule.memory import peaks
 
     assert max(peaks(schedule.ranks, sizes(row))) <= row.p + 1e-9

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from penstock.cluster import Cluster
+from penstock.core.cluster import Cluster
 from penstock.partition.dapple.bound import Reached, busiest
 from penstock.partition.dapple.rules import RULES, Rule, devices_of, servers, take
 

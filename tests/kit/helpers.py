@@ -11,11 +11,11 @@ from torch import nn
 
 from penstock import versions
 from penstock.base.errors import InputError
+from penstock.core.schedule import Schedule, families
+from penstock.core.schedule.op import COMPUTE
 from penstock.model import tree
 from penstock.model.spine import run_spine, spine_fingerprint, spine_of
 from penstock.plans import Plan, StagePlan
-from penstock.schedule import Schedule, families
-from penstock.schedule.op import COMPUTE
 
 MLP_LAYERS = 6
 

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from torch import nn
 
 import penstock as pk
+from penstock.core.versions import Sideways
 from penstock.trial.reference.sideways_replay import SidewaysReplay
-from penstock.versions import Sideways
 from tests.kit.helpers import make_plan
 from tests.kit.streams import WIDTH, cuts_of, layered_model
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from penstock import Cluster, Device, Layer, LayerGraph, Link, plan
 from penstock.base.errors import PlanError
-from penstock.graph import Contention
+from penstock.core.graph import Contention
 
 KIB = 1024
 

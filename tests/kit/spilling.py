@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from penstock.cluster.parts import Tier
+from penstock.core.cluster.parts import Tier
 from penstock.model.spine import spine_fingerprint, spine_of
 from penstock.plans import Plan, StagePlan
 from penstock.plans.spilling import Spill

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.graph import Layer, LayerGraph
+from penstock.core.graph import Layer, LayerGraph
 
 # (kind, forward ms, backward ms, output bytes, parameter bytes) at 256 rows, as PipeDream measured
 # it (its profile of AlexNet, on a V100).

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules as theirs
 
-from penstock.schedule import Schedule
-from penstock.schedule.check import check
+from penstock.core.schedule import Schedule
+from penstock.core.schedule.check import check
 
 Order = dict[int, list[Any]]
 """torch's form of a schedule: the actions of each rank, by rank."""

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from penstock import Costs, Kind, Span, Timeline, schedules, simulate
 from penstock.base.errors import InputError
-from penstock.schedule.lower import add_recompute, add_update, lower
-from penstock.timing import find_parting, idle_of, measured_costs
-from penstock.timing.spans import BUSY
+from penstock.core.schedule.lower import add_recompute, add_update, lower
+from penstock.core.timing import find_parting, idle_of, measured_costs
+from penstock.core.timing.spans import BUSY
 from tests.kit.helpers import amounts
 
 FIXED = [name for name in schedules.names() if name not in schedules.SEARCHED]

@@ -13,8 +13,9 @@ from msgspec.structs import replace
 
 from penstock import Cluster, Link, schedules
 from penstock.base.errors import InputError, PlanError
-from penstock.cluster import Group
-from penstock.graph import Contention
+from penstock.core.cluster import Group
+from penstock.core.graph import Contention
+from penstock.core.versions import USUAL, Flush
 from penstock.planner.candidate import Candidate
 from penstock.planner.cuts import candidates
 from penstock.planner.limits import least_excess
@@ -22,7 +23,6 @@ from penstock.planner.offers import Offer
 from penstock.planner.offers import offers as every_offer
 from penstock.planner.task import Task
 from penstock.planner.wish import Wish
-from penstock.versions import USUAL, Flush
 from tests.kit.planning import all_cuts, chain, clusters, devices, graphs, held_bytes
 
 FAMILIES = [name for name in schedules.names() if name not in {"zb-auto", "optimal", "chimera"}]

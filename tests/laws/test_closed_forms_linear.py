@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock import Costs, Kind, check, schedules, simulate
 from penstock.base.errors import InputError
-from penstock.schedule.lower import add_communication, add_update
+from penstock.core.schedule.lower import add_communication, add_update
 from tests.kit.examples import examples
 from tests.kit.helpers import amounts
 

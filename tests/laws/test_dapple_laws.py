@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import Costs, schedules, simulate
-from penstock.cluster import Cluster, Link, Topology
-from penstock.graph import Layer, LayerGraph
+from penstock.core.cluster import Cluster, Link, Topology
+from penstock.core.graph import Layer, LayerGraph
+from penstock.core.schedule.lower import add_update
 from penstock.partition.cost_models import cost_model
 from penstock.partition.dapple import RULES, dapple_candidates
 from penstock.partition.dapple.rules import devices_of, servers, take
-from penstock.schedule.lower import add_update
 from tests.kit.dapple_estimate import latency, lower_bound, pivot, placements
 from tests.kit.examples import examples
 from tests.kit.helpers import amounts

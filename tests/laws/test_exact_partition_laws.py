@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.base.errors import PlanError
-from penstock.cluster import Cluster, Device, Link
-from penstock.graph import Layer, LayerGraph
+from penstock.core.cluster import Cluster, Device, Link
+from penstock.core.graph import Layer, LayerGraph
 from penstock.partition import (
     COST_MODELS,
     Partition,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cluster import Cluster, Link
+from penstock.core.cluster import Cluster, Link
 from penstock.partition import best_partition, cost_model, evaluate
 from penstock.partition.readers import handed_on
 from penstock.partition.steady import nested_partition

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import Sizes, schedules
-from penstock.schedule.lower import add_recompute
-from penstock.schedule.memory import loads, peaks
-from penstock.versions import USUAL
+from penstock.core.schedule.lower import add_recompute
+from penstock.core.schedule.memory import loads, peaks
+from penstock.core.versions import USUAL
 
 SINGLE = [
     name

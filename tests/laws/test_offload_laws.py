@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from penstock import Costs, Schedule, Timeline, check, draw, schedules, simulate
 from penstock.base.errors import InputError, ScheduleError
-from penstock.schedule import Kind
-from penstock.schedule.lower import add_communication, add_recompute, add_update
-from penstock.schedule.memory import Sizes, peaks
-from penstock.schedule.offload import add_offload
-from penstock.schedule.op import BACKWARD, COMPUTE, RELEASING, STASHES
+from penstock.core.schedule import Kind
+from penstock.core.schedule.lower import add_communication, add_recompute, add_update
+from penstock.core.schedule.memory import Sizes, peaks
+from penstock.core.schedule.offload import add_offload
+from penstock.core.schedule.op import BACKWARD, COMPUTE, RELEASING, STASHES
 from tests.kit.examples import examples
 
 FAMILIES = (

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 import penstock as pk
 from penstock import Costs, Kind, Sizes, Timeline, check, schedules, simulate, versions
 from penstock.base.errors import InputError, PenstockError
-from penstock.schedule.lower import add_communication, add_free, add_updates
-from penstock.schedule.memory import changes, peaks
-from penstock.schedule.rounds import Rounds, warm_up
-from penstock.schedule.schedule import MANY_OPS
-from penstock.schedule.segment import Windows
-from penstock.versions import USUAL, Place, Sideways
+from penstock.core.schedule.lower import add_communication, add_free, add_updates
+from penstock.core.schedule.memory import changes, peaks
+from penstock.core.schedule.rounds import Rounds, warm_up
+from penstock.core.schedule.schedule import MANY_OPS
+from penstock.core.schedule.segment import Windows
+from penstock.core.versions import USUAL, Place, Sideways
 
 
 def partime(num_ranks, num_frames):

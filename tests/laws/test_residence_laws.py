@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 
 from penstock import Costs, Schedule, Timeline, check, draw, schedules, simulate
 from penstock.base.errors import InputError, ScheduleError
-from penstock.plans.spilling import Spill, with_residence
-from penstock.schedule import Kind, Op
-from penstock.schedule.lower import add_communication, add_recompute, add_update
-from penstock.schedule.op import COMPUTE, FETCHES, LEAVES, RESIDENCE
-from penstock.schedule.residence import (
+from penstock.core.schedule import Kind, Op
+from penstock.core.schedule.lower import add_communication, add_recompute, add_update
+from penstock.core.schedule.op import COMPUTE, FETCHES, LEAVES, RESIDENCE
+from penstock.core.schedule.residence import (
     NEED_WEIGHTS,
     StageBytes,
     add_residence,
     check_room,
     resident_bytes,
 )
+from penstock.plans.spilling import Spill, with_residence
 from tests.kit.examples import examples
 
 WHOLE = ("spilled", "gpipe", "1f1b", "interleaved-1f1b", "breadth-first", "hanayo")

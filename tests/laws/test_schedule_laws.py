@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from penstock import Costs, Kind, Op, Schedule, check, schedules, simulate
 from penstock.base.errors import InputError, ScheduleError
-from penstock.schedule.channels import other_end
-from penstock.schedule.lower import (
+from penstock.core.schedule.channels import other_end
+from penstock.core.schedule.lower import (
     add_communication,
     add_free,
     add_recompute,
     add_update,
     lower,
 )
-from penstock.schedule.op import COMMUNICATION
+from penstock.core.schedule.op import COMMUNICATION
 from tests.kit.examples import examples
 from tests.kit.helpers import amounts, compute_only
 

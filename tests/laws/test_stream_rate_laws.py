@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from penstock import Costs, Timeline, schedules, simulate, versions
 from penstock.base.errors import InputError
+from penstock.core.schedule.lower import add_updates
+from penstock.core.schedule.rounds import Rounds
+from penstock.core.timing.flow import beat
 from penstock.plans.steady import steady_seconds
-from penstock.schedule.lower import add_updates
-from penstock.schedule.rounds import Rounds
-from penstock.timing.flow import beat
 from tests.kit.examples import examples
 
 times = st.integers(1, 8).map(float)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.cluster import Link
-from penstock.graph import Layer, LayerGraph
+from penstock.core.cluster import Link
+from penstock.core.graph import Layer, LayerGraph
 from penstock.partition.tensor import layout_search, split_layers
 from tests.kit.helpers import amounts
 

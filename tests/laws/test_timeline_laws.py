@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import Costs, Timeline, schedules, simulate
-from penstock.schedule.lower import add_communication, add_update
+from penstock.core.schedule.lower import add_communication, add_update
 from tests.kit.helpers import amounts
 
 seconds = amounts(10)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from penstock.base.errors import RunError, StageError
+from penstock.core.versions import Latest, Sideways, Stash
 from penstock.trial.reference.sideways_replay import SidewaysReplay
-from penstock.versions import Latest, Sideways, Stash
 from tests.kit.live import LEARN, SEED, adam, frames_of, live_plan, pushed, stream_of
 from tests.kit.streams import WIDTH, cuts_of, layered_model
 

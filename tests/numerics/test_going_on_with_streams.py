@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from penstock.base.errors import DeadlineError
+from penstock.core.versions import Sideways, Stash
 from penstock.live import reader
 from penstock.run.drive.driver import Deadlines
-from penstock.versions import Sideways, Stash
 from tests.kit.live import (
     LEARN,
     differences,

@@ -15,10 +15,10 @@ from torch import nn
 
 import penstock as pk
 from penstock.base.errors import InputError, RunError, StageError
+from penstock.core.versions import DoubleBuffer, Sideways, Stash
 from penstock.stage.microbatch_graph import MicrobatchGraph
 from penstock.trial.reference.delayed_replay import DelayedReplay
 from penstock.trial.reference.single_device import SingleDevice
-from penstock.versions import DoubleBuffer, Sideways, Stash
 from tests.kit.examples import examples, more
 from tests.kit.live import (
     LEARN,

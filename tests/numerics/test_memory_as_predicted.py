@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 import penstock as pk
 from examples.models import resnet
 from penstock.base.errors import InputError
+from penstock.core.schedule.memory import units
 from penstock.demo.gpt import GPT, loss
-from penstock.schedule.memory import units
 from tests.kit.copied import made_once
 from tests.kit.examples import crossed
 

@@ -9,8 +9,8 @@ import torch
 from msgspec.structs import replace
 
 import penstock as pk
+from penstock.core.schedule import families
 from penstock.model.spine import run_spine
-from penstock.schedule import families
 from penstock.trial.reference.delayed_replay import DelayedReplay
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.groups import SPLITS, make_net, net_batch, net_loss

@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import penstock as pk
 from penstock.base.errors import InputError, ModelError, ScheduleError
-from penstock.schedule import Schedule, families
-from penstock.schedule.check import check
+from penstock.core.schedule import Schedule, families
+from penstock.core.schedule.check import check
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.helpers import make_batch, make_mlp, make_plan, runnable_cases, runnable_families
 from tests.kit.one_device import OneDevice, assert_same, assert_same_gradients, same

@@ -9,7 +9,8 @@ from torch.optim.lr_scheduler import ExponentialLR, LinearLR
 
 import penstock as pk
 from penstock.base.errors import InputError
-from penstock.cluster import SpareMachine
+from penstock.core.cluster import SpareMachine
+from penstock.core.schedule import Kind
 from penstock.plans.serving import (
     all_group_sizes,
     num_processes,
@@ -17,7 +18,6 @@ from penstock.plans.serving import (
     servers_of,
     stages_held,
 )
-from penstock.schedule import Kind
 from tests.kit.examples import more
 from tests.kit.groups import make_net, net_batch, net_loss
 from tests.kit.helpers import make_batch, make_mlp, make_plan

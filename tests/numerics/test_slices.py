@@ -16,11 +16,11 @@ from torch import nn
 
 import penstock as pk
 from penstock.base.errors import InputError, ModelError, StageError
+from penstock.core.schedule import Kind, Op, Schedule, families
+from penstock.core.schedule.families.seq1f1b import seq1f1b
+from penstock.core.schedule.lower import split_backward
 from penstock.demo import GPT, loss
 from penstock.model.spine import run_spine
-from penstock.schedule import Kind, Op, Schedule, families
-from penstock.schedule.families.seq1f1b import seq1f1b
-from penstock.schedule.lower import split_backward
 from tests.kit.helpers import make_plan
 from tests.kit.one_device import OneDevice, assert_same, assert_same_gradients
 from tests.kit.training import adamw, momentum

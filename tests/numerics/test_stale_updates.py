@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LinearLR
 
 import penstock as pk
 from penstock.base.errors import InputError
-from penstock.summation.staleness import Contribution, StaleStream
+from penstock.core.summation.staleness import Contribution, StaleStream
 from penstock.trial import prove
 from penstock.trial.reference.stale_replay import StaleReplay
 from penstock.trial.stale_proof import copies_of

@@ -146,7 +146,7 @@ def late_trainings(draw):
 
 def num_stages_of(schedule, num_ranks):
     """How many stages a family has on so many ranks."""
-    from penstock.schedule import families
+    from penstock.core.schedule import families
 
     built = families.build(schedule, num_ranks=num_ranks, num_microbatches=2 * num_ranks)
     return built.num_stages

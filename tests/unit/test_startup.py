@@ -25,7 +25,7 @@ HEAVY = (
     "penstock.planner.search",
     "penstock.plans.plan",
     "penstock.rehearsal.conduct",
-    "penstock.schedule.families",
+    "penstock.core.schedule.families",
     "penstock.trial",
     "rich.progress",
     "rich.table",
@@ -35,7 +35,7 @@ HEAVY = (
 """What takes long to load; each stands for what comes with it."""
 
 TABLE = {"rich.table"}
-SCHEDULE = {"penstock.schedule.families"}
+SCHEDULE = {"penstock.core.schedule.families"}
 PLAN = SCHEDULE | {"penstock.plans.plan"}
 PLANNED = PLAN | {"numpy", "penstock.partition.steady.search", "penstock.planner.search"}
 PAGE = {"penstock.drawing.report.page", "penstock.drawing.timeline.svg"}

@@ -11,11 +11,11 @@ from penstock.base.errors import InputError
 from penstock.cli import sources
 from penstock.cli.show import say
 from penstock.cli.sources import Drawable
-from penstock.schedule.lower import add_update
-from penstock.schedule.op import Kind
-from penstock.timing.costs import Costs
-from penstock.timing.simulator import simulate
-from penstock.versions import USUAL, Flush
+from penstock.core.schedule.lower import add_update
+from penstock.core.schedule.op import Kind
+from penstock.core.timing.costs import Costs
+from penstock.core.timing.simulator import simulate
+from penstock.core.versions import USUAL, Flush
 
 
 class Setting(NamedTuple):

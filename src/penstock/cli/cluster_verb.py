@@ -16,8 +16,8 @@ from penstock.base.errors import DeadlineError, InputError, RunError
 from penstock.base.units import format_bytes_per_second, picture_bytes, picture_seconds
 from penstock.cli import options, show
 from penstock.cli.output import STANDARD_OUTPUT, written
-from penstock.cluster import Cluster, Link
-from penstock.cluster.parts import DeviceKind
+from penstock.core.cluster import Cluster, Link
+from penstock.core.cluster.parts import DeviceKind
 
 if TYPE_CHECKING:
     from penstock.transport.link_meter import Measurement

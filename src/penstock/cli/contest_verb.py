@@ -16,7 +16,7 @@ from penstock.base.units import to_bytes_per_second
 from penstock.cli import options, show
 from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.cli.workloads import load_workload
-from penstock.cluster import Link
+from penstock.core.cluster import Link
 from penstock.drawing.contest import (
     COLUMNS,
     ContestRecord,

@@ -17,9 +17,9 @@ from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.turns.policies import POLICIES, PolicyName
 
 if TYPE_CHECKING:
+    from penstock.core.timing.fleet_timeline import FleetTimeline
     from penstock.fleet import FleetResults, Job
     from penstock.plans import Plan
-    from penstock.timing.fleet_timeline import FleetTimeline
     from penstock.turns.bounds import Bound
     from penstock.turns.simulator import Task
     from penstock.turns.stop import Stop
@@ -95,9 +95,9 @@ def _planned(table: JobTable) -> Plan:
         plan = sources.load_plan(table.plan)
     else:
         from penstock import planner
-        from penstock.cluster import Cluster, Tier
-        from penstock.cluster.tier_speed import measured
-        from penstock.graph import LayerGraph
+        from penstock.core.cluster import Cluster, Tier
+        from penstock.core.cluster.tier_speed import measured
+        from penstock.core.graph import LayerGraph
 
         tiers = []
         if table.tier is not None:

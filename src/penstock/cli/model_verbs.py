@@ -15,12 +15,12 @@ from penstock.cli.names import ScheduleName
 from penstock.cli.output import OutputFile, written
 from penstock.cli.profile_verb import WORKLOAD_HELP, print_graph, profiled
 from penstock.cli.workloads import DEFAULT_WORKLOAD, load_workload, load_workload_of
-from penstock.cluster import Cluster
+from penstock.core.cluster import Cluster
 
 if TYPE_CHECKING:
+    from penstock.core.versions import Policy
     from penstock.plans import Plan
     from penstock.trial import Trial, Workload
-    from penstock.versions import Policy
 
 
 @click.command(epilog=WORKLOAD_HELP)

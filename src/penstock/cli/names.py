@@ -19,7 +19,7 @@ class ScheduleName(click.ParamType[str]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The name as families have it."""
-        from penstock.schedule.families import FAMILIES
+        from penstock.core.schedule.families import FAMILIES
 
         family, colon, options = str(value).partition(":")
         lower = family.lower()
@@ -29,7 +29,7 @@ class ScheduleName(click.ParamType[str]):
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         """The families whose names begin so."""
-        from penstock.schedule import families
+        from penstock.core.schedule import families
 
         return _beginning_with(incomplete, families.names())
 
@@ -58,7 +58,7 @@ class PolicyName(click.ParamType[str]):
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         """The policies whose names begin so."""
-        from penstock.versions import POLICIES
+        from penstock.core.versions import POLICIES
 
         return _beginning_with(incomplete, POLICIES)
 

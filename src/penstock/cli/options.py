@@ -18,11 +18,11 @@ from penstock.cli.output import (
     OutputFile,
     OutputFolder,
 )
-from penstock.timing.costs import Costs
-from penstock.versions import POLICIES
+from penstock.core.timing.costs import Costs
+from penstock.core.versions import POLICIES
 
 if TYPE_CHECKING:
-    from penstock.versions import Policy
+    from penstock.core.versions import Policy
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 

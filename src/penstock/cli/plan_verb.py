@@ -16,17 +16,17 @@ from penstock.cli import options, show
 from penstock.cli.given import refuse_useless
 from penstock.cli.names import ScheduleName
 from penstock.cli.output import STANDARD_OUTPUT, written
-from penstock.cluster import Cluster, Tier
-from penstock.cluster.subset import only
-from penstock.cluster.tier_speed import measured
-from penstock.graph import LayerGraph
+from penstock.core.cluster import Cluster, Tier
+from penstock.core.cluster.subset import only
+from penstock.core.cluster.tier_speed import measured
+from penstock.core.graph import LayerGraph
 from penstock.partition.cost_models import COST_MODELS
 from penstock.planner.wish import RecomputeRule, SpillRule
 from penstock.plans.summing import REDUCERS
 
 
 def _num_ranks(replicas: str) -> int:
-    from penstock.schedule.families.replicated import read_replicas
+    from penstock.core.schedule.families.replicated import read_replicas
 
     try:
         return sum(read_replicas(replicas))

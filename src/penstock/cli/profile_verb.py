@@ -11,10 +11,10 @@ from penstock import planner
 from penstock.cli import options, show
 from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.cli.workloads import DEFAULT_WORKLOAD, load_workload
-from penstock.cluster import Cluster
+from penstock.core.cluster import Cluster
 
 if TYPE_CHECKING:
-    from penstock.graph import Layer, LayerGraph
+    from penstock.core.graph import Layer, LayerGraph
     from penstock.trial import Workload
 
 WORKLOAD_HELP = (

@@ -13,11 +13,11 @@ from penstock.base.units import picture_seconds
 from penstock.cli import options, show, sources
 from penstock.cli.names import Source
 from penstock.cli.output import STANDARD_OUTPUT, written
+from penstock.core.schedule import Kind, Schedule, families
+from penstock.core.timing.costs import Costs
+from penstock.core.timing.simulator import simulate
+from penstock.core.versions import USUAL
 from penstock.rehearsal.job import RehearsalTransport, UpdateMode
-from penstock.schedule import Kind, Schedule, families
-from penstock.timing.costs import Costs
-from penstock.timing.simulator import simulate
-from penstock.versions import USUAL
 
 if TYPE_CHECKING:
     from penstock.drawing import Fact

@@ -14,9 +14,9 @@ from penstock.cli.beside import Setting, load_beside
 from penstock.cli.given import check_source, check_sources, check_width, is_given
 from penstock.cli.names import ScheduleName, Source
 from penstock.cli.output import STANDARD_OUTPUT, OutputFile, check_apart, written
-from penstock.schedule import Schedule, families
-from penstock.schedule.check import check as check_schedule
-from penstock.timing.costs import Costs
+from penstock.core.schedule import Schedule, families
+from penstock.core.schedule.check import check as check_schedule
+from penstock.core.timing.costs import Costs
 
 if TYPE_CHECKING:
     from penstock.drawing.axes import Titled
@@ -33,7 +33,7 @@ _SOURCE_HELP = (
 @options.json_option
 def schedules(name: str | None, as_json: bool) -> None:
     """List the schedule families, or tell all about one (NAME)."""
-    from penstock.schedule.about import about
+    from penstock.core.schedule.about import about
 
     listed = [about(one) for one in (families.names() if name is None else [name])]
     if as_json:

@@ -33,7 +33,7 @@ def serve(job: str, listen: str, quiet: bool) -> None:
     For plans whose reducer is "servers" (docs/summation-servers.md). Needs no torch, and keeps
     nothing: if it ends, workers go on without it.
     """
-    from penstock.summation.frames import is_loopback, key_of, parse_address
+    from penstock.core.summation.frames import is_loopback, key_of, parse_address
 
     host, port = parse_address(listen)
     secret = os.environ.get("PENSTOCK_SECRET", "")
@@ -43,7 +43,7 @@ def serve(job: str, listen: str, quiet: bool) -> None:
             "the same words here and on every worker, or listen on 127.0.0.1"
         )
 
-    from penstock.summation.server import SummationServer
+    from penstock.core.summation.server import SummationServer
 
     def tell(what: str) -> None:
         if not quiet:

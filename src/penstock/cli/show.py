@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from penstock.cli.sources import Drawable
+    from penstock.core.schedule.about import About
     from penstock.drawing import Fact
     from penstock.drawing.axes import Titled
-    from penstock.schedule.about import About
     from penstock.trial import Contestant
 
 

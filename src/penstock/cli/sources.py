@@ -14,20 +14,20 @@ import msgspec
 from penstock import drawing, plans
 from penstock.base.errors import FileError, InputError
 from penstock.base.values import decoded, read_text, refused_as
+from penstock.core.schedule import Schedule, families
+from penstock.core.schedule.check import check
+from penstock.core.schedule.lower import add_update, add_updates
+from penstock.core.schedule.op import Kind
+from penstock.core.timing.costs import Costs
+from penstock.core.timing.simulator import simulate
+from penstock.core.timing.spans import BUSY, NO_VERSION
+from penstock.core.timing.timeline import Timeline
+from penstock.core.versions import POLICIES, USUAL, Flush, Policy, rounds_of, versions_read
 from penstock.drawing.timeline.excerpt import steady_part
-from penstock.schedule import Schedule, families
-from penstock.schedule.check import check
-from penstock.schedule.lower import add_update, add_updates
-from penstock.schedule.op import Kind
-from penstock.timing.costs import Costs
-from penstock.timing.simulator import simulate
-from penstock.timing.spans import BUSY, NO_VERSION
-from penstock.timing.timeline import Timeline
-from penstock.versions import POLICIES, USUAL, Flush, Policy, rounds_of, versions_read
 
 if TYPE_CHECKING:
+    from penstock.core.schedule.memory import Sizes
     from penstock.plans import Plan
-    from penstock.schedule.memory import Sizes
 
 _TORCH = re.compile("UNSHARD|RESHARD|REDUCE_GRAD|OVERLAP_F_B")
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from penstock.base.units import TimeUnit, unit_of_seconds
-from penstock.timing.spans import BUSY
-from penstock.timing.timeline import Timeline
+from penstock.core.timing.spans import BUSY
+from penstock.core.timing.timeline import Timeline
 
 UnitName = Literal["seconds", "abstract"]
 

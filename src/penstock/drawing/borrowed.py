@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.base.values import whole
+from penstock.core.schedule.op import Kind
 from penstock.drawing.markup import document, lines, tag, text_width, write
 from penstock.drawing.timeline.boxes import ink, paint
-from penstock.schedule.op import Kind
 
 _MARGIN, _HEAD, _FOOT = 16.0, 74.0, 72.0
 _ROW, _BAR = 78.0, 30.0

@@ -17,12 +17,12 @@ from penstock.drawing.markup import escaped, lines, tag
 from penstock.drawing.timeline.svg import CELL_WIDTHS, stacked
 
 if TYPE_CHECKING:
+    from penstock.core.graph import LayerGraph
+    from penstock.core.schedule.schedule import Schedule
+    from penstock.core.timing.fleet_timeline import FleetTimeline
+    from penstock.core.timing.timeline import Timeline
     from penstock.drawing.plan.picture import PlanPicture
     from penstock.drawing.report.run_report import Report
-    from penstock.graph import LayerGraph
-    from penstock.schedule.schedule import Schedule
-    from penstock.timing.fleet_timeline import FleetTimeline
-    from penstock.timing.timeline import Timeline
 
 _WORDS = re.compile(r'aria-label="([^"]*)"')
 _CELL = "margin:.25em 0"
@@ -90,8 +90,8 @@ def fleet_cell(timeline: FleetTimeline) -> str:
 def schedule_cell(schedule: Schedule) -> str:
     """A schedule as it would run if F, I and W of a whole rank's layers took one unit each, and a
     message nothing."""
-    from penstock.timing.costs import Costs
-    from penstock.timing.simulator import simulate
+    from penstock.core.timing.costs import Costs
+    from penstock.core.timing.simulator import simulate
 
     per_rank = schedule.num_stages / max(schedule.num_ranks, 1)
     timeline = simulate(schedule, Costs().spread(per_rank))

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from penstock.base.errors import InputError
 from penstock.base.values import expect
+from penstock.core.schedule.schedule import Schedule
+from penstock.core.timing.costs import Costs
+from penstock.core.timing.foretold import Foretold, is_foretold
+from penstock.core.timing.simulator import simulate
+from penstock.core.timing.timeline import Timeline
 from penstock.drawing.axes import Titled, unit_for
-from penstock.schedule.schedule import Schedule
-from penstock.timing.costs import Costs
-from penstock.timing.foretold import Foretold, is_foretold
-from penstock.timing.simulator import simulate
-from penstock.timing.timeline import Timeline
 
 COLUMNS = ("", "makespan", "bubble", "stage bubble", "peak activations")
 """What is said of each timeline."""

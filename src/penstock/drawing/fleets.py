@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from penstock.base.units import TimeUnit, count_of, unit_of_seconds
+from penstock.core.timing.fleet_timeline import FleetTimeline, Turn
 from penstock.drawing.axes import tick_label, ticks
 from penstock.drawing.markup import (
     coordinate,
@@ -22,7 +23,6 @@ from penstock.drawing.markup import (
     text_width,
     write,
 )
-from penstock.timing.fleet_timeline import FleetTimeline, Turn
 
 TitledFleet = tuple[str, FleetTimeline]
 """A fleet's timeline and what it is called in a picture of several."""

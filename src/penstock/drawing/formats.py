@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from penstock.base.errors import InputError
 from penstock.base.values import expect, number, write_atomically
+from penstock.core.schedule.memory import Curve
+from penstock.core.timing.fleet_timeline import FleetTimeline
+from penstock.core.timing.timeline import Timeline
 from penstock.drawing.axes import Titled
 from penstock.drawing.picture import Picture
-from penstock.schedule.memory import Curve
-from penstock.timing.fleet_timeline import FleetTimeline
-from penstock.timing.timeline import Timeline
 
 if TYPE_CHECKING:
     from penstock.drawing.fleets import TitledFleet

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from penstock.base.units import picture_bytes, picture_seconds
+from penstock.core.graph import Layer, LayerGraph
 from penstock.drawing.markup import (
     coordinate,
     document,
@@ -22,7 +23,6 @@ from penstock.drawing.markup import (
     text_width,
     write,
 )
-from penstock.graph import Layer, LayerGraph
 
 _WIDTH, _MARGIN, _LEFT = 760.0, 16.0, 92.0
 _HEIGHT, _HEAD = 104.0, 34.0

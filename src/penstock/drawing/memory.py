@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from math import log
 
 from penstock.base.units import picture_bytes, unit_of_seconds
+from penstock.core.schedule.memory import Curve
 from penstock.drawing.axes import tick_label, ticks
 from penstock.drawing.markup import coordinate, document, lines, tag, text_width, write
-from penstock.schedule.memory import Curve
 
 _WIDTH, _PANEL_HEIGHT, _GAP, _MARGIN = 760.0, 96.0, 26.0, 16.0
 _TOP, _NUM_STYLES, _ROOM = 40.0, 4, 1.12

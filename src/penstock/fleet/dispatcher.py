@@ -10,7 +10,7 @@ from math import inf
 from typing import Literal
 
 from penstock.base.errors import DeadlineError, RunError
-from penstock.timing.fleet_timeline import Turn
+from penstock.core.timing.fleet_timeline import Turn
 from penstock.turns.policies import PolicyName, Standing, choose, guess
 from penstock.turns.visits import Visit
 

@@ -15,6 +15,7 @@ import torch
 
 from penstock.base.errors import InputError, PenstockError
 from penstock.base.values import expect, number, one_of, whole
+from penstock.core.timing.fleet_timeline import FleetTimeline
 from penstock.fleet.dispatcher import Dispatcher, overdue
 from penstock.fleet.job import Job
 from penstock.fleet.referee import Referee
@@ -24,7 +25,6 @@ from penstock.fleet.table import Shown
 from penstock.fleet.trainee import Saving, Trainee
 from penstock.pipeline import Pipeline
 from penstock.run.drive.driver import told
-from penstock.timing.fleet_timeline import FleetTimeline
 from penstock.turns.bounds import Bound, bound
 from penstock.turns.policies import POLICIES, PolicyName
 from penstock.turns.simulator import Task, bound_of, simulate_fleet

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.core.schedule import Op
+from penstock.core.schedule.op import FETCHES
 from penstock.device.queue import DeviceQueue
 from penstock.fleet.dispatcher import Dispatcher, Place
 from penstock.run.rank.interpreter import RankStep
-from penstock.schedule import Op
-from penstock.schedule.op import FETCHES
 from penstock.turns.visits import beginnings, visited
 from penstock.weights.residence import Residence
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from penstock.base.errors import InputError, printable
 from penstock.base.units import format_seconds
-from penstock.timing.fleet_timeline import FleetTimeline
+from penstock.core.timing.fleet_timeline import FleetTimeline
 from penstock.turns.bounds import Bound
 
 Status = Literal["training", "done", "stopped", "failed", "not a number"]

@@ -20,7 +20,7 @@ from math import isfinite
 
 from penstock.base.errors import FileError
 from penstock.base.values import read_text
-from penstock.graph import Layer, LayerGraph
+from penstock.core.graph import Layer, LayerGraph
 
 _SEPARATOR = " -- "
 _COSTS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")

@@ -11,7 +11,7 @@ from torch import nn
 
 from penstock.base.errors import InputError
 from penstock.base.values import expect, whole
-from penstock.cluster import Cluster
+from penstock.core.cluster import Cluster
 from penstock.device.placement import Devices
 from penstock.plans import Plan
 from penstock.run.recipe import Loss

@@ -12,12 +12,12 @@ import re
 from collections.abc import Iterator
 
 from penstock.base.errors import InputError, ScheduleError
+from penstock.core.schedule import Kind, Op, Schedule
+from penstock.core.schedule.channels import RECEIVED_BY, RECEIVES, hoist_receives
+from penstock.core.schedule.check import check
+from penstock.core.schedule.lower import add_communication
+from penstock.core.schedule.op import COMMUNICATION, COMPUTE
 from penstock.plans import Plan
-from penstock.schedule import Kind, Op, Schedule
-from penstock.schedule.channels import RECEIVED_BY, RECEIVES, hoist_receives
-from penstock.schedule.check import check
-from penstock.schedule.lower import add_communication
-from penstock.schedule.op import COMMUNICATION, COMPUTE
 
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _SHARDS = re.compile(r"(0|[1-9]\d*)(UNSHARD|RESHARD)")

@@ -11,6 +11,7 @@ from torch import nn
 
 from penstock.base.errors import InputError
 from penstock.base.values import expect, one_of
+from penstock.core.versions import Rates, Sideways
 from penstock.device.placement import Devices
 from penstock.live.streams import Stream
 from penstock.model.optimizer_factory import OptimizerFactory, SchedulerFactory
@@ -20,7 +21,6 @@ from penstock.run.building import build
 from penstock.run.drive.driver import Deadlines
 from penstock.run.drive.joining import TransportName
 from penstock.run.recipe import Loss, Recipe
-from penstock.versions import Rates, Sideways
 
 
 def stream(  # noqa: PLR0913 - everything that a user may want to say

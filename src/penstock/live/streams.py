@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.base.errors import FileError, InputError
 from penstock.base.values import expect, flag, number, one_of
 from penstock.checkpoint.keeper import Keeper
+from penstock.core.timing.timeline import Timeline
 from penstock.live.dashboard import Dashboard
 from penstock.live.frames import Frame, News, Result, WhenLate
 from penstock.live.ledger import Ledger
@@ -30,7 +31,6 @@ from penstock.run.building import Built
 from penstock.run.copied_states import by_key
 from penstock.run.drive.driver import told
 from penstock.run.history import History
-from penstock.timing.timeline import Timeline
 
 
 class Stream:

@@ -38,7 +38,7 @@ from torch.nn.parameter import is_lazy
 
 from penstock.base.errors import ModelError
 from penstock.base.values import expect
-from penstock.graph import fingerprint
+from penstock.core.graph import fingerprint
 from penstock.model import tree
 
 _HOW = (

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from penstock.base.errors import InputError
 from penstock.base.values import is_number, one_of, shown
-from penstock.cluster import Link
+from penstock.core.cluster import Link
 from penstock.partition.arrays import Array, np
 
 ExchangeLine = tuple[float, float]

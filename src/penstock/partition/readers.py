@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.graph import LayerGraph
+from penstock.core.graph import LayerGraph
 
 
 def sources_of(graph: LayerGraph) -> list[list[int]]:

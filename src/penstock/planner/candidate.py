@@ -8,7 +8,10 @@ from itertools import pairwise
 from math import ceil
 
 from penstock.base.units import count_of
-from penstock.graph import Contention
+from penstock.core.graph import Contention
+from penstock.core.schedule import Schedule
+from penstock.core.schedule.families import SEARCHED
+from penstock.core.schedule.lower import add_recompute
 from penstock.planner.bounds import least_steady_seconds, least_step_seconds
 from penstock.planner.limits import NO_EXCESS, Excess, has_limits, limited_like, worst_excess
 from penstock.planner.moments import StageSizes
@@ -23,9 +26,6 @@ from penstock.plans.stage_plan import bytes_of_ranks
 from penstock.plans.steady import num_simulated
 from penstock.plans.summing import Summing
 from penstock.plans.title import family_title
-from penstock.schedule import Schedule
-from penstock.schedule.families import SEARCHED
-from penstock.schedule.lower import add_recompute
 
 
 @dataclass(frozen=True)

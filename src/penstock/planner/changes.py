@@ -21,10 +21,10 @@ from penstock.base.units import (
     to_seconds,
 )
 from penstock.base.values import MOST_AMOUNT, expect, whole
-from penstock.cluster import Cluster, Device, Link
-from penstock.cluster.checks import MOST_DEVICES
-from penstock.cluster.subset import only
-from penstock.graph import LayerGraph
+from penstock.core.cluster import Cluster, Device, Link
+from penstock.core.cluster.checks import MOST_DEVICES
+from penstock.core.cluster.subset import only
+from penstock.core.graph import LayerGraph
 from penstock.planner.search import plan
 from penstock.plans.plan import Plan
 from penstock.plans.table import as_text, new_table

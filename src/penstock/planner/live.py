@@ -9,13 +9,13 @@ from dataclasses import replace as replaced
 from penstock.base.errors import InputError, PlanError
 from penstock.base.units import count_of, format_rate, format_seconds
 from penstock.base.values import MOST_AMOUNT, is_number, shown
+from penstock.core.versions import USUAL, Policy
 from penstock.planner.candidate import Candidate
 from penstock.planner.offers import offers
 from penstock.planner.race import fastest
 from penstock.planner.shortfall import with_more_devices
 from penstock.planner.task import Task
 from penstock.planner.wish import Wish
-from penstock.versions import USUAL, Policy
 
 _ROUNDING = 1e-9
 _TIMES_AS_MANY = (2, 4, 8)

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace as with_fields
 
 from penstock.base.errors import InputError, PlanError
+from penstock.core.versions import Flush
 from penstock.planner.candidate import Candidate
 from penstock.planner.cuts import with_cuts
 from penstock.planner.offers import PLAIN, Offer
 from penstock.planner.task import Task
 from penstock.planner.tensor_groups import USUAL_BYTES, TensorGroups, of_leaders
 from penstock.planner.wish import Wish
-from penstock.versions import Flush
 
 if TYPE_CHECKING:
     from penstock.partition.tensor import TensorSplit

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from penstock.core.schedule import Kind, Op, Schedule
 from penstock.partition.arrays import Floats, np
-from penstock.schedule import Kind, Op, Schedule
 
 _INPUT, _WHOLE, _FOR_WEIGHT = range(3)
 _CHANGES = {

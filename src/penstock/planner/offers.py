@@ -11,14 +11,14 @@ from math import ceil
 from typing import Any
 
 from penstock.base.errors import InputError, PlanError
-from penstock.graph import Mode
+from penstock.core.graph import Mode
+from penstock.core.schedule import Schedule, families
+from penstock.core.schedule.rounds import filling
+from penstock.core.versions import USUAL, DoubleBuffer, Flush, Policy, Stash, check_policy
 from penstock.partition import best_partition
 from penstock.planner.setting import Setting, Terms
 from penstock.planner.task import Task
 from penstock.planner.wish import RecomputeRule, Wish
-from penstock.schedule import Schedule, families
-from penstock.schedule.rounds import filling
-from penstock.versions import USUAL, DoubleBuffer, Flush, Policy, Stash, check_policy
 
 PLAIN = "1f1b"
 """The family whose order replicas and single stages take."""

@@ -14,7 +14,8 @@ from math import inf
 from msgspec.structs import replace
 
 from penstock.base.units import count_of, format_bytes, format_seconds
-from penstock.cluster import Tier
+from penstock.core.cluster import Tier
+from penstock.core.schedule.memory import Sizes, peaks
 from penstock.planner.spilling import TWICE
 from penstock.planner.task import Task
 from penstock.planner.wish import Wish
@@ -23,7 +24,6 @@ from penstock.plans.offloading import Offload, moved_activations
 from penstock.plans.plan import Plan
 from penstock.plans.spilling import bytes_of_spilled_ranks
 from penstock.plans.stage_plan import StagePlan
-from penstock.schedule.memory import Sizes, peaks
 
 
 def weighed(plan: Plan, task: Task, wish: Wish) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from penstock.graph import LayerGraph
+from penstock.core.graph import LayerGraph
 
 
 def places_near(cuts: Sequence[int], num_layers: int, most: int) -> set[int]:

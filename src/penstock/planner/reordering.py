@@ -8,15 +8,15 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from penstock.core.schedule import families
+from penstock.core.schedule.lower import add_update
+from penstock.core.timing.simulator import simulate
 from penstock.partition import best_partition
 from penstock.planner.candidate import Candidate
 from penstock.planner.cuts import with_cuts
 from penstock.planner.offers import PLAIN, Offer
 from penstock.planner.task import Task
 from penstock.planner.wish import Wish
-from penstock.schedule import families
-from penstock.schedule.lower import add_update
-from penstock.timing.simulator import simulate
 
 if TYPE_CHECKING:
     from penstock.partition.placement import Stages

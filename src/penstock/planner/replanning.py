@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from penstock.base.errors import InputError, ModelError, PlanError
 from penstock.base.values import expect
-from penstock.cluster import Cluster
-from penstock.graph import Layer, LayerGraph
+from penstock.core.cluster import Cluster
+from penstock.core.graph import Layer, LayerGraph
 from penstock.planner.search import plan as search
 from penstock.plans.plan import Plan
 from penstock.plans.stage_plan import StagePlan

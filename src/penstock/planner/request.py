@@ -8,11 +8,11 @@ from itertools import pairwise
 from penstock.base.errors import InputError, PlanError
 from penstock.base.units import count_of
 from penstock.base.values import MOST_BYTES, is_whole, shown, whole
-from penstock.graph import LayerGraph
+from penstock.core.graph import LayerGraph
+from penstock.core.schedule import families
+from penstock.core.schedule.families.replicated import Replicas, read_replicas
 from penstock.planner.offers import REPLICATED, Options, check_plannable
 from penstock.plans.consistency import MOST_MICROBATCHES
-from penstock.schedule import families
-from penstock.schedule.families.replicated import Replicas, read_replicas
 
 MOST_SIMULATED = 500_000
 """The most ranks times microbatches; candidates with as many take seconds each."""

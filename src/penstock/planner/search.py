@@ -18,8 +18,10 @@ from penstock.base.errors import InputError, PlanError
 from penstock.base.telling import tells
 from penstock.base.units import count_of
 from penstock.base.values import expect, flag, is_whole, one_of, shown, whole
-from penstock.cluster import Cluster
-from penstock.graph import LayerGraph
+from penstock.core.cluster import Cluster
+from penstock.core.graph import LayerGraph
+from penstock.core.schedule import families
+from penstock.core.versions import Policy
 from penstock.partition import cost_model as find_cost_model
 from penstock.planner.candidate import Candidate
 from penstock.planner.doubts import doubts_about
@@ -52,8 +54,6 @@ from penstock.planner.why import (
 from penstock.planner.wish import RecomputeRule, SpillRule, Wish
 from penstock.plans.plan import Plan
 from penstock.plans.summing import MOST_STALE, REDUCERS, ReducerName
-from penstock.schedule import families
-from penstock.versions import Policy
 
 
 @tells("planning")

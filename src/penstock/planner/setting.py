@@ -8,7 +8,11 @@ from functools import cached_property
 from math import inf
 from typing import Any
 
-from penstock.graph import Mode
+from penstock.core.graph import Mode
+from penstock.core.schedule import Schedule, families
+from penstock.core.schedule.lower import add_recompute
+from penstock.core.schedule.memory import Load, loads, peak_activations
+from penstock.core.versions import Flush, Policy, place_of, weight_copies
 from penstock.partition.arrays import np
 from penstock.partition.chain import Table
 from penstock.planner.moments import Moments, moments_of
@@ -17,10 +21,6 @@ from penstock.planner.wish import RecomputeRule
 from penstock.plans.orders import stand_in
 from penstock.plans.stage_plan import RecomputeWay
 from penstock.plans.summing import COPIES_OF_GRADIENTS, ReducerName
-from penstock.schedule import Schedule, families
-from penstock.schedule.lower import add_recompute
-from penstock.schedule.memory import Load, loads, peak_activations
-from penstock.versions import Flush, Policy, place_of, weight_copies
 
 _RECOMPUTES: tuple[RecomputeWay, ...] = ("none", "layers", "stage")
 

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from penstock.base.errors import InputError, PlanError
 from penstock.base.units import count_of, format_bytes, format_seconds
-from penstock.cluster import Tier
+from penstock.core.cluster import Tier
 from penstock.planner.candidate import Candidate
 from penstock.planner.offers import Offer, Options
 from penstock.planner.task import Task

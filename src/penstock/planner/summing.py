@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 
-from penstock.cluster import SpareMachine
+from penstock.core.cluster import SpareMachine
+from penstock.core.summation.portions import num_portions
+from penstock.core.summation.split import PART_OVERHEAD_SECONDS, best_part_bytes, best_split
 from penstock.partition.cost_models import RING
 from penstock.planner.task import Task
 from penstock.plans.summing import ReducerName, Summing
-from penstock.summation.portions import num_portions
-from penstock.summation.split import PART_OVERHEAD_SECONDS, best_part_bytes, best_split
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from itertools import accumulate, pairwise, product
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.cluster import Cluster, Device, Link, Topology
-from penstock.graph import Layer, LayerGraph, Mode
+from penstock.core.cluster import Cluster, Device, Link, Topology
+from penstock.core.graph import Layer, LayerGraph, Mode
+from penstock.core.schedule import Schedule
 from penstock.partition.arrays import Floats, np
 from penstock.partition.chain import Table
 from penstock.partition.cost_models import CostModel, cost_model
 from penstock.planner.places import places_near, spread_places
 from penstock.plans.summing import ReducerName
-from penstock.schedule import Schedule
 
 if TYPE_CHECKING:
     from penstock.planner.tensor_groups import TensorGroups

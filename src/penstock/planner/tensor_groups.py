@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace as with_fields
 
 from penstock.base.errors import PlanError
-from penstock.cluster import Cluster, Device
-from penstock.cluster.subset import only
+from penstock.core.cluster import Cluster, Device
+from penstock.core.cluster.subset import only
 from penstock.planner.task import Task
 from penstock.plans.stage_plan import Split
 

@@ -8,13 +8,13 @@ from dataclasses import replace as replaced
 from msgspec.structs import replace
 
 from penstock.base.units import count_of, format_bytes, format_seconds, format_speed_up
+from penstock.core.schedule.op import Kind
 from penstock.planner.candidate import Candidate
 from penstock.planner.offers import PLAIN
 from penstock.planner.race import SAME, fastest
 from penstock.planner.task import Task
 from penstock.planner.wish import Wish
 from penstock.plans.alternative import Alternative
-from penstock.schedule.op import Kind
 
 _MATTERS = 0.1
 """A share of the step that is worth a word."""

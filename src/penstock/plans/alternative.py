@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from penstock.base.units import format_bytes, format_seconds
 from penstock.base.values import Value, shown
-from penstock.graph import Contention
+from penstock.core.graph import Contention
 from penstock.plans.table import as_text, new_table
 
 

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 from penstock.base.errors import InputError, ModelError
 from penstock.base.units import count_of
 from penstock.base.values import MOST_BYTES, whole
-from penstock.cluster import Device
+from penstock.core.cluster import Device
+from penstock.core.schedule import Schedule
+from penstock.core.versions import Policy
 from penstock.plans.stage_plan import StagePlan
-from penstock.schedule import Schedule
-from penstock.versions import Policy
 
 MOST_THREADS = 4096
 """Of a rank: no host has so many cores."""

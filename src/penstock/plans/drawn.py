@@ -5,11 +5,11 @@ from __future__ import annotations
 from math import ceil
 from typing import NamedTuple
 
+from penstock.core.timing.timeline import Timeline
 from penstock.drawing.plan.picture import PlanPicture
 from penstock.drawing.timeline.excerpt import steady_part
 from penstock.plans.picture import picture_of
 from penstock.plans.plan import Plan
-from penstock.timing.timeline import Timeline
 
 
 class DrawnPlan(NamedTuple):

@@ -11,12 +11,12 @@ from math import ceil, inf, pi, sin
 from penstock.base.errors import InputError
 from penstock.base.units import count_of
 from penstock.base.values import Value, is_number
+from penstock.core.schedule import Kind, Op
+from penstock.core.schedule.op import RELEASING
+from penstock.core.versions import DoubleBuffer, PipeMare, Place, Policy, Predict, VerticalSync
 from penstock.plans.plan import Plan
 from penstock.plans.serving import served_stages
 from penstock.plans.title import title
-from penstock.schedule import Kind, Op
-from penstock.schedule.op import RELEASING
-from penstock.versions import DoubleBuffer, PipeMare, Place, Policy, Predict, VerticalSync
 
 _LEAST_EXAMPLE = 10
 

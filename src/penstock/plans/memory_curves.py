@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from penstock.base.errors import InputError
 from penstock.base.values import expect
+from penstock.core.schedule.memory import Curve
+from penstock.core.timing.spans import Row
+from penstock.core.timing.timeline import Timeline
 from penstock.plans.plan import Plan
 from penstock.plans.spilling import held_by_op, stage_bytes
-from penstock.schedule.memory import Curve
-from penstock.timing.spans import Row
-from penstock.timing.timeline import Timeline
 
 
 def memory_over_time(plan: Plan, timeline: Timeline) -> tuple[Curve, ...]:

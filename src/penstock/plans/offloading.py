@@ -10,12 +10,12 @@ from msgspec import Meta
 
 from penstock.base.errors import InputError
 from penstock.base.values import Value, whole
-from penstock.cluster.parts import Tier
+from penstock.core.cluster.parts import Tier
+from penstock.core.schedule import Kind, Schedule
+from penstock.core.schedule.offload import add_offload
+from penstock.core.timing.costs import Costs
+from penstock.core.versions import Policy
 from penstock.plans.stage_plan import StagePlan
-from penstock.schedule import Kind, Schedule
-from penstock.schedule.offload import add_offload
-from penstock.timing.costs import Costs
-from penstock.versions import Policy
 
 
 class Offload(Value, frozen=True, kw_only=True):

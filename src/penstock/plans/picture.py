@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from penstock.base.units import format_bytes, format_rate, format_seconds, format_speed_up
+from penstock.core.schedule import Kind, Schedule
 from penstock.drawing.plan import picture as pictured
 from penstock.plans.alternative import Alternative
 from penstock.plans.plan import Plan
 from penstock.plans.stage_plan import StagePlan
 from penstock.plans.title import full_title
-from penstock.schedule import Kind, Schedule
 
 _COLUMNS = ("", "plan", "step", "bubble", "memory", "moved", "delay", "remark")
 _PALEST = 3

@@ -14,8 +14,26 @@ from msgspec.structs import force_setattr, replace
 from penstock.base.errors import InputError, printable
 from penstock.base.lazily import method_loaded_when_used
 from penstock.base.values import Value, amount, expect, one_of, whole
-from penstock.cluster import Device, SpareMachine
-from penstock.graph import Contention
+from penstock.core.cluster import Device, SpareMachine
+from penstock.core.graph import Contention
+from penstock.core.schedule import Schedule, families
+from penstock.core.schedule.check import check
+from penstock.core.schedule.families.replicated import read_replicas
+from penstock.core.schedule.lower import add_recompute, first_microbatches
+from penstock.core.schedule.memory import Sizes
+from penstock.core.schedule.rounds import filling
+from penstock.core.schedule.schedule import MANY_OPS
+from penstock.core.timing.costs import Costs
+from penstock.core.timing.timeline import Timeline
+from penstock.core.versions import (
+    USUAL,
+    Flush,
+    Place,
+    Policy,
+    check_policy,
+    place_of,
+    weight_copies,
+)
 from penstock.plans.alternative import Alternative, argued
 from penstock.plans.consistency import (
     MOST_MICROBATCHES,
@@ -46,16 +64,6 @@ from penstock.plans.stage_plan import RecomputeWay, Split, StagePlan, sizes_of
 from penstock.plans.summing import ReducerName, Summing
 from penstock.plans.table import render
 from penstock.plans.title import title
-from penstock.schedule import Schedule, families
-from penstock.schedule.check import check
-from penstock.schedule.families.replicated import read_replicas
-from penstock.schedule.lower import add_recompute, first_microbatches
-from penstock.schedule.memory import Sizes
-from penstock.schedule.rounds import filling
-from penstock.schedule.schedule import MANY_OPS
-from penstock.timing.costs import Costs
-from penstock.timing.timeline import Timeline
-from penstock.versions import USUAL, Flush, Place, Policy, check_policy, place_of, weight_copies
 
 _ENOUGH_PER_RANK = 2
 """So many microbatches for each rank fill the pipeline of every family."""
@@ -458,7 +466,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         Raises:
             InputError: no such reducer, or it does not go with the schedule or with servers.
         """
-        expect(servers, Sequence, "servers", "give a list of penstock.cluster.SpareMachine")
+        expect(servers, Sequence, "servers", "give a list of penstock.core.cluster.SpareMachine")
         summing = replace(self.summing, reducer=reducer, servers=tuple(servers), stale=stale)
         return replace(self, summing=summing)
 

@@ -8,6 +8,13 @@ from functools import cached_property
 from math import ceil, inf
 from typing import NamedTuple
 
+from penstock.core.schedule import Schedule
+from penstock.core.schedule.lower import add_update
+from penstock.core.timing.costs import Costs
+from penstock.core.timing.served import Served
+from penstock.core.timing.simulator import simulate
+from penstock.core.timing.timeline import Timeline
+from penstock.core.versions import Policy, place_of, versions_read
 from penstock.plans.offloading import Offload, offloading_costs
 from penstock.plans.spilling import (
     Spill,
@@ -17,13 +24,6 @@ from penstock.plans.spilling import (
 )
 from penstock.plans.stage_plan import StagePlan, bytes_of_ranks, costs_of
 from penstock.plans.steady import steady_seconds, stream_of
-from penstock.schedule import Schedule
-from penstock.schedule.lower import add_update
-from penstock.timing.costs import Costs
-from penstock.timing.served import Served
-from penstock.timing.simulator import simulate
-from penstock.timing.timeline import Timeline
-from penstock.versions import Policy, place_of, versions_read
 
 SHOWN_TICKS = 8
 """Of a live stream's steady state, in pictures."""

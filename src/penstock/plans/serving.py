@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from penstock.timing.served import Served
+from penstock.core.timing.served import Served
 
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan

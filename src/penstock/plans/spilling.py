@@ -9,15 +9,15 @@ from math import ceil
 
 from penstock.base.errors import InputError
 from penstock.base.values import Value, whole
-from penstock.cluster.parts import Tier
+from penstock.core.cluster.parts import Tier
+from penstock.core.schedule import Op, Schedule
+from penstock.core.schedule.lower import add_late_agreement, add_late_update, add_update
+from penstock.core.schedule.memory import Sizes, changes
+from penstock.core.schedule.residence import StageBytes, add_residence, resident_bytes
+from penstock.core.schedule.schedule import Activations
+from penstock.core.timing.costs import Costs
+from penstock.core.versions import Policy
 from penstock.plans.stage_plan import StagePlan, sizes_of
-from penstock.schedule import Op, Schedule
-from penstock.schedule.lower import add_late_agreement, add_late_update, add_update
-from penstock.schedule.memory import Sizes, changes
-from penstock.schedule.residence import StageBytes, add_residence, resident_bytes
-from penstock.schedule.schedule import Activations
-from penstock.timing.costs import Costs
-from penstock.versions import Policy
 
 
 class Spill(Value, frozen=True, kw_only=True):

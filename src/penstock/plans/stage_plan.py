@@ -10,11 +10,11 @@ from msgspec import Meta, field
 
 from penstock.base.errors import InputError
 from penstock.base.values import Value, whole
-from penstock.cluster.checks import MOST_DEVICES
-from penstock.schedule import Schedule
-from penstock.schedule.memory import Sizes, peaks
-from penstock.timing.costs import Costs
-from penstock.timing.exchange import Exchange
+from penstock.core.cluster.checks import MOST_DEVICES
+from penstock.core.schedule import Schedule
+from penstock.core.schedule.memory import Sizes, peaks
+from penstock.core.timing.costs import Costs
+from penstock.core.timing.exchange import Exchange
 
 RecomputeWay = Literal["none", "stage", "layers"]
 Split = Annotated[

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import ceil, lcm
 
-from penstock.schedule import Schedule
-from penstock.schedule.lower import add_updates
-from penstock.schedule.rounds import Rounds, filling
-from penstock.timing.costs import Costs
-from penstock.timing.flow import slowest_beat
-from penstock.timing.simulator import simulate
-from penstock.versions import Policy, rounds_of
+from penstock.core.schedule import Schedule
+from penstock.core.schedule.lower import add_updates
+from penstock.core.schedule.rounds import Rounds, filling
+from penstock.core.timing.costs import Costs
+from penstock.core.timing.flow import slowest_beat
+from penstock.core.timing.simulator import simulate
+from penstock.core.versions import Policy, rounds_of
 
 Build = Callable[[int], Schedule]
 """The schedule of a stream of so many microbatches, compute only."""

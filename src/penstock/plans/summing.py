@@ -7,8 +7,8 @@ from typing import Literal, get_args
 
 from penstock.base.errors import InputError
 from penstock.base.values import Value, number, one_of, whole
-from penstock.cluster import SpareMachine
-from penstock.summation.frames import MOST_SERVERS
+from penstock.core.cluster import SpareMachine
+from penstock.core.summation.frames import MOST_SERVERS
 
 ReducerName = Literal["owners", "sharded", "parameter-server", "servers", "all-reduce"]
 

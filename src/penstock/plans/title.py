@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.base.units import count_of
-from penstock.versions import Policy
+from penstock.core.versions import Policy
 
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan

@@ -11,8 +11,8 @@ from torch import nn
 
 from penstock.base.telling import Telling
 from penstock.base.values import expect, number, whole
+from penstock.core.graph import LayerGraph
 from penstock.device.allocator import keep_freed_pages
-from penstock.graph import LayerGraph
 from penstock.model.batches import parted_if_inside, plain
 from penstock.model.optimizer_factory import OptimizerFactory
 from penstock.model.spine import spine_of

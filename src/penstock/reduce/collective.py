@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.base.errors import DeadlineError, PeerError
+from penstock.core.summation.filling import Filled
 from penstock.reduce.flat import FlatBuffers, FlatLayout, Placed
 from penstock.reduce.handing import FlatReducer
 from penstock.reduce.reducer import SharedWeights
-from penstock.summation.filling import Filled
 from penstock.transport import Transport, groups
 
 _BUCKET_BYTES = 4 * 2**20

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from penstock.core.summation.portions import MOST_PORTIONS
 from penstock.reduce.pieces import cut
 from penstock.reduce.reducer import Purpose, SharedWeights
 from penstock.reduce.slices import portions_of
-from penstock.summation.portions import MOST_PORTIONS
 from penstock.transport import Transport
 from penstock.transport.tags import FIRST_EXCHANGE
 

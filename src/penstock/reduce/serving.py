@@ -1,7 +1,7 @@
 """``ServerReducer``: sums by owners of which some are spare machines, in parts (BytePS).
 
 Each holder runs a summation server in this process, for the parts that it owns, and connects to
-those of all others and to the spare ones. Everything else is ``penstock.summation``'s.
+those of all others and to the spare ones. Everything else is ``penstock.core.summation``'s.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from penstock.base.errors import InputError
-from penstock.cluster import SpareMachine
+from penstock.core.cluster import SpareMachine
+from penstock.core.summation.division import Owner
+from penstock.core.summation.exchange import Exchange
+from penstock.core.summation.frames import Member, is_loopback, key_of, parse_address
+from penstock.core.summation.server import SummationServer
 from penstock.plans.summing import Summing
 from penstock.reduce.flat import FlatBuffers, FlatLayout, Placed
 from penstock.reduce.handing import FlatReducer
 from penstock.reduce.reducer import Purpose, Served, SharedWeights
-from penstock.summation.division import Owner
-from penstock.summation.exchange import Exchange
-from penstock.summation.frames import Member, is_loopback, key_of, parse_address
-from penstock.summation.server import SummationServer
 from penstock.transport import Transport
 from penstock.transport.tags import FIRST_EXCHANGE
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from penstock.summation.portions import num_portions
+from penstock.core.summation.portions import num_portions
 
 
 class OwnedPiece(NamedTuple):

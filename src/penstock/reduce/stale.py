@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import RunError
+from penstock.core.summation.bell import Bell, Ring, Ringer
+from penstock.core.summation.frames import Member, key_of
+from penstock.core.summation.staleness import Answer, Contribution, StaleClock, StaleStream
 from penstock.reduce.pieces import Pieces, added
 from penstock.reduce.reducer import Purpose, SharedWeights
 from penstock.reduce.serving import own_host
 from penstock.reduce.sharding import ShardedReducer, owned_rows
-from penstock.summation.bell import Bell, Ring, Ringer
-from penstock.summation.frames import Member, key_of
-from penstock.summation.staleness import Answer, Contribution, StaleClock, StaleStream
 from penstock.transport import Edge, Transport
 from penstock.transport.tags import FIRST_EXCHANGE
 

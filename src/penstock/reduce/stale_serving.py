@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 from penstock.base.errors import DeadlineError
+from penstock.core.summation.bell import Ring
+from penstock.core.summation.staleness import Answer, Contribution
 from penstock.reduce.stale import StaleReducer
-from penstock.summation.bell import Ring
-from penstock.summation.staleness import Answer, Contribution
 from penstock.transport import Edge, Transport
 
 

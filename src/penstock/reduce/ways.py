@@ -9,6 +9,7 @@ from itertools import accumulate
 from msgspec.structs import replace
 
 from penstock.base.units import count_of
+from penstock.core.summation.portions import MOST_PORTIONS
 from penstock.plans.summing import Summing
 from penstock.reduce.collective import AllReducer
 from penstock.reduce.owners import OwnerReducer
@@ -16,7 +17,6 @@ from penstock.reduce.reducer import MakeReducer, Reducer, SharedWeights
 from penstock.reduce.serving import ServerReducer
 from penstock.reduce.sharding import ShardedReducer
 from penstock.reduce.stale import StaleReducer
-from penstock.summation.portions import MOST_PORTIONS
 from penstock.transport import Transport
 from penstock.transport.groups import make_groups
 

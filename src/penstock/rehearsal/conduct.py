@@ -9,18 +9,18 @@ from typing import Any, get_args
 
 from penstock.base.errors import InputError
 from penstock.base.values import expect, is_number, is_whole, one_of
+from penstock.core.schedule import Kind, Schedule
+from penstock.core.schedule.check import check
+from penstock.core.schedule.lower import add_agreement, add_communication, add_update, add_updates
+from penstock.core.schedule.op import COMPUTE
+from penstock.core.timing.costs import Costs
+from penstock.core.timing.simulator import simulate
+from penstock.core.versions import Flush
 from penstock.plans import Plan
 from penstock.rehearsal.job import Job, RehearsalTransport, UpdateMode, WaitsName, flattened
 from penstock.rehearsal.performance import perform
 from penstock.rehearsal.result import Rehearsal, rehearsal_of
 from penstock.rehearsal.stream import Stream, compute_of, stream_of
-from penstock.schedule import Kind, Schedule
-from penstock.schedule.check import check
-from penstock.schedule.lower import add_agreement, add_communication, add_update, add_updates
-from penstock.schedule.op import COMPUTE
-from penstock.timing.costs import Costs
-from penstock.timing.simulator import simulate
-from penstock.versions import Flush
 
 MOST_RANKS = 128
 """More processes than this would only show how this machine switches between them."""

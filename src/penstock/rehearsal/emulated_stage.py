@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.core.schedule import Kind, Op
 from penstock.rehearsal.waits import Waits
-from penstock.schedule import Kind, Op
 from penstock.stage.microbatch_graph import Gradients, InputGradients
 from penstock.stage.protocol import NO_SKIPS, Criterion, Keep, Produced
 

@@ -7,9 +7,9 @@ from typing import Literal
 from msgspec import field
 
 from penstock.base.values import Value
-from penstock.schedule import Op, Schedule
-from penstock.timing.costs import Costs
-from penstock.versions import Flush, Policy
+from penstock.core.schedule import Op, Schedule
+from penstock.core.timing.costs import Costs
+from penstock.core.versions import Flush, Policy
 
 RehearsalTransport = Literal["shared-memory", "threads"]
 WaitsName = Literal["relative", "logical"]

@@ -12,6 +12,10 @@ import torch
 from torch import nn
 
 from penstock.base.errors import PeerError, RunError
+from penstock.core.schedule import Kind, Op, Schedule
+from penstock.core.schedule.channels import other_end
+from penstock.core.schedule.segment import Segment
+from penstock.core.timing.simulator import simulate
 from penstock.model.microbatches import Weighting
 from penstock.model.optimizer_factory import Parameters
 from penstock.reduce.reducer import Purpose, SharedWeights
@@ -24,10 +28,6 @@ from penstock.run.rank.program import RankProgram
 from penstock.run.rank.updater import Holding, Updater
 from penstock.run.rank.worker import Worker
 from penstock.run.recipe import Recipe
-from penstock.schedule import Kind, Op, Schedule
-from penstock.schedule.channels import other_end
-from penstock.schedule.segment import Segment
-from penstock.timing.simulator import simulate
 from penstock.transport import Transport
 
 

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from penstock.core.schedule import Kind, Schedule
+from penstock.core.timing.costs import Costs
+from penstock.core.timing.simulator import simulate
+from penstock.core.timing.spans import BUSY, Span
+from penstock.core.timing.timeline import Timeline
 from penstock.rehearsal.reports import StepTimes
 from penstock.rehearsal.stream import Steady
-from penstock.schedule import Kind, Schedule
-from penstock.timing.costs import Costs
-from penstock.timing.simulator import simulate
-from penstock.timing.spans import BUSY, Span
-from penstock.timing.timeline import Timeline
 
 _HELD_UP_SECONDS = 1e-3
 

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from penstock.base.errors import InputError
 from penstock.base.values import is_whole
+from penstock.core.schedule import Schedule
+from penstock.core.schedule.op import COMPUTE, RELEASING
+from penstock.core.schedule.rounds import Rounds
+from penstock.core.timing.costs import Costs
+from penstock.core.timing.timeline import Timeline
+from penstock.core.versions import USUAL, Policy, rounds_of
 from penstock.plans import Plan
-from penstock.schedule import Schedule
-from penstock.schedule.op import COMPUTE, RELEASING
-from penstock.schedule.rounds import Rounds
-from penstock.timing.costs import Costs
-from penstock.timing.timeline import Timeline
-from penstock.versions import USUAL, Policy, rounds_of
 
 _MICROBATCHES_PER_RANK = 8
 _FEWEST_MINIBATCHES = 4

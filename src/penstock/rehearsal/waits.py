@@ -7,8 +7,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
-from penstock.schedule import Op
-from penstock.timing.costs import Costs
+from penstock.core.schedule import Op
+from penstock.core.timing.costs import Costs
 
 _SHORT_SLEEP_SECONDS = 1e-3
 _NUM_TRIALS = 31

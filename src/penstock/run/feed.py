@@ -14,6 +14,9 @@ from math import ceil
 from typing import Any
 
 from penstock.base.errors import InputError, RunError
+from penstock.core.schedule import Schedule
+from penstock.core.schedule.segment import Segment, Windows
+from penstock.core.versions import PipeMare, least_minibatch
 from penstock.plans import Plan
 from penstock.run.drive.driver import Driver
 from penstock.run.layout import Layout
@@ -22,9 +25,6 @@ from penstock.run.lowering import asynchronous, forwards, synchronous
 from penstock.run.minibatch import Minibatch, StreamPosition
 from penstock.run.outcome import MinibatchOutcome
 from penstock.run.recipe import Recipe
-from penstock.schedule import Schedule
-from penstock.schedule.segment import Segment, Windows
-from penstock.versions import PipeMare, least_minibatch
 
 
 class Feed:

@@ -7,10 +7,10 @@ from collections import deque
 from torch import Tensor
 
 from penstock.base.errors import InputError
+from penstock.core.schedule.schedule import Activations
+from penstock.core.timing.timeline import Timeline
 from penstock.run.counting import Peak
 from penstock.run.outcome import MinibatchOutcome, timeline
-from penstock.schedule.schedule import Activations
-from penstock.timing.timeline import Timeline
 from penstock.weights.store import Held
 
 _MOST_REMEMBERED = 256

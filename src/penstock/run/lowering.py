@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.plans import Plan
-from penstock.plans.spilling import with_residence
-from penstock.run.layout import Layout
-from penstock.run.recipe import Recipe
-from penstock.schedule import Schedule
-from penstock.schedule.lower import (
+from penstock.core.schedule import Schedule
+from penstock.core.schedule.lower import (
     add_agreement,
     add_communication,
     add_reduce,
@@ -16,8 +12,12 @@ from penstock.schedule.lower import (
     first_microbatches,
     forward_only,
 )
-from penstock.schedule.residence import add_residence
-from penstock.schedule.rounds import Rounds
+from penstock.core.schedule.residence import add_residence
+from penstock.core.schedule.rounds import Rounds
+from penstock.plans import Plan
+from penstock.plans.spilling import with_residence
+from penstock.run.layout import Layout
+from penstock.run.recipe import Recipe
 
 
 def synchronous(

@@ -11,13 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from penstock.core.timing.spans import TransferKind
 from penstock.device.queue import taken_up
 from penstock.device.stamps import Stamps
 from penstock.model import tree
 from penstock.model.autocast import autocasting, remembering_no_casts
 from penstock.run.counting import Peak
 from penstock.run.seals import Call, Modes, Next, Seal, autocast_codes
-from penstock.timing.spans import TransferKind
 from penstock.weights.store import Held
 
 

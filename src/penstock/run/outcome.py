@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.core.schedule import Op
+from penstock.core.schedule.schedule import Activations
+from penstock.core.timing.spans import Row, Transfer, TransferKind
+from penstock.core.timing.timeline import Timeline
 from penstock.device.stamps import Stamps, happened
 from penstock.model import tree
 from penstock.run.counting import Peak
-from penstock.schedule import Op
-from penstock.schedule.schedule import Activations
-from penstock.timing.spans import Row, Transfer, TransferKind
-from penstock.timing.timeline import Timeline
 from penstock.weights.store import Held
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from penstock.base.errors import InputError
 from penstock.base.values import expect, flag, number, one_of, shown
+from penstock.core.versions import Flush, Policy, Updates
 from penstock.model.microbatches import Weighting
 from penstock.model.optimizer_factory import OptimizerFactory, SchedulerFactory
-from penstock.versions import Flush, Policy, Updates
 
 BatchNormStatistics = Literal["microbatch", "minibatch"]
 Loss = Callable[[Any, Any], Tensor]

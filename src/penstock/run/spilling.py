@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from penstock.base.errors import InputError, ModelError
 from penstock.base.units import format_bytes
+from penstock.core.schedule.residence import StageBytes, resident_bytes
 from penstock.model.optimizer_factory import Parameters, make_optimizer
 from penstock.plans import Plan
 from penstock.plans.spilling import most_held, with_residence
@@ -24,7 +25,6 @@ from penstock.run.layout import Layout
 from penstock.run.materialising import Values
 from penstock.run.rank.updater import Holding
 from penstock.run.recipe import Recipe
-from penstock.schedule.residence import StageBytes, resident_bytes
 from penstock.stage.stage import Stage
 from penstock.weights.group import Group
 from penstock.weights.optimizer_state import state_tensors

@@ -20,10 +20,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.base.errors import DeadlineError, InputError, PeerError, RunError
-from penstock.cluster import Cluster, Link, Topology
-from penstock.cluster.local import host_identity, host_memory_bytes
-from penstock.cluster.measured import Fit, Pair, Seat, chosen_pairs, fit, gathered, ring_seconds
-from penstock.cluster.parts import DeviceKind
+from penstock.core.cluster import Cluster, Link, Topology
+from penstock.core.cluster.local import host_identity, host_memory_bytes
+from penstock.core.cluster.measured import (
+    Fit,
+    Pair,
+    Seat,
+    chosen_pairs,
+    fit,
+    gathered,
+    ring_seconds,
+)
+from penstock.core.cluster.parts import DeviceKind
 from penstock.device.accelerators import is_on_host
 from penstock.device.collectives import HOST_BACKEND, device_of
 from penstock.device.memory import total_bytes

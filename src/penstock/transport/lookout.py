@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-from penstock.cluster.local import usable_cores
+from penstock.core.cluster.local import usable_cores
 from penstock.transport.ring import RingReader
 
 _LONGEST_LOOK_SECONDS = 1e-3

@@ -43,7 +43,7 @@ import msgspec
 import torch.distributed as dist
 
 from penstock.base.errors import DeadlineError, PeerError, RunError
-from penstock.cluster.local import host_identity
+from penstock.core.cluster.local import host_identity
 from penstock.transport.private_store import private_store
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.core.timing.timeline import Timeline
 from penstock.pipeline import Pipeline
 from penstock.plans import Plan
-from penstock.timing.timeline import Timeline
 from penstock.trial.reference.single_device import SingleDevice
 from penstock.trial.workload import Batch, Workload
 

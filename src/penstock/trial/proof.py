@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from penstock.base.errors import InputError
 from penstock.base.units import count_of
+from penstock.core.timing.timeline import Timeline
+from penstock.core.versions import PipeMare, Predict, Sideways
 from penstock.device.placement import devices_of_ranks
 from penstock.model import microbatches, tree
 from penstock.model.optimizer_factory import Parameters
@@ -32,7 +34,6 @@ from penstock.plans.explanation import steady_minibatch
 from penstock.profiler.alone import Progress
 from penstock.run.drive.joining import several_processes
 from penstock.run.placing import place_buffers, place_parameters
-from penstock.timing.timeline import Timeline
 from penstock.trial.contestants import bring_back, intra_op_threads
 from penstock.trial.curvature import layers_of_stages
 from penstock.trial.reference.delayed_replay import DelayedReplay
@@ -41,7 +42,6 @@ from penstock.trial.reference.single_device import SingleDevice
 from penstock.trial.stale_proof import Journal, latest, replayed, too_late
 from penstock.trial.verdict import Difference, Proof, ProofRow
 from penstock.trial.workload import Batch, Workload
-from penstock.versions import PipeMare, Predict, Sideways
 
 _SEED = 0
 _USUAL_STEPS = 5

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
+from penstock.core.schedule import Kind, Op, Schedule
+from penstock.core.summation.staleness import StaleStream
 from penstock.plans import Plan
-from penstock.schedule import Kind, Op, Schedule
-from penstock.summation.staleness import StaleStream
 from penstock.trial.reference.stale_replay import CopyOf, StaleReplay
 from penstock.trial.workload import Batch, Workload
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from penstock.base.errors import InputError
-from penstock.graph import LayerGraph
+from penstock.core.graph import LayerGraph
 from penstock.model import microbatches, tree
 from penstock.profiler import profile
 from penstock.profiler.alone import Progress

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from penstock.base.errors import InputError
 from penstock.base.values import one_of, whole
-from penstock.timing.fleet_timeline import MOST_FLEET_DEVICES, FleetTimeline, Turn
+from penstock.core.timing.fleet_timeline import MOST_FLEET_DEVICES, FleetTimeline, Turn
 from penstock.turns.bounds import Bound, bound
 from penstock.turns.policies import POLICIES, PolicyName, Standing, choose, guess
 from penstock.turns.stop import Stop

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 from penstock.base.errors import InputError
 from penstock.base.values import expect, shown
+from penstock.core.schedule import Kind, Op
+from penstock.core.schedule.lower import add_update
+from penstock.core.schedule.op import FETCHES, LEAVES
+from penstock.core.schedule.residence import NEED_WEIGHTS, Stay, stays_of
+from penstock.core.timing.costs import Costs
 from penstock.plans import Plan
 from penstock.plans.spilling import with_residence
-from penstock.schedule import Kind, Op
-from penstock.schedule.lower import add_update
-from penstock.schedule.op import FETCHES, LEAVES
-from penstock.schedule.residence import NEED_WEIGHTS, Stay, stays_of
-from penstock.timing.costs import Costs
 
 
 class Visit(NamedTuple):

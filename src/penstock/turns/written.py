@@ -11,7 +11,7 @@ import msgspec
 from penstock.base.errors import InputError
 from penstock.base.units import to_bytes
 from penstock.base.values import MOST_TOML_BYTES, read_text, refused_as, shown, whole
-from penstock.timing.fleet_timeline import MOST_FLEET_DEVICES
+from penstock.core.timing.fleet_timeline import MOST_FLEET_DEVICES
 from penstock.turns.policies import PolicyName
 from penstock.turns.stop import Stop, halving, settled
 from penstock.turns.tables import parsed, record

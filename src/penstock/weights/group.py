@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import RunError
+from penstock.core.timing.spans import ALL_OF_STAGE
 from penstock.device.crossing import give_memory
-from penstock.timing.spans import ALL_OF_STAGE
 from penstock.weights.lane import Moved
 from penstock.weights.slabs import Slab
 from penstock.weights.tiers import Extent, whole_pages

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.versions import PipeMare, Place
+from penstock.core.versions import PipeMare, Place
 from penstock.weights.leaves import Leaves
 
 

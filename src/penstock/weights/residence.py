@@ -23,8 +23,8 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor, nn
 
+from penstock.core.schedule.residence import Stay
 from penstock.device.crossing import moved
-from penstock.schedule.residence import Stay
 from penstock.weights.group import Elsewhere, Group
 from penstock.weights.optimizer_state import state_tensors
 from penstock.weights.shelf import Shelved, shelved

@@ -42,12 +42,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import InputError
+from penstock.core.schedule import Kind, Op
+from penstock.core.schedule.op import FORWARDS, RELEASING
+from penstock.core.schedule.rounds import Rounds
+from penstock.core.versions import PipeMare, Place, Policy, Predict, VersionBook
 from penstock.device.activation_meter import Saved, plain
 from penstock.model.autocast import autocast_here
-from penstock.schedule import Kind, Op
-from penstock.schedule.op import FORWARDS, RELEASING
-from penstock.schedule.rounds import Rounds
-from penstock.versions import PipeMare, Place, Policy, Predict, VersionBook
 from penstock.weights.leaves import Leaves, Sockets
 from penstock.weights.pipemare import Drift, LoweredRates
 from penstock.weights.prediction import check_predictable, predicted

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from penstock.base.errors import FileError
 from penstock.base.units import format_bytes
-from penstock.cluster.parts import Tier
+from penstock.core.cluster.parts import Tier
 from penstock.device.side_streams import pinned_bytes
 
 PAGE = 4096

@@ -7,9 +7,9 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 import torch
 
 from penstock.base.errors import DeadlineError, ModelError
+from penstock.core.timing.spans import TransferKind
 from penstock.device.accelerators import is_on_host
 from penstock.device.queue import taken_up
-from penstock.timing.spans import TransferKind
 from penstock.weights.group import Group
 from penstock.weights.lane import Moved
 from penstock.weights.slabs import Slab, Slabs

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.cluster.parts import Tier
+from penstock.core.cluster.parts import Tier
 from penstock.device.accelerators import is_on_host
 from penstock.device.queue import taken_up
 from penstock.device.side_streams import SideStreams, pinned_bytes

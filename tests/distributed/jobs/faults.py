@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import penstock as pk
 from penstock.base.errors import PenstockError
-from penstock.schedule import families
+from penstock.core.schedule import families
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 
 DEADLINE_SECONDS = 6.0

@@ -30,10 +30,10 @@ from msgspec.structs import replace
 
 import penstock as pk
 from penstock.base.errors import PenstockError
-from penstock.cluster import SpareMachine
+from penstock.core.cluster import SpareMachine
+from penstock.core.schedule import Kind
+from penstock.core.summation import portions
 from penstock.plans import Plan
-from penstock.schedule import Kind
-from penstock.summation import portions
 from penstock.transport import ProcessGroupTransport
 from penstock.trial.reference.stale_replay import StaleReplay
 from penstock.trial.stale_proof import copies_of

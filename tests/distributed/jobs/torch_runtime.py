@@ -16,8 +16,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as schedules_of_torch
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
+from penstock.core.schedule import families
 from penstock.interop.torch_schedules import to_torch_csv
-from penstock.schedule import families
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.one_device import OneDevice
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import penstock as pk
 from penstock.checkpoint.contents import Contents
 from penstock.checkpoint.folder import checkpoint_in
-from penstock.cluster import SpareMachine
+from penstock.core.cluster import SpareMachine
 from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.reducing import replicated
 from tests.kit.training import DEADLINE_SECONDS, adamw

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from penstock.base.errors import InputError
 from penstock.cli import penstock
-from penstock.cluster import Link
+from penstock.core.cluster import Link
 from penstock.drawing.contest import ContestRecord, Entry, LossPoint
 from penstock.trial import contest as contest_room
 

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 import penstock.cli
 from penstock.cli import penstock as program
 from penstock.cli.examples import EXAMPLES
-from penstock.schedule import families
-from penstock.versions import POLICIES
+from penstock.core.schedule import families
+from penstock.core.versions import POLICIES
 
 
 def verbs():

@@ -6,8 +6,8 @@ import pytest
 
 from penstock import Cluster, Device, Link
 from penstock.base.errors import InputError
-from penstock.cluster import Group, SpareMachine, Topology, Wire, local
-from penstock.cluster.driver import gpus
+from penstock.core.cluster import Group, SpareMachine, Topology, Wire, local
+from penstock.core.cluster.driver import gpus
 from penstock.device.accelerators import accelerators
 from penstock.device.memory import total_bytes
 

@@ -10,8 +10,8 @@ import pytest
 from penstock import Cluster, Link
 from penstock.base.errors import FileError, InputError
 from penstock.base.units import to_bytes, to_bytes_per_second, to_seconds
-from penstock.cluster import Topology
-from penstock.cluster.measured import Seat, chosen_pairs, fit, gathered, ring_seconds
+from penstock.core.cluster import Topology
+from penstock.core.cluster.measured import Seat, chosen_pairs, fit, gathered, ring_seconds
 from tests.kit.paths import DOCS
 
 PAGE = DOCS / "clusters.md"

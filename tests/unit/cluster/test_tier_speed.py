@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import pytest
 
 from penstock.base.errors import FileError
-from penstock.cluster import tier_speed
-from penstock.cluster.parts import Tier
-from penstock.cluster.tier_speed import measured
+from penstock.core.cluster import tier_speed
+from penstock.core.cluster.parts import Tier
+from penstock.core.cluster.tier_speed import measured
 
 
 @pytest.fixture(params=["disk", "host"])

@@ -13,17 +13,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock.base.errors import InputError
+from penstock.core.schedule import Kind, families
+from penstock.core.schedule.check import executable_order
+from penstock.core.schedule.memory import Sizes, units
+from penstock.core.timing.simulator import simulate
 from penstock.demo.gpt import GPT, loss
 from penstock.device.activation_meter import ActivationMeter
 from penstock.model import tree
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import spine_of
 from penstock.profiler import profile
-from penstock.schedule import Kind, families
-from penstock.schedule.check import executable_order
-from penstock.schedule.memory import Sizes, units
 from penstock.stage.stage import Keep, Stage
-from penstock.timing.simulator import simulate
 from tests.kit.alive import Alive
 from tests.kit.helpers import make_batch, make_mlp
 

@@ -9,9 +9,9 @@ import pytest
 
 from penstock import Costs, schedules, simulate
 from penstock.base.errors import InputError
+from penstock.core.schedule.op import Kind
 from penstock.drawing import draw, draw_borrowed
 from penstock.drawing.borrowed import borrowed
-from penstock.schedule.op import Kind
 from tests.kit.paths import GOLDEN
 
 _SVG = "{http://www.w3.org/2000/svg}"

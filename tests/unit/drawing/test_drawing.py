@@ -8,6 +8,8 @@ import pytest
 
 from penstock import Costs, Kind, Op, Schedule, Span, Timeline, draw, errors, schedules, simulate
 from penstock.base.units import four_digits, picture_bytes, picture_seconds
+from penstock.core.schedule.lower import add_communication, add_recompute, add_update, lower
+from penstock.core.timing.spans import BUSY
 from penstock.drawing import draw_stacked, markup, stacked
 from penstock.drawing.axes import tick_label, ticks
 from penstock.drawing.chart import line_chart, thinned
@@ -17,8 +19,6 @@ from penstock.drawing.timeline.html import page
 from penstock.drawing.timeline.labels import Names
 from penstock.drawing.timeline.svg import svg
 from penstock.drawing.timeline.text import columns_of_shortest, stacked_text, text
-from penstock.schedule.lower import add_communication, add_recompute, add_update, lower
-from penstock.timing.spans import BUSY
 from tests.kit.paths import GOLDEN
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -12,13 +12,13 @@ import pytest
 
 from penstock import Costs, Timeline, draw, schedules, simulate
 from penstock.cli.sources import load_with_versions
+from penstock.core.schedule.op import Kind
+from penstock.core.timing.spans import BUSY
 from penstock.drawing import stacked
 from penstock.drawing.timeline.chrome import chrome
 from penstock.drawing.timeline.excerpt import MOST_OPS, excerpts, steady_part, whole_of
 from penstock.drawing.timeline.labels import Names
 from penstock.drawing.timeline.text import text
-from penstock.schedule.op import Kind
-from penstock.timing.spans import BUSY
 
 SVG = "{http://www.w3.org/2000/svg}"
 

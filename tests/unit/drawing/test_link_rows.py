@@ -10,15 +10,15 @@ import pytest
 
 import penstock as pk
 from penstock.base.errors import FileError
+from penstock.core.schedule import Kind
+from penstock.core.schedule.lower import add_update
+from penstock.core.timing.exchange import Exchange
+from penstock.core.timing.served import Served
+from penstock.core.timing.spans import Transfer
+from penstock.core.timing.timeline import Timeline
 from penstock.drawing.timeline.link_rows import link_rows
 from penstock.drawing.timeline.svg import svg
 from penstock.drawing.timeline.text import text
-from penstock.schedule import Kind
-from penstock.schedule.lower import add_update
-from penstock.timing.exchange import Exchange
-from penstock.timing.served import Served
-from penstock.timing.spans import Transfer
-from penstock.timing.timeline import Timeline
 from tests.kit.paths import GOLDEN
 
 COPIES = add_update(

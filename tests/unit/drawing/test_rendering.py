@@ -10,9 +10,9 @@ import pytest
 
 import penstock as pk
 from penstock.base.errors import InputError
+from penstock.core.timing.spans import Transfer
 from penstock.drawing import draw_stacked
 from penstock.drawing.rendering import light
-from penstock.timing.spans import Transfer
 
 SVG = "{http://www.w3.org/2000/svg}"
 SPLIT = pk.simulate(pk.schedules.build("zb-h1", num_ranks=4, num_microbatches=8), pk.Costs())

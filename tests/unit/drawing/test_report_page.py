@@ -8,6 +8,8 @@ from xml.etree import ElementTree
 import pytest
 
 from penstock import Costs, Timeline, errors, schedules, simulate
+from penstock.core.schedule.lower import add_communication, add_update
+from penstock.core.timing.spans import BUSY
 from penstock.drawing import (
     Fact,
     Report,
@@ -19,8 +21,6 @@ from penstock.drawing import (
 )
 from penstock.drawing.report.glossary import WORDS, explained
 from penstock.drawing.report.page import report_page
-from penstock.schedule.lower import add_communication, add_update
-from penstock.timing.spans import BUSY
 
 FILES = {"index.html", "predicted.svg", "measured.svg", "timelines.svg", "run.json"}
 CHROMIUM = next(

@@ -9,13 +9,13 @@ from xml.etree import ElementTree
 import pytest
 
 from penstock import Costs, Op, Schedule, Timeline, draw, errors, schedules, simulate
+from penstock.core.schedule.lower import add_update, add_updates, lower
+from penstock.core.schedule.rounds import Rounds
+from penstock.core.versions import DoubleBuffer, Latest, Policy, Stash, VerticalSync, trace
 from penstock.drawing.markup import text_width
 from penstock.drawing.timeline.html import page
 from penstock.drawing.timeline.svg import svg
 from penstock.drawing.timeline.text import text
-from penstock.schedule.lower import add_update, add_updates, lower
-from penstock.schedule.rounds import Rounds
-from penstock.versions import DoubleBuffer, Latest, Policy, Stash, VerticalSync, trace
 
 SVG = "{http://www.w3.org/2000/svg}"
 

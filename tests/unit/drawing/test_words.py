@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from penstock import Op, Span
+from penstock.core.timing import Cause, Parting
 from penstock.drawing.report.words import reason
-from penstock.timing import Cause, Parting
 
 F, B = Op.parse("1F3"), Op.parse("1B2")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.base.errors import InputError
-from penstock.cluster import Link
+from penstock.core.cluster import Link
 from penstock.partition import COST_MODELS, cost_model
 
 LINK = Link(latency_seconds=0.001, bytes_per_second=1000.0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from penstock.base.errors import InputError, PlanError
-from penstock.cluster import Cluster, Device, Group, Link
-from penstock.graph import Layer, LayerGraph
+from penstock.core.cluster import Cluster, Device, Group, Link
+from penstock.core.graph import Layer, LayerGraph
 from penstock.partition.dapple import dapple_candidates
 from penstock.partition.dapple.rules import servers, take
 from tests.kit.dapple_estimate import latency, lower_bound, pivot, placements

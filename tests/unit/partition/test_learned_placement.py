@@ -18,8 +18,8 @@ from benchmarks.planning.learned_placement import (
 from benchmarks.planning.placers import brute_force_placement, random_placement
 from penstock import schedules, simulate
 from penstock.base.errors import InputError, PlanError
-from penstock.cluster import Link
-from penstock.graph import Layer, LayerGraph
+from penstock.core.cluster import Link
+from penstock.core.graph import Layer, LayerGraph
 from penstock.partition import balance
 from penstock.partition.placement import (
     greedy_placement,

@@ -6,8 +6,8 @@ from functools import cache
 import pytest
 
 from penstock.base.errors import InputError
-from penstock.cluster import Cluster, Device, Group, Link, Wire
-from penstock.graph import Layer, LayerGraph
+from penstock.core.cluster import Cluster, Device, Group, Link, Wire
+from penstock.core.graph import Layer, LayerGraph
 from penstock.interop.pipedream_profiles import read_pipedream_graph
 from penstock.partition import best_partition, cost_model, evaluate
 from penstock.partition.steady import levels_of, nested_partition

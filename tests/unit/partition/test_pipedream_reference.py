@@ -5,8 +5,8 @@ from functools import cache
 
 import pytest
 
-from penstock.cluster import Cluster, Link
-from penstock.graph import LayerGraph
+from penstock.core.cluster import Cluster, Link
+from penstock.core.graph import LayerGraph
 from penstock.interop.pipedream_profiles import read_pipedream_graph
 from penstock.partition import Partition, best_partition, cost_model, evaluate
 from tests.kit.examples import in_turns

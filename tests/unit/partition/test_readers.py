@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from penstock.cluster import Cluster, Link
-from penstock.graph import Layer, LayerGraph
+from penstock.core.cluster import Cluster, Link
+from penstock.core.graph import Layer, LayerGraph
 from penstock.partition import Partition, PartitionedStage, cost_model, evaluate
 from penstock.partition.readers import handed_on, reads_of, skips_of, sources_of
 from penstock.partition.steady.states import prefixes

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.cluster import Link
-from penstock.graph import Layer
+from penstock.core.cluster import Link
+from penstock.core.graph import Layer
 from penstock.partition.tensor.layouts import Ring, ways
 
 

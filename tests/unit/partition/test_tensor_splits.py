@@ -6,8 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.base.errors import InputError
-from penstock.cluster import Link
-from penstock.graph import Layer, LayerGraph
+from penstock.core.cluster import Link
+from penstock.core.graph import Layer, LayerGraph
 from penstock.partition.tensor import split_layers
 from penstock.partition.tensor.layouts import Ring, ways
 from tests.kit.paths import DOCS

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import penstock as pk
 from penstock.base.errors import InputError
-from penstock.schedule import Kind, Op
+from penstock.core.schedule import Kind, Op
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit import training
 from tests.kit.helpers import make_batch, make_mlp, make_plan

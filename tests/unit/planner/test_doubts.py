@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 import penstock as pk
-from penstock.graph import Contention
+from penstock.core.graph import Contention
 from tests.kit.planning import chain, devices
 
 CROWD = replace(devices(2), memory_bytes=10**12)

@@ -9,8 +9,8 @@ import pytest
 
 from penstock import Cluster, Device, Layer, LayerGraph, Plan, Tier, check, plan, replan, simulate
 from penstock.base.errors import InputError
+from penstock.core.schedule import Kind
 from penstock.plans.offloading import Offload, moved_activations
-from penstock.schedule import Kind
 
 MIB = 1 << 20
 

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from benchmarks.planning.calls import counting
 from penstock import Cluster, Device, LayerGraph, Link, plan
 from penstock.base.errors import FileError, InputError, ModelError, PlanError
-from penstock.cluster import Group
+from penstock.core.cluster import Group
 from penstock.planner.offers import offers
 from penstock.planner.race import Race
 from penstock.planner.search import plan as search
@@ -214,7 +214,7 @@ def picky(num_ranks, num_microbatches):
 
 
 def test_a_family_that_refuses_is_skipped_unless_asked_for(monkeypatch):
-    from penstock.schedule import families
+    from penstock.core.schedule import families
 
     monkeypatch.setitem(families.FAMILIES, "picky", picky)
     assert plan(chain(), devices(2), microbatches=4).schedule == "1f1b"

@@ -7,9 +7,9 @@ from msgspec.structs import replace
 
 import penstock as pk
 from penstock.base.errors import InputError
-from penstock.cluster import Link, SpareMachine
+from penstock.core.cluster import Link, SpareMachine
+from penstock.core.summation.split import best_split
 from penstock.plans.explanation import explain
-from penstock.summation.split import best_split
 from tests.kit.planning import chain, devices
 
 RATE = 12.5e6

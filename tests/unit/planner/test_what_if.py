@@ -7,9 +7,9 @@ from msgspec.structs import replace
 
 from penstock import Cluster, Device, Link
 from penstock.base.errors import InputError, PlanError
-from penstock.cluster import Group, Wire
-from penstock.cluster.subset import only
-from penstock.graph import Contention
+from penstock.core.cluster import Group, Wire
+from penstock.core.cluster.subset import only
+from penstock.core.graph import Contention
 from penstock.planner import what_if
 from tests.kit.planning import KIB, chain, clusters, devices, graphs
 

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.base.errors import InputError
-from penstock.cluster.parts import Device, Tier
+from penstock.core.cluster.parts import Device, Tier
 from penstock.drawing import draw_memory
 from penstock.plans import Plan, StagePlan
 from penstock.plans.memory_curves import memory_limits, memory_over_time

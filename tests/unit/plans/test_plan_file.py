@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from penstock import errors
-from penstock.cluster import Device
+from penstock.core.cluster import Device
+from penstock.core.schedule import families
 from penstock.plans import Alternative, Plan, StagePlan
-from penstock.schedule import families
 from tests.kit.command_line import refused, succeed
 from tests.kit.paths import ROOT
 

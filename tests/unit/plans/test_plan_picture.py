@@ -10,15 +10,15 @@ import pytest
 from msgspec.structs import replace
 
 from penstock import errors, versions
-from penstock.cluster import Device
+from penstock.core.cluster import Device
+from penstock.core.schedule import families
+from penstock.core.schedule.op import Kind
 from penstock.drawing import draw_plan
 from penstock.drawing.plan.sheet import shortened_layers, wrapped
 from penstock.drawing.plan.svg import plan_svg
 from penstock.drawing.plan.text import plan_text
 from penstock.plans import Alternative, Plan, StagePlan
 from penstock.plans.picture import picture_of
-from penstock.schedule import families
-from penstock.schedule.op import Kind
 from tests.kit.command_line import run
 from tests.kit.paths import DOCS, GOLDEN
 

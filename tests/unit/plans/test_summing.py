@@ -6,7 +6,7 @@ import pytest
 
 import penstock as pk
 from penstock.base.errors import FileError, InputError
-from penstock.cluster import SpareMachine
+from penstock.core.cluster import SpareMachine
 from penstock.plans import Plan
 from penstock.plans.summing import REDUCERS, Summing
 from tests.kit.helpers import make_mlp

@@ -18,7 +18,7 @@ from torch import nn
 
 import penstock as pk
 from penstock.base.errors import InputError
-from penstock.graph import Contention
+from penstock.core.graph import Contention
 from penstock.profiler.alone import Alone
 from penstock.profiler.together.disturbance import Usage, share_of_others
 from penstock.profiler.together.fit import Factors, Lap, factors_of, paced, plan_of
@@ -76,7 +76,7 @@ def test_the_planner_says_what_a_machine_took_on_which_the_profile_was_made(
 
 
 def test_ranks_of_a_host_that_does_not_tell_its_memory_crowd_each_other_too(monkeypatch):
-    monkeypatch.setattr("penstock.cluster.local.host_memory_bytes", lambda: 0)
+    monkeypatch.setattr("penstock.core.cluster.local.host_memory_bytes", lambda: 0)
     graph = chain(4)
     made = plan_of(graph, "whole", 2)
     ran = Ran(2 * made.step_seconds, 0.0, 0.0)

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from penstock.base.errors import InputError, RunError
-from penstock.cluster import SpareMachine
+from penstock.core.cluster import SpareMachine
+from penstock.core.summation.frames import key_of
+from penstock.core.summation.server import SummationServer
 from penstock.plans.summing import Summing
 from penstock.reduce.reducer import SharedWeights
 from penstock.reduce.serving import ServerReducer
-from penstock.summation.frames import key_of
-from penstock.summation.server import SummationServer
 from tests.unit.reduce.test_sums import (
     SHAPES,
     between_threads,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from penstock.core.schedule import Op
 from penstock.rehearsal.emulated_stage import EmulatedStage
 from penstock.rehearsal.waits import Waits
-from penstock.schedule import Op
 from penstock.stage.protocol import RunnableStage
 from penstock.stage.stage import Stage
 

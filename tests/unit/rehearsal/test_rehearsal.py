@@ -17,6 +17,17 @@ from hypothesis import strategies as st
 
 from penstock import Costs, Plan, Schedule, schedules, simulate, versions
 from penstock.base.errors import InputError, RunError, ScheduleError
+from penstock.core.schedule import Kind
+from penstock.core.schedule.lower import (
+    add_communication,
+    add_recompute,
+    add_update,
+    add_updates,
+    lower,
+)
+from penstock.core.schedule.op import COMMUNICATION
+from penstock.core.schedule.rounds import Rounds
+from penstock.core.timing.spans import BUSY
 from penstock.plans import StagePlan
 from penstock.rehearsal import rehearse
 from penstock.rehearsal.conduct import default_costs, performable
@@ -24,11 +35,6 @@ from penstock.rehearsal.job import Job, flattened
 from penstock.rehearsal.performance import perform
 from penstock.rehearsal.result import rehearsal_of
 from penstock.rehearsal.stream import Steady
-from penstock.schedule import Kind
-from penstock.schedule.lower import add_communication, add_recompute, add_update, add_updates, lower
-from penstock.schedule.op import COMMUNICATION
-from penstock.schedule.rounds import Rounds
-from penstock.timing.spans import BUSY
 from tests.kit.examples import more
 from tests.kit.helpers import amounts
 

@@ -7,12 +7,12 @@ import itertools
 import pytest
 
 from penstock import Layer, LayerGraph, plan, simulate
-from penstock.cluster import Cluster, Device, Group, Link
+from penstock.core.cluster import Cluster, Device, Group, Link
+from penstock.core.schedule import Kind
+from penstock.core.schedule.op import COMPUTE
 from penstock.rehearsal import rehearse
 from penstock.rehearsal.conduct import performable
 from penstock.rehearsal.stream import Steady, compute_of, stream_of
-from penstock.schedule import Kind
-from penstock.schedule.op import COMPUTE
 from tests.kit.examples import in_turns
 
 SPEEDS = (1.0, 0.5, 1.0, 0.7)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from penstock.base.errors import PeerError, StageError
+from penstock.core.schedule import Op
 from penstock.run.rank.interpreter import Restart, perform_all
 from penstock.run.rank.journal import Journal
-from penstock.schedule import Op
 
 OPS = [Op.parse(text) for text in ("0F0", "0F1", "0B0", "0B1")]
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.core.schedule import Kind, Op, families
+from penstock.core.schedule.lower import add_communication, add_recompute, split_backward
+from penstock.core.schedule.segment import Segment
 from penstock.run.rank.program import RankProgram, SkipRoute
-from penstock.schedule import Kind, Op, families
-from penstock.schedule.lower import add_communication, add_recompute, split_backward
-from penstock.schedule.segment import Segment
 from penstock.stage.stage import Keep
 from tests.kit.helpers import runnable_families
 

@@ -10,6 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock.base.errors import DeadlineError, ModelError, StageError
+from penstock.core.schedule import Schedule
+from penstock.core.schedule.op import Kind
+from penstock.core.schedule.segment import Segment
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import spine_of
 from penstock.run.minibatch import Minibatch, StreamPosition
@@ -18,9 +21,6 @@ from penstock.run.rank.updater import Holding, Updater
 from penstock.run.rank.worker import Worker
 from penstock.run.recipe import Recipe
 from penstock.run.shared_state import SharedState, SharedTensor
-from penstock.schedule import Schedule
-from penstock.schedule.op import Kind
-from penstock.schedule.segment import Segment
 from penstock.stage.stage import Stage
 from penstock.transport import Edge, Transport
 from penstock.transport.tags import FIRST_EXCHANGE

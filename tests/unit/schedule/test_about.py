@@ -4,8 +4,8 @@ import types
 import pytest
 
 from penstock import schedules
-from penstock.schedule import families
-from penstock.schedule.about import about
+from penstock.core.schedule import families
+from penstock.core.schedule.about import about
 
 
 @pytest.mark.parametrize("name", schedules.names())

@@ -2,8 +2,8 @@ import pytest
 
 from penstock import Schedule, check, schedules
 from penstock.base.errors import InputError, ScheduleError
-from penstock.schedule.check import executable_order
-from penstock.schedule.lower import add_communication
+from penstock.core.schedule.check import executable_order
+from penstock.core.schedule.lower import add_communication
 
 
 def refused(text, **options):

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from penstock import Costs, Schedule, check, schedules, simulate
 from penstock.base.errors import InputError
-from penstock.schedule import lower
-from penstock.schedule.families import layout
-from penstock.schedule.lower import add_free, add_recompute, add_reduce, add_update
-from penstock.schedule.memory import Sizes, peak_activations, peaks
+from penstock.core.schedule import lower
+from penstock.core.schedule.families import layout
+from penstock.core.schedule.lower import add_free, add_recompute, add_reduce, add_update
+from penstock.core.schedule.memory import Sizes, peak_activations, peaks
 
 FAMILIES = [name for name in schedules.names() if name not in schedules.SEARCHED]
 OPTIONS = {
@@ -74,7 +74,7 @@ def timeline_ops(timeline):
 
 
 def waves_of(schedule, costs):
-    from penstock.timing import simulator
+    from penstock.core.timing import simulator
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(simulator, "MANY_OPS", 0)

@@ -2,8 +2,8 @@ import pytest
 
 from penstock import Costs, Schedule, check, schedules, simulate
 from penstock.base.errors import InputError, ScheduleError
-from penstock.schedule import lower as passes
-from penstock.schedule.lower import (
+from penstock.core.schedule import lower as passes
+from penstock.core.schedule.lower import (
     add_communication,
     add_free,
     add_recompute,
@@ -13,7 +13,7 @@ from penstock.schedule.lower import (
     lower,
     split_backward,
 )
-from penstock.schedule.schedule import MANY_OPS
+from penstock.core.schedule.schedule import MANY_OPS
 from tests.kit.helpers import compute_only
 
 

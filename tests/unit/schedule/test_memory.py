@@ -4,8 +4,8 @@ import pytest
 
 from penstock import Costs, Schedule, Sizes, draw, schedules, simulate
 from penstock.base.errors import InputError
-from penstock.schedule.lower import add_free, add_recompute, lower
-from penstock.schedule.memory import Load, loads, peak_activations, peaks, units
+from penstock.core.schedule.lower import add_free, add_recompute, lower
+from penstock.core.schedule.memory import Load, loads, peak_activations, peaks, units
 
 SPLIT = Schedule.parse("0F0,0F1,0I0,0I1,0W0,0W1")
 

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import Costs, Kind, Op, schedules
-from penstock.schedule.channels import RECEIVED_BY, RECEIVES, SENDS, SENT_BY, other_end
-from penstock.schedule.lower import lower, split_backward
-from penstock.schedule.op import COMPUTE, dependencies
-from penstock.schedule.search import problem as tables
-from penstock.schedule.search import whole_ranks
+from penstock.core.schedule.channels import RECEIVED_BY, RECEIVES, SENDS, SENT_BY, other_end
+from penstock.core.schedule.lower import lower, split_backward
+from penstock.core.schedule.op import COMPUTE, dependencies
+from penstock.core.schedule.search import problem as tables
+from penstock.core.schedule.search import whole_ranks
 from tests.kit.paths import ROOT
 
 SOURCE = ROOT / "src" / "penstock"

@@ -2,7 +2,7 @@ import pytest
 
 from penstock import Kind, Op
 from penstock.base.errors import ScheduleError
-from penstock.schedule.op import dependencies
+from penstock.core.schedule.op import dependencies
 
 
 def needed(text, last_stage=2, present=""):

@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 
 from penstock import Kind, Op, Schedule, check, schedules
 from penstock.base.errors import InputError, ScheduleError
-from penstock.schedule import check as checking
-from penstock.schedule import lower as lowering
-from penstock.schedule.channels import room_needed
-from penstock.schedule.check import check_each_op
-from penstock.schedule.columns import needs as columns_needs
-from penstock.schedule.columns.columns import Columns
-from penstock.schedule.columns.messages import bounded, messages_of
-from penstock.schedule.columns.needs import Numbers
-from penstock.schedule.columns.proof import is_proven
-from penstock.schedule.lower import (
+from penstock.core.schedule import check as checking
+from penstock.core.schedule import lower as lowering
+from penstock.core.schedule.channels import room_needed
+from penstock.core.schedule.check import check_each_op
+from penstock.core.schedule.columns import needs as columns_needs
+from penstock.core.schedule.columns.columns import Columns
+from penstock.core.schedule.columns.messages import bounded, messages_of
+from penstock.core.schedule.columns.needs import Numbers
+from penstock.core.schedule.columns.proof import is_proven
+from penstock.core.schedule.lower import (
     add_agreement,
     add_communication,
     add_free,
@@ -28,8 +28,8 @@ from penstock.schedule.lower import (
     lower,
     split_backward,
 )
-from penstock.schedule.op import COMMUNICATION
-from penstock.schedule.rounds import Rounds
+from penstock.core.schedule.op import COMMUNICATION
+from penstock.core.schedule.rounds import Rounds
 
 FIXED = [name for name in schedules.names() if name not in schedules.SEARCHED]
 

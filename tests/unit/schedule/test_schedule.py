@@ -3,7 +3,7 @@ import pytest
 
 from penstock import Costs, Schedule, schedules
 from penstock.base.errors import InputError, ScheduleError
-from penstock.schedule.lower import add_communication, forward_only
+from penstock.core.schedule.lower import add_communication, forward_only
 
 
 def test_torchs_csv_reads_with_idle_cells_and_prints_without():

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import check, schedules
-from penstock.schedule.families import building_block, layout, stretched
+from penstock.core.schedule.families import building_block, layout, stretched
 
-hanayo_family = import_module("penstock.schedule.families.hanayo")
+hanayo_family = import_module("penstock.core.schedule.families.hanayo")
 """The module: the room has a function of the same name."""
 
 

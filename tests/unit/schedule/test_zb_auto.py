@@ -6,7 +6,7 @@ import pytest
 
 from penstock import check, schedules
 from penstock.base.errors import InputError
-from penstock.schedule.search.problem import Sizes
+from penstock.core.schedule.search.problem import Sizes
 
 KEEPS_HALF = Sizes((1.0, 1.0), (0.5, 0.5))
 

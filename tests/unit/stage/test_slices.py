@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from penstock.base.errors import InputError, ModelError
+from penstock.core.schedule import Schedule, families
+from penstock.core.schedule.lower import add_recompute
+from penstock.core.schedule.segment import Segment
 from penstock.demo import GPT
 from penstock.model.microbatches import split_sequence
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import spine_of
 from penstock.run.rank.program import RankProgram
-from penstock.schedule import Schedule, families
-from penstock.schedule.lower import add_recompute
-from penstock.schedule.segment import Segment
 from penstock.stage.slices import Relay, call_of, check_sliceable
 from penstock.stage.stage import Keep, Stage
 from tests.kit.helpers import wanting

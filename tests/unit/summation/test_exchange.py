@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.base.errors import DeadlineError, InputError, PeerError, RunError
-from penstock.summation.adding import add_to
-from penstock.summation.division import Owner, divide
-from penstock.summation.exchange import Exchange
-from penstock.summation.frames import (
+from penstock.core.summation.adding import add_to
+from penstock.core.summation.division import Owner, divide
+from penstock.core.summation.exchange import Exchange
+from penstock.core.summation.frames import (
     HEAD_BYTES,
     Head,
     Kind,
@@ -31,8 +31,8 @@ from penstock.summation.frames import (
     parse_address,
     receive,
 )
-from penstock.summation.server import SummationServer
-from penstock.summation.split import MOST_PART_BYTES
+from penstock.core.summation.server import SummationServer
+from penstock.core.summation.split import MOST_PART_BYTES
 
 SECONDS = 60.0
 KEY = key_of("a secret", "a job")
@@ -459,7 +459,7 @@ def test_what_is_no_address_is_refused(text):
 
 def test_servers_need_no_torch():
     code = (
-        "import sys, penstock.summation.server, penstock.summation.exchange; "
+        "import sys, penstock.core.summation.server, penstock.core.summation.exchange; "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=SECONDS)

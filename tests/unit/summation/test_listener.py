@@ -12,9 +12,9 @@ from itertools import pairwise
 import pytest
 
 from penstock.base.errors import RunError
-from penstock.summation import frames, listener
-from penstock.summation.frames import Head, Kind, Member, greet, is_loopback, key_of
-from penstock.summation.server import SummationServer
+from penstock.core.summation import frames, listener
+from penstock.core.summation.frames import Head, Kind, Member, greet, is_loopback, key_of
+from penstock.core.summation.server import SummationServer
 
 KEY = key_of("a secret", "a job")
 SECONDS = 60.0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from penstock.base.errors import InputError
-from penstock.summation.split import best_part_bytes, best_split, parts_of
+from penstock.core.summation.split import best_part_bytes, best_split, parts_of
 
 RATES = st.floats(0.1, 100.0)
 

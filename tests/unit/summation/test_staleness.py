@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.summation.staleness import Answer, Contribution, StaleClock, StaleStream
+from penstock.core.summation.staleness import Answer, Contribution, StaleClock, StaleStream
 
 
 def run(num_workers, most_stale, num_minibatches, choose, *, known):

@@ -6,8 +6,8 @@ import pytest
 
 from penstock import Costs, Op, Span, Timeline, schedules, simulate
 from penstock.base.errors import InputError, ScheduleError
-from penstock.schedule.lower import add_update
-from penstock.timing import Idle, find_parting, idle_of, measured_costs
+from penstock.core.schedule.lower import add_update
+from penstock.core.timing import Idle, find_parting, idle_of, measured_costs
 
 WITH_MESSAGES = (
     ("0F0", 0, 0, 2),

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from penstock import Costs, Schedule, schedules, simulate
 from penstock.base.errors import InputError
-from penstock.schedule.lower import add_communication
+from penstock.core.schedule.lower import add_communication
 from tests.kit.helpers import runnable_families
 
 FAMILIES = [*runnable_families(), "chimera", "pipedream", "seq1f1b"]

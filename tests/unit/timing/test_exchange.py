@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import penstock as pk
 from penstock.base.errors import InputError
-from penstock.schedule.lower import add_update
-from penstock.schedule.op import Kind
-from penstock.timing.exchange import Exchange, flow_shop
-from penstock.timing.timeline import Timeline
+from penstock.core.schedule.lower import add_update
+from penstock.core.schedule.op import Kind
+from penstock.core.timing.exchange import Exchange, flow_shop
+from penstock.core.timing.timeline import Timeline
 
 SECONDS = st.integers(0, 9).map(float)
 PASSED = st.lists(SECONDS, min_size=1, max_size=4)

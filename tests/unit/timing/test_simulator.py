@@ -2,7 +2,7 @@ import pytest
 
 from penstock import Costs, Schedule, schedules, simulate
 from penstock.base.errors import InputError, ScheduleError
-from penstock.schedule.lower import add_communication, add_update
+from penstock.core.schedule.lower import add_communication, add_update
 
 
 def times(text, costs=None, lower=lambda schedule: schedule):

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import penstock as pk
+from penstock.core.schedule.lower import add_update
+from penstock.core.schedule.residence import add_residence
+from penstock.core.timing.spans import ALL_OF_STAGE
 from penstock.drawing import draw
 from penstock.drawing.timeline.link_rows import link_rows
-from penstock.schedule.lower import add_update
-from penstock.schedule.residence import add_residence
-from penstock.timing.spans import ALL_OF_STAGE
 from tests.kit.spilling import make_net, spilled_pipeline
 
 COSTS = pk.Costs(fetch=1, fetch_state=2, leave=1, leave_state=2, update=0.5)

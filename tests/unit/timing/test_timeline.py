@@ -5,11 +5,11 @@ import pytest
 
 from penstock import Costs, Op, Span, Timeline, schedules, simulate
 from penstock.base.errors import FileError, InputError
+from penstock.core.schedule.lower import add_updates
+from penstock.core.schedule.rounds import Rounds
+from penstock.core.timing.spans import Row, Transfer
+from penstock.core.versions import DoubleBuffer, Latest, Stash, VerticalSync, trace
 from penstock.drawing import TimelineRecord
-from penstock.schedule.lower import add_updates
-from penstock.schedule.rounds import Rounds
-from penstock.timing.spans import Row, Transfer
-from penstock.versions import DoubleBuffer, Latest, Stash, VerticalSync, trace
 
 
 def timeline(*rows, source="measured"):

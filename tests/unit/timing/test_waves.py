@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from penstock import Costs, Schedule, schedules, simulate
 from penstock.base.errors import InputError, ScheduleError
-from penstock.schedule.columns import needs as columns_needs
-from penstock.schedule.lower import add_agreement, add_recompute, add_update, lower
-from penstock.timing import simulator
-from penstock.timing.simulator.events import by_events
-from penstock.timing.simulator.waves import by_waves
+from penstock.core.schedule.columns import needs as columns_needs
+from penstock.core.schedule.lower import add_agreement, add_recompute, add_update, lower
+from penstock.core.timing import simulator
+from penstock.core.timing.simulator.events import by_events
+from penstock.core.timing.simulator.waves import by_waves
 
 FIXED = [name for name in schedules.names() if name not in schedules.SEARCHED]
 PASSES = {

@@ -8,11 +8,11 @@ from collections import Counter
 import pytest
 
 from penstock import schedules
+from penstock.core.schedule.lower import lower
+from penstock.core.schedule.segment import Segment
 from penstock.reduce.reducer import Purpose, SharedWeights
 from penstock.run.rank.program import RankProgram, SkipRoute
 from penstock.run.rank.worker import NUMBERS_PER_RUN
-from penstock.schedule.lower import lower
-from penstock.schedule.segment import Segment
 from penstock.tensor.channel_group import ChannelGroup
 from penstock.transport import tags
 from penstock.transport.base import LARGEST_NUMBER

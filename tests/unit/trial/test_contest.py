@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from penstock import planner
 from penstock.base.errors import InputError
-from penstock.cluster import Cluster, Link
+from penstock.core.cluster import Cluster, Link
 from penstock.drawing.contest import ContestRecord, markdown, summary, table_rows
 from penstock.trial.contest import METHODS, run_contest
 from penstock.trial.contest import contest as contest_module

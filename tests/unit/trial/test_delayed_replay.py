@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from penstock import versions
-from penstock.schedule import Kind, families
-from penstock.schedule.lower import add_updates
-from penstock.schedule.rounds import Rounds, warm_up
+from penstock.core.schedule import Kind, families
+from penstock.core.schedule.lower import add_updates
+from penstock.core.schedule.rounds import Rounds, warm_up
 from penstock.trial.reference.delayed_replay import DelayedReplay
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.examples import more

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.cluster.parts import Tier
+from penstock.core.cluster.parts import Tier
 from penstock.weights import tiers
 from penstock.weights.group import Group
 from penstock.weights.lane import Lane, Moved, at_once

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from penstock.base.errors import FileError, InputError, RunError
-from penstock.cluster.parts import Tier
+from penstock.core.cluster.parts import Tier
 from penstock.weights import tiers
 from penstock.weights.slabs import Slab, Slabs
 from penstock.weights.tiers import PAGE, DiskStore, opened, whole_pages

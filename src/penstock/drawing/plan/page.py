@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from penstock.core.timing.timeline import Timeline
 from penstock.drawing.markup import escaped, lines, tag
 from penstock.drawing.plan.picture import Choices, PlanPicture
 from penstock.drawing.plan.svg import NARROWEST, NARROWEST_AT_ALL, WIDEST, plan_svg
 from penstock.drawing.timeline.html import document, inline, scroll, viewer
 from penstock.drawing.timeline.svg import PAGE_WIDTHS, stacked, svg
-from penstock.timing.timeline import Timeline
 
 _SIZE = re.compile(r'width="(\d+)" height="(\d+)"')
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.base.units import picture_bytes, picture_seconds
+from penstock.core.schedule.op import Kind
 from penstock.drawing.layer_names import first_to_last
-from penstock.schedule.op import Kind
 
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "other")
 """What memory is spent on, in the order of ``DeviceRow.memory``. Other: buffers, and room to

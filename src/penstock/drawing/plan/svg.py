@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from penstock.base.units import TimeUnit, picture_bytes, picture_seconds, unit_of_seconds
+from penstock.core.schedule.op import Kind
 from penstock.drawing.axes import tick_label, ticks
 from penstock.drawing.markup import (
     Rectangle,
@@ -42,7 +43,6 @@ from penstock.drawing.plan.sheet import (
     wrapped,
 )
 from penstock.drawing.timeline.boxes import LETTERS, WORDS, ink, paint, patterns
-from penstock.schedule.op import Kind
 
 NARROWEST, WIDEST = 1040.0, 1600.0
 """The least and the most pixels that a figure is wide by itself."""

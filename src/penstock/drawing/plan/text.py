@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from textwrap import wrap
 
 from penstock.base.units import picture_seconds
+from penstock.core.timing.timeline import Timeline
 from penstock.drawing.plan.picture import (
     MEMORY_PARTS,
     Choices,
@@ -18,7 +19,6 @@ from penstock.drawing.plan.picture import (
 )
 from penstock.drawing.timeline.boxes import LETTERS, WORDS
 from penstock.drawing.timeline.text import text
-from penstock.timing.timeline import Timeline
 
 _TIME, _MEMORY, _WIDTH = 40, 24, 108
 _IDLE, _FREE, _LIMIT, _OVER = "·", "·", "|", "!"

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from penstock.base.errors import InputError
 from penstock.base.units import picture_seconds
+from penstock.core.timing import Idle, idle_of
+from penstock.core.timing.timeline import Timeline
 from penstock.drawing.markup import escaped, lines, tag
-from penstock.timing import Idle, idle_of
-from penstock.timing.timeline import Timeline
 
 HINT = (
     "Bubble: what the schedule's order forces. Waiting: what slow ops and late starts of other "

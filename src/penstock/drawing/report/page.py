@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 from penstock.base.errors import InputError, ScheduleError
 from penstock.base.units import picture_bytes, picture_seconds
+from penstock.core.timing import find_parting
+from penstock.core.timing.timeline import Timeline
 from penstock.drawing.axes import UnitName
 from penstock.drawing.chart import line_chart
 from penstock.drawing.layer_names import first_to_last
@@ -21,8 +23,6 @@ from penstock.drawing.report.taking import taking_section
 from penstock.drawing.report.words import departure
 from penstock.drawing.timeline.html import document, scroll, viewer
 from penstock.drawing.timeline.svg import PAGE_WIDTHS, stacked
-from penstock.timing import find_parting
-from penstock.timing.timeline import Timeline
 
 TIMELINES_UNIT: UnitName = "seconds"
 """A report is of a run, so that its times are seconds, also the predicted ones."""

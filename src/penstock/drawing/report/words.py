@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.base.units import picture_seconds
-from penstock.timing import TOLERANCE, Cause, Parting
+from penstock.core.timing import TOLERANCE, Cause, Parting
 
 
 def departure(parting: Parting | None) -> str:

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.base.units import TimeUnit, picture_seconds
+from penstock.core.schedule.op import COMPUTE, Kind
+from penstock.core.schedule.residence import UPDATES
+from penstock.core.timing.spans import BUSY, Span
+from penstock.core.timing.timeline import Timeline
 from penstock.drawing.markup import Rectangle, lines, tag, text_width, write
 from penstock.drawing.timeline.labels import Names
 from penstock.drawing.timeline.version_marks import BAND, READING, band, in_words, update_tick
-from penstock.schedule.op import COMPUTE, Kind
-from penstock.schedule.residence import UPDATES
-from penstock.timing.spans import BUSY, Span
-from penstock.timing.timeline import Timeline
 
 LETTERS: Mapping[Kind, str] = {
     Kind.FORWARD: "F",

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
+from penstock.core.timing.spans import Span
+from penstock.core.timing.timeline import Timeline
 from penstock.drawing.timeline.link_rows import label_of, link_rows
-from penstock.timing.spans import Span
-from penstock.timing.timeline import Timeline
 
 _PROCESS, _LINKS = 0, 1
 _MICROSECONDS = 1e6

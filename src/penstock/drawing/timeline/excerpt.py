@@ -15,12 +15,12 @@ from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
 
+from penstock.core.schedule.memory import Curve
+from penstock.core.schedule.op import COMPUTE
+from penstock.core.timing.flow import entries, outputs_by_stage
+from penstock.core.timing.spans import Row
+from penstock.core.timing.timeline import Timeline
 from penstock.drawing.axes import Titled, unit_for
-from penstock.schedule.memory import Curve
-from penstock.schedule.op import COMPUTE
-from penstock.timing.flow import entries, outputs_by_stage
-from penstock.timing.spans import Row
-from penstock.timing.timeline import Timeline
 
 MOST_OPS = 50_000
 """More than these are not drawn."""

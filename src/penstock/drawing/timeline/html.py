@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from penstock.core.timing.timeline import Timeline
 from penstock.drawing.axes import Titled
 from penstock.drawing.comparison import COLUMNS, Comparison
 from penstock.drawing.markup import escaped, lines, resource, tag
 from penstock.drawing.timeline.svg import PAGE_WIDTHS, stacked
-from penstock.timing.timeline import Timeline
 
 _WIDE, _SHRINKS_TO, _GROWS_TO = 1200, 0.8, 1.35
 """Pictures up to this width may be scaled to the page, within what stays pleasant to read."""

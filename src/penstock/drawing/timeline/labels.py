@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from penstock.core.schedule.op import COMPUTE, Kind, Op
+from penstock.core.timing.timeline import Timeline
 from penstock.drawing.timeline.excerpt import Excerpt, whole_of
-from penstock.schedule.op import COMPUTE, Kind, Op
-from penstock.timing.timeline import Timeline
 
 _SHORT = {Kind.UPDATE: "U", Kind.LATE_UPDATE: "U"}
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from penstock.core.schedule.op import WAITING, Kind
+from penstock.core.timing.timeline import Timeline
 from penstock.drawing.markup import coordinate, lines, tag, text_width, write
 from penstock.drawing.timeline import link_rows, version_marks
 from penstock.drawing.timeline.boxes import LETTERS, PALEST, WORDS, paint
 from penstock.drawing.timeline.labels import Names
-from penstock.schedule.op import WAITING, Kind
-from penstock.timing.timeline import Timeline
 
 _SWATCH, _LINE_HEIGHT = 20.0, 22.0
 

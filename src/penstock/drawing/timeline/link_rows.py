@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.base.units import TimeUnit, picture_seconds
+from penstock.core.timing.spans import ALL_OF_STAGE, Transfer, TransferKind
+from penstock.core.timing.timeline import Timeline
 from penstock.drawing.markup import lines, resource, shortened, tag, text_width, write
-from penstock.timing.spans import ALL_OF_STAGE, Transfer, TransferKind
-from penstock.timing.timeline import Timeline
 
 ROW_HEIGHT = 21.0
 """Pixels from one link's row to the next."""

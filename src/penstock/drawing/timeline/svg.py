@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from penstock.base.units import TimeUnit
+from penstock.core.schedule.op import COMPUTE, WAITING, Kind
+from penstock.core.timing.spans import BUSY, Span
+from penstock.core.timing.timeline import Timeline
 from penstock.drawing.axes import Titled, UnitName, longest, tick_label, ticks, unit_for
 from penstock.drawing.markup import document, lines, shortened, tag, text_width, write
 from penstock.drawing.timeline import link_rows, version_marks
@@ -22,9 +25,6 @@ from penstock.drawing.timeline.boxes import LabelStyle, box, hatches, label_styl
 from penstock.drawing.timeline.excerpt import Excerpt, excerpts, shortened_to, whole_of
 from penstock.drawing.timeline.labels import Names
 from penstock.drawing.timeline.legend import legend
-from penstock.schedule.op import COMPUTE, WAITING, Kind
-from penstock.timing.spans import BUSY, Span
-from penstock.timing.timeline import Timeline
 
 FIGURE_WIDTHS, PAGE_WIDTHS, CELL_WIDTHS = (800.0, 2400.0), (1000.0, 6000.0), (640.0, 1000.0)
 """The least and the most pixels that a picture is wide: one for paper, one that can be scrolled,

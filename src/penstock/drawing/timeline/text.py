@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from penstock.core.schedule.op import Kind
+from penstock.core.timing.spans import BUSY, Span
+from penstock.core.timing.timeline import Timeline
 from penstock.drawing.axes import Titled, longest
 from penstock.drawing.timeline.excerpt import excerpts
 from penstock.drawing.timeline.labels import Names, headline
 from penstock.drawing.timeline.link_rows import LETTERS, LinkRow, label_of, link_rows
 from penstock.drawing.timeline.version_marks import READING
-from penstock.schedule.op import Kind
-from penstock.timing.spans import BUSY, Span
-from penstock.timing.timeline import Timeline
 
 IDLE, FILL = "·", "─"
 _WIDEST_GRID = 240

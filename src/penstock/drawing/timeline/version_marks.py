@@ -6,9 +6,9 @@ glance where a rank goes on to new weights and which backward reads what which f
 
 from __future__ import annotations
 
+from penstock.core.schedule.op import COMPUTE, Kind
+from penstock.core.timing.spans import Span
 from penstock.drawing.markup import Rectangle, resource, tag, text_width, write
-from penstock.schedule.op import COMPUTE, Kind
-from penstock.timing.spans import Span
 
 BAND = 12.0
 """How high a band is, in pixels."""

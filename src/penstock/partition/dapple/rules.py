@@ -22,7 +22,7 @@ from typing import Literal, get_args
 
 from penstock.base.errors import PlanError
 from penstock.base.values import one_of
-from penstock.cluster import Cluster, Topology
+from penstock.core.cluster import Cluster, Topology
 
 Rule = Literal["fresh-first", "append-first", "scatter-first"]
 RULES: tuple[Rule, ...] = get_args(Rule)

@@ -18,8 +18,8 @@ from math import inf
 from operator import add, le
 
 from penstock.base.errors import InputError
-from penstock.cluster import Cluster, Link, Topology
-from penstock.graph import LayerGraph
+from penstock.core.cluster import Cluster, Link, Topology
+from penstock.core.graph import LayerGraph
 from penstock.partition.cost_models import CostModel, cost_model
 from penstock.partition.dapple.bound import Reached, busiest
 from penstock.partition.dapple.rules import RULES, devices_of, servers, take

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from penstock.base.errors import InputError, PlanError
-from penstock.graph import LayerGraph
+from penstock.core.graph import LayerGraph
 from penstock.partition.placement.space import Score, Space, Stages, make_space
 
 _PATIENCE = 50

@@ -16,10 +16,10 @@ from heapq import heapify, heappop, heappush
 from itertools import accumulate
 
 from penstock.base.errors import InputError, PlanError
-from penstock.cluster import Link
-from penstock.graph import LayerGraph
+from penstock.core.cluster import Link
+from penstock.core.graph import LayerGraph
+from penstock.core.timing.costs import Costs
 from penstock.partition.readers import reads_of, skips_of
-from penstock.timing.costs import Costs
 
 Stages = tuple[tuple[str, ...], ...]
 """Names of layers, stage by stage; within a stage in execution order."""

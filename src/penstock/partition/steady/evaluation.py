@@ -8,8 +8,8 @@ from itertools import pairwise
 from math import lcm
 
 from penstock.base.errors import InputError
-from penstock.cluster import Cluster, Link, Topology
-from penstock.graph import LayerGraph
+from penstock.core.cluster import Cluster, Link, Topology
+from penstock.core.graph import LayerGraph
 from penstock.partition.cost_models import PAPER, CostModel, ExchangeLine
 from penstock.partition.readers import handed_on
 from penstock.partition.steady.tree import link_within, members_at, usual_seconds

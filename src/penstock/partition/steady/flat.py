@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 from math import ceil, inf
 
-from penstock.cluster import Link
+from penstock.core.cluster import Link
 from penstock.partition.arrays import Array, np
 from penstock.partition.chain import ROUNDING
 from penstock.partition.cost_models import CostModel

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from math import ceil, inf
 
-from penstock.cluster import Link, Topology
+from penstock.core.cluster import Link, Topology
 from penstock.partition.arrays import Array, np
 from penstock.partition.chain import ROUNDING
 from penstock.partition.cost_models import CostModel

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import inf, prod
 
-from penstock.cluster import Link
-from penstock.graph import LayerGraph
+from penstock.core.cluster import Link
+from penstock.core.graph import LayerGraph
 from penstock.partition.arrays import Array, np
 from penstock.partition.chain import ROUNDING
 from penstock.partition.cost_models import RELEASED, CostModel

@@ -27,8 +27,8 @@ from dataclasses import dataclass, replace
 from math import inf, prod
 
 from penstock.base.errors import InputError
-from penstock.cluster import Cluster, Topology
-from penstock.graph import LayerGraph
+from penstock.core.cluster import Cluster, Topology
+from penstock.core.graph import LayerGraph
 from penstock.partition.cost_models import CostModel, check_updates
 from penstock.partition.steady.evaluation import Partition, PartitionedStage, evaluate
 from penstock.partition.steady.level_programme import Component, Levels, Programme, worth_cutting

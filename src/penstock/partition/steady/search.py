@@ -9,8 +9,8 @@ from typing import Literal
 
 from penstock.base.errors import InputError, PlanError
 from penstock.base.values import is_whole, one_of
-from penstock.cluster import Cluster, Topology
-from penstock.graph import LayerGraph
+from penstock.core.cluster import Cluster, Topology
+from penstock.core.graph import LayerGraph
 from penstock.partition.cost_models import CostModel, check_updates
 from penstock.partition.steady.evaluation import Partition, PartitionedStage, evaluate
 from penstock.partition.steady.flat import FlatTask, search_flat

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.graph import Layer, LayerGraph
+from penstock.core.graph import Layer, LayerGraph
 from penstock.partition.arrays import Array, Floats, np
 from penstock.partition.readers import handed_on
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock.cluster import Link, Topology
+from penstock.core.cluster import Link, Topology
 
 _USUAL_BYTES = 2**20
 """Links are compared by how long they take for so much."""

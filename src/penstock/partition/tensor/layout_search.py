@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from penstock.graph import Layer, LayerGraph
+from penstock.core.graph import Layer, LayerGraph
 from penstock.partition.readers import sources_of
 from penstock.partition.tensor.layouts import (
     NOTHING,

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
-from penstock.cluster import Link
-from penstock.graph import Layer
+from penstock.core.cluster import Link
+from penstock.core.graph import Layer
 
 LayerSplit = Literal["data", "column", "row", "heads", "any"]
 TensorLayout = Literal["rows", "whole", "features"]

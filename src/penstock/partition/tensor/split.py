@@ -18,8 +18,8 @@ from msgspec.structs import replace
 
 from penstock.base.errors import InputError
 from penstock.base.values import is_whole
-from penstock.cluster import Link
-from penstock.graph import Layer, LayerGraph
+from penstock.core.cluster import Link
+from penstock.core.graph import Layer, LayerGraph
 from penstock.partition.tensor.layout_search import LayoutProblem, Solution, Step
 from penstock.partition.tensor.layouts import LayerSplit, Ring, Sharing, TensorLayout, ways
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from msgspec.structs import replace
 from torch import nn
 
-from penstock.graph import Layer, LayerGraph
+from penstock.core.graph import Layer, LayerGraph
 from penstock.model.optimizer_factory import OptimizerFactory
 from penstock.model.spine import NamedLayer, spine_of
 from penstock.profiler.alone.bench import Bench, Measured, Progress

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from penstock.base.errors import PenstockError
-from penstock.cluster.local import usable_cores
-from penstock.graph import Contention, LayerGraph, Mode
+from penstock.core.cluster.local import usable_cores
+from penstock.core.graph import Contention, LayerGraph, Mode
 from penstock.model.spine import spine_of
 from penstock.plans import Plan
 from penstock.profiler.alone import Alone, Sample, device_of

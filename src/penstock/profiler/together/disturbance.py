@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from penstock.cluster.local import usable_cores
+from penstock.core.cluster.local import usable_cores
 
 QUIET_SHARE = 0.05
 """The share of the cores' time that other programs may have in an undisturbed turn."""

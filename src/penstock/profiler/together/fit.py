@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from penstock.cluster import Cluster
-from penstock.graph import Contention, LayerGraph, Mode
+from penstock.core.cluster import Cluster
+from penstock.core.graph import Contention, LayerGraph, Mode
 from penstock.planner import plan
 from penstock.planner.candidate import Candidate
 from penstock.planner.cuts import with_cuts

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import sqrt
 from typing import NamedTuple
 
-from penstock.graph import Contention, Mode
+from penstock.core.graph import Contention, Mode
 from penstock.profiler.alone import Alone
 from penstock.profiler.together.disturbance import QUIET_SHARE, SLOWER_REFERENCE
 from penstock.profiler.together.fit import Factors

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from penstock.base.errors import InputError
 from penstock.base.units import format_bytes
-from penstock.cluster.local import host_memory_bytes
-from penstock.graph import Mode
+from penstock.core.cluster.local import host_memory_bytes
+from penstock.core.graph import Mode
+from penstock.core.schedule import Kind
+from penstock.core.timing.timeline import Timeline
 from penstock.model import tree
 from penstock.model.microbatches import Microbatches
 from penstock.model.optimizer_factory import OptimizerFactory
 from penstock.pipeline import Pipeline
 from penstock.plans import Plan
 from penstock.profiler.alone import Alone, Sample, measure_uncut
-from penstock.schedule import Kind
-from penstock.timing.timeline import Timeline
 
 FAMILIES: dict[Mode, str] = {"whole": "1f1b", "split": "zb-h1", "stream": "pipedream"}
 """The schedule that stands for each mode."""

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from penstock.base.errors import InputError, PeerError, PenstockError, StageError
 from penstock.base.values import number
+from penstock.core.schedule.segment import Segment
 from penstock.run.minibatch import Minibatch, StreamPosition
 from penstock.run.outcome import MinibatchOutcome
-from penstock.schedule.segment import Segment
 from penstock.transport import Transport
 from penstock.transport.base import Patience
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import DeadlineError, PeerError, RunError
+from penstock.core.schedule.segment import Segment
+from penstock.core.timing.spans import TransferKind
 from penstock.device.stamps import happened
 from penstock.run.counting import Peak
 from penstock.run.drive.board import Board
@@ -21,8 +23,6 @@ from penstock.run.minibatch import Harvest, Minibatch, StreamPosition, seal_of
 from penstock.run.outcome import MinibatchOutcome, RankRecord
 from penstock.run.rank.worker import NUMBERS_PER_RUN, Worker, moments_of
 from penstock.run.seals import Call, Seal, SealedTransport, check_alike
-from penstock.schedule.segment import Segment
-from penstock.timing.spans import TransferKind
 from penstock.transport import Edge, Noted
 from penstock.transport.base import LARGEST_NUMBER
 from penstock.transport.rendezvous import Rendezvous

@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 import torch
 
 from penstock.base.errors import DeadlineError, PeerError, RunError
+from penstock.core.schedule.segment import Segment
 from penstock.device.queue import Moments, taken_up
 from penstock.run.drive.driver import Deadlines, Driver, StageStates, failure_notice, naming
 from penstock.run.minibatch import Harvest, Minibatch, StreamPosition
 from penstock.run.outcome import MinibatchOutcome, RankRecord
 from penstock.run.rank.worker import Worker, moments_of
-from penstock.schedule.segment import Segment
 from penstock.transport import Edge
 from penstock.transport.base import LARGEST_NUMBER
 from penstock.transport.tags import END_TAG, FIRST_EXCHANGE

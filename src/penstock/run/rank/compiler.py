@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
+from penstock.core.schedule import Kind, Op
+from penstock.core.schedule.op import COMPUTE, RELEASING
+from penstock.core.schedule.segment import Segment
 from penstock.run.rank.forward import Forward
 from penstock.run.rank.interpreter import RankStep
 from penstock.run.rank.observers import Observers
@@ -46,9 +49,6 @@ from penstock.run.rank.steps import (
 from penstock.run.rank.updater import Updater
 from penstock.run.rank.work import Work
 from penstock.run.shared_state import SharedState
-from penstock.schedule import Kind, Op
-from penstock.schedule.op import COMPUTE, RELEASING
-from penstock.schedule.segment import Segment
 from penstock.stage.protocol import RunnableStage
 from penstock.weights.offload import Offloading
 from penstock.weights.residence import Residence

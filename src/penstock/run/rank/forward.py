@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from penstock.core.schedule import Op
 from penstock.model.autocast import autocasting
 from penstock.run.rank.interpreter import stage_error
 from penstock.run.rank.program import SkipChannel
 from penstock.run.rank.updater import Updater
 from penstock.run.rank.work import Work
 from penstock.run.shared_state import SharedState
-from penstock.schedule import Op
 from penstock.stage.protocol import Keep, Produced, RunnableStage
 from penstock.weights.store import WeightStore, refuse_autocast
 

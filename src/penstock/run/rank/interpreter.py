@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from penstock.base.errors import RunError, StageError
+from penstock.core.schedule import Op
 from penstock.run.rank.journal import Journal
-from penstock.schedule import Op
 from penstock.stage.finite import NotFinite
 
 W_contra = TypeVar("W_contra", contravariant=True)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
+from penstock.core.schedule import Op
 from penstock.device.stamps import Stamps
-from penstock.schedule import Op
 
 NUM_SHOWN = 10
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.core.schedule import Kind
+from penstock.core.schedule.op import COMPUTE, FORWARDS
 from penstock.device.activation_meter import Kept, Saved, saving
 from penstock.run.counting import Counter, Peak
 from penstock.run.minibatch import Minibatch
 from penstock.run.rank.interpreter import RankStep
 from penstock.run.rank.work import Work
 from penstock.run.recipe import Recipe
-from penstock.schedule import Kind
-from penstock.schedule.op import COMPUTE, FORWARDS
 from penstock.stage.batch_norm import MinibatchStatistics
 from penstock.stage.protocol import RunnableStage
 from penstock.weights.store import Instead

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from functools import cached_property
 
+from penstock.core.schedule.segment import Segment
 from penstock.reduce.stale_serving import Serving
 from penstock.run.minibatch import Harvest, Minibatch, StreamPosition
 from penstock.run.rank.worker import Worker
-from penstock.schedule.segment import Segment
 from penstock.transport import Edge
 
 

@@ -14,12 +14,12 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+from penstock.core.schedule import Kind, Op
+from penstock.core.schedule.channels import RECEIVES, SENDS, other_end
+from penstock.core.schedule.op import BACKWARD, RESIDENCE
+from penstock.core.schedule.residence import stays_of
+from penstock.core.schedule.segment import Segment
 from penstock.model.spine import NamedLayer
-from penstock.schedule import Kind, Op
-from penstock.schedule.channels import RECEIVES, SENDS, other_end
-from penstock.schedule.op import BACKWARD, RESIDENCE
-from penstock.schedule.residence import stays_of
-from penstock.schedule.segment import Segment
 from penstock.stage.protocol import Keep
 from penstock.transport import Edge
 from penstock.transport.tags import SKIP_TAGS

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from penstock.core.schedule import Op
+from penstock.core.schedule.op import BACKWARD, FORWARDS, RELEASING
+from penstock.core.schedule.residence import Stay
 from penstock.run.rank.interpreter import RankStep
 from penstock.run.rank.observers import Observers
 from penstock.run.rank.updater import Updater
 from penstock.run.rank.work import Work
-from penstock.schedule import Op
-from penstock.schedule.op import BACKWARD, FORWARDS, RELEASING
-from penstock.schedule.residence import Stay
 from penstock.stage.protocol import RunnableStage
 from penstock.weights.offload import Offloading
 from penstock.weights.residence import Residence

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.core.schedule import Kind, Op
+from penstock.core.schedule.op import FORWARDS
 from penstock.run.rank.interpreter import RankStep, Restart
 from penstock.run.rank.observers import Observers
 from penstock.run.rank.program import SkipChannel
 from penstock.run.rank.updater import Updater
 from penstock.run.rank.work import Work
 from penstock.run.shared_state import SharedState
-from penstock.schedule import Kind, Op
-from penstock.schedule.op import FORWARDS
 from penstock.stage.microbatch_graph import Gradients, InputGradients
 from penstock.stage.protocol import Keep, RunnableStage
 from penstock.transport import Edge

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import InputError
+from penstock.core.versions import Place
 from penstock.model.optimizer_factory import (
     OptimizerFactory,
     Parameters,
@@ -53,7 +54,6 @@ from penstock.run.recipe import Recipe
 from penstock.tensor.channel_group import ChannelGroup
 from penstock.transport import Edge, Transport
 from penstock.transport.tags import FIRST_EXCHANGE
-from penstock.versions import Place
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.base.errors import InputError, StageError
 from penstock.base.values import shown
+from penstock.core.schedule import Op
 from penstock.device.accelerators import is_on_host
 from penstock.device.queue import DeviceQueue
 from penstock.model import tree
@@ -20,7 +21,6 @@ from penstock.model.ignored_labels import IGNORED, REMEDY, all_ignored
 from penstock.run.minibatch import FrameListener, Harvest, Mark, Minibatch, StreamPosition
 from penstock.run.rank.mail import Mail
 from penstock.run.recipe import Recipe
-from penstock.schedule import Op
 from penstock.stage import finite
 from penstock.stage.protocol import Criterion
 

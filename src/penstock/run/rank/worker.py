@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 import torch
 
+from penstock.core.schedule.segment import Segment
 from penstock.device.queue import NOTHING_ASKED, Moments, moments_of_caller
 from penstock.model import tree
 from penstock.model.replay import SavedBuffer, put_back, saved_buffers
@@ -27,7 +28,6 @@ from penstock.run.rank.work import AwaitedMark, Seeds, Work
 from penstock.run.recipe import Recipe
 from penstock.run.seating import MeshTransport, seated
 from penstock.run.shared_state import SharedState
-from penstock.schedule.segment import Segment
 from penstock.stage.protocol import RunnableStage
 from penstock.transport import Edge, Transport
 from penstock.weights.offload import Offloading

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from penstock.base.errors import InputError
 from penstock.base.units import count_of
 from penstock.base.values import one_of, whole
-from penstock.cluster import Cluster, Link
-from penstock.cluster.local import usable_cores
+from penstock.core.cluster import Cluster, Link
+from penstock.core.cluster.local import usable_cores
 from penstock.drawing.contest.record import ONE_DEVICE, ContestRecord
 from penstock.model import microbatches as cutting
 from penstock.plans import Plan

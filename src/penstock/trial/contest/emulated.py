@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from penstock.core.timing.timeline import Timeline
 from penstock.plans import Plan
 from penstock.rehearsal import rehearse
-from penstock.timing.timeline import Timeline
 
 _STEPS = 4
 _KIB = 1024

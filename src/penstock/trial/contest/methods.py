@@ -10,12 +10,12 @@ from msgspec.structs import replace as replaced
 
 from penstock import planner
 from penstock.base.errors import InputError, PlanError
-from penstock.cluster import Cluster, SpareMachine
+from penstock.core.cluster import Cluster, SpareMachine
+from penstock.core.versions import DoubleBuffer, PipeMare, Policy, Predict, Stash
 from penstock.drawing.contest.record import ONE_DEVICE, WHOLE_BATCH
 from penstock.plans import Plan
 from penstock.plans.summing import ReducerName
 from penstock.trial.contest.setting import Setting
-from penstock.versions import DoubleBuffer, PipeMare, Policy, Predict, Stash
 
 WHOLE, ALL_CORES = WHOLE_BATCH, "all-cores"
 """Keys of one device that takes a minibatch at once, with one core, and with as many as there are

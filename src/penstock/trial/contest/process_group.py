@@ -25,13 +25,13 @@ import torch
 import torch.distributed as dist
 
 from penstock.base.errors import DeadlineError, RunError
-from penstock.cluster import SpareMachine
+from penstock.core.cluster import SpareMachine
+from penstock.core.summation.frames import key_of
+from penstock.core.summation.server import SummationServer
+from penstock.core.timing.timeline import Timeline
 from penstock.device.collectives import HOST_BACKEND
 from penstock.pipeline import Pipeline
 from penstock.plans import Plan
-from penstock.summation.frames import key_of
-from penstock.summation.server import SummationServer
-from penstock.timing.timeline import Timeline
 from penstock.trial.workload import Batch, Workload
 
 _JOB = "contest"

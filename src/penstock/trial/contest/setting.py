@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Literal
 
 from penstock import planner
-from penstock.cluster import Cluster, Tier
-from penstock.graph import LayerGraph
+from penstock.core.cluster import Cluster, Tier
+from penstock.core.graph import LayerGraph
 from penstock.trial.workload import Workload
 
 Stage = Literal["cores", "emulated"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from penstock.cluster import Link
-from penstock.graph import LayerGraph
+from penstock.core.cluster import Link
+from penstock.core.graph import LayerGraph
 from penstock.partition.tensor.split import split_layers
 from penstock.plans import Plan
 from penstock.plans.spilling import traffic

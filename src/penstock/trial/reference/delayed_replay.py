@@ -21,14 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import InputError
-from penstock.model import microbatches
-from penstock.model.microbatches import Weight, Weighting
-from penstock.model.optimizer_factory import OptimizerFactory, SchedulerFactory
-from penstock.model.randomness import LayerStreams
-from penstock.model.spine import Skip, spine_of
-from penstock.schedule.rounds import Rounds, warm_up
-from penstock.trial.reference.replayed_stage import ReplayedStage, Tensors
-from penstock.versions import (
+from penstock.core.schedule.rounds import Rounds, warm_up
+from penstock.core.versions import (
     DoubleBuffer,
     Flush,
     Latest,
@@ -39,6 +33,12 @@ from penstock.versions import (
     VerticalSync,
     least_minibatch,
 )
+from penstock.model import microbatches
+from penstock.model.microbatches import Weight, Weighting
+from penstock.model.optimizer_factory import OptimizerFactory, SchedulerFactory
+from penstock.model.randomness import LayerStreams
+from penstock.model.spine import Skip, spine_of
+from penstock.trial.reference.replayed_stage import ReplayedStage, Tensors
 
 
 class Read(NamedTuple):

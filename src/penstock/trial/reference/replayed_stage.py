@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from penstock.base.errors import InputError, ModelError
+from penstock.core.versions import PipeMare, Place, Policy, Predict
 from penstock.model.optimizer_factory import OptimizerFactory, Parameters, SchedulerFactory
 from penstock.model.spine import NamedLayer, Skip, run_layer
-from penstock.versions import PipeMare, Place, Policy, Predict
 
 Tensors = dict[str, Tensor]
 

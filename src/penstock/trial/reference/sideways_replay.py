@@ -31,12 +31,12 @@ from torch import Tensor, nn
 
 from penstock.base.errors import InputError
 from penstock.base.values import one_of
+from penstock.core.versions import Rates
 from penstock.model import tree
 from penstock.model.optimizer_factory import OptimizerFactory
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import evaluation_mode, spine_of
 from penstock.trial.reference.sideways_stage import Gradients, SidewaysStage, handed_on
-from penstock.versions import Rates
 
 
 class Seen(NamedTuple):

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import InputError
+from penstock.core.summation.staleness import Contribution, StaleStream
+from penstock.core.versions import Flush, Place
 from penstock.model import microbatches
 from penstock.model.microbatches import Weight, Weighting
 from penstock.model.optimizer_factory import OptimizerFactory, SchedulerFactory
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import Skip, spine_of
-from penstock.summation.staleness import Contribution, StaleStream
 from penstock.trial.reference.replayed_stage import ReplayedStage
-from penstock.versions import Flush, Place
 
 CopyOf = Callable[[int, int, int], int]
 """From (stage, microbatch, microbatches in the minibatch) to the copy that runs it, from 0."""

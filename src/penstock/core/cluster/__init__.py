@@ -1,0 +1,14 @@
+"""Where a model can be spread: devices, how they are joined, and files that say so.
+
+A cluster is a list of devices, and a tree that says how they are joined: groups of devices (a
+server), groups of groups (a rack). Two devices talk over the link of the smallest group that has
+both, unless a wire of their own is named.
+"""
+
+from __future__ import annotations
+
+from penstock.core.cluster.cluster import Cluster
+from penstock.core.cluster.parts import Device, Group, Link, SpareMachine, Tier, Wire
+from penstock.core.cluster.topology import Topology
+
+__all__ = ["Cluster", "Device", "Group", "Link", "SpareMachine", "Tier", "Topology", "Wire"]

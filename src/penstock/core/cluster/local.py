@@ -1,0 +1,138 @@
+"""What this machine has: cores, memory, and accelerators."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+from penstock.base.errors import InputError
+from penstock.base.lazily import provider_of
+from penstock.base.values import one_of, whole
+from penstock.core.cluster.checks import MOST_DEVICES
+from penstock.core.cluster.driver import gpus, gpus_of
+from penstock.core.cluster.parts import Device, DeviceKind
+
+_ANSWER_SECONDS = 120.0
+
+
+def devices(num_devices: int | None, kind: DeviceKind) -> tuple[tuple[Device, ...], int]:
+    """As ``Cluster.local``: the devices, and the memory that they share (0 for accelerators)."""
+    if num_devices is not None:
+        num_devices = whole("num_devices", num_devices, 1, MOST_DEVICES)
+    one_of("kind", kind, get_args(DeviceKind))
+    if kind == "gpu":
+        return _accelerators(num_devices), 0
+    count = usable_cores() if num_devices is None else num_devices
+    cores = tuple(Device(name=f"cpu{index}", kind="cpu") for index in range(count))
+    return cores, host_memory_bytes()
+
+
+def _accelerators(num_devices: int | None) -> tuple[Device, ...]:
+    memories, known_to = _memories()
+    wanted = num_devices or 1
+    if len(memories) < wanted:
+        plural = "s are" if wanted > 1 else " is"
+        raise InputError(
+            f"{wanted} accelerator{plural} asked for, but {known_to} of {len(memories)} here; take "
+            'fewer, or kind="cpu"'
+        )
+    return tuple(
+        Device(name=f"gpu{index}", memory_bytes=memory_bytes, kind="gpu")
+        for index, memory_bytes in enumerate(memories[:num_devices])
+    )
+
+
+def _memories() -> tuple[list[int], str]:
+    """The bytes of memory of each accelerator, and who knows of them, for people.
+
+    Where torch is loaded, these are the ones on which it would let ranks compute: a driver may know
+    of others, and another process not of what this one has told torch of.
+    """
+    here = accelerators_of_loaded_torch()
+    if here is None:
+        memories = [gpu.memory_bytes for gpu in gpus()] or memories_known_to_torch()
+        return memories, "the driver's program and torch know"
+    kind, count = here
+    # In this order: who asks a device for its memory himself takes some of it.
+    memories = [gpu.memory_bytes for gpu in gpus_of(kind)] if count else []
+    if len(memories) != count:
+        memories = memories_known_to_torch()
+    if len(memories) != count:
+        memories = memories_of_loaded_torch(kind, count)
+    return memories, "torch knows"
+
+
+def accelerators_of_loaded_torch() -> tuple[str, int] | None:
+    """The kind of accelerator that torch knows in this process, and how many there are; ``None``
+    where nobody has loaded torch."""
+    torch: Any = sys.modules.get("torch")
+    if not hasattr(torch, "accelerator"):
+        return None
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    # The module of a kind can often tell without beginning to use the devices.
+    return ("", 0) if found is None else (found.type, torch.get_device_module(found).device_count())
+
+
+def memories_of_loaded_torch(kind: str, count: int) -> list[int]:
+    """The same of the accelerators of this process, which another one may not know."""
+    module: Any = sys.modules["torch"].get_device_module(kind)
+    information = getattr(module, "mem_get_info", lambda _: (0, 0))
+    return [int(information(index)[1]) for index in range(count)]
+
+
+def memories_known_to_torch() -> list[int]:
+    """The bytes of memory of each accelerator that torch knows, of whatever kind; 0 where torch
+    cannot tell. Planning never imports torch, so a process of its own does, which takes seconds."""
+    import subprocess  # takes long to load, for machines without accelerators
+
+    command = [sys.executable, "-m", provider_of("device_memories")]
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    # Whatever comes before is what others say while torch is loaded.
+    last_line = answer.stdout.rstrip().rpartition("\n")[2]
+    return [int(memory_bytes) for memory_bytes in last_line.split()]
+
+
+def usable_cores() -> int:
+    """Cores that this process may keep busy: those it may run on, or what its container is granted
+    of them, whichever is less."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):  # there is no such limit
+        return cores
+
+
+def host_memory_bytes() -> int:
+    """This host's memory or the container's limit, whichever is less; 0 where neither is told."""
+    try:
+        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return 0
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+    except (OSError, ValueError):
+        return physical
+    return min(physical, limit)
+
+
+def host_identity() -> str:
+    """Equal for processes under one kernel that see one network, the host's name first."""
+    parts = [os.uname().nodename if hasattr(os, "uname") else "host"]
+    # Without /proc, the name has to do.
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with contextlib.suppress(OSError):
+        parts.append(str(Path("/proc/self/ns/net").readlink()))
+    return " ".join(parts)

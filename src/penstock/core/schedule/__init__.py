@@ -1,0 +1,38 @@
+"""Schedules: ops, their one dependency rule, the proof that they run, passes, and families.
+
+Decisions:
+
+The table of needs in ``op`` is the only place that says what an op waits for. Messages and their
+two ends (``channels``), whom a search wakes and evaluates (``search.problem``) and the simulator's
+arrays are read from it, and a test refuses any file that spells it again.
+
+A large schedule is stored as columns, one array per field; its tuples of ops are made when somebody
+first asks for ``ranks``. Families lay columns out themselves (``families.layout``), the room
+``columns`` checks them and adds to them. Small schedules go op by op and never load numpy. Wherever
+there are two ways, a test holds them together.
+
+When a stage is in memory is said by ops, too (``residence``; of activations, ``offload``): whoever
+reads a schedule sees when they come and go, and the check proves that none is missed. Both ends of
+a stay follow from the rank's order; what a stay is for (``stays_of``) is read from the ops between
+them.
+
+An op may name a slice of its microbatch (``2F0.1``). Sequence slices depend on each other within a
+stage, so they cannot be microbatches; as a fourth field of ``Op`` they leave torch's text as it is
+for all other schedules, and every pass and metric handles them.
+
+One microbatch on one rank is the unit of activations: ``peak_activations`` divides by the stages
+that a microbatch visits there, which is all of them on a V and one of two in Chimera.
+
+Receives stay where their op is, unless a bounded channel would then deadlock. Some orders
+(breadth-first, interleaved zero bubble) send more than one message before the first is used; with
+channels of one message, ``add_communication(capacity=1)`` moves exactly the receives that the
+deadlock names. A capacity of 0 asks for more: where messages pass in the order of their sends, each
+once its receive is posted, receives must keep that order. Updates of stages with copies come last
+on their rank: between the reduction of one stage and the update of another, two ranks could wait
+for each other.
+"""
+
+from penstock.core.schedule.op import Kind, Op
+from penstock.core.schedule.schedule import Schedule
+
+__all__ = ["Kind", "Op", "Schedule"]

@@ -1,0 +1,245 @@
+"""``Numbers``: where each op of some columns stands, and the numbers of the ops that it needs.
+
+The rule is that of ``schedule.op``: its tables are read here for whole columns at once, and a test
+holds the two together.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise, product
+
+import numpy as np
+
+from penstock.base.errors import ScheduleError
+from penstock.core.schedule.columns.columns import CODES, Bools, Columns, Ints, Longs
+from penstock.core.schedule.op import BEFORE, COMPUTE, NEEDS, OF_A_ROUND, Kind
+from penstock.core.schedule.schedule import exchanges
+
+_MOST_EMPTY = 16
+"""Places of the table per op: with more, some number is mistyped."""
+_SPARE = 1_000_000
+_MANY_RANKS = 4
+_BLOCK = 1 << 15
+
+
+@dataclass(frozen=True, eq=False)
+class Needs:
+    """What must be done before each op of its own rank's order can run.
+
+    An op that stands earlier on the same rank is done anyway, so that nearly every op waits for
+    one other at most; those that wait for several are listed.
+
+    Attributes:
+        single: for each op, the number of the one that it needs; ``Numbers.nothing`` where there is
+            none, ``Numbers.absent`` where it is not in the schedule, or there are several.
+        several: of the ops that need more than one, the numbers of all.
+        nothing: the number of what is always done, one behind the last op.
+        absent: the number of what is never done, one further.
+    """
+
+    single: Ints
+    several: dict[int, list[int]]
+    nothing: int
+    absent: int
+
+    @cached_property
+    def quick_single(self) -> array[int]:
+        """The same as ``single``; numbers one by one come from it at half the time."""
+        return array("i", self.single.tobytes())
+
+    def suit_waves(self, num_ranks: int) -> bool:
+        """Whether all ranks are let go on at once, op by op, rather than one after the other, each
+        as far as it can: with many ranks that is quicker, if no op needs several others."""
+        return not self.several and num_ranks >= _MANY_RANKS
+
+
+class Numbers:
+    """Where ops stand.
+
+    Attributes:
+        columns: of the schedule.
+        nothing: the number that stands for no op, which is always done; one behind the last.
+        absent: the number that stands for an op that is not there, which is never done.
+    """
+
+    def __init__(self, columns: Columns) -> None:
+        self.columns = columns
+        self.nothing, self.absent = columns.count, columns.count + 1
+        self._rows = {kind: row for row, kind in enumerate(sorted(columns.kinds))}
+        self._num_microbatches = 1 + int(columns.microbatch.max(initial=-1))
+        self._per_kind = self._num_microbatches * columns.num_slices
+        self._per_stage = self._per_kind * len(self._rows)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the table is of a size with the schedule: a mistyped number makes it endless."""
+        size = (self.columns.num_stages + 2) * self._per_stage
+        return size <= _MOST_EMPTY * self.columns.count + _SPARE
+
+    @cached_property
+    def once(self) -> bool:
+        """Whether no op stands twice."""
+        # Two of the same have one place.
+        return int(np.count_nonzero(self._table != self.absent)) == self.columns.count
+
+    @cached_property
+    def _places(self) -> Longs:
+        """Where the table has the first kind of each op's stage, microbatch and slice."""
+        columns = self.columns
+        # A margin of one stage on either side is what is outside of the model.
+        places = (columns.stage.astype(np.int64) + 1) * self._per_stage
+        places += columns.microbatch.astype(np.int64) * columns.num_slices
+        if columns.num_slices > 1:
+            places += columns.slice
+        return places
+
+    @cached_property
+    def _table(self) -> Ints:
+        size = (self.columns.num_stages + 2) * self._per_stage
+        table = np.full(size, self.absent, np.int32)
+        rows = np.zeros(len(CODES), np.int64)
+        for kind, row in self._rows.items():
+            rows[CODES[kind]] = row * self._per_kind
+        keys = self._places + rows[self.columns.kind]
+        table[keys] = np.arange(self.columns.count, dtype=np.int32)
+        return table
+
+    def there(self, kind: Kind) -> Bools:
+        """Whether the schedule has an op of this kind, for each stage, microbatch and slice."""
+        shape = (self.columns.num_stages + 2, len(self._rows), self._num_microbatches, -1)
+        if kind not in self._rows:
+            return np.zeros((shape[0] - 2, shape[2], self.columns.num_slices), np.bool_)
+        numbers: Ints = self._table.reshape(shape)[1:-1, self._rows[kind]]
+        return np.not_equal(numbers, self.absent)
+
+    def other(self, ops: Longs, kind: Kind, stages: int = 0, slices: int = 0) -> Ints:
+        """The numbers of the ops of a kind for the same microbatches.
+
+        Args:
+            ops: the numbers of those that they are named after.
+            kind: of the others.
+            stages, slices: how much further the others are; their slices must not be outside.
+        """
+        if kind not in self._rows:
+            return np.full(len(ops), self.absent, np.int32)
+        shift = stages * self._per_stage + self._rows[kind] * self._per_kind + slices
+        return self._table.take(self._places.take(ops) + shift)
+
+    def at(self, stages: Longs, kind: Kind, microbatches: Longs) -> Ints:
+        """The numbers of the ops of a kind for these stages and whole microbatches."""
+        if kind not in self._rows:
+            return np.full(len(stages), self.absent, np.int32)
+        keys = (stages + 1) * self._per_stage + microbatches * self.columns.num_slices
+        return self._table.take(keys + self._rows[kind] * self._per_kind)
+
+    def rule(self) -> Iterator[tuple[Kind, Longs, list[Ints]]]:
+        """For ops of one kind, what ``Schedule.dependencies`` says, in numbers and in its order:
+        for each of their needs, the op that meets it; block by block, until all ops have had their
+        turn. What updates wait for on other ranks is not there."""
+        # In blocks, so that what is worked out of one fits into the processor's cache.
+        blocks = range(0, self.columns.count, _BLOCK)
+        for begin, kind in product(blocks, self._rows):
+            own = self.columns.kind[begin : begin + _BLOCK] == CODES[kind]
+            ops = np.flatnonzero(own) + begin
+            needs = [self._need(ops, kind, choices) for choices in NEEDS[kind]]
+            if kind in OF_A_ROUND:
+                self._excuse(ops, needs)
+            needs += [self._before(ops, other, further) for other, further in BEFORE.get(kind, ())]
+            yield kind, ops, needs
+
+    def _need(self, ops: Longs, kind: Kind, choices: tuple[tuple[int, Kind], ...]) -> Ints:
+        need = np.full(len(ops), self.absent, np.int32)
+        for stages, other in reversed(choices):
+            if other in self._rows:
+                numbers = self.other(ops, other, stages)
+                need = np.where(numbers == self.absent, need, numbers)
+        farthest, _ = choices[-1]
+        if kind in COMPUTE and farthest:
+            ends = self.columns.stage[ops] + farthest
+            need[(ends < 0) | (ends >= self.columns.num_stages)] = self.nothing
+        return need
+
+    def _before(self, ops: Longs, other: Kind, further: int) -> Ints:
+        """What other slices, and the other part of what is freed, come first."""
+        need = np.full(len(ops), self.nothing, np.int32)
+        slices = self.columns.slice[ops] + further
+        inside = np.flatnonzero((slices >= 0) & (slices < self.columns.num_slices))
+        numbers = self.other(ops[inside], other, slices=further)
+        if further >= 0:
+            numbers[numbers == self.absent] = self.nothing
+        need[inside] = numbers
+        return need
+
+    def _excuse(self, ops: Longs, needs: list[Ints]) -> None:
+        """A replica takes part in a last round that has no microbatch for it."""
+        alone = self.other(ops, Kind.FORWARD) == self.absent
+        for need in needs:
+            need[alone & (need == self.absent)] = self.nothing
+
+    @cached_property
+    def copies(self) -> Counter[int]:
+        """As ``Schedule.copies``."""
+        spans = self.columns.spans()
+        return Counter(stage for span in spans for stage in self.columns.stages_with(COMPUTE, span))
+
+    def needs(self) -> Needs:
+        """What each op waits for, without what its rank has done before it anyway; ``needs_of``
+        keeps it."""
+        single = np.full(self.columns.count, self.nothing, np.int32)
+        several: dict[int, list[int]] = {}
+        first = self.columns.first.astype(np.int32)[self.columns.rank]
+        for _, ops, needs in self.rule():
+            for need in needs:
+                need[(need >= first[ops]) & (need < ops)] = self.nothing
+                held = single[ops]
+                further = np.flatnonzero((held != self.nothing) & (need != self.nothing))
+                single[ops] = np.where(held == self.nothing, need, held)
+                for place in further.tolist():
+                    several.setdefault(int(ops[place]), [int(held[place])]).append(int(need[place]))
+        for op, others in self._exchanged():
+            waits = several.setdefault(op, single[op : op + 1].tolist())
+            waits += [other for other in others if not first[op] <= other < op]
+        single[list(several)] = self.absent
+        return Needs(single, several, self.nothing, self.absent)
+
+    def _exchanged(self) -> Iterator[tuple[int, list[int]]]:
+        """(update, the hand-ins and agreements that it waits for), where there are any."""
+        columns = self.columns
+        if not {Kind.REDUCE, Kind.AGREE} & set(columns.kinds):
+            return
+        numbers = np.flatnonzero(columns.are_of({Kind.REDUCE, Kind.AGREE, Kind.UPDATE}))
+        ends = np.searchsorted(numbers, columns.first)
+        ops = columns.ops(numbers)
+        number = dict(zip(ops, numbers.tolist(), strict=True))
+        ranks = [ops[a:b] for a, b in pairwise(ends.tolist())]
+        for update, others in exchanges(ranks, self.copies).items():
+            if others:
+                yield number[update], [number[other] for other in others]
+
+
+def needs_of(columns: Columns, numbers: Numbers | None = None) -> Needs | None:
+    """What the ops of some columns wait for, worked out once; ``None`` where an op stands twice, a
+    number is far beyond all others, or a rank hands in gradients less often than others.
+
+    Args:
+        columns: whose needs.
+        numbers: of these columns, if they are there already.
+    """
+    # Kept as ``cached_property`` does. The numbers are not: they take more room than the ops.
+    kept = vars(columns)
+    if "needs" not in kept:
+        kept["needs"] = _needs(numbers or Numbers(columns))
+    needs: Needs | None = kept["needs"]
+    return needs
+
+
+def _needs(numbers: Numbers) -> Needs | None:
+    try:
+        return numbers.needs() if numbers.fits and numbers.once else None
+    except ScheduleError:  # an update of a turn that another rank does not have
+        return None

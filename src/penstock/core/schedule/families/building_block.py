@@ -1,0 +1,154 @@
+"""Schedules on a V from one building block: repeat, squeeze, reorder, place W.
+
+A block says when, in slots of one op, a microbatch's four ops that are chained start on each rank:
+F and then I, through both of the rank's stages. Repeated every 6 slots (F, I and W of two stages)
+it fills every rank, and how long its activations live bounds their number. From there on slots
+matter only as an order: each op runs as soon as its inputs are there, and a rank that would wait
+runs a later op of its row instead, if that does not raise the peak of activations.
+
+Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362, sections 2 and 3 and
+appendix; the reordering here is a plain greedy one. Long orders repeat in their middle, so they are
+reordered for few microbatches and stretched.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+
+from penstock.core.schedule.families.stretched import Middle, MiddleFinder, stretched
+from penstock.core.schedule.op import Kind, Op
+from penstock.core.schedule.schedule import MANY_OPS, Schedule
+
+_F, _I, _W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+_OPS_PER_MICROBATCH = 6
+_HELD = {_F: 1, _I: 0, _W: -1}
+
+Starts = tuple[int, int, int, int]
+"""The slots of one rank's F of the way there, F and I of the way back, and I of the way there."""
+
+
+def from_block(starts: Iterable[Starts], num_microbatches: int, name: str) -> Schedule:
+    """The schedule that repeats a block of ops for each microbatch."""
+    rows = tuple(starts)
+
+    def middle_of(few: int) -> Middle | None:
+        planned = _planned(rows, few, name)
+        finder = MiddleFinder(planned, _planned(rows, few + 1, name))
+        _reorder(planned, finder.look)
+        return finder.middle
+
+    def whole(count: int) -> Schedule:
+        return _reorder(_planned(rows, count, name))
+
+    if _OPS_PER_MICROBATCH * len(rows) * num_microbatches >= MANY_OPS:
+        long = stretched(name, num_microbatches, middle_of, lambda count: whole(count).ranks)
+        if long is not None:
+            return long
+    return whole(num_microbatches)
+
+
+def _planned(rows: Sequence[Starts], num_microbatches: int, name: str) -> Schedule:
+    return Schedule.of(
+        (
+            _place_weights(_repeat(rank, 2 * len(rows) - 1 - rank, row, num_microbatches))
+            for rank, row in enumerate(rows)
+        ),
+        name,
+    )
+
+
+def _repeat(there: int, back: int, row: Starts, num_microbatches: int) -> dict[int, Op]:
+    chain = ((there, _F), (back, _F), (back, _I), (there, _I))
+    return {
+        start + _OPS_PER_MICROBATCH * k: Op(stage, kind, k)
+        for k in range(num_microbatches)
+        for start, (stage, kind) in zip(row, chain, strict=True)
+    }
+
+
+def _place_weights(planned: dict[int, Op]) -> list[Op]:
+    """Put each W into the first slot that is free after its I; oldest first."""
+    ops, waiting = [], deque[Op]()
+    for slot in range(max(planned) + 1):
+        op = planned.get(slot)
+        if op is not None:
+            ops.append(op)
+            if op.kind is _I:
+                waiting.append(op._replace(kind=_W))
+        elif waiting:
+            ops.append(waiting.popleft())
+    return [*ops, *waiting]
+
+
+def _reorder(
+    planned: Schedule, look: Callable[[Sequence[list[Op]]], None] | None = None
+) -> Schedule:
+    """Let every rank, tick by tick, run the first op of its row that it can.
+
+    Args:
+        planned: the rows.
+        look: is shown before each tick what ranks have run so far.
+    """
+    limit = max(map(_peak, planned.ranks))
+    ahead = [list(ops) for ops in planned.ranks]
+    held = [0] * planned.num_ranks
+    ranks: list[list[Op]] = [[] for _ in ahead]
+    done: set[Op] = set()
+    while any(ahead):
+        if look is not None:
+            look(ranks)
+        # All choose before any has run: what ends in this tick can be used from the next one on.
+        chosen = [
+            _choose(planned, row, done, limit - holds)
+            for row, holds in zip(ahead, held, strict=True)
+        ]
+        for rank, index in enumerate(chosen):
+            if index is not None:
+                op = ahead[rank].pop(index)
+                ranks[rank].append(op)
+                held[rank] += _HELD[op.kind]
+                done.add(op)
+    return Schedule.of(ranks, planned.name)
+
+
+def _choose(planned: Schedule, row: Sequence[Op], done: Set[Op], room: int) -> int | None:
+    """Where in ``row`` the op stands that is to run now, if any can."""
+    can_run = _runnable(planned, row, done, room)
+    first = next(can_run, None)
+    if first is None or row[first].kind is not _W or not _cools_down(row, planned):
+        return first
+    # Nothing comes in any more: other ranks wait for I, nobody for W.
+    return next((index for index in can_run if row[index].kind is not _W), first)
+
+
+def _cools_down(row: Sequence[Op], planned: Schedule) -> bool:
+    return not any(op.kind is _F and op.stage < planned.num_ranks for op in row)
+
+
+def _runnable(planned: Schedule, row: Sequence[Op], done: Set[Op], room: int) -> Iterator[int]:
+    """Indices of the ops that can run now without more than ``room`` further activations, now or
+    when the ops that they overtake run after them.
+    """
+    seen: set[tuple[int, Kind]] = set()
+    held = peak = 0
+    for index, op in enumerate(row):
+        line = (op.stage, op.kind)
+        if line not in seen:
+            # Microbatches stay in order, so only the next one of each stage and kind is asked.
+            seen.add(line)
+            fits = op.kind is not _F or peak < room
+            if fits and all(needed in done for needed in planned.dependencies(op)):
+                yield index
+            if len(seen) == _OPS_PER_MICROBATCH:
+                return
+        held += _HELD[op.kind]
+        peak = max(peak, held)
+
+
+def _peak(ops: Iterable[Op]) -> int:
+    held = peak = 0
+    for op in ops:
+        held += _HELD[op.kind]
+        peak = max(peak, held)
+    return peak

@@ -1,0 +1,196 @@
+"""Long orders whose middle repeats: worked out for a few microbatches, then stretched."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.core.schedule.families.layout import laid_out
+from penstock.core.schedule.op import Kind, Op
+from penstock.core.schedule.schedule import Schedule
+
+if TYPE_CHECKING:
+    from penstock.core.schedule.columns.columns import Fields
+
+
+_FEWEST, _MOST = 64, 512
+"""Microbatches for which a long order is worked out first, in search of what repeats."""
+
+
+class Moment(NamedTuple):
+    """How far ranks are.
+
+    Attributes:
+        lengths: how many ops each has run.
+        next_ops: of each, the next op of every stage and kind.
+    """
+
+    lengths: tuple[int, ...]
+    next_ops: tuple[tuple[Op, ...], ...]
+
+
+class Middle(NamedTuple):
+    """What ranks do again and again: all that they do between two moments.
+
+    Attributes:
+        begin, end: how many ops each rank has run before and at the end of it.
+        microbatches: how many further the second moment is.
+    """
+
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+    microbatches: int
+
+
+@dataclass(frozen=True, eq=False)
+class Stretched:
+    """The order of a rank: ``short``, but that its middle repeats for later microbatches.
+
+    Attributes:
+        short: the ops for few microbatches.
+        begin, end: the middle's.
+        microbatches: how many it is for.
+        times: how often it stands in the order.
+    """
+
+    short: Sequence[Op]
+    begin: int
+    end: int
+    microbatches: int
+    times: int
+
+    def __len__(self) -> int:
+        return len(self.short) + (self.times - 1) * (self.end - self.begin)
+
+    def ops(self) -> list[Op]:
+        """The ops of the rank, in their order."""
+        return list(self._each())
+
+    def _each(self) -> Iterator[Op]:
+        yield from self.short[: self.begin]
+        for turn in range(self.times):
+            for op in self.short[self.begin : self.end]:
+                yield _later(op, turn * self.microbatches)
+        for op in self.short[self.end :]:
+            yield _later(op, (self.times - 1) * self.microbatches)
+
+    def fields(self) -> Fields:
+        """The same as columns."""
+        from penstock.core.schedule.families.in_columns import fields_of_stretched
+
+        return fields_of_stretched(self)
+
+
+def stretched(
+    name: str,
+    num_microbatches: int,
+    middle_of: Callable[[int], Middle | None],
+    orders_of: Callable[[int], Sequence[Sequence[Op]]],
+) -> Schedule | None:
+    """A long schedule from a short one; ``None`` if it is too short for that, or nothing repeats.
+
+    Args:
+        name: of the family.
+        num_microbatches: how many it is for.
+        middle_of: what ranks do again and again in the schedule of so many microbatches, before any
+            of them sees the end.
+        orders_of: the ops of each rank in the schedule of so many microbatches.
+    """
+    few = _FEWEST
+    while few <= min(_MOST, num_microbatches // 2):
+        middle = middle_of(few)
+        if middle is not None:
+            times, rest = divmod(num_microbatches - few, middle.microbatches)
+            ranks = zip(orders_of(few + rest), middle.begin, middle.end, strict=True)
+            return laid_out(
+                [
+                    Stretched(ops, begin, end, middle.microbatches, times + 1)
+                    for ops, begin, end in ranks
+                ],
+                name,
+            )
+        few *= 2
+    return None
+
+
+class MiddleFinder:
+    """Looks for the middle of an order, while ranks choose among the ops of their rows.
+
+    What a rank chooses must depend on nothing but how far all are with each stage and kind, and on
+    the ops of its row up to the last of those that come next. When ranks are as far as they were
+    before, but for the same number of microbatches, and stand before the same ops but for these,
+    they choose the same once more, and so on until they see where their rows end.
+
+    Args:
+        rows: the ops of ranks, the microbatches of each stage and kind in order.
+        longer: the same for more microbatches; how far the two agree, ends are not seen.
+
+    Attributes:
+        middle: what was found; ``None`` until then.
+    """
+
+    def __init__(self, rows: Schedule, longer: Schedule) -> None:
+        self.middle: Middle | None = None
+        self._rows = rows.ranks
+        self._places = [{op: place for place, op in enumerate(ops)} for ops in rows.ranks]
+        self._calm = list(map(_in_common, rows.ranks, longer.ranks))
+        self._lines = [sorted({(op.stage, op.kind) for op in ops}) for ops in rows.ranks]
+        self._counts = [Counter[tuple[int, Kind]]() for _ in rows.ranks]
+        self._lengths = [0] * rows.num_ranks
+        self._seen: dict[tuple[int, ...], Moment] = {}
+
+    def look(self, ranks: Sequence[Sequence[Op]]) -> None:
+        """Look at what ranks have run so far; more than at the last look."""
+        if self.middle is not None:
+            return
+        for rank, ops in enumerate(ranks):
+            self._counts[rank].update((op.stage, op.kind) for op in ops[self._lengths[rank] :])
+            self._lengths[rank] = len(ops)
+        now = self._moment()
+        ahead = now.next_ops[0][0].microbatch
+        apart = tuple(op.microbatch - ahead for ops in now.next_ops for op in ops)
+        before = self._seen.get(apart)
+        if before is not None and self._goes_on(before, now):
+            first, *_ = before.next_ops[0]
+            self.middle = Middle(before.lengths, now.lengths, ahead - first.microbatch)
+        self._seen[apart] = now
+
+    def _moment(self) -> Moment:
+        next_ops = (
+            tuple(Op(stage, kind, counts[stage, kind]) for stage, kind in lines)
+            for lines, counts in zip(self._lines, self._counts, strict=True)
+        )
+        return Moment(tuple(self._lengths), tuple(next_ops))
+
+    def _goes_on(self, before: Moment, now: Moment) -> bool:
+        """Whether no rank sees the end of its row, and all rows repeat from where ranks were."""
+        for rank, row in enumerate(self._rows):
+            places, calm = self._places[rank], self._calm[rank]
+            begin = min(places.get(op, calm) for op in before.next_ops[rank])
+            begin_again = min(places.get(op, calm) for op in now.next_ops[rank])
+            if max(places.get(op, calm) for op in now.next_ops[rank]) >= calm:
+                return False
+            # What repeats is seen once more as a whole before the end.
+            if calm - begin_again < begin_again - begin:
+                return False
+            further = now.next_ops[rank][0].microbatch - before.next_ops[rank][0].microbatch
+            again = row[begin_again:calm]
+            if any(map(_differ, again, (_later(op, further) for op in row[begin:calm]))):
+                return False
+        return True
+
+
+def _in_common(row: Sequence[Op], longer: Sequence[Op]) -> int:
+    """How many ops two rows begin with alike."""
+    pairs = enumerate(zip(row, longer, strict=False))
+    return next((place for place, (op, other) in pairs if op != other), len(row))
+
+
+def _differ(op: Op, other: Op) -> bool:
+    return op != other
+
+
+def _later(op: Op, microbatches: int) -> Op:
+    return op._replace(microbatch=op.microbatch + microbatches)

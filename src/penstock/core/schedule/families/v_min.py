@@ -1,0 +1,37 @@
+"""V-Min: a third of the activations of 1F1B, for a bubble between V-Half's and 1F1B's.
+
+Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, arXiv 2405.15362,
+section 3.
+"""
+
+from __future__ import annotations
+
+from penstock.core.schedule.families.building_block import from_block
+from penstock.core.schedule.schedule import Schedule
+
+
+def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
+    """A third of the memory of 1F1B, ⌊(p+4)/3⌋ microbatches, and about two thirds of its bubble: at
+    F = I = W, m > p ≥ 3, a rank idles for 4p−5 ops, 4p−7 if 3 | p, beside the 6m it performs.
+
+    An op is one of F, I, W at one of a rank's two stages. Two ranks
+    idle for 1 op. Where F, I and W differ, the bubble grows with m. The order comes from a
+    block, see ``building_block.py``, and does not depend on costs.
+
+    Wins: When nothing else fits: 4 microbatches at p = 8 where 1F1B holds 8, with a bubble of 12 %
+    instead of 18 % at m = 32 and F = I = W.
+
+    Loses: When F, I and W differ or hops take time: at W = F/2 and hops of 0.03 F the bubble is 30
+    %, and 1F1B's is 20 %. V-Half holds one microbatch more there and has 13 %.
+
+    >>> from penstock import Costs, draw, simulate
+    >>> print(draw(simulate(v_min(2, 4), Costs())))
+    v-min, predicted: makespan 25, bubble 4.0%, stage bubble 4.0%
+    rank 0 │F0aF1aF2aF0bI0bW0bF1bI0aW0aI1bW1bF3aI1aF2bI2bW1aW2bI2aW2aF3bI3bW3b···I3aW3a│ peak 2
+    rank 1 │···F0aF0bF1aF1bI0bI0aW0bW0aF2aI1bI1aF2bW1bW1aI2bI2aF3aF3bW2bW2aI3bI3aW3bW3a│ peak 2
+    """
+    p = num_ranks
+    # Keeps the ops of a rank in different slots of the block.
+    delay = 0 if p % 3 else 2
+    block = [(i, 2 * p - i - 1, 2 * p + delay + i, 4 * p + delay - i - 1) for i in range(p)]
+    return from_block(block, num_microbatches, "v-min")

@@ -1,0 +1,50 @@
+"""When ops run: what they cost, a simulator that says when each would run, and what that tells.
+
+``costs`` are the durations of ops and messages; ``simulator`` turns a schedule and costs into a
+``timeline``, which is made of ``spans`` and has a file (``timeline_file``); of a timeline, ``idle``
+says where its gaps come from, ``measured`` what its ops cost, ``flow`` how fast and how late things
+go through, and ``parting`` where it departs from its prediction.
+
+What links carry is a part of a timeline (``Transfer``), beside what ranks do. ``exchange`` has the
+flow shop by which sums of gradients pass while backwards run.
+
+Decisions:
+
+Two simulators, one meaning. ``events`` is the one to read. ``waves`` works on the columns of large
+schedules, where every rank takes a step at once in numpy; it asks the same rule, and tests hold it
+to the same bits.
+
+A live source is part of the simulation, and so is the rule by which it lets frames in: of a stream
+whose backwards go through the newest activations, as many at once as there are stages. The order of
+its ops alone would let twice as many in, which then wait between stages.
+
+The pace of a stream is read off its forwards, over whole periods of their rhythm (``flow.beat``): a
+loop of n microbatches has a rhythm of n, and any other length tells another pace. Forwards know
+nothing of how a stream ends.
+
+Idle time is split by thinking the step through again, once with usual op times and free messages,
+once with real op times and free messages. A gap has no single cause; what one cause adds to the
+step has a number. Communication that compute hides costs nothing and counts as nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.base.lazily import loaded_when_used
+
+if TYPE_CHECKING:
+    from penstock.core.timing.idle import Idle, idle_of
+    from penstock.core.timing.measured import measured_costs
+    from penstock.core.timing.parting import TOLERANCE, Cause, Parting, find_parting
+else:
+    __getattr__ = loaded_when_used(
+        __name__,
+        {
+            "penstock.core.timing.idle": ("Idle", "idle_of"),
+            "penstock.core.timing.measured": ("measured_costs",),
+            "penstock.core.timing.parting": ("TOLERANCE", "Cause", "Parting", "find_parting"),
+        },
+    )
+
+__all__ = ["TOLERANCE", "Cause", "Idle", "Parting", "find_parting", "idle_of", "measured_costs"]

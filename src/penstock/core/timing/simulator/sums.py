@@ -1,0 +1,101 @@
+"""When the sums of gradients are there: parts leave while backwards run, and links take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.core.schedule.op import RELEASING, Kind, Op
+from penstock.core.schedule.schedule import Schedule
+from penstock.core.timing.costs import Costs
+from penstock.core.timing.exchange import Exchange, flow_shop
+from penstock.core.timing.spans import Transfer
+
+
+class Sums:
+    """The exchanges of all stages that have copies.
+
+    A part can be summed when the last copy has made it. Parts of P are taken to be made evenly
+    during the last backward (or W) of a copy, and the last one leaves when the copy hands in. An
+    exchange begins when the links of all of its ranks are done with those before it; of several
+    that are known, the one whose first part is there first goes first.
+
+    Args:
+        schedule: with the ops that hand in gradients.
+        costs: how long exchanges take.
+
+    Attributes:
+        transfers: what passes the first thing, as far as it is known.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self._schedule = schedule
+        self._costs = costs
+        self._free: dict[int, list[float]] = {}
+        self._handed_in: dict[Op, tuple[float, ...]] = {}
+        self._times: dict[Op, tuple[float, float]] = {}
+        self._there: dict[frozenset[Op], float] = {}
+        self._waiting: dict[frozenset[Op], Exchange] = {}
+        self.transfers: list[Transfer] = []
+        for update in schedule.where:
+            exchange = costs.exchange(update.stage) if update.kind is Kind.UPDATE else None
+            handed = frozenset() if exchange is None else self._of(update)
+            # Weights that are tied to other stages' are summed in one, when all are there.
+            alone = {op.stage for op in handed} == {update.stage}
+            if exchange is not None and alone and len(handed) > 1:
+                self._waiting[handed] = exchange
+
+    def _of(self, update: Op) -> frozenset[Op]:
+        """The ops with which all copies hand in what an update waits for."""
+        needed = self._schedule.dependencies(update)
+        return frozenset(op for op in needed if op.kind is Kind.REDUCE)
+
+    def follow(self, op: Op, start: float, end: float) -> None:
+        """An op has run. If a copy hands in with it, its parts were made before."""
+        if op.kind in RELEASING:
+            self._times[op] = start, end
+        exchange = self._costs.exchange(op.stage)
+        if exchange is None or op.kind is not Kind.REDUCE:
+            return
+        makers = [self._times.get(one, (end, end)) for one in self._schedule.dependencies(op)]
+        begun, done = max(makers, key=lambda span: span[1], default=(end, end))
+        count = exchange.num_parts
+        made = [min(begun + (done - begun) * (part + 1) / count, end) for part in range(count)]
+        made[-1] = end
+        self._handed_in[op] = tuple(made)
+
+    def there(self, update: Op) -> float | None:
+        """When the sum for an update is there; ``None`` where it is not exchanged in parts."""
+        handed = self._of(update)
+        if handed not in self._there and handed in self._waiting:
+            known = [own for own in self._waiting if all(op in self._handed_in for op in own)]
+            for own in sorted(known, key=self._first):
+                self._exchange(own, self._waiting.pop(own))
+        return self._there.get(handed)
+
+    def _made(self, handed: frozenset[Op]) -> list[float]:
+        """When the last copy has made each part."""
+        return [max(times) for times in zip(*(self._handed_in[op] for op in handed), strict=True)]
+
+    def _first(self, handed: frozenset[Op]) -> tuple[float, int]:
+        return self._made(handed)[0], min(handed).stage
+
+    def _exchange(self, handed: frozenset[Op], exchange: Exchange) -> None:
+        ranks: Sequence[int] = sorted({self._schedule.where[op] for op in handed})
+        idle = [0.0] * len(exchange.seconds)
+        columns = [self._free.get(rank, idle) for rank in ranks]
+        # Stages whose parts pass different things share those that they have in common.
+        free = [max(each) for each in zip(*(_padded(own, idle) for own in columns), strict=True)]
+        passes = flow_shop(self._made(handed), exchange.seconds, free)
+        until = [end for _, end in passes[-1]]
+        for rank in ranks:
+            self._free[rank] = until
+        stage = min(handed).stage
+        self.transfers += [
+            Transfer(tuple(ranks), "sum", stage, part, *spans[0])
+            for part, spans in enumerate(passes)
+        ]
+        self._there[handed] = until[-1] + exchange.once
+
+
+def _padded(times: Sequence[float], like: Sequence[float]) -> list[float]:
+    return [*times[: len(like)], *like[len(times) :]]
